@@ -1,0 +1,57 @@
+"""Train engines for reinforcement learning: one training step, written once.
+
+The names below are imported when they are first used, so that ``import areal`` stays cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal.api import (
+        FinetuneSpec,
+        FSDPConfig,
+        MicroBatchSpec,
+        OptimizerConfig,
+        ParallelDims,
+        SaveLoadMeta,
+        TrainEngine,
+        TrainEngineConfig,
+    )
+    from areal.engine.fsdp.engine import FSDPEngine
+    from areal.engine.registry import create_engine
+
+_HOMES = {
+    "FSDPConfig": "areal.api",
+    "FSDPEngine": "areal.engine.fsdp.engine",
+    "FinetuneSpec": "areal.api",
+    "MicroBatchSpec": "areal.api",
+    "OptimizerConfig": "areal.api",
+    "ParallelDims": "areal.api",
+    "SaveLoadMeta": "areal.api",
+    "TrainEngine": "areal.api",
+    "TrainEngineConfig": "areal.api",
+    "create_engine": "areal.engine.registry",
+}
+
+__all__ = [
+    "FSDPConfig",
+    "FSDPEngine",
+    "FinetuneSpec",
+    "MicroBatchSpec",
+    "OptimizerConfig",
+    "ParallelDims",
+    "SaveLoadMeta",
+    "TrainEngine",
+    "TrainEngineConfig",
+    "create_engine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'areal' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,64 @@
+"""What users hold: configurations, dataclasses, protocols and the engine interface."""
+
+from areal.api.batch import (
+    IGNORE_INDEX,
+    Batch,
+    Metric,
+    OptimStats,
+    OutputName,
+    StepOutput,
+    TokenOutputs,
+    TopK,
+    TopKOutput,
+)
+from areal.api.checkpoint import Checkpointer, SaveLoadMeta, Stateful
+from areal.api.config import (
+    FinetuneSpec,
+    FSDPConfig,
+    MegatronConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
+from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weight
+from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList
+from areal.api.parallel import MESH_AXES, ParallelDims
+from areal.api.weights import NamedTensor, WeightSource
+
+__all__ = [
+    "IGNORE_INDEX",
+    "MESH_AXES",
+    "Batch",
+    "BatchForm",
+    "BatchInput",
+    "Checkpointer",
+    "FSDPConfig",
+    "FinetuneSpec",
+    "LossFn",
+    "LossTerms",
+    "LossWeightFn",
+    "MegatronConfig",
+    "Metric",
+    "MicroBatch",
+    "MicroBatchList",
+    "MicroBatchSpec",
+    "NamedTensor",
+    "Normalization",
+    "OptimStats",
+    "OptimizerConfig",
+    "OutputName",
+    "Outputs",
+    "ParallelDims",
+    "ProcessOutputFn",
+    "SaveLoadMeta",
+    "Stateful",
+    "StepOutput",
+    "TokenOutputs",
+    "TopK",
+    "TopKOutput",
+    "TrainEngine",
+    "TrainEngineConfig",
+    "WeightSource",
+    "default_loss_weight",
+]

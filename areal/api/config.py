@@ -1,0 +1,163 @@
+"""Configurations. They refuse unknown fields and check, before any process group exists, all that can be checked then."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from areal.api.parallel import ParallelDims
+
+DType = Literal["bfloat16", "float16", "float32", "float64"]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of that name."""
+    return getattr(torch, name)
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class MicroBatchSpec(_Config):
+    """How a rank's batch is cut into micro-batches. The gradient does not depend on it.
+
+    With neither ``max_tokens_per_mb`` nor ``n_mbs``, the whole batch of a rank is one micro-batch.
+
+    ``overlong`` says what becomes of a sequence longer than the budget: ``"error"`` raises on every rank, ``"alone"`` gives it
+    a micro-batch of its own that exceeds the budget, ``"drop"`` leaves it out (its outputs are zeros, and
+    ``StepOutput.metrics["dropped_sequences"]`` counts it).
+    """
+
+    max_tokens_per_mb: int | None = Field(
+        default=None, gt=0, description="Tokens in a micro-batch, padding and alignment included."
+    )
+    n_mbs: int | None = Field(
+        default=None, gt=0, description="Least number of micro-batches a rank's batch is cut into."
+    )
+    granularity: int = Field(
+        default=1, gt=0, description="Consecutive samples that stay in one micro-batch (2 for preference pairs)."
+    )
+    overlong: Literal["error", "alone", "drop"] = Field(
+        default="error", description="What to do with a sequence above the budget."
+    )
+    per_sequence: tuple[str, ...] = Field(
+        default=(), description="Keys that hold one row per sequence, whatever their shape suggests."
+    )
+    payloads: tuple[str, ...] = Field(
+        default=(), description="Keys that are lists with one tensor of any size per sample (pixel values)."
+    )
+
+
+class OptimizerConfig(_Config):
+    """Optimizer, clipping and learning-rate schedule. Steps are optimizer steps that were taken; skipped ones do not count.
+
+    The learning rate rises linearly over ``warmup_steps`` (step ``i``, from 0, has ``(i + 1) / warmup_steps``), then follows the
+    schedule down to ``min_lr_ratio * lr`` at ``FinetuneSpec.total_train_steps``. ``wsd`` (warm-up, stable, decay) holds and falls
+    linearly over the last ``decay_ratio`` of all steps.
+    """
+
+    type: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=1e-5, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of SGD.")
+    gradient_clipping: float | None = Field(
+        default=1.0, gt=0, description="Largest global gradient norm; None does not clip."
+    )
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    decay_ratio: float = Field(default=0.1, gt=0, le=1, description="Share of all steps over which `wsd` falls.")
+
+
+class FSDPConfig(_Config):
+    """Settings of the FSDP engine alone."""
+
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="Free a layer's gathered weights after its forward; False keeps them for the backward.",
+    )
+    cpu_offload: bool = Field(
+        default=False, description="Keep parameters, gradients and optimizer state in host memory."
+    )
+    context_parallel: Literal["auto", "ulysses", "gather_kv"] = Field(
+        default="auto",
+        description="`auto` takes Ulysses where the query heads divide by `c`, else gathers keys and values.",
+    )
+    attention: Literal["auto", "packed", "rows"] = Field(
+        default="auto",
+        description="`packed` runs sequences end to end; `rows` one sequence per row; `auto` packs where that is known to be right.",
+    )
+
+
+class MegatronConfig(_Config):
+    """Settings of the Megatron engine alone."""
+
+
+class FinetuneSpec(_Config):
+    """What the learning-rate schedule needs to know of the run."""
+
+    total_train_steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
+
+
+class TrainEngineConfig(_Config):
+    """One engine: the model, its layout, its precision and its optimizer."""
+
+    path: str = Field(min_length=1, description="Model directory or hub name in the Hugging Face format.")
+    backend: str = Field(default="fsdp:d1", description="Engine and layout, such as 'fsdp:d4c2'.")
+    dtype: DType = Field(default="bfloat16", description="Dtype of the compute.")
+    master_dtype: DType = Field(
+        default="float32", description="Dtype in which parameters and optimizer state are kept."
+    )
+    grad_reduce_dtype: DType = Field(default="float32", description="Dtype in which gradients are reduced over ranks.")
+    init_from_scratch: bool = Field(default=False, description="Random weights from `seed` instead of those at `path`.")
+    value_head: bool = Field(default=False, description="Add a value head, for the output 'values'.")
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="Divides the logits in every verb; a per-sequence key `temperature` of the batch overrides it.",
+    )
+    fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 whatever `dtype` is.")
+    mb_spec: MicroBatchSpec = MicroBatchSpec()
+    optimizer: OptimizerConfig | None = Field(
+        default=None, description="None: an engine that only evaluates, such as a reference."
+    )
+    activation_checkpointing: Literal["none", "full"] = Field(
+        default="none", description="`full` recomputes every layer in the backward."
+    )
+    grad_sync: Literal["call", "micro_batch"] = Field(
+        default="call",
+        description="Reduce gradients on the last micro-batch of a call, or on each one, which takes less memory. Same values.",
+    )
+    deterministic: bool = Field(
+        default=False, description="Only deterministic kernels; slower on a GPU, see docs/layouts.md."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the initial weights and of dropout.")
+    lora: None = Field(default=None, description="Adapters are not available on any engine yet.")
+    fsdp: FSDPConfig = FSDPConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+    @field_validator("backend")
+    @classmethod
+    def _backend_is_a_layout(cls, value: str) -> str:
+        return str(ParallelDims.parse(value))
+
+    @model_validator(mode="after")
+    def _precisions_agree(self) -> TrainEngineConfig:
+        width = {"bfloat16": 0, "float16": 0, "float32": 1, "float64": 2}
+        for name in ("master_dtype", "grad_reduce_dtype"):
+            if width[getattr(self, name)] < width[self.dtype]:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} is narrower than dtype = {self.dtype!r}: set {name}={self.dtype!r}, or a narrower dtype"
+                )
+        return self
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The layout that ``backend`` names."""
+        return ParallelDims.parse(self.backend)

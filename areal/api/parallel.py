@@ -1,0 +1,227 @@
+"""Parallel layouts: how many ranks each kind of parallelism takes, parsed from one short string."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes of an engine's device mesh, outermost first: ranks that differ only in ``tp`` are neighbours."""
+
+LETTERS = {
+    "d": "data parallel",
+    "r": "replicated data parallel",
+    "p": "pipeline parallel",
+    "v": "virtual pipeline stages per rank",
+    "t": "tensor parallel",
+    "c": "context parallel",
+    "e": "expert parallel",
+}
+"""Letters of a layout, in the order in which a layout prints them."""
+
+_LAYOUT = re.compile(r"^(?P<backend>[A-Za-z_][\w-]*):(?P<layout>.+)$")
+_HYBRID = re.compile(r"^\(attn:(?P<attn>[a-z0-9]+)\|ffn:(?P<ffn>[a-z0-9]+)\)$")
+_TERM = re.compile(r"([a-z])(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The parallel layout of one engine.
+
+    Written ``backend:letters``, such as ``fsdp:d4c2`` or ``megatron:d2p2t2``. Except for ``v``, every letter multiplies, so
+    the numbers multiply to the world size: ``e2d2`` is four ranks, on which the dense layers see four data-parallel ranks and the
+    experts are spread over two. Where attention and experts are laid out differently, both are
+    written: ``megatron:(attn:d1p2t4|ffn:d1p2e4)``; each side multiplies to the world size.
+
+    Attributes:
+        backend: name of the engine, as registered in the entry point group ``areal.engines``.
+        dp_shard: data-parallel ranks over which parameters may be sharded, as the dense layers see it.
+        dp_replicate: data-parallel replicas of the whole sharded model (HSDP).
+        pp: pipeline stages (ranks). vpp: model chunks per pipeline rank.
+        tp: tensor parallel. cp: context parallel.
+        ep: expert parallel. etp: tensor parallel inside an expert; ``None`` means the same as ``tp``.
+
+    Raises:
+        ValueError: a degree is not a positive integer, or the expert side does not divide the world.
+    """
+
+    backend: str
+    dp_shard: int = 1
+    dp_replicate: int = 1
+    pp: int = 1
+    vpp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp_shard", "dp_replicate", "pp", "vpp", "tp", "cp", "ep", "etp"):
+            degree = getattr(self, name)
+            if degree is None and name == "etp":
+                continue
+            if not isinstance(degree, int) or degree < 1:
+                raise ValueError(f"ParallelDims.{name} = {degree!r}: a degree is an integer of at least 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"v{self.vpp} without a pipeline: virtual stages need p2 or more, or leave v out")
+        per_expert = self.pp * self.ep * self.expert_tp
+        if self.world_size % per_expert:
+            raise ValueError(
+                f"the expert side takes pp * ep * etp = {self.pp} * {self.ep} * {self.expert_tp} = {per_expert} ranks, which does not "
+                f"divide the dense side's {self.world_size}; choose ep so that it divides {self.world_size // self.pp}"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks in all: how many parts the global batch has."""
+        return self.dp_shard * self.dp_replicate
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel degree inside an expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same shard of the experts."""
+        return self.world_size // (self.pp * self.ep * self.expert_tp)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that this layout takes."""
+        return self.dp * self.pp * self.tp * self.cp
+
+    def degrees(self) -> dict[str, int]:
+        """Degree by letter, as written in a layout without an expert side of its own."""
+        d = self.dp_shard // self.ep if self._is_plain else self.dp_shard
+        return {"d": d, "r": self.dp_replicate, "p": self.pp, "v": self.vpp, "t": self.tp, "c": self.cp, "e": self.ep}
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.expert_tp == self.tp and self.dp_shard % self.ep == 0
+
+    @classmethod
+    def parse(cls, text: str) -> ParallelDims:
+        """Read a layout such as ``fsdp:d4c2`` or ``megatron:(attn:d1p2t4|ffn:d1p2e4)``.
+
+        Raises:
+            ValueError: the text is not a layout; says which part and what would be one.
+        """
+        match = _LAYOUT.match(text.strip().replace(" ", ""))
+        if match is None:
+            raise ValueError(f"backend = {text!r}: expected 'engine:layout', such as 'fsdp:d4c2' or 'megatron:d2p2t2'")
+        backend, layout = match["backend"], match["layout"]
+        hybrid = _HYBRID.match(layout)
+        if hybrid is None:
+            n = _parse_degrees(layout, text)
+            return cls(
+                backend=backend,
+                dp_shard=n["d"] * n["e"],
+                dp_replicate=n["r"],
+                pp=n["p"],
+                vpp=n["v"],
+                tp=n["t"],
+                cp=n["c"],
+                ep=n["e"],
+            )
+        attn, ffn = _parse_degrees(hybrid["attn"], text), _parse_degrees(hybrid["ffn"], text)
+        return _from_hybrid(backend, attn, ffn, text)
+
+    def __str__(self) -> str:
+        if self._is_plain:
+            return f"{self.backend}:{_format_degrees(self.degrees())}"
+        attn = {**self.degrees(), "e": 1}
+        ffn = {"d": self.expert_dp, "p": self.pp, "t": self.expert_tp, "e": self.ep}
+        return f"{self.backend}:(attn:{_format_degrees(attn, always='d')}|ffn:{_format_degrees(ffn, always='d')})"
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse a world that this layout does not fill.
+
+        Raises:
+            ValueError: the product of the degrees is not ``world_size``; names a layout that would fit.
+        """
+        if self.world_size == world_size:
+            return
+        fixed = self.world_size // self.dp_shard
+        if self._is_plain and world_size % (fixed * self.ep) == 0:
+            fits = f"{self.backend}:{_format_degrees({**self.degrees(), 'd': world_size // (fixed * self.ep)})}"
+        else:
+            fits = f"{self.backend}:d{world_size}"
+        raise ValueError(
+            f"backend = '{self}' takes {self.world_size} ranks, but the world has {world_size}: "
+            f"'{fits}' would fit, or start {self.world_size} processes"
+        )
+
+    def check_supported(self, supported: frozenset[str]) -> None:
+        """Refuse degrees above 1 that the engine has not.
+
+        Args:
+            supported: the letters that the engine can use.
+
+        Raises:
+            ValueError: names the letters, and those that the engine has.
+        """
+        extra = [letter for letter, n in self.degrees().items() if n > 1 and letter not in supported]
+        if extra or not (self._is_plain or "e" in supported):
+            names = ", ".join(f"{letter} ({LETTERS[letter]})" for letter in extra) or "a separate expert side"
+            has = ", ".join(f"{letter} ({LETTERS[letter]})" for letter in LETTERS if letter in supported)
+            raise ValueError(f"backend = '{self}': the {self.backend} engine has no {names}; it has {has}")
+
+
+def _parse_degrees(layout: str, text: str) -> dict[str, int]:
+    terms = _TERM.findall(layout)
+    if not terms or "".join(letter + number for letter, number in terms) != layout:
+        raise ValueError(
+            f"backend = {text!r}: {layout!r} is not a row of letters with numbers; the letters are "
+            + ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
+        )
+    degrees: dict[str, int] = dict.fromkeys(LETTERS, 1)
+    seen: set[str] = set()
+    for letter, number in terms:
+        if letter not in LETTERS:
+            raise ValueError(
+                f"backend = {text!r}: unknown letter {letter!r} in {layout!r}; the letters are {', '.join(LETTERS)}"
+            )
+        if letter in seen:
+            raise ValueError(
+                f"backend = {text!r}: {letter!r} stands twice in {layout!r}; write it once, with the whole degree"
+            )
+        if int(number) < 1:
+            raise ValueError(
+                f"backend = {text!r}: {letter}{number} is not a degree; leave {letter!r} out, or write {letter}1"
+            )
+        seen.add(letter)
+        degrees[letter] = int(number)
+    return degrees
+
+
+def _from_hybrid(backend: str, attn: dict[str, int], ffn: dict[str, int], text: str) -> ParallelDims:
+    if attn["e"] > 1 or ffn["c"] > 1 or ffn["r"] > 1 or ffn["v"] > 1:
+        raise ValueError(f"backend = {text!r}: e belongs to the ffn side, and c, r and v to the attn side")
+    if attn["p"] != ffn["p"]:
+        raise ValueError(
+            f"backend = {text!r}: both sides share the pipeline, but attn has p{attn['p']} and ffn has p{ffn['p']}"
+        )
+    world = math.prod(attn[letter] for letter in "drptc")
+    experts = math.prod(ffn[letter] for letter in "dpte")
+    if world != experts:
+        raise ValueError(
+            f"backend = {text!r}: the attn side takes {world} ranks and the ffn side {experts}; make them equal"
+        )
+    return ParallelDims(
+        backend=backend,
+        dp_shard=attn["d"],
+        dp_replicate=attn["r"],
+        pp=attn["p"],
+        vpp=attn["v"],
+        tp=attn["t"],
+        cp=attn["c"],
+        ep=ffn["e"],
+        etp=ffn["t"],
+    )
+
+
+def _format_degrees(degrees: dict[str, int], always: str = "") -> str:
+    text = "".join(f"{letter}{n}" for letter, n in degrees.items() if n > 1 or letter in always)
+    return text or "d1"

@@ -1,0 +1,132 @@
+"""What the ranks of an engine agree on in a step: the number of micro-batches, the loss weights, the numbers reported.
+
+Each is one exchange on the host that also carries any rank's fault, so that a fault raises on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from areal.api.config import MicroBatchSpec
+from areal.api.engine import BatchInput
+from areal.api.loss import LossWeightFn
+from areal.api.microbatch import MicroBatchList
+from areal.engine.output import LossResult, LossWeights, Summary, local_weights, summarize
+from areal.engine.schedule import Schedule
+from areal.utils.data import BatchPlan, plan_batch
+from areal.utils.distributed import ControlPlane, as_fault, raise_together
+
+
+class Agreement:
+    """Agreements over an engine's control plane. Made on every rank, collectively.
+
+    Args:
+        control: all ranks of the engine.
+        dp_rank: this rank's part of the global batch.
+        is_main: this rank speaks for its data-parallel coordinate.
+    """
+
+    def __init__(self, control: ControlPlane, dp_rank: int, is_main: bool) -> None:
+        self._control = control
+        self._dp_ranks, self._mains = zip(*control.gather((dp_rank, is_main)), strict=True)
+        self._shared = not all(self._mains)
+
+    def plan(
+        self, batch: BatchInput, spec: MicroBatchSpec, schedule: Schedule, *, align: int, vocab_size: int
+    ) -> tuple[BatchPlan, int, int]:
+        """Check and pack this rank's batch; agree on the count.
+
+        Returns:
+            The plan, the number of micro-batches of every rank, and the longest padded length of any.
+
+        Raises:
+            ValueError: some rank's batch is wrong, or ranks of one data-parallel coordinate have different ones.
+        """
+        plan, error, offer = None, None, (0, 0, 0)
+        try:
+            plan = plan_batch(batch, spec, align=align, vocab_size=vocab_size)
+            offer = (plan.n_mbs, plan.padded_length, plan.digest() if self._shared else 0)
+        except Exception as caught:
+            error = caught
+        faults, offers = self._exchange(error, offer)
+        raise_together(faults, error)
+        if plan is None:
+            raise RuntimeError("no plan although no rank reported a fault")
+        counts, lengths, digests = zip(*offers, strict=True)
+        self._check_same_batch(digests)
+        return plan, schedule.round_up(max(1, *counts)), max(lengths)
+
+    def _check_same_batch(self, digests: tuple[int, ...]) -> None:
+        first: dict[int, int] = {}
+        for rank, (digest, dp_rank) in enumerate(zip(digests, self._dp_ranks, strict=True)):
+            known = first.setdefault(dp_rank, rank)
+            if digests[known] != digest:
+                raise ValueError(
+                    f"ranks {known} and {rank} share data-parallel coordinate {dp_rank} but were passed different "
+                    "batches: shard the data by engine.dp_rank, not by the global rank"
+                )
+
+    def weights(self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn, *, required: bool) -> LossWeights:
+        """The loss weights of this rank's micro-batches and of the global batch.
+
+        Args:
+            required: refuse a global weight of 0.
+
+        Raises:
+            ValueError: the weights are wrong on some rank, or there is nothing to divide by.
+        """
+        error: Exception | None = None
+        plain, per_mb = True, dict[int, dict[str, float]]()
+        try:
+            plain, per_mb = local_weights(mbs, loss_weight_fn)
+        except Exception as caught:
+            error = caught
+        names = next(iter(per_mb.values()), {})
+        sums = {name: sum(weights[name] for weights in per_mb.values()) for name in names}
+        faults, answers = self._exchange(error, (plain, sums))
+        raise_together(faults, error)
+        spoken = [(plain, sorted(sums)) for plain, sums in answers if sums]
+        if any(answer != spoken[0] for answer in spoken):
+            raise ValueError(f"loss_weight_fn returned different terms on different ranks: {spoken}")
+        total: dict[str, float] = {}
+        for _, sums in self._once_per_part(answers):
+            total = {name: total.get(name, 0.0) + sums.get(name, 0.0) for name in {**total, **sums}}
+        empty = [name for name, weight in total.items() if weight == 0]
+        if required and (empty or not total):
+            raise ValueError(
+                f"the global loss weight is 0 over all ranks and micro-batches (terms: {empty or 'none'}): "
+                "no position has both a target and a loss weight, so there is nothing to divide by; skip this batch"
+            )
+        return LossWeights(spoken[0][0] if spoken else True, per_mb, total)
+
+    def summary(self, mbs: MicroBatchList, results: list[LossResult], start: float, note: str) -> Summary:
+        """The sums that every rank's micro-batches reported.
+
+        Args:
+            start: when the call began, by ``time.perf_counter``.
+            note: what to add to an error.
+
+        Raises:
+            ValueError: a loss is not finite on some rank, or a metric is wrong.
+        """
+        error: Exception | None = None
+        local = Summary()
+        try:
+            local = summarize(mbs, results)
+        except Exception as caught:
+            error = caught
+        local.seconds = time.perf_counter() - start
+        faults, answers = self._exchange(error, local)
+        raise_together(faults, error, note)
+        total = Summary(seconds=max(answer.seconds for answer in answers))
+        for part in self._once_per_part(answers):
+            total.merge(part)
+        return total
+
+    def _exchange(self, error: Exception | None, value: Any) -> tuple[list[Any], list[Any]]:
+        answers = self._control.gather((as_fault(error), value))
+        return [fault for fault, _ in answers], [value for _, value in answers]
+
+    def _once_per_part(self, answers: list[Any]) -> list[Any]:
+        return [answer for answer, main in zip(answers, self._mains, strict=True) if main]

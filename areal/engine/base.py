@@ -1,0 +1,403 @@
+"""The training step, written once. Read it from top to bottom.
+
+``forward_backward_batch`` is the only loop-bearing verb, and no engine overrides it. An engine fills three hooks: ``_build``, which composes
+the parts that vary (model, schedule, context parallelism, optimizer, checkpointer), ``_forward_compute_mb``, one micro-batch
+through the model, and ``_finalize_grads``, the reduction still owed before an optimizer step. Hooks are leaves: they take values, return
+values, and never call back up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from areal.api.batch import OptimStats, StepOutput, TokenOutputs
+from areal.api.checkpoint import SaveLoadMeta
+from areal.api.config import FinetuneSpec, TrainEngineConfig
+from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weight
+from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.api.weights import NamedTensor
+from areal.engine.agreement import Agreement
+from areal.engine.faults import Faults, check_loss
+from areal.engine.nothing import add_nothing, gather_outputs
+from areal.engine.output import LossResult, LossStep, OutputStep, Summary
+from areal.engine.parts import EngineParts, StepOptimizer
+from areal.utils import platform
+from areal.utils.distributed import ControlPlane, build_mesh, destroy_groups, init_default_group
+from areal.utils.seeding import seed_everything
+
+_DISCARDED = "all pending gradients were discarded; the engine can be used for the next call"
+
+
+class BaseTrainEngine(TrainEngine):
+    """The template. Args: ``config``, whose layout must be one that the engine has (``layout_letters``)."""
+
+    layout_letters: ClassVar[frozenset[str]]
+    """Letters of :data:`areal.api.parallel.LETTERS` that the engine can use."""
+
+    # ---- hooks
+
+    @abstractmethod
+    def _build(self, spec: FinetuneSpec) -> EngineParts:
+        """Compose the parts. ``mesh``, ``control`` and ``device`` are there."""
+
+    @abstractmethod
+    def _forward_compute_mb(
+        self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
+    ) -> Any:
+        """One micro-batch through one model chunk: a hidden state off the last stage, this rank's ``TokenOutputs`` on it."""
+
+    @abstractmethod
+    def _finalize_grads(self) -> None:
+        """The gradient reduction still owed. Called once, from ``optimizer_step`` or ``named_gradients``."""
+
+    # ---- life
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        self.config = config
+        self.dims = config.dims
+        self.dims.check_supported(self.layout_letters)
+        self.version = 0
+        self.device = platform.current_device()
+        self.mesh: DeviceMesh
+        self.control: ControlPlane
+        self._parts: EngineParts | None = None
+        self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
+        self._pending = self._finalized = False
+
+    def initialize(self, spec: FinetuneSpec) -> None:
+        if self._parts is not None:
+            raise RuntimeError("the engine is already initialized: destroy it, or make another")
+        init_default_group()
+        self.dims.check_world(dist.get_world_size())
+        platform.set_device(self.device)
+        if self.config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.control = ControlPlane()
+        self.mesh = build_mesh(self.dims, self.device.type)
+        self._agreement = Agreement(self.control, self.dp_rank, self.is_main)
+        seed_everything(self.config.seed + self.dp_rank)
+        parts, error = None, None
+        try:
+            parts = self._build(spec)
+        except Exception as caught:
+            error = caught
+        self.control.settle(error, "the engine was not built")
+        self._parts = parts
+
+    def destroy(self) -> None:
+        if self._parts is not None:
+            try:
+                self._parts.checkpointer.wait()
+            finally:
+                self._drop_parts("it was destroyed: make another")
+                self.control.close()
+
+    def _drop_parts(self, why: str) -> None:
+        self._parts, self._unusable = None, why
+        self._pending = False
+        gc.collect()
+        destroy_groups(self.mesh)
+        platform.empty_cache(self.device)
+
+    def _require_parts(self) -> EngineParts:
+        if self._parts is None:
+            raise RuntimeError(f"the engine cannot be used: {self._unusable}")
+        return self._parts
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh["dp"].get_local_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dims.dp
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.mesh["dp"].get_group()
+
+    @property
+    def is_main(self) -> bool:
+        return all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    # ---- a batch
+
+    def microbatches(self, batch: BatchInput) -> MicroBatchList:
+        parts = self._require_parts()
+        schedule, align = parts.schedule, parts.context_parallel.align
+        plan, n_mbs, longest = self._agreement.plan(
+            batch, self.config.mb_spec, schedule, align=align, vocab_size=parts.vocab_size
+        )
+        padded_length = longest if schedule.equal_lengths else None
+        return plan.build(n_mbs=n_mbs, device=self.device, padded_length=padded_length)
+
+    def global_sum(self, x: Tensor) -> Tensor:
+        total = x.detach().clone().to(self.device)
+        dist.all_reduce(total, group=self.dp_group)
+        return total.to(x.device)
+
+    def global_weight(
+        self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn = default_loss_weight
+    ) -> Tensor | dict[str, Tensor]:
+        weights = self._agreement.weights(mbs, loss_weight_fn, required=True)
+        totals = {name: torch.tensor(total, dtype=torch.float64) for name, total in weights.total.items()}
+        return next(iter(totals.values())) if weights.plain else totals
+
+    # ---- the verb under all the others
+
+    def forward_backward_batch(
+        self,
+        mbs: MicroBatchList,
+        process_output: ProcessOutputFn,
+        *,
+        outputs: Outputs = ("logprobs",),
+        forward_only: bool = False,
+    ) -> list[Any]:
+        faults, results = Faults(), {}
+        self._require_parts().memory.onload(params=True, grads=not forward_only, optimizer=False)
+        try:
+            results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
+        except Exception as error:  # The model itself failed, perhaps on this rank alone.
+            faults.break_off(error)
+        if faults.broken:
+            self._let_go(f"its model failed: {faults.first}")
+        self._settle(faults.first, keep=forward_only)
+        self._pending = self._pending or not forward_only
+        return [results[mb.index] for mb in mbs.real]
+
+    def _run_schedule(
+        self, mbs: MicroBatchList, process_output: ProcessOutputFn, outputs: Outputs, forward_only: bool, faults: Faults
+    ) -> dict[int, Any]:
+        """The two halves of a micro-batch, handed to the schedule."""
+        parts = self._require_parts()
+        scale = parts.schedule.grad_scale(len(mbs))
+
+        def forward(model: nn.Module, mb: MicroBatch, hidden: Tensor | None = None) -> Any:
+            faults.at = mb
+            return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
+
+        def process(local: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, Any]:
+            tokens = gather_outputs(local, parts.context_parallel, mb.n_tokens)
+            loss, result = None, None
+            if not mb.filler and faults.first is None:
+                with (
+                    faults.held()
+                ):  # The other ranks are in collectives: stay in step, add nothing, and raise at the end.
+                    returned, result = process_output(tokens, mb)
+                    loss = None if forward_only else check_loss(returned, mb)
+            if forward_only:
+                return None, result
+            return (add_nothing(tokens) if loss is None else loss * scale), result
+
+        with torch.set_grad_enabled(not forward_only):
+            return parts.schedule.run(mbs, forward, process, forward_only=forward_only)
+
+    def _settle(self, error: Exception | None, *, keep: bool) -> None:
+        """Raise on every rank what any rank met, and leave no half-made gradients."""
+        usable = self._parts is not None
+        note = ("" if keep else _DISCARDED) if usable else "the engine cannot be used any more: make another"
+        try:
+            self.control.settle(error, note)
+        except Exception:
+            if usable and not keep:
+                self.zero_grad()
+            raise
+
+    def _let_go(self, why: str) -> None:
+        """Peers may wait in collectives that this rank will not reach: close its groups, and they fail at once too."""
+        platform.empty_cache(self.device)
+        if self.dims.world_size > 1:
+            self._drop_parts(why)
+
+    # ---- thin wrappers
+
+    def forward_backward(
+        self,
+        batch: BatchInput,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn = default_loss_weight,
+        *,
+        outputs: Outputs = ("logprobs",),
+        normalization: Normalization = "weight",
+        loss_weight: float = 1.0,
+    ) -> StepOutput:
+        return self._loss_batch(batch, loss_fn, loss_weight_fn, outputs, normalization, loss_weight, forward_only=False)
+
+    def train_batch(
+        self,
+        batch: BatchInput,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn = default_loss_weight,
+        *,
+        outputs: Outputs = ("logprobs",),
+    ) -> StepOutput:
+        start = time.perf_counter()
+        self._require_optimizer()
+        if self._pending:
+            raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
+        step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
+        stats = self.optimizer_step()
+        return dataclasses.replace(step, **vars(stats), seconds=max(step.seconds, time.perf_counter() - start))
+
+    def eval_batch(
+        self,
+        batch: BatchInput,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn = default_loss_weight,
+        *,
+        outputs: Outputs = ("logprobs",),
+    ) -> StepOutput:
+        with self._evaluating():
+            return self._loss_batch(batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, forward_only=True)
+
+    def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
+        mbs = self.microbatches(batch)
+        with self._evaluating():
+            return mbs.restore(
+                self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
+            )
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        model = self._require_parts().model
+        training = model.training
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(training)
+
+    def _loss_batch(
+        self,
+        batch: BatchInput,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        outputs: Outputs,
+        normalization: Normalization,
+        loss_weight: float,
+        *,
+        forward_only: bool,
+    ) -> StepOutput:
+        start = time.perf_counter()
+        _check_normalization(normalization, loss_weight)
+        mbs = self.microbatches(batch)
+        weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
+        by_weight, number = normalization == "weight", 1.0 if isinstance(normalization, str) else float(normalization)
+        divisors = {name: total if by_weight else number for name, total in weights.total.items()}
+        step = LossStep(loss_fn, weights, divisors, loss_weight)
+        results = self.forward_backward_batch(mbs, step, outputs=outputs, forward_only=forward_only)
+        summary = self._summarize(mbs, results, start, keep=forward_only)
+        terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
+        names = {"weight": "weight"} if weights.plain else {name: f"weight/{name}" for name in weights.total}
+        metrics = summary.reduced_metrics() | dict(zip(names.values(), weights.total.values(), strict=False))
+        if self.config.mb_spec.overlong == "drop":
+            metrics["dropped_sequences"] = float(summary.dropped)
+        return StepOutput(
+            loss=sum(terms.values()),
+            terms=terms,
+            metrics=metrics,
+            n_mbs=len(mbs),
+            n_tokens=summary.n_tokens,
+            seconds=summary.seconds,
+        )
+
+    def _summarize(self, mbs: MicroBatchList, results: list[LossResult], start: float, *, keep: bool) -> Summary:
+        try:
+            return self._agreement.summary(mbs, results, start, "" if keep else _DISCARDED)
+        except Exception:
+            if not keep:
+                self.zero_grad()
+            raise
+
+    # ---- optimizer
+
+    def _require_optimizer(self) -> StepOptimizer:
+        optimizer = self._require_parts().optimizer
+        if optimizer is None:
+            raise RuntimeError(
+                "the engine has no optimizer: set TrainEngineConfig.optimizer=OptimizerConfig(...) to train"
+            )
+        return optimizer
+
+    def _require_gradients(self) -> EngineParts:
+        parts = self._require_parts()
+        if not self._pending:
+            raise RuntimeError("no gradient is pending: call forward_backward() first")
+        if not self._finalized:
+            self._finalize_grads()
+            self._finalized = True
+        return parts
+
+    def zero_grad(self) -> None:
+        self._require_parts().zero_grad()
+        self._pending = self._finalized = False
+
+    def optimizer_step(self) -> OptimStats:
+        optimizer = self._require_optimizer()
+        self._require_gradients().memory.onload(params=True, grads=True, optimizer=True)
+        stats = optimizer.step()
+        self.zero_grad()
+        return stats
+
+    @property
+    def lr(self) -> float:
+        return self._require_optimizer().lr
+
+    def set_lr(self, lr: float) -> None:
+        self._require_optimizer().set_lr(lr)
+
+    # ---- weights
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        parts = self._require_parts()
+        parts.memory.onload(params=True, grads=False, optimizer=False)
+        return parts.weights.named_tensors()
+
+    def named_gradients(self) -> Iterator[NamedTensor]:
+        parts = self._require_gradients()
+        parts.memory.onload(params=True, grads=True, optimizer=False)
+        return parts.weights.named_gradients()
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        parts = self._require_parts()
+        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+        parts.checkpointer.save(meta)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        parts = self._require_parts()
+        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+        self.zero_grad()
+        parts.checkpointer.load(meta)
+
+    def wait_for_checkpoint(self) -> None:
+        self._require_parts().checkpointer.wait()
+
+    def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        self._require_parts().memory.offload(params=params, grads=grads, optimizer=optimizer)
+
+    def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        self._require_parts().memory.onload(params=params, grads=grads, optimizer=optimizer)
+
+
+def _check_normalization(normalization: Normalization, loss_weight: float) -> None:
+    if normalization not in ("weight", "sum") and not (isinstance(normalization, int | float) and normalization > 0):
+        raise ValueError(
+            f"normalization = {normalization!r}: choose 'weight', 'sum', or a positive number to divide by"
+        )
+    if not abs(loss_weight) < float("inf"):
+        raise ValueError(f"loss_weight = {loss_weight}: it must be finite")

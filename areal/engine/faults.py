@@ -1,0 +1,74 @@
+"""Faults of a step: what a process function may return, and where the model failed."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from areal.api.microbatch import MicroBatch
+from areal.utils import platform
+
+
+class Faults:
+    """What went wrong on this rank in one call.
+
+    Attributes:
+        first: the first error, or None.
+        broken: the model failed, so that this rank is out of step with its peers.
+        at: the micro-batch that the model is at.
+    """
+
+    def __init__(self) -> None:
+        self.first: Exception | None = None
+        self.broken = False
+        self.at: MicroBatch | None = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep an error instead of raising it."""
+        try:
+            yield
+        except Exception as error:
+            self.first = error
+
+    def break_off(self, error: Exception) -> None:
+        """Keep an error of the model, and free what its frames hold on to."""
+        traceback.clear_frames(error.__traceback__)
+        self.broken = True
+        self.first = self.first or locate(error, self.at)
+
+
+def check_loss(loss: Tensor | None, mb: MicroBatch) -> Tensor | None:
+    """The loss, or an error where backward cannot start from it.
+
+    Raises:
+        ValueError: the loss is neither ``None`` nor a scalar with a graph.
+    """
+    if loss is None:
+        return None
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise ValueError(
+            f"the process function returned a loss that is not a scalar tensor for micro-batch {mb.index}: "
+            "return a sum, or None"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of micro-batch {mb.index} has no graph: it does not depend on the outputs, or they were "
+            "detached; compute it from the TokenOutputs that the function was given"
+        )
+    return loss
+
+
+def locate(error: Exception, mb: MicroBatch | None) -> Exception:
+    """The error with the micro-batch in which it happened, and for want of memory what would help."""
+    if mb is None:
+        return error
+    where = f"micro-batch {mb.index} of {mb.n_tokens} tokens ({mb.padded_length} padded, {len(mb.seqlens)} sequences)"
+    if platform.is_out_of_memory(error):
+        return RuntimeError(f"out of memory in {where}: lower mb_spec.max_tokens_per_mb ({error})")
+    if isinstance(error, ValueError):
+        return ValueError(f"{error} (in {where})")
+    return RuntimeError(f"{type(error).__name__} in {where}: {error}")

@@ -1,0 +1,1 @@
+"""The FSDP2 engine: Hugging Face models on PyTorch's ``fully_shard``."""

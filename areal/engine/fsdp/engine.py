@@ -1,0 +1,112 @@
+"""The FSDP2 engine: three hooks over Hugging Face causal language models."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from areal.api.batch import TokenOutputs
+from areal.api.config import FinetuneSpec, torch_dtype
+from areal.api.engine import Outputs
+from areal.api.microbatch import MicroBatch
+from areal.engine.attention import PACKED_ATTENTION, choose_attention
+from areal.engine.base import BaseTrainEngine
+from areal.engine.context_parallel import ContextParallel, choose_mode
+from areal.engine.fsdp import grad
+from areal.engine.fsdp.checkpoint import FSDPCheckpointer
+from areal.engine.fsdp.memory import HostOffload
+from areal.engine.fsdp.parallelize import build_param_mesh, parallelize
+from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
+from areal.engine.model import PackedCausalLM
+from areal.engine.model_inputs import model_inputs
+from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
+from areal.engine.parts import EngineParts
+from areal.engine.schedule import SequentialSchedule
+from areal.utils.distributed import destroy_groups
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPEngine(BaseTrainEngine):
+    """Data (``d``), replicated data (``r``) and context parallel (``c``) training of any Hugging Face causal LM."""
+
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drc")
+
+    # ---- the three hooks
+
+    def _build(self, spec: FinetuneSpec) -> EngineParts:
+        config = self.config
+        hf_config = AutoConfig.from_pretrained(config.path)
+        self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
+        self._param_mesh = build_param_mesh(self.dims, self.device.type)
+        model = self._build_model(hf_config)
+        optimizer = self._build_optimizer(model, spec)
+        inner = optimizer.inner if optimizer else None
+        return EngineParts(
+            model=model,
+            schedule=SequentialSchedule(model, grad.sync_on(model, every=config.grad_sync == "micro_batch")),
+            context_parallel=self._context_parallel(hf_config),
+            optimizer=optimizer,
+            checkpointer=FSDPCheckpointer(model, optimizer, self, self.control, config.path),
+            weights=FSDPWeights(model),
+            memory=HostOffload(model, inner),
+            zero_grad=lambda: model.zero_grad(set_to_none=True),
+            vocab_size=model.vocab_size,
+        )
+
+    def _forward_compute_mb(
+        self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
+    ) -> TokenOutputs:
+        cp = self._require_parts().context_parallel
+        inputs = model_inputs(mb, cp, outputs, self.config.temperature, rows=self._rows)
+        return TokenOutputs(**model(inputs))
+
+    def _finalize_grads(self) -> None:
+        """Nothing is owed: every call reduces on its last micro-batch at the latest."""
+
+    # ---- what the parts are made of
+
+    def _build_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
+        config = self.config
+        attention: dict[str, Any] = {} if self._rows else {"attn_implementation": PACKED_ATTENTION}
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch_dtype(config.master_dtype), **attention)
+            model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
+        parallelize(model, self._param_mesh, config)
+        device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
+        if config.init_from_scratch:
+            init_weights(model, config.seed, device)
+        else:
+            load_weights(model, config.path, device)
+        return model.train()
+
+    def _build_optimizer(self, model: nn.Module, spec: FinetuneSpec) -> ClippingOptimizer | None:
+        config = self.config.optimizer
+        if config is None:
+            return None
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return ClippingOptimizer(
+            torch_optimizer(parameters, config),
+            config,
+            spec.total_train_steps,
+            global_norm=lambda: grad.global_norm(parameters),
+            scale_grads=lambda factor: grad.scale(parameters, factor),
+        )
+
+    def _context_parallel(self, hf_config: PretrainedConfig) -> ContextParallel:
+        if self.dims.cp == 1:
+            return ContextParallel(None)
+        text = hf_config.get_text_config()
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        mode = choose_mode(self.config.fsdp.context_parallel, self.dims.cp, heads, kv_heads)
+        logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", self.dims.cp, mode, heads, kv_heads)
+        return ContextParallel(self.mesh["cp"].get_group(), mode)
+
+    def _drop_parts(self, why: str) -> None:
+        super()._drop_parts(why)
+        destroy_groups(self._param_mesh)

@@ -1,0 +1,69 @@
+"""Gradients of sharded parameters: when they are reduced, their global norm, and scaling."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
+    """What to call before each backward, with whether it is the last of the call: reduces then, or on every one.
+
+    Raises:
+        ValueError: the model is not sharded.
+    """
+    if not isinstance(model, FSDPModule):
+        raise ValueError(f"{type(model).__name__} is not an FSDP module: call parallelize() first")
+
+    def before_backward(last: bool) -> None:
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or every)
+
+    return before_backward
+
+
+def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """L2 norm of all gradients over all ranks, each element counted once; a scalar, equal on every rank.
+
+    Squares are summed in float32 (float64 for float64 gradients) per tensor, and in float64 over tensors.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_groups[_shard_groups(parameter.grad)].append(_local(parameter.grad))
+    total = torch.zeros((), dtype=torch.float64)
+    for groups, grads in by_groups.items():
+        norms = torch._foreach_norm([grad for grad in grads if grad.numel()] or [torch.zeros(1)])
+        squares = torch.stack([norm.to(grads[0].device, torch.float64) for norm in norms]).square().sum()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = total.to(squares.device) + squares
+    return total.sqrt()
+
+
+def scale(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient in place."""
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(grads, factor)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which a gradient's elements are spread; replicas are not counted twice."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh = grad.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(grad.placements)
+        if placement.is_shard() and mesh.size(axis) > 1
+    )

@@ -1,0 +1,143 @@
+"""Values for a model that was built without any: buffers that it computes, and random weights.
+
+Both come from transformers' own initialisation. Weights are drawn on the CPU, one block at a time and in full, and each rank keeps
+its slices: the same seed gives the same model on every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from areal.engine.fsdp.naming import transient_buffers
+from areal.engine.fsdp.shards import local_shard
+from areal.engine.model import PackedCausalLM
+
+
+def materialize(model: PackedCausalLM, device: torch.device) -> None:
+    """Give a model on the meta device memory, and its computed buffers (rotary frequencies, scales) their values.
+
+    Parameters have no values yet. Shared parameters stay shared.
+
+    Raises:
+        ValueError: the model has a buffer that neither a file nor its initialisation fills.
+    """
+    ties = list(_owners_by_parameter(model).values())
+    model.to_empty(device=device)
+    for (first, name), *others in ties:
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.fill_(_mark(buffer))
+    _compute_buffers(model.hf)
+    for name, buffer in transient_buffers(model.hf):
+        if _has_mark(buffer):
+            raise ValueError(
+                f"{type(model.hf).__name__} has a buffer {name} that no file holds and that _init_weights does not compute, "
+                "so it cannot be built on the meta device: compute it there, or make it persistent"
+            )
+
+
+def init_weights(model: PackedCausalLM, seed: int, device: torch.device) -> None:
+    """Materialise a model with random weights, the same on every layout. A value head gets zeros.
+
+    Args:
+        model: on the meta device, sharded.
+        seed: of the weights. The generators of the process are left as they were.
+
+    Raises:
+        ValueError: transformers does not initialise some parameter of this model.
+    """
+    materialize(model, device)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for block in _blocks(model.hf):
+            _draw(model.hf, block)
+        if model.value_head is not None:
+            local_shard(model.value_head.weight)[0].zero_()
+
+
+def _compute_buffers(hf: PreTrainedModel) -> None:
+    """Run transformers' initialisation with every parameter marked as done, so that only buffers are written."""
+    parameters = list(hf.parameters())
+    for parameter in parameters:
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    hf.initialize_weights()
+    for parameter in parameters:
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    for module in hf.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+
+
+Owners = list[tuple[nn.Module, str]]
+
+
+def _owners_by_parameter(root: nn.Module) -> dict[int, Owners]:
+    """The modules that hold each parameter, and under which name; the first is the one that names it."""
+    owners: dict[int, Owners] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    return owners
+
+
+def _blocks(hf: PreTrainedModel) -> Iterator[list[str]]:
+    """Module names, cut so that a block can be in memory in full: one layer each, and all that is in no layer."""
+    blocks: dict[tuple[str, ...], list[str]] = {(): []}
+    for name, _ in hf.named_modules():
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        blocks.setdefault(() if number is None else tuple(parts[: number + 1]), []).append(name)
+    yield from blocks.values()
+
+
+def _draw(hf: PreTrainedModel, block: list[str]) -> None:
+    modules = {name: hf.get_submodule(name) for name in block}
+    slots = [(module, name) for module in modules.values() for name in module._parameters]
+    sharded = {slot: slot[0]._parameters[slot[1]] for slot in slots}
+    full: dict[int, nn.Parameter] = {}
+    for (module, name), shard in sharded.items():
+        if shard is not None:
+            empty = torch.empty(shard.shape, dtype=shard.dtype).fill_(torch.nan)
+            module._parameters[name] = full.setdefault(id(shard), nn.Parameter(empty))
+    try:
+        for name, module in modules.items():
+            _closest_model(hf, name)._init_weights(module)
+    finally:
+        for (module, name), shard in sharded.items():
+            module._parameters[name] = shard
+    for (module, name), shard in sharded.items():
+        if shard is None:
+            continue
+        if full[id(shard)].isnan().any():
+            raise ValueError(f"init_from_scratch: transformers does not initialise {type(module).__name__}.{name}")
+        local, box = local_shard(shard)
+        local.copy_(full[id(shard)][box])
+
+
+def _closest_model(hf: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The innermost model that a module belongs to: its ``_init_weights`` is the one that counts."""
+    found = hf
+    for end in (i for i, c in enumerate(name + ".") if c == "."):
+        module = hf.get_submodule(name[:end]) if name else hf
+        found = module if isinstance(module, PreTrainedModel) else found
+    return found
+
+
+def _mark(buffer: Tensor) -> float | int:
+    return (
+        torch.nan
+        if buffer.is_floating_point()
+        else (False if buffer.dtype is torch.bool else torch.iinfo(buffer.dtype).min)
+    )
+
+
+def _has_mark(buffer: Tensor) -> bool:
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return buffer.dtype is not torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())

@@ -1,0 +1,79 @@
+"""How a model is laid over ranks. The order matters, and each step says why it stands where it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from areal.api.config import TrainEngineConfig, torch_dtype
+from areal.api.parallel import ParallelDims
+from areal.engine.model import PackedCausalLM
+
+
+def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+    """The mesh of a layout for what concerns parameters: axes ``dp_replicate`` and ``dp_shard_cp``.
+
+    Context-parallel ranks hold the same parameters and different tokens, so that they shard and reduce like data-parallel ones.
+    """
+    ranks = torch.arange(dims.world_size).view(dims.dp_replicate, dims.dp_shard * dims.cp)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+
+
+def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
+    """Checkpoint activations and shard parameters, in place. The model may be on the meta device.
+
+    Args:
+        mesh: from :func:`build_param_mesh`.
+    """
+    layers = transformer_layers(model)
+    # First checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
+    if config.activation_checkpointing == "full":
+        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step.
+    shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard_cp"]
+    compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
+    options: dict[str, Any] = {
+        "mesh": shard_mesh,
+        "reshard_after_forward": config.fsdp.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if compute == master else compute,
+            reduce_dtype=torch_dtype(config.grad_reduce_dtype),
+            # Temperatures and positions keep their dtype.
+            cast_forward_inputs=False,
+        ),
+        # Pinning host memory needs an accelerator.
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if config.fsdp.cpu_offload
+        else OffloadPolicy(),
+    }
+    # Layers before the root: what no layer claims (embedding, last norm, heads) becomes the root's group, which stays
+    # gathered from the first use to the last, so that tied embeddings share one gathered weight.
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums over ranks. Gloo has no pre-multiplied sum, so the reduction itself is asked to be a plain one.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def transformer_layers(model: PackedCausalLM) -> list[nn.Module]:
+    """The modules to gather one at a time: the model's decoder layers, as transformers names them.
+
+    Raises:
+        ValueError: none is found.
+    """
+    names = set(getattr(model.hf, "_no_split_modules", None) or ())
+    layers = [module for module in model.hf.modules() if type(module).__name__ in names]
+    if not layers:
+        layers = max(
+            (list(module) for module in model.hf.modules() if isinstance(module, nn.ModuleList)), key=len, default=[]
+        )
+    if not layers:
+        raise ValueError(f"{type(model.hf).__name__} has no list of layers to shard; the FSDP engine cannot run it")
+    return layers

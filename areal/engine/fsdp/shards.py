@@ -1,0 +1,61 @@
+"""Where a rank's shard lies in the full tensor, and the full tensor again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from areal.engine.fsdp.naming import Box, whole
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every parameter back to its shards: a forward without a backward leaves the root's gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_shard(tensor: Tensor) -> tuple[Tensor, Box]:
+    """This rank's part of a tensor, sharing its memory, and where that part lies in the full one. A plain tensor is all there."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), whole(tensor.shape)
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    with torch.no_grad():
+        local = tensor.to_local()
+    if tuple(local.shape) != tuple(shape):
+        raise RuntimeError(
+            f"a shard of {tuple(local.shape)} where {tensor.placements} of {tuple(tensor.shape)} gives {shape}"
+        )
+    return local, tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, detached, in memory of its own, on the device of its mesh. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    if tensor.device.type != tensor.device_mesh.device_type:  # kept on the host, while collectives run on the device
+        moved = tensor.to_local().to(tensor.device_mesh.device_type)
+        tensor = DTensor.from_local(
+            moved,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    full = tensor.full_tensor().detach()
+    shares = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    return full.clone() if shares else full
+
+
+def meshes(tensors: Iterator[Tensor]) -> list[DeviceMesh]:
+    """The meshes over which tensors are distributed, each once."""
+    found = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    return list({id(mesh): mesh for mesh in found}.values())

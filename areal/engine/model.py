@@ -1,0 +1,139 @@
+"""The root module that an engine trains: a Hugging Face backbone, and the heads that turn hidden states into per-token outputs.
+
+The heads run inside this module's forward, where FSDP has gathered their weights, so that a step never allocates ``[T, V]``
+unless logits were asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from areal.api.batch import OutputName, TopK
+from areal.engine.context_parallel import AttentionLayout
+from areal.utils.functional.logprobs import head_outputs, logits
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What one rank feeds its model for one micro-batch. Opaque to autograd hooks: FSDP neither casts nor copies it.
+
+    Attributes:
+        input_ids, position_ids: int64 ``[T]``, this rank's tokens, padding included.
+        targets: int64 ``[T]`` or ``[T, K]``.
+        temperature: a number, or one per token ``[T]``.
+        layout: how attention keeps sequences apart; ``None`` runs ``rows``.
+        rows: where each packed token stands in the ``[n, S]`` grid of one sequence per row (int64 ``[T]``, and ``n``, ``S``).
+        outputs: what to compute per token.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    temperature: float | Tensor
+    layout: AttentionLayout | None
+    rows: tuple[Tensor, int, int] | None
+    outputs: tuple[OutputName, ...]
+
+
+class PackedCausalLM(nn.Module):
+    """A Hugging Face causal language model that takes packed tokens and returns per-token outputs.
+
+    Parameters keep their Hugging Face names behind the prefix ``hf.``; a value head is ``value_head.weight`` ``[1, H]``.
+
+    Args:
+        hf: the model, on any device.
+        value_head: add a value head.
+        fp32_head: multiply by the head's weight in float32.
+    """
+
+    def __init__(self, hf: PreTrainedModel, *, value_head: bool = False, fp32_head: bool = False) -> None:
+        super().__init__()
+        self.hf = hf
+        like = hf.get_output_embeddings().weight
+        self.value_head = (
+            nn.Linear(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype) if value_head else None
+        )
+        self._fp32_head = fp32_head
+        text = hf.config.get_text_config()
+        # Granite divides its logits, Cohere multiplies them, Gemma caps them: properties of the model, before any temperature.
+        self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
+            getattr(text, "logits_scaling", None) or 1.0
+        )
+        self._softcap = getattr(text, "final_logit_softcapping", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return self.hf.get_output_embeddings().weight.shape[0]
+
+    def forward(self, inputs: ModelInputs) -> dict[str, Any]:
+        """Outputs by name, each ``[T, ...]`` for this rank's tokens; a dict, so that FSDP finds the tensors in it."""
+        hidden = self._rows(inputs) if inputs.layout is None else self._packed(inputs)
+        head = self.hf.get_output_embeddings()
+        names, top = split_outputs(inputs.outputs)
+        out: dict[str, Any] = {}
+        if "hidden" in names:
+            out["hidden"] = hidden
+        if "values" in names:
+            if self.value_head is None:
+                raise ValueError("outputs has 'values', but the engine has no value head: set value_head=True")
+            out["values"] = self.value_head(hidden).squeeze(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+        options: dict[str, Any] = {
+            "bias": head.bias,
+            "temperature": inputs.temperature,
+            "logit_scale": self._logit_scale,
+            "softcap": self._softcap,
+            "fp32": self._fp32_head,
+        }
+        if "logits" in names:
+            out["logits"] = logits(hidden, head.weight, **options)
+        if top is not None or names & {"logprobs", "entropy"}:
+            targets = inputs.targets if "logprobs" in names else None
+            result = head_outputs(
+                hidden, head.weight, targets, entropy="entropy" in names, topk=top.k if top else None, **options
+            )
+            found = {"logprobs": result.logprobs, "entropy": result.entropy, "topk": result.topk}
+            out |= {name: value for name, value in found.items() if value is not None}
+        # An operation in place on a view would drop the hook that FSDP puts on what it returns.
+        return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
+
+    def _packed(self, inputs: ModelInputs) -> Tensor:
+        result = self.hf.get_decoder()(
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            packed=inputs.layout,
+        )
+        return result.last_hidden_state[0]
+
+    def _rows(self, inputs: ModelInputs) -> Tensor:
+        if inputs.rows is None:
+            raise ValueError("ModelInputs has neither an attention layout nor rows")
+        where, n, width = inputs.rows
+        ids = inputs.input_ids.new_zeros(n * width).index_copy(0, where, inputs.input_ids)
+        mask = torch.zeros_like(ids).index_fill(0, where, 1)
+        result = self.hf.get_decoder()(
+            input_ids=ids.view(n, width), attention_mask=mask.view(n, width), use_cache=False
+        )
+        return result.last_hidden_state.flatten(0, 1).index_select(0, where)
+
+
+def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | None]:
+    """The names among ``outputs``, and the top-k that is asked for, if any.
+
+    Raises:
+        ValueError: an unknown name, nothing at all, or two different top-k.
+    """
+    known = {"logprobs", "entropy", "values", "logits", "hidden"}
+    names: set[str] = {output for output in outputs if isinstance(output, str)}
+    tops = {output for output in outputs if isinstance(output, TopK)}
+    if not outputs or names - known or len(names) + len(tops) != len(set(outputs)) or len(tops) > 1:
+        raise ValueError(f"outputs = {outputs!r}: name some of {sorted(known)}, and at most one TopK(k)")
+    return names, next(iter(tops), None)

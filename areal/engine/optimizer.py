@@ -1,0 +1,107 @@
+"""The optimizer step for engines whose parameters are plain or distributed tensors: schedule, clipping, skipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal.api.batch import OptimStats
+from areal.api.config import OptimizerConfig
+
+
+def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """What the learning rate is multiplied by at optimizer step ``step``, from 0.
+
+    Linear warm-up to 1 over ``warmup_steps``, then the schedule over the remaining steps down to ``min_lr_ratio``, where it stays.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    after, length = step - config.warmup_steps, max(1, total_steps - config.warmup_steps)
+    if config.lr_scheduler == "constant":
+        return 1.0
+    if config.lr_scheduler == "wsd":
+        falling = max(1, round(config.decay_ratio * total_steps))
+        progress = (after - (length - falling)) / falling
+    else:
+        progress = after / length
+    progress = min(max(progress, 0.0), 1.0)
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_scheduler == "cosine" else 1 - progress
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * share
+
+
+def torch_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The torch optimizer that ``config`` names: fused AdamW (Loshchilov and Hutter, 2019), or SGD."""
+    if config.type == "adamw":
+        return torch.optim.AdamW(
+            parameters,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+class ClippingOptimizer:
+    """Clips to a global norm, skips what is not finite, and sets the learning rate of each step.
+
+    Args:
+        inner: the torch optimizer. Its parameters' gradients are complete when :meth:`step` is called.
+        total_steps: optimizer steps of the whole run.
+        global_norm: the L2 norm of all gradients over all ranks, as a scalar tensor equal on every rank.
+        scale_grads: multiplies every gradient in place.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        total_steps: int,
+        global_norm: Callable[[], Tensor],
+        scale_grads: Callable[[float], None],
+    ) -> None:
+        self.inner = inner
+        self._config = config
+        self._total_steps = total_steps
+        self._global_norm = global_norm
+        self._scale_grads = scale_grads
+        self._base_lr = config.lr
+        self.steps = 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self._base_lr * lr_factor(self.steps, self._config, self._total_steps)
+
+    def set_lr(self, lr: float) -> None:
+        """Set the base learning rate, which the schedule multiplies."""
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr = {lr}: it must be finite and at least 0")
+        self._base_lr = lr
+
+    def step(self) -> OptimStats:
+        """Clip and update. A norm that is not finite updates nothing and does not advance the schedule."""
+        norm, lr = self._global_norm().item(), self.lr
+        if not math.isfinite(norm):
+            return OptimStats(grad_norm=norm, lr=lr, update_successful=False)
+        limit = self._config.gradient_clipping
+        if limit is not None and norm > limit:
+            # The same small constant as torch.nn.utils.clip_grad_norm_, so that both give the same bits.
+            self._scale_grads(limit / (norm + 1e-6))
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.step()
+        self.steps += 1
+        return OptimStats(grad_norm=norm, lr=lr, update_successful=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's state; the moments are in ``inner``."""
+        return {"steps": self.steps, "base_lr": self._base_lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self._base_lr = int(state["steps"]), float(state["base_lr"])

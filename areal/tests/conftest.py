@@ -1,0 +1,168 @@
+"""pytest hooks: a test marked ``@pytest.mark.world(1, 2, 4)`` is called on every rank of a world of each of these sizes.
+
+In a plain ``pytest`` the worlds are pools of worker processes. Under torchrun there is one world, that of torchrun, and tests
+of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take. A mark with one size may also stand on a
+parameter. A test gets its parameters and ``tmp_path`` (the same directory on all ranks), and ``world_size`` if it asks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _pytest import outcomes
+
+from areal.tests.pool import Pools, WorldFailure
+from areal.tests.torchrun import Outcome, TorchrunWorld, time_limit
+from areal.tests.worker import REWRITTEN, Call, format_exception
+from areal.tests.world import World, enter, take_records
+
+pytest.register_assert_rewrite(*REWRITTEN)
+
+DEFAULT_TIMEOUT = 120.0
+UNDER_TORCHRUN = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+pools_key = pytest.StashKey[Pools]()
+torchrun_key = pytest.StashKey[TorchrunWorld]()
+tables_key = pytest.StashKey[list[tuple[str, str, dict[str, str]]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[tables_key] = []
+    torch.set_num_threads(1)  # as in the workers: many processes share this machine
+    if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
+        config.option.verbose = -2  # what fails on any rank is reported by all, so one may speak for them
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    factory: pytest.TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
+    cache = factory.mktemp("cache", numbered=False)
+    if UNDER_TORCHRUN:
+        ranks = session.config.stash[torchrun_key] = TorchrunWorld()
+        enter(World(ranks.rank, ranks.size, ranks.gather(cache, timeout=60.0)[0]))
+        return
+    enter(World(0, 1, cache))
+    session.config.stash[pools_key] = Pools(factory.mktemp("workers", numbered=False), cache)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if pools_key in session.config.stash:
+        session.config.stash[pools_key].close()
+    if torchrun_key in session.config.stash:
+        session.config.stash[torchrun_key].leave()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = next(iter(metafunc.definition.iter_markers("world")), None)
+    if marker is None:
+        return
+    if "world_size" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("world_size")
+    sizes = [int(os.environ["WORLD_SIZE"])] if UNDER_TORCHRUN else list(marker.args)
+    metafunc.parametrize("world_size", sizes, ids=[f"w{size}" for size in sizes])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    keep, drop = [], []
+    for item in items:
+        marker = item.get_closest_marker("world")
+        fits = marker is None or not UNDER_TORCHRUN or int(os.environ["WORLD_SIZE"]) in marker.args
+        (keep if fits else drop).append(item)
+        if marker is not None:  # the world's own limit comes first: it says more
+            item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
+    if drop:
+        config.hook.pytest_deselected(items=drop)
+        items[:] = keep
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An empty directory; for a world test the same on every rank."""
+    if UNDER_TORCHRUN and request.node.get_closest_marker("world"):
+        return request.config.stash[torchrun_key].gather(tmp_path, timeout=DEFAULT_TIMEOUT)[0]
+    return tmp_path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("world")
+    if marker is None:
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    kwargs = {name: pyfuncitem.funcargs[name] for name in names}
+    if UNDER_TORCHRUN:
+        _call_here(pyfuncitem, kwargs, _limit(marker))
+    else:
+        _call_in_pool(pyfuncitem, _world_size(pyfuncitem, marker), kwargs, _limit(marker))
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    tables: dict[str, list[tuple[str, dict[str, str]]]] = {}
+    for table, row, columns in config.stash[tables_key]:
+        tables.setdefault(table, []).append((row, columns))
+    if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
+        return
+    for table, rows in tables.items():
+        terminalreporter.section(f"{table} ({len(rows)})")
+        width = max(len(row) for row, _ in rows)
+        for row, columns in sorted(rows, key=lambda entry: entry[0]):
+            terminalreporter.line(f"{row:{width}}  " + "  ".join(f"{name} {value}" for name, value in columns.items()))
+
+
+def _limit(marker: pytest.Mark) -> float:
+    return float(marker.kwargs.get("timeout", DEFAULT_TIMEOUT))
+
+
+def _world_size(item: pytest.Function, marker: pytest.Mark) -> int:
+    if hasattr(item, "callspec") and "world_size" in item.callspec.params:
+        return int(item.callspec.params["world_size"])
+    if len(marker.args) != 1:
+        raise ValueError(f"{item.nodeid}: a parameter is marked world{marker.args}; give one size there")
+    return int(marker.args[0])
+
+
+def _call_in_pool(item: pytest.Function, size: int, kwargs: dict[str, Any], limit: float) -> None:
+    pool = item.config.stash[pools_key][size]
+    qualname = item.originalname if item.cls is None else f"{item.cls.__qualname__}.{item.originalname}"
+    failure = ""
+    try:
+        answers = pool.run(Call(item.module.__name__, qualname, kwargs), limit)
+    except WorldFailure as error:
+        failure = str(error)
+    if failure:
+        for rank in range(size):
+            item.add_report_section("call", f"output of rank {rank}", pool.output(rank))
+        pytest.fail(failure, pytrace=False)
+    item.config.stash[tables_key].extend(answers[0].records)
+    if answers[0].status == "skipped":
+        pytest.skip(answers[0].text)
+    if answers[0].status == "xfailed":
+        pytest.xfail(answers[0].text)
+
+
+def _call_here(item: pytest.Function, kwargs: dict[str, Any], limit: float) -> None:
+    ranks = item.config.stash[torchrun_key]
+    mine, error = Outcome("passed"), None
+    try:
+        with time_limit(limit):
+            item.obj(**kwargs)
+    except outcomes.Skipped as skipped:
+        mine, error = Outcome("skipped", str(skipped.msg)), skipped
+    except outcomes.XFailed as xfailed:
+        mine, error = Outcome("xfailed", str(xfailed.msg)), xfailed
+    except (Exception, outcomes.Failed) as failed:
+        mine, error = Outcome("failed", format_exception()), failed
+    everyone = ranks.gather(mine, timeout=limit + 120)
+    item.config.stash[tables_key].extend(take_records())
+    if len({outcome.status for outcome in everyone}) == 1 and mine.status != "failed":
+        if error is not None:
+            raise error
+        return
+    ranks.rejoin()
+    said = [f"rank {rank} of {ranks.size} {outcome.status}:\n{outcome.text}" for rank, outcome in enumerate(everyone) if outcome.status != "passed"]
+    pytest.fail("\n\n".join(said), pytrace=False)

@@ -1,0 +1,154 @@
+"""The sharded loader: nothing lost, nothing twice, on any number of ranks, before and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal.api import Stateful
+from areal.utils.data import ShardedLoader, sharded_loader
+
+
+def loaders(n: int, dp_size: int, **kwargs: Any) -> list[ShardedLoader]:
+    return [sharded_loader(range(n), dp_rank=r, dp_size=dp_size, **{"batch_size": 8, **kwargs}) for r in range(dp_size)]
+
+
+def global_batches(ranks: list[ShardedLoader]) -> Iterator[list[int]]:
+    for parts in zip(*ranks, strict=True):
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        yield [sample for part in parts for sample in part]
+
+
+@settings(deadline=None)
+@given(st.integers(4, 60), st.integers(1, 4), st.integers(4, 12), st.booleans())
+def test_an_epoch_is_every_sample_once_in_batches_that_do_not_depend_on_the_ranks(
+    n: int, dp_size: int, batch_size: int, shuffle: bool
+) -> None:
+    ranks = loaders(n, dp_size, batch_size=batch_size, shuffle=shuffle, seed=3)
+    for epoch in range(2):
+        assert [loader.epoch for loader in ranks] == [epoch] * dp_size
+        batches = list(global_batches(ranks))
+        assert len(batches) == len(ranks[0])
+        order = [sample for batch in batches for sample in batch]
+        assert sorted(order) == list(range(n))
+        assert shuffle or order == list(range(n))
+        assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+        assert len(batches[-1]) < batch_size + dp_size
+        assert all(batches[-1][i::dp_size] for i in range(dp_size))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(8, 60), st.integers(0, 1), st.integers(0, 6), st.sampled_from([(4, 2), (2, 4), (3, 1), (1, 4), (2, 2)])
+)
+def test_a_state_resumes_on_other_ranks_with_exactly_what_is_left(
+    n: int, epoch: int, step: int, sizes: tuple[int, int]
+) -> None:
+    before = loaders(n, sizes[0], seed=7)
+    for _ in range(epoch):
+        assert len(list(global_batches(before))) == len(before[0])
+    seen: list[int] = []
+    batches = global_batches(before)
+    for _ in range(step):
+        seen += next(batches, [])
+        if len(seen) == n:
+            break
+    states = [loader.state_dict() for loader in before]
+    assert states == [{"seed": 7, "epoch": epoch, "cursor": len(seen)}] * sizes[0]
+    after = loaders(n, sizes[1], seed=0)
+    for loader in after:
+        assert isinstance(loader, Stateful)
+        loader.load_state_dict(states[0])
+    left = [sample for batch in global_batches(after) for sample in batch]
+    assert sorted(seen + left) == list(range(n))
+    reference = [sample for batch in batches for sample in batch]
+    assert left == reference
+    following = [[s for batch in global_batches(ranks) for s in batch] for ranks in (before, after)]
+    assert sorted(following[0]) == list(range(n))
+    assert following[0] == following[1] or len(seen) == n
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = set()
+    for seed in range(3):
+        (loader,) = loaders(20, 1, seed=seed)
+        orders |= {tuple(s for batch in loader for s in batch) for _ in range(3)}
+    assert len(orders) == 9
+
+
+def test_an_iteration_that_was_left_goes_on() -> None:
+    (loader,) = loaders(20, 1, shuffle=False)
+    assert next(iter(loader)) == list(range(8))
+    assert [len(batch) for batch in loader] == [8, 4]
+    assert loader.state_dict() == {"seed": 0, "epoch": 1, "cursor": 0}
+
+
+def test_a_short_tail_joins_the_batch_before_it() -> None:
+    assert [list(loader) for loader in loaders(10, 3, shuffle=False)] == [
+        [[0, 1, 2]],
+        [[3, 4, 5]],
+        [[6, 7, 8, 9]],
+    ]
+    assert [len(loader) for loader in loaders(11, 3)] == [2, 2, 2]
+
+
+class Flaky:
+    """Raises once, on one sample."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 9 and not self.failed:
+            self.failed = True
+            raise OSError("a disk that comes back")
+        return index
+
+
+def test_a_batch_whose_loading_raised_comes_again() -> None:
+    loader = sharded_loader(Flaky(), batch_size=4, dp_rank=0, dp_size=1, shuffle=False)
+    seen = []
+    with pytest.raises(OSError, match="comes back"):
+        for batch in loader:
+            seen += batch
+    assert loader.state_dict()["cursor"] == 8
+    assert seen + [sample for batch in loader for sample in batch] == list(range(12))
+
+
+def test_loading_leaves_the_global_generator_alone_and_collates() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    loader = sharded_loader(range(9), batch_size=4, dp_rank=0, dp_size=1, collate=torch.tensor)
+    assert sum(int(batch.sum()) for batch in loader) == 36
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"dp_rank": 2}, "dp_rank = 2 of dp_size = 2"),
+        ({"batch_size": 1}, "batch_size = 1 is below dp_size = 2"),
+        ({"dataset": range(1)}, "the dataset has 1 samples for dp_size = 2"),
+        ({"seed": -1}, "seed = -1"),
+    ],
+)
+def test_the_loader_refuses(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sharded_loader(**{"dataset": range(9), "batch_size": 4, "dp_rank": 0, "dp_size": 2, **kwargs})
+
+
+@pytest.mark.parametrize("state", [{}, {"seed": 0, "epoch": 0, "cursor": -1}, {"seed": 0, "epoch": 0, "cursor": "3"}])
+def test_a_foreign_state_is_refused(state: dict[str, Any]) -> None:
+    (loader,) = loaders(9, 1)
+    with pytest.raises(ValueError, match="the loader's state is"):
+        loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="cursor = 10 in a dataset of 9"):
+        loader.load_state_dict({"seed": 0, "epoch": 0, "cursor": 10})

@@ -1,0 +1,207 @@
+"""Layouts and configurations: what they read, print and refuse, before any process group exists."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from areal.api import (
+    FinetuneSpec,
+    FSDPConfig,
+    Metric,
+    MicroBatchSpec,
+    OptimizerConfig,
+    ParallelDims,
+    SaveLoadMeta,
+    TopK,
+    TrainEngineConfig,
+)
+
+DEGREE = st.integers(1, 6)
+
+
+@given(st.fixed_dictionaries({letter: DEGREE for letter in "drtcpe"}), st.integers(1, 3), st.permutations("drptce"))
+def test_a_layout_reads_back_what_it_prints(n: dict[str, int], v: int, order: list[str]) -> None:
+    text = "".join(f"{letter}{n[letter]}" for letter in order) + (f"v{v}" if n["p"] > 1 else "")
+    dims = ParallelDims.parse(f"megatron:{text}")
+    assert dims.world_size == math.prod(n.values())
+    assert (dims.dp, dims.tp, dims.cp, dims.pp, dims.ep) == (n["d"] * n["e"] * n["r"], n["t"], n["c"], n["p"], n["e"])
+    assert dims.expert_dp * dims.ep * dims.expert_tp * dims.pp == dims.world_size
+    assert ParallelDims.parse(str(dims)) == dims
+    assert str(ParallelDims.parse(str(dims))) == str(dims)
+    dims.check_world(dims.world_size)
+
+
+@given(DEGREE, DEGREE, st.integers(1, 2), DEGREE, DEGREE, DEGREE)
+def test_a_layout_with_two_sides_reads_back_what_it_prints(d: int, t: int, p: int, fd: int, ft: int, e: int) -> None:
+    assume(d * t == fd * ft * e)
+    dims = ParallelDims.parse(f"megatron:(attn:d{d}p{p}t{t}|ffn:d{fd}p{p}t{ft}e{e})")
+    assert (dims.dp_shard, dims.tp, dims.expert_dp, dims.expert_tp, dims.ep) == (d, t, fd, ft, e)
+    again = ParallelDims.parse(str(dims))
+    assert (again.world_size, again.tp, again.ep, again.expert_tp) == (dims.world_size, t, e, ft)
+    assert str(again) == str(dims)
+
+
+@pytest.mark.parametrize(
+    ("text", "printed", "world"),
+    [
+        ("fsdp:d4c2", "fsdp:d4c2", 8),
+        ("fsdp:d2t2c2", "fsdp:d2t2c2", 8),
+        ("fsdp:r2d2", "fsdp:d2r2", 4),
+        ("fsdp:d1", "fsdp:d1", 1),
+        (" fsdp : d2 ", "fsdp:d2", 2),
+        ("megatron:d2p2t2", "megatron:d2p2t2", 8),
+        ("megatron:p2v2", "megatron:p2v2", 2),
+        ("megatron:e2d2", "megatron:d2e2", 4),
+        ("megatron:(attn:d1p2t4|ffn:d1p2e4)", "megatron:(attn:d1p2t4|ffn:d1p2e4)", 8),
+    ],
+)
+def test_layouts_of_the_design(text: str, printed: str, world: int) -> None:
+    dims = ParallelDims.parse(text)
+    assert str(dims) == printed
+    assert dims.world_size == world
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("d4", "expected 'engine:layout', such as 'fsdp:d4c2'"),
+        ("fsdp:", "expected 'engine:layout'"),
+        ("fsdp:d4d2", "'d' stands twice in 'd4d2'; write it once"),
+        ("fsdp:d0", "d0 is not a degree; leave 'd' out, or write d1"),
+        ("fsdp:x2", "unknown letter 'x' in 'x2'; the letters are d, r"),
+        ("fsdp:d", "'d' is not a row of letters with numbers"),
+        ("fsdp:2d", "is not a row of letters with numbers"),
+        ("fsdp:d2,c2", "is not a row of letters with numbers"),
+        ("megatron:d2v2", "v2 without a pipeline"),
+        ("megatron:(attn:d2t2|ffn:d2e4)", "the attn side takes 4 ranks and the ffn side 8"),
+        ("megatron:(attn:d2p2|ffn:d4)", "attn has p2 and ffn has p1"),
+        ("megatron:(attn:e2|ffn:d2)", "e belongs to the ffn side"),
+    ],
+)
+def test_bad_layouts_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelDims.parse(text)
+    with pytest.raises(ValidationError, match=message):
+        TrainEngineConfig(path="model", backend=text)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"dp_shard": 0}, "dp_shard = 0: a degree is an integer of at least 1"),
+        ({"tp": 2.0}, "tp = 2.0"),
+        ({"dp_shard": 2, "ep": 3}, "does not divide the dense side's 2; choose ep so that it divides 2"),
+    ],
+)
+def test_bad_degrees_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelDims(backend="fsdp", **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "fits"),
+    [
+        ("fsdp:d4c2", 4, "fsdp:d2c2"),
+        ("fsdp:d2t2", 8, "fsdp:d4t2"),
+        ("fsdp:c4", 6, "fsdp:d6"),
+        ("megatron:e2d2", 2, "megatron:e2"),
+        ("megatron:(attn:d1p2t4|ffn:d1p2e4)", 4, "megatron:d4"),
+    ],
+)
+def test_a_world_of_another_size_is_refused_with_what_would_fit(layout: str, world: int, fits: str) -> None:
+    dims = ParallelDims.parse(layout)
+    with pytest.raises(ValueError, match=f"'{fits}' would fit, or start {dims.world_size} processes"):
+        dims.check_world(world)
+    ParallelDims.parse(fits).check_world(world)
+
+
+@given(DEGREE, DEGREE, DEGREE, st.integers(1, 64))
+def test_what_is_said_to_fit_fits(d: int, t: int, c: int, world: int) -> None:
+    dims = ParallelDims.parse(f"fsdp:d{d}t{t}c{c}")
+    assume(dims.world_size != world)
+    with pytest.raises(ValueError, match="would fit") as error:
+        dims.check_world(world)
+    ParallelDims.parse(str(error.value).split("'")[3]).check_world(world)
+
+
+def test_degrees_that_an_engine_has_not_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no p \(pipeline parallel\), t .*; it has d \(data parallel\), c"):
+        ParallelDims.parse("fsdp:d2p2t2").check_supported(frozenset("dc"))
+    with pytest.raises(ValueError, match="has no a separate expert side|has no e"):
+        ParallelDims.parse("fsdp:(attn:d1t4|ffn:d1e4)").check_supported(frozenset("dt"))
+    ParallelDims.parse("fsdp:d2c2").check_supported(frozenset("dc"))
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "message"),
+    [
+        (MicroBatchSpec, {"max_tokens": 3}, "max_tokens.*\n.*Extra inputs"),
+        (MicroBatchSpec, {"max_tokens_per_mb": 0}, "max_tokens_per_mb.*\n.*greater than 0"),
+        (MicroBatchSpec, {"overlong": "truncate"}, "overlong.*\n.*'error', 'alone' or 'drop'"),
+        (OptimizerConfig, {"lr": -1.0}, "lr\n"),
+        (OptimizerConfig, {"beta2": 1.0}, "beta2\n"),
+        (OptimizerConfig, {"gradient_clipping": 0.0}, "gradient_clipping\n"),
+        (OptimizerConfig, {"lr_scheduler": "exponential"}, "lr_scheduler\n"),
+        (FSDPConfig, {"context_parallel": "ring"}, "context_parallel\n"),
+        (FinetuneSpec, {"total_train_steps": 0}, "total_train_steps\n"),
+        (TrainEngineConfig, {}, "path\n.*required"),
+        (TrainEngineConfig, {"path": ""}, "path\n"),
+        (TrainEngineConfig, {"path": "m", "temperature": 0.0}, "temperature\n"),
+        (TrainEngineConfig, {"path": "m", "optim": {}}, "optim\n.*Extra inputs"),
+        (
+            TrainEngineConfig,
+            {"path": "m", "optimizer": {"learning_rate": 1}},
+            "optimizer.learning_rate\n.*Extra inputs",
+        ),
+        (
+            TrainEngineConfig,
+            {"path": "m", "master_dtype": "bfloat16", "dtype": "float32"},
+            "master_dtype = 'bfloat16' is narrower than dtype = 'float32'",
+        ),
+    ],
+)
+def test_configs_refuse_by_field(config: type[BaseModel], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**kwargs)
+
+
+@given(
+    st.builds(
+        TrainEngineConfig,
+        path=st.text(min_size=1),
+        backend=st.sampled_from(["fsdp:d4c2", "fsdp:c2d2", "megatron:d2p2t2", "megatron:(attn:d1p2t4|ffn:d1p2e4)"]),
+        temperature=st.floats(0.1, 10),
+        mb_spec=st.builds(
+            MicroBatchSpec,
+            max_tokens_per_mb=st.none() | st.integers(1),
+            granularity=st.integers(1, 4),
+            per_sequence=st.lists(st.text()).map(tuple),
+        ),
+        optimizer=st.none() | st.builds(OptimizerConfig, lr=st.floats(0, 1)),
+    )
+)
+def test_configs_survive_json(config: TrainEngineConfig) -> None:
+    assert TrainEngineConfig.model_validate_json(config.model_dump_json()) == config
+    assert str(config.dims) == config.backend
+
+
+def test_configs_are_frozen() -> None:
+    config = TrainEngineConfig(path="m")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.path = "other"  # type: ignore[misc]
+
+
+def test_small_values_check_themselves() -> None:
+    with pytest.raises(ValueError, match=r"TopK\.k = 0"):
+        TopK(0)
+    with pytest.raises(ValueError, match="weight_format = 'gguf'"):
+        SaveLoadMeta(path="x", weight_format="gguf")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="keep_last = 0"):
+        SaveLoadMeta(path="x", keep_last=0)
+    assert Metric(1.0).reduce == "mean"

@@ -1,0 +1,90 @@
+"""What a test knows of the world it runs in, wherever that is: in pytest itself, in a worker of the pool, or under torchrun."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that run a test.
+
+    Attributes:
+        rank, size: of the default process group.
+        cache: a directory of this session, the same on every rank, empty at its start.
+        records: what tests have recorded since they were last taken; see :func:`record`.
+    """
+
+    rank: int
+    size: int
+    cache: Path
+    records: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+
+
+_current: World | None = None
+
+
+def world() -> World:
+    """The world of this process; a world of one where none was entered."""
+    if _current is None:
+        return enter(World(0, 1, Path(tempfile.mkdtemp(prefix="areal-tests-"))))
+    return _current
+
+
+def enter(new: World) -> World:
+    """Say which world this process belongs to. Called once, by whatever started the process."""
+    global _current
+    _current = new
+    return new
+
+
+def record(table: str, row: str, **columns: Any) -> None:
+    """Add a row to a table that pytest prints at the end of the session."""
+    world().records.append((table, row, {name: str(value) for name, value in columns.items()}))
+
+
+def take_records() -> list[tuple[str, str, dict[str, str]]]:
+    """The rows recorded since the last call."""
+    taken = list(world().records)
+    world().records.clear()
+    return taken
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock over all processes of this machine, in a file beside ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def cached(kind: str, key: Any, make: Callable[[], Any]) -> Any:
+    """What ``make()`` returns, computed by the first process that asks in this session and read from a file by all others.
+
+    Args:
+        kind: a word for the file's name.
+        key: whatever tells the value apart; its ``repr`` must be the same in every process.
+        make: returns something that ``torch.save`` can write.
+    """
+    path = world().cache / f"{kind}-{digest(key)}.pt"
+    with locked(path):
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            torch.save(make(), partial)
+            partial.rename(path)
+    return torch.load(path, weights_only=False)
+
+
+def digest(key: Any) -> str:
+    """A short name for ``repr(key)``."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

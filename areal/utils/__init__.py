@@ -1,0 +1,1 @@
+"""Pure helpers: nothing here knows an engine."""

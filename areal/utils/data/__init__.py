@@ -1,0 +1,33 @@
+"""From samples to micro-batches: loading, building, padding, packing."""
+
+from areal.utils.data.columns import Columns, read_batch
+from areal.utils.data.digest import checksum
+from areal.utils.data.loader import ShardedLoader, sharded_loader
+from areal.utils.data.microbatch import BatchPlan, plan_batch
+from areal.utils.data.packing import pack
+from areal.utils.data.padding import from_left_padded, pad, round_up, row_lengths, unpad
+from areal.utils.data.segments import segment_mean, segment_sum
+from areal.utils.data.sequences import Segment, from_hf_labels, from_prompt_response, from_segments, to_responses
+
+__all__ = [
+    "BatchPlan",
+    "Columns",
+    "Segment",
+    "ShardedLoader",
+    "checksum",
+    "from_hf_labels",
+    "from_left_padded",
+    "from_prompt_response",
+    "from_segments",
+    "pack",
+    "pad",
+    "plan_batch",
+    "read_batch",
+    "round_up",
+    "row_lengths",
+    "segment_mean",
+    "segment_sum",
+    "sharded_loader",
+    "to_responses",
+    "unpad",
+]

@@ -1,0 +1,103 @@
+"""Bin packing: which sequences share a micro-batch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def pack(lengths: Sequence[int], budget: int | None, *, min_bins: int = 1, align: int = 1) -> list[list[int]]:
+    """Partition positions ``0 .. n-1`` into bins whose lengths add up to no more than a budget.
+
+    First-fit-decreasing (Johnson, 1973) in ``O(n log n)``. Where that leaves fewer bins than asked for, the same
+    lengths are spread evenly over more. The same input gives the same bins.
+
+    Args:
+        lengths: tokens of each sequence, each at least 1.
+        budget: tokens of a bin after its sum is rounded up to ``align``; ``None`` makes ``min_bins`` balanced bins.
+        min_bins: least number of bins; with fewer lengths than this, each has a bin of its own.
+        align: what the sum of a bin is rounded up to a multiple of.
+
+    Returns:
+        Bins that are not empty, of positions in ascending order; each position is in exactly one.
+
+    Raises:
+        ValueError: a length is above the budget or below 1, or an argument is out of range.
+    """
+    if min_bins < 1 or align < 1:
+        raise ValueError(f"pack got min_bins = {min_bins} and align = {align}: both are at least 1")
+    if any(length < 1 for length in lengths):
+        bad = next(i for i, length in enumerate(lengths) if length < 1)
+        raise ValueError(f"lengths[{bad}] = {lengths[bad]}: a sequence has at least 1 token; leave empty ones out")
+    wanted = min(min_bins, len(lengths))
+    if budget is None:
+        return _spread(range(len(lengths)), lengths, wanted)
+    # A sum rounds up to no more than the budget exactly when it is no more than the budget rounded down.
+    capacity = budget // align * align
+    if any(length > capacity for length in lengths):
+        bad = next(i for i, length in enumerate(lengths) if length > capacity)
+        raise ValueError(
+            f"lengths[{bad}] = {lengths[bad]} does not fit the budget of {budget} tokens (aligned to {align}: "
+            f"{capacity}): "
+            f"raise the budget, or shorten the sequence"
+        )
+    bins = _first_fit_decreasing(lengths, capacity)
+    return bins if len(bins) >= wanted else _split(bins, lengths, capacity, wanted)
+
+
+def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    # A tree of maxima over the free space of all possible bins. Those not yet opened lie to the right with all their
+    # capacity, so the leftmost bin with room always exists and is found in one descent.
+    n = len(lengths)
+    size = 1 << max(0, n - 1).bit_length()
+    free = [capacity] * (2 * size)
+    bins: list[list[int]] = [[] for _ in range(n)]
+    for i in _longest_first(range(n), lengths):
+        length = lengths[i]
+        node = 1
+        while node < size:
+            node *= 2
+            if free[node] < length:
+                node += 1
+        bins[node - size].append(i)
+        free[node] -= length
+        while node > 1:
+            node //= 2
+            most = max(free[2 * node], free[2 * node + 1])
+            if free[node] == most:
+                break
+            free[node] = most
+    return [sorted(members) for members in bins if members]
+
+
+def _longest_first(members: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(members, key=lambda i: (-lengths[i], i))
+
+
+def _spread(members: Sequence[int], lengths: Sequence[int], n_bins: int) -> list[list[int]]:
+    """Longest processing time first (Graham, 1969): the next longest goes where least is."""
+    bins: list[list[int]] = [[] for _ in range(n_bins)]
+    loads = [(0, b) for b in range(n_bins)]
+    for i in _longest_first(members, lengths):
+        load, b = loads[0]
+        bins[b].append(i)
+        heapq.heapreplace(loads, (load + lengths[i], b))
+    return [sorted(members) for members in bins]
+
+
+def _split(bins: list[list[int]], lengths: Sequence[int], capacity: int, wanted: int) -> list[list[int]]:
+    even = _spread(range(len(lengths)), lengths, wanted)
+    if all(sum(lengths[i] for i in members) <= capacity for members in even):
+        return even
+    # Spreading anew does not know the capacity. Halving bins that keep it does, whatever the lengths are.
+    heap = [(-sum(lengths[i] for i in members), members) for members in bins if len(members) > 1]
+    done = [members for members in bins if len(members) == 1]
+    heapq.heapify(heap)
+    while len(heap) + len(done) < wanted:
+        _, members = heapq.heappop(heap)
+        for half in _spread(members, lengths, 2):
+            if len(half) > 1:
+                heapq.heappush(heap, (-sum(lengths[i] for i in half), half))
+            else:
+                done.append(half)
+    return sorted(done + [members for _, members in heap])

@@ -1,0 +1,137 @@
+"""Padding: from sequences of different lengths to one rectangle, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def pad(tensors: Sequence[Tensor], *, value: float = 0, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Right-pad tensors ``[S_i, ...]`` to one tensor.
+
+    Args:
+        tensors: ``B`` tensors that differ only in their first dimension.
+        value: what stands in the padding.
+        width: ``S``; the longest by default.
+
+    Returns:
+        ``[B, S, ...]`` and the attention mask, bool ``[B, S]``.
+
+    Raises:
+        ValueError: there is no tensor, trailing shapes differ, or one is longer than ``width``.
+    """
+    if not tensors:
+        raise ValueError("pad got no tensors: pass at least one")
+    first = tensors[0]
+    bad = next((i for i, x in enumerate(tensors) if x.dim() == 0 or x.shape[1:] != first.shape[1:]), None)
+    if bad is not None:
+        raise ValueError(
+            f"pad got shape {list(tensors[bad].shape)} at {bad} beside {list(first.shape)} at 0: only the first "
+            "dimension may differ"
+        )
+    longest = max(len(x) for x in tensors)
+    width = longest if width is None else width
+    if longest > width:
+        raise ValueError(f"pad got width = {width} for a tensor of {longest}: raise the width")
+    out = first.new_full((len(tensors), width, *first.shape[1:]), value)
+    for row, x in zip(out, tensors, strict=True):
+        row[: len(x)] = x
+    lengths = torch.tensor([len(x) for x in tensors], device=first.device)
+    return out, torch.arange(width, device=first.device) < lengths[:, None]
+
+
+def unpad(padded: Tensor, attention_mask: Tensor) -> list[Tensor]:
+    """Undo :func:`pad`: the ``B`` tensors ``[S_i, ...]`` (views) of a right-padded ``[B, S, ...]``.
+
+    Raises:
+        ValueError: as :func:`row_lengths`, or the shapes do not agree.
+    """
+    if padded.shape[:2] != attention_mask.shape:
+        raise ValueError(
+            f"the padded tensor is {list(padded.shape)} but its attention_mask {list(attention_mask.shape)}: both "
+            "start with [B, S]"
+        )
+    return [row[:length] for row, length in zip(padded, row_lengths(attention_mask), strict=True)]
+
+
+def row_lengths(attention_mask: Tensor) -> list[int]:
+    """Real positions of each row of a right-padded batch. One host read.
+
+    Args:
+        attention_mask: ``[B, S]`` of ones and zeros in any dtype, or of booleans.
+
+    Raises:
+        ValueError: a row is left-padded or has a hole, or a value is neither 0 nor 1; names the row.
+    """
+    real = attention_mask != 0
+    rises = (real[:, 1:] & ~real[:, :-1]).any(1)
+    odd = _odd_values(attention_mask).any(1)
+    lengths, rising, other = torch.stack([real.sum(1), rises.long(), odd.long()]).tolist()
+    if any(other):
+        row = other.index(1)
+        value = attention_mask[row][_odd_values(attention_mask[row])][0].item()
+        raise ValueError(
+            f"attention_mask[{row}] holds {value}: it marks real positions with 1 and padding with 0; pass packed "
+            "sequences as a list"
+        )
+    if any(rising):
+        row = rising.index(1)
+        what = "has a hole" if real[row, 0] else "is left-padded"
+        raise ValueError(
+            f"attention_mask[{row}] {what}: batches are right-padded; convert it with "
+            "areal.utils.data.from_left_padded(batch)"
+        )
+    return lengths
+
+
+def _odd_values(mask: Tensor) -> Tensor:
+    return (mask != 0) & (mask != 1)
+
+
+def closing_order(attention_mask: Tensor) -> Tensor:
+    """Columns of each row with the real ones first, both in their order: int64 ``[B, S]``."""
+    return (attention_mask == 0).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def take_columns(x: Tensor, columns: Tensor) -> Tensor:
+    """``x[i, columns[i, j]]`` for ``x`` ``[B, S, ...]`` and int64 ``columns`` ``[B, J]``: ``[B, J, ...]``."""
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return x[rows, columns]
+
+
+def from_left_padded(batch: Mapping[str, Any], *, per_sequence: Sequence[str] = ()) -> dict[str, Any]:
+    """Right-pad a batch that is left-padded, padded on both sides, or has holes.
+
+    Real positions move to the front of their row in their order, together with everything per-token. The width stays.
+
+    Args:
+        batch: a dict with ``attention_mask`` ``[B, S]``. Tensors whose first two dims are ``[B, S]`` are per-token;
+            others are kept.
+        per_sequence: keys that are not per-token whatever their shape suggests.
+
+    Returns:
+        A new dict; what did not move is the caller's own tensor.
+
+    Raises:
+        ValueError: ``attention_mask`` is missing or not ``[B, S]``.
+    """
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise ValueError(
+            "from_left_padded needs attention_mask, a tensor [B, S] with 1 at real positions; add it to the batch"
+        )
+    columns = closing_order(mask)
+    return {
+        key: take_columns(value, columns)
+        if isinstance(value, Tensor) and value.shape[:2] == mask.shape and key not in per_sequence
+        else value
+        for key, value in batch.items()
+    }

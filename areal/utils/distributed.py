@@ -1,0 +1,158 @@
+"""Process groups: the default one, an engine's mesh, and the control plane over which ranks agree."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from areal.api.parallel import ParallelDims
+from areal.utils import platform
+
+_ROLL_CALL = timedelta(seconds=15)
+
+
+class RankLostError(RuntimeError):
+    """A rank died or does not answer."""
+
+
+def init_default_group() -> None:
+    """Start the default process group, unless there is one: from torchrun's variables, or a world of one."""
+    if dist.is_initialized():
+        return
+    platform.set_device(platform.current_device())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(platform.collective_backend())
+    else:
+        dist.init_process_group(platform.collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+    """The mesh of a layout for what concerns the batch: axes ``pp``, ``dp``, ``cp``, ``tp``."""
+    ranks = torch.arange(dims.world_size).view(dims.pp, dims.dp, dims.cp, dims.tp)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
+
+
+def destroy_groups(mesh: DeviceMesh) -> None:
+    """Close a mesh's process groups. On gloo, a peer that waits in one of them then gets an error at once."""
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+class ControlPlane:
+    """Small agreements between all ranks of an engine, on the host, apart from the groups that carry tensors.
+
+    Errors travel here: what goes wrong on one rank is raised on all, and a rank that died is named instead of waited for.
+
+    Attributes:
+        rank, size: of this process among the engine's ranks.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._roll = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._lost: str | None = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, by rank.
+
+        Raises:
+            RankLostError: a rank died; names it.
+        """
+        if self.size == 1:
+            return [value]
+        if self._lost is not None:
+            raise RankLostError(self._lost)
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except Exception as error:
+            raise self._call_the_roll(error) from None
+        return values
+
+    def settle(self, error: BaseException | None, note: str = "") -> None:
+        """Raise on every rank when any rank has an ``error``. Collective.
+
+        Args:
+            note: what to add for the caller, such as what became of the gradients.
+
+        Raises:
+            ValueError: every error was one; else RuntimeError. Names the ranks and what each one met.
+        """
+        raise_together(self.gather(as_fault(error)), error, note)
+
+    def close(self) -> None:
+        """Give the groups back."""
+        for group in (self._group, self._roll):
+            if group is not None and self._lost is None:
+                dist.destroy_process_group(group)
+        self._group = self._roll = None
+
+    def _call_the_roll(self, error: BaseException) -> RankLostError:
+        """Find out who is gone: close the broken group, so that every survivor comes here, and speak to each peer alone."""
+        traceback.clear_frames(error.__traceback__)
+        dist.destroy_process_group(self._group)
+        self._group = None
+        gc.collect()
+        lost = [peer for peer in range(self.size) if peer != self.rank and not self._answers(peer)]
+        names = ", ".join(map(str, lost)) or "unknown"
+        self._lost = (
+            f"rank {names} of {self.size} is gone; the engine cannot be used any more: "
+            "restart the job from its last checkpoint"
+        )
+        return RankLostError(self._lost)
+
+    def _answers(self, peer: int) -> bool:
+        try:
+            works = [
+                dist.isend(torch.zeros(1), group=self._roll, group_dst=peer),
+                dist.irecv(torch.zeros(1), group=self._roll, group_src=peer),
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait(_ROLL_CALL)
+        except RuntimeError:
+            return False
+        return True
+
+
+Fault = tuple[bool, str]
+"""(whether it is a ValueError, its text): an error as it travels between ranks."""
+
+
+def as_fault(error: BaseException | None) -> Fault | None:
+    """An error in the form in which it travels; ``None`` stays ``None``."""
+    if error is None:
+        return None
+    is_value = isinstance(error, ValueError)
+    return is_value, str(error) if is_value else f"{type(error).__name__}: {error}"
+
+
+def raise_together(faults: list[Fault | None], error: BaseException | None, note: str = "") -> None:
+    """Raise when any entry of ``faults``, by rank, is not ``None``.
+
+    Args:
+        error: this rank's own error, chained as the cause.
+        note: added in brackets.
+    """
+    by_text: dict[str, list[int]] = {}
+    all_values = True
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            all_values &= fault[0]
+            by_text.setdefault(fault[1], []).append(rank)
+    if not by_text:
+        return
+    named = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()]
+    message = "; ".join(named if len(faults) > 1 else by_text)
+    kind = ValueError if all_values else RuntimeError
+    raise kind(f"{message} ({note})" if note else message) from error

@@ -1,0 +1,5 @@
+"""Functions of tensors: from hidden states to log-probs, entropy, the most likely tokens, or all logits."""
+
+from areal.utils.functional.logprobs import HeadOutputs, head_outputs, logits
+
+__all__ = ["HeadOutputs", "head_outputs", "logits"]

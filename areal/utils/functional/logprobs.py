@@ -1,0 +1,222 @@
+"""Log-probs, entropy and the most likely tokens from hidden states, without ever holding all logits."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.api import IGNORE_INDEX, TopKOutput
+from areal.utils.functional.chunked_head import ChunkedHead, HeadSpec
+from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput, VocabShard
+
+_CHUNK_BYTES = 32 * 2**20
+_MIN_CHUNK = 128  # with fewer tokens, reading the weight takes longer than multiplying by it
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """What was asked of a head; float32, or float64 where the hidden states or the weight are; the rest is ``None``.
+
+    Attributes:
+        logprobs: ``[T]`` or ``[T, K]``, as the targets; exactly 0.0 where there is no target.
+        entropy: ``[T]``, in nats, after temperature.
+        topk: log-probs ``[T, k]`` after temperature, falling, and their token ids.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    topk: TopKOutput | None = None
+
+
+def head_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    topk: int | None = None,
+    fp32: bool = False,
+    chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> HeadOutputs:
+    """Log-probs, entropy and top-k of ``softmax(z)`` for the logits ``z`` of :func:`logits`, made chunk by chunk.
+
+    Peak memory is a few times ``chunk_size * V`` elements beside the gradients, whatever ``T``: backward makes the
+    logits again. It is differentiable once, in ``hidden``, ``weight`` and ``bias``; the gradient of top-k goes through
+    the ids as chosen. Logits are float32 (float64) as soon as they are multiplied; gradients sum over chunks in that
+    dtype.
+
+    With ``group`` the vocabulary is spread over ranks: ``weight`` and ``bias`` are this rank's rows, consecutive blocks
+    in group-rank order; ``hidden``, ``targets`` and all options are the same on every rank. So are the outputs, and so
+    must be the gradients that come back. The gradient of ``hidden`` is then the full one on every rank (summed over the
+    group in backward: do not sum it again); those of ``weight`` and ``bias`` are of this rank's rows. All ranks must
+    call together: three collectives forward (five with top-k), one backward, whatever the number of chunks.
+
+    Args:
+        hidden: ``[T, H]``.
+        weight: ``[V, H]``, or this rank's rows ``[V_r, H]``.
+        targets: int64 ``[T]`` or ``[T, K]``; ``IGNORE_INDEX`` gives exactly 0.0 and no gradient. ``None``: no
+            log-probs.
+        bias: ``[V]`` or ``[V_r]``.
+        temperature: a positive number, or one per token ``[T]``, to which no gradient flows.
+        logit_scale: the model's own factor on its logits.
+        softcap: the model's own bound on its logits.
+        entropy: whether to return the entropy.
+        topk: how many of the most likely tokens to return; at most the rows that any rank holds.
+        fp32: multiply in float32 where ``hidden`` and ``weight`` are narrower.
+        chunk_size: tokens whose logits exist at a time; by default as many as fit 32 MiB, but at least 128.
+        group: ranks that hold the vocabulary between them.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, an option out of its range, a target outside the vocabulary. On an
+            accelerator, where looking would wait for the device, the log-prob of such a target is NaN instead.
+    """
+    _check(hidden, weight, bias, temperature, softcap)
+    _check_options(hidden, weight, targets, topk, chunk_size)
+    if targets is None and not entropy and not topk:
+        return HeadOutputs()
+    shard = VocabShard.of(weight, group)
+    rows: Tensor | None = None
+    n_tokens = hidden.shape[0]
+    if targets is not None and targets.device.type == "cpu":  # elsewhere this would wait for the device
+        _check_ids(targets, int(shard.total))
+        if not entropy and not topk:
+            rows = _rows_with_targets(targets)
+    if targets is not None and rows is not None:
+        hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
+        temperature = temperature.index_select(0, rows) if isinstance(temperature, Tensor) else temperature
+    spec = HeadSpec(
+        temperature=temperature.detach() if isinstance(temperature, Tensor) else float(temperature),
+        logit_scale=float(logit_scale),
+        softcap=softcap,
+        fp32=fp32,
+        entropy=entropy,
+        topk=topk or 0,
+        chunk_size=chunk_size or _default_chunk(hidden, weight),
+        shard=shard,
+    )
+    columns = targets.unsqueeze(1) if targets is not None and targets.ndim == 1 else targets
+    with _no_autocast(hidden):  # there is none in backward, which must see the same logits
+        logprobs, entropies, best, best_ids = ChunkedHead.apply(hidden, weight, bias, columns, spec)
+    if logprobs is not None and targets is not None:
+        logprobs = logprobs.view(targets.shape)
+        if rows is not None:
+            logprobs = logprobs.new_zeros(n_tokens, *targets.shape[1:]).index_copy(0, rows, logprobs)
+    return HeadOutputs(logprobs, entropies, TopKOutput(best, best_ids) if topk else None)
+
+
+def logits(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    fp32: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """All logits ``[T, V]``, float32 (float64 where an input is), differentiable. Allocates what it says.
+
+    ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)`` where the model has a
+    softcap, then divided by the temperature. Arguments, and what a ``group`` means for gradients, are those of
+    :func:`head_outputs`; the logits of all ranks are gathered, and the gradient keeps this rank's columns.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of its range.
+    """
+    _check(hidden, weight, bias, temperature, softcap)
+    shard = VocabShard.of(weight, group)
+    compute = torch.promote_types(hidden.dtype, weight.dtype)
+    stats = torch.promote_types(compute, torch.float32)
+    compute = stats if fp32 else compute
+    if shard.group is not None:
+        hidden = ReplicatedInput.apply(hidden, shard)
+    with _no_autocast(hidden):
+        z = torch.nn.functional.linear(
+            hidden.to(compute), weight.to(compute), None if bias is None else bias.to(compute)
+        ).to(stats)
+    if logit_scale != 1.0:
+        z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, Tensor):
+        z = z / temperature.detach().to(stats).unsqueeze(1)
+    elif temperature != 1.0:
+        z = z / temperature
+    return z if shard.group is None else GatheredVocab.apply(z, shard)
+
+
+def _no_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """Take dtypes as they are; on devices that know no autocast (meta), do nothing."""
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
+def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
+    """Tokens a chunk: as many as fit ``_CHUNK_BYTES``, at least ``_MIN_CHUNK``, shared out evenly."""
+    width = 8 if torch.float64 in (hidden.dtype, weight.dtype) else 4
+    most = max(_MIN_CHUNK, _CHUNK_BYTES // (width * max(weight.shape[0], 1)))
+    n_chunks = max(1, -(-hidden.shape[0] // most))
+    return max(1, -(-hidden.shape[0] // n_chunks))
+
+
+def _rows_with_targets(targets: Tensor) -> Tensor | None:
+    """The positions with any target, or ``None`` where all have one."""
+    has_target = targets != IGNORE_INDEX
+    has_target = has_target.any(1) if targets.ndim == 2 else has_target
+    return None if bool(has_target.all()) else has_target.nonzero().squeeze(1)
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
+) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [V, H]: flatten batch and "
+            "sequence dimensions, and pass the head's weight as torch.nn.Linear keeps it"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError("weight has no rows: every rank of a vocab-parallel head must hold at least one")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} must have one entry per row of weight {list(weight.shape)}")
+    if isinstance(temperature, Tensor):
+        if temperature.shape != hidden.shape[:1]:
+            raise ValueError(
+                f"temperature {list(temperature.shape)} must be a number or one per token, [{hidden.shape[0]}]: "
+                "expand a per-sequence temperature over its tokens"
+            )
+    elif not temperature > 0:
+        raise ValueError(f"temperature = {temperature}: it must be positive (for greedy decoding use topk=1)")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap}: it must be positive, or None for no softcap")
+
+
+def _check_options(
+    hidden: Tensor, weight: Tensor, targets: Tensor | None, topk: int | None, chunk_size: int | None
+) -> None:
+    if targets is not None and (targets.dtype != torch.int64 or targets.ndim not in (1, 2)):
+        raise ValueError(f"targets are {targets.dtype} {list(targets.shape)}: pass int64 [T] or [T, K]")
+    if targets is not None and targets.shape[0] != hidden.shape[0]:
+        raise ValueError(f"targets {list(targets.shape)} must have one row per token of hidden {list(hidden.shape)}")
+    if topk is not None and not 1 <= topk <= weight.shape[0]:
+        raise ValueError(f"topk = {topk}: ask for at least 1 and at most the rows of weight {list(weight.shape)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size}: pass at least 1, or None to choose")
+
+
+def _check_ids(targets: Tensor, vocab_size: int) -> None:
+    bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= vocab_size))
+    if bool(bad.any()):
+        raise ValueError(
+            f"targets hold the id {int(targets[bad][0])}, outside the vocabulary of {vocab_size}: mark positions "
+            f"without a target by {IGNORE_INDEX}, and check that tokenizer and model belong together"
+        )

@@ -1,0 +1,85 @@
+"""What must hold of a run, or its exit code says that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from history import History
+from plain import model_from_directory, token_logprobs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from areal import TrainEngine
+
+ROUNDING = 2.0
+"""How many times plain transformers' own rounding error the engine's may be: it rounds elsewhere, but no more often."""
+
+FLOAT32_ERROR = 1e-4
+"""Mean difference of log-probs, in nats, that float32 arithmetic in another order accounts for."""
+
+
+def reload_error(
+    engine: TrainEngine, checkpoint: Path, samples: Sequence[dict[str, Tensor]], streamed: PreTrainedModel
+) -> dict[str, float]:
+    """Load a checkpoint with plain transformers and hold the engine's log-probs against it.
+
+    Both are compared with the same weights run in float32. In the engine's own dtype plain transformers is off by its
+    rounding; the engine is right if its mean error is no more than :data:`ROUNDING` times that, plus
+    :data:`FLOAT32_ERROR`. (In float32, the latter alone.)
+
+    Args:
+        engine: that wrote the checkpoint.
+        checkpoint: directory.
+        samples: to score; each data-parallel rank takes its share, and at least one.
+        streamed: a plain model with the weights that the engine streamed, in its compute dtype.
+
+    Returns:
+        ``mean`` and ``max``, the engine's error in nats; ``plain_mean``, that of plain transformers; ``bound``, what
+        ``mean`` may be; ``weights``, the number of reloaded tensors that are not bit for bit the streamed ones. The
+        same on every rank.
+    """
+    share = samples[engine.dp_rank :: engine.dp_size]
+    reloaded = model_from_directory(checkpoint, streamed.dtype, streamed.device)
+    expected = streamed.state_dict()
+    weights = sum(not torch.equal(tensor, expected[name]) for name, tensor in reloaded.state_dict().items())
+    exact = torch.cat(token_logprobs(model_from_directory(checkpoint, torch.float32, streamed.device), share))
+    error = (torch.cat([row.cpu().float() for row in engine.forward_batch(share)]) - exact).abs()
+    plain_error = (torch.cat(token_logprobs(reloaded, share)) - exact).abs()
+    sums = torch.tensor([error.sum(), plain_error.sum(), len(error)], dtype=torch.float64, device=streamed.device)
+    tops = torch.tensor([error.max(), weights], dtype=torch.float64, device=streamed.device)
+    dist.all_reduce(sums)
+    dist.all_reduce(tops, op=dist.ReduceOp.MAX)
+    mean, plain_mean = (sums[:2] / sums[2]).tolist()
+    bound = ROUNDING * plain_mean + FLOAT32_ERROR
+    return {"mean": mean, "max": tops[0].item(), "plain_mean": plain_mean, "bound": bound, "weights": tops[1].item()}
+
+
+def failures(history: History, min_loss_fall: float, accuracy_must_rise: bool) -> list[str]:
+    """What of a run does not hold, in sentences that say what was measured; none if all does."""
+    found = []
+    loss, right = list(history.held_out_loss.values()), list(history.accuracy.values())
+    error = history.reload_error
+    fall = 1 - loss[-1] / loss[0]
+    if not fall >= min_loss_fall:
+        found.append(
+            f"held-out loss went from {loss[0]:.4f} to {loss[-1]:.4f}: it fell by {fall:.1%}, "
+            f"and {min_loss_fall:.0%} was asked for"
+        )
+    if accuracy_must_rise and not right[-1] > right[0]:
+        found.append(f"accuracy on held-out problems went from {right[0]:.3f} to {right[-1]:.3f}: it did not rise")
+    if not error["mean"] <= error["bound"]:
+        found.append(
+            f"the engine is off from its reloaded checkpoint in float32 by {error['mean']:.2e} nats on average, "
+            f"where rounding accounts for {error['bound']:.2e}"
+        )
+    if error["weights"]:
+        found.append(f"{error['weights']:.0f} tensors of the reloaded checkpoint are not, bit for bit, the engine's")
+    return found
+
+
+def largest_difference(ours: History, theirs: History) -> float:
+    """The largest relative difference between the training losses of two runs, over the steps that both took."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours.train_loss, theirs.train_loss, strict=False))

@@ -1,0 +1,76 @@
+"""The settings of a run of supervised fine-tuning, as the command line takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """One run."""
+
+    model: str = "runs/SmolLM2-135M-Instruct"
+    """Model directory or hub name."""
+    backend: str = "fsdp:d1"
+    """Engine and layout; its degrees multiply to the number of processes."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of the compute; weights and optimizer state are float32."""
+    task: str = "chain_sum"
+    """Data set of reasoning-gym."""
+    task_options: dict[str, int | float | str] = field(default_factory=dict)
+    """Options of the data set, as name and value pairs; none takes those of tasks.py, or else the data set's own."""
+    system: str = "Answer with just the number."
+    """Instruction before each question; may be empty."""
+    steps: int = 30
+    """Optimizer steps."""
+    max_train_seconds: float | None = None
+    """Take no further step once the steps took this long together."""
+    batch_size: int = 64
+    """Problems in a global batch."""
+    max_tokens_per_mb: int = 1024
+    """Tokens in a packed micro-batch."""
+    lr: float = 2e-5
+    """Peak learning rate of AdamW."""
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """What follows the warm-up."""
+    warmup_steps: int = 2
+    """Steps over which the learning rate rises."""
+    seed: int = 0
+    """Of the problems and of their order."""
+    eval_size: int = 200
+    """Held-out problems."""
+    eval_batch_size: int = 50
+    """Problems that a rank answers at once."""
+    max_new_tokens: int = 8
+    """Longest answer."""
+    reload_samples: int = 16
+    """Held-out problems on which the engine is compared with the reloaded checkpoint."""
+    output: Path = Path("runs/sft")
+    """Directory of what the run leaves."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints to resume from, of which the newest is kept; 0 writes none."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the output directory, on the same or another layout."""
+    min_loss_fall: float = 0.0
+    """Share by which the held-out loss must fall."""
+    accuracy_must_rise: bool = False
+    """The accuracy on held-out problems must rise."""
+    compare: Path | None = None
+    """losses.json of another run, to be drawn beside this one."""
+    max_loss_difference: float | None = None
+    """Largest relative difference between the training losses of this run and the compared one."""
+
+    def engine(self) -> TrainEngineConfig:
+        """What of it is the engine's."""
+        return TrainEngineConfig(
+            path=self.model,
+            backend=self.backend,
+            dtype=self.dtype,
+            seed=self.seed,
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb),
+            optimizer=OptimizerConfig(lr=self.lr, lr_scheduler=self.lr_scheduler, warmup_steps=self.warmup_steps),
+        )

@@ -1,0 +1,84 @@
+"""Problems with a verifier, from reasoning-gym's procedural data sets: no download, and no end to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import reasoning_gym
+
+OPTIONS: dict[str, dict[str, Any]] = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
+"""Options of a data set where none are given: problems that a model of 100M parameters can learn within minutes."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, its answer, and the data set's own entry, which the verifier wants."""
+
+    question: str
+    answer: str
+    entry: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems to learn from, and others to be examined on; no question stands in both.
+
+    Attributes:
+        name: of the reasoning-gym data set.
+        train: in the order in which they were made; a question may come twice, as it does in the data set.
+        held_out: each question once.
+        scorer: the data set, for its verifier.
+    """
+
+    name: str
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+    scorer: Any = field(repr=False)
+
+    def is_right(self, answer: str, problem: Problem) -> bool:
+        """Whether the data set's verifier gives ``answer`` full marks."""
+        return float(self.scorer.score_answer(answer.strip(), problem.entry)) >= 1.0
+
+
+def make_task(name: str, n_train: int, n_held_out: int, seed: int, options: Mapping[str, Any] | None = None) -> Task:
+    """Generate a task. The same arguments give the same problems, on every rank and machine.
+
+    Args:
+        name: any reasoning-gym data set, such as ``"chain_sum"`` or ``"simple_equations"``.
+        n_train: training problems. n_held_out: held-out problems.
+        seed: of the data set.
+        options: of the data set; ``None`` or empty takes :data:`OPTIONS`, or else the data set's own.
+
+    Raises:
+        ValueError: there is no such data set, it has no such option, or it has too few different questions.
+    """
+    options = dict(options or OPTIONS.get(name, {}))
+    # Room for the questions that are passed over. Not more: making some data sets takes time in proportion.
+    size = 4 * (n_train + n_held_out) + 64
+    try:
+        dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"task = {name!r} with options {options}: {error or 'the data set refuses these options'}"
+        ) from error
+    held_out: dict[str, Problem] = {}
+    train: list[Problem] = []
+    for problem in _entries(dataset, size):
+        if len(held_out) < n_held_out:
+            held_out.setdefault(problem.question, problem)
+        elif problem.question not in held_out:
+            train.append(problem)
+        if len(held_out) == n_held_out and len(train) == n_train:
+            return Task(name=name, train=tuple(train), held_out=tuple(held_out.values()), scorer=dataset)
+    raise ValueError(
+        f"task = {name!r} with options {options}: {size} problems gave {len(held_out)} of {n_held_out} held-out "
+        f"questions and {len(train)} of {n_train} training problems: hold out fewer, or choose options that have more"
+    )
+
+
+def _entries(dataset: Any, size: int) -> Iterator[Problem]:
+    for index in range(size):
+        entry = dataset[index]
+        yield Problem(question=entry["question"], answer=str(entry["answer"]), entry=entry)
