@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from areal.api.parallel import ParallelDims
 
-DType = Literal["bfloat16", "float16", "float32", "float64"]
+DType = Literal["bfloat16", "float32", "float64"]
+"""Dtypes of an engine. float16 is not among them: its gradients underflow without a loss scaler."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -149,7 +150,7 @@ class TrainEngineConfig(_Config):
 
     @model_validator(mode="after")
     def _precisions_agree(self) -> TrainEngineConfig:
-        width = {"bfloat16": 0, "float16": 0, "float32": 1, "float64": 2}
+        width = {"bfloat16": 0, "float32": 1, "float64": 2}
         for name in ("master_dtype", "grad_reduce_dtype"):
             if width[getattr(self, name)] < width[self.dtype]:
                 raise ValueError(

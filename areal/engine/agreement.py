@@ -6,15 +6,14 @@ Each is one exchange on the host that also carries any rank's fault, so that a f
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
-from areal.api.config import MicroBatchSpec
-from areal.api.engine import BatchInput
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
 from areal.engine.output import LossResult, LossWeights, Summary, local_weights, summarize
 from areal.engine.schedule import Schedule
-from areal.utils.data import BatchPlan, plan_batch
+from areal.utils.data import BatchPlan
 from areal.utils.distributed import ControlPlane, as_fault, raise_together
 
 
@@ -32,10 +31,11 @@ class Agreement:
         self._dp_ranks, self._mains = zip(*control.gather((dp_rank, is_main)), strict=True)
         self._shared = not all(self._mains)
 
-    def plan(
-        self, batch: BatchInput, spec: MicroBatchSpec, schedule: Schedule, *, align: int, vocab_size: int
-    ) -> tuple[BatchPlan, int, int]:
-        """Check and pack this rank's batch; agree on the count.
+    def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule) -> tuple[BatchPlan, int, int]:
+        """Check and pack this rank's batch, and agree on the count.
+
+        Args:
+            plan_here: checks and packs; what it raises is raised on every rank.
 
         Returns:
             The plan, the number of micro-batches of every rank, and the longest padded length of any.
@@ -45,7 +45,7 @@ class Agreement:
         """
         plan, error, offer = None, None, (0, 0, 0)
         try:
-            plan = plan_batch(batch, spec, align=align, vocab_size=vocab_size)
+            plan = plan_here()
             offer = (plan.n_mbs, plan.padded_length, plan.digest() if self._shared else 0)
         except Exception as caught:
             error = caught

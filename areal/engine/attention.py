@@ -3,19 +3,32 @@
 A model is built with ``attn_implementation=PACKED_ATTENTION`` and called with ``packed=layout``, ``attention_mask=None`` and
 ``use_cache=False``; transformers hands ``packed`` through to every attention layer. No mask function is registered under the
 name, so transformers builds no mask: the layout says which tokens see each other.
+
+A model whose layers cannot keep packed sequences apart runs ``rows`` instead, one sequence per row under its own attention and
+mask; one for which that is wrong too is refused. :func:`choose_attention` decides.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, Literal
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
+from areal.engine.attention_probe import probe
 from areal.engine.context_parallel import AttentionLayout
+
+logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "areal_packed"
 """Name of the attention implementation."""
+
+TESTED_FAMILIES = frozenset({"gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
+"""Model types whose packed numbers the test suite pins. Others are generic: a probe decides whether they are packed."""
+
+_PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 _HARMLESS = frozenset(
     {
@@ -115,6 +128,71 @@ def _check_supported(attention_mask: Tensor | None, dropout: float, is_causal: b
 
 def _is_unset(value: Any) -> bool:
     return value is None or value is False
+
+
+def why_not_packed(config: PretrainedConfig) -> str | None:
+    """Why a model cannot keep packed sequences apart, or ``None`` where it is known to.
+
+    Known by name for :data:`TESTED_FAMILIES`, and otherwise by running a tiny copy; see :mod:`areal.engine.attention_probe`.
+
+    Raises:
+        ValueError: a model that cannot be trained on next tokens, whatever the layout: an encoder-decoder, or one that looks ahead.
+    """
+    if config.is_encoder_decoder:
+        raise ValueError(f"model_type = {config.model_type!r} is an encoder-decoder; engines train decoder-only models")
+    if getattr(config.get_text_config(), "use_bidirectional_attention", False):
+        raise ValueError("use_bidirectional_attention is set: tokens would see the targets they predict; clear it")
+    if config.get_text_config() is not config:
+        return f"model_type = {config.model_type!r} has parts beside its language model"
+    declared = _declared_obstacle(config)
+    if config.model_type in TESTED_FAMILIES:
+        return declared
+    found = probe(config, None if declared else PACKED_ATTENTION)
+    if found.causal or found.rows:
+        raise ValueError(
+            f"model_type = {config.model_type!r} cannot be trained on next tokens: "
+            + (
+                f"after a later token changed, {found.causal}"
+                if found.causal
+                else f"beside right padding, {found.rows}"
+            )
+        )
+    return declared or found.packed
+
+
+def _declared_obstacle(config: PretrainedConfig) -> str | None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
+    if others:
+        return f"its layer_types has {', '.join(others)}"
+    rates = {name: getattr(config, name, None) for name in _DROPOUTS}
+    dropout = next((f"{name} = {rate}" for name, rate in rates.items() if rate), None)
+    return f"{dropout}, which packed attention has not (with 0 in its config.json it packs)" if dropout else None
+
+
+def choose_attention(
+    config: PretrainedConfig, requested: Literal["auto", "packed", "rows"], cp: int
+) -> Literal["packed", "rows"]:
+    """How a model keeps sequences apart: end to end under packed attention, or one per row under its own.
+
+    Args:
+        config: of the model.
+        requested: what the user asked for; ``"auto"`` packs where that is known to be right, and warns where it is not.
+        cp: context-parallel ranks, which need packed attention.
+
+    Raises:
+        ValueError: the model cannot be trained, or not as asked for.
+    """
+    why = why_not_packed(config)
+    if requested == "packed" and why:
+        raise ValueError(f"attention = 'packed', but {config.model_type!r} would mix sequences: {why}; use 'auto'")
+    if requested != "rows" and why is None:
+        return "packed"
+    if cp > 1:
+        reason = why or "attention = 'rows' was asked for"
+        raise ValueError(f"context parallelism over {cp} ranks needs packed attention, but {reason}; use c1")
+    if requested == "auto":
+        logger.warning("%s runs one sequence per row, padded, as packed ones might mix: %s", config.model_type, why)
+    return "rows"
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

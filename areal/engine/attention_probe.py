@@ -45,6 +45,9 @@ _SIZES = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 256,
     "sliding_window": 4,
+    "window_size": 4,
+    "attention_window": 4,
+    "attention_chunk_size": 4,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -66,12 +69,13 @@ class ProbeResult:
     causal: str | None
 
 
-def probe(config: PretrainedConfig, implementation: str) -> ProbeResult:
+def probe(config: PretrainedConfig, implementation: str | None) -> ProbeResult:
     """Run a tiny random copy of the model on the CPU. Deterministic, and without effect on the caller's random state.
 
     Args:
         config: of a causal language model.
-        implementation: a registered attention implementation that takes ``packed=AttentionLayout``.
+        implementation: a registered attention implementation that takes ``packed=AttentionLayout``; ``None`` leaves
+            packing out.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
@@ -83,7 +87,7 @@ def probe(config: PretrainedConfig, implementation: str) -> ProbeResult:
             why = f"a tiny copy of it does not run: {_first_line(error)}"
             return ProbeResult(why, None, None)
         return ProbeResult(
-            packed=_compare(alone, lambda: _packed(reference, implementation, sequences)),
+            packed=_compare(alone, lambda: _packed(reference, implementation, sequences)) if implementation else None,
             rows=_compare(alone, lambda: _padded(reference, sequences)),
             causal=_compare(alone, lambda: _with_other_ends(reference, sequences, alone)),
         )

@@ -1,9 +1,9 @@
 """The training step, written once. Read it from top to bottom.
 
-``forward_backward_batch`` is the only loop-bearing verb, and no engine overrides it. An engine fills three hooks: ``_build``, which composes
-the parts that vary (model, schedule, context parallelism, optimizer, checkpointer), ``_forward_compute_mb``, one micro-batch
-through the model, and ``_finalize_grads``, the reduction still owed before an optimizer step. Hooks are leaves: they take values, return
-values, and never call back up.
+``forward_backward_batch`` is the only verb that runs the model, and no engine overrides it. An engine fills three hooks:
+``_build``, which composes the parts that vary (model, schedule, context parallelism, optimizer, checkpointer),
+``_forward_compute_mb``, one micro-batch through the model, and ``_finalize_grads``, the reduction still owed before an
+optimizer step. Hooks are leaves: they take values, return values, and never call back up.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.api.weights import NamedTensor
 from areal.engine.agreement import Agreement
 from areal.engine.faults import Faults, check_loss
+from areal.engine.model_inputs import check_temperature
 from areal.engine.nothing import add_nothing, gather_outputs
-from areal.engine.output import LossResult, LossStep, OutputStep, Summary
+from areal.engine.output import LossStep, OutputStep, check_normalization, check_outputs
 from areal.engine.parts import EngineParts, StepOptimizer
 from areal.utils import platform
+from areal.utils.data import BatchPlan, plan_batch
 from areal.utils.distributed import ControlPlane, build_mesh, destroy_groups, init_default_group
 from areal.utils.seeding import seed_everything
 
@@ -74,6 +76,7 @@ class BaseTrainEngine(TrainEngine):
         self.control: ControlPlane
         self._parts: EngineParts | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
+        self._meshes: list[DeviceMesh] = []
         self._pending = self._finalized = False
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -86,15 +89,20 @@ class BaseTrainEngine(TrainEngine):
             torch.use_deterministic_algorithms(True)
         self.control = ControlPlane()
         self.mesh = build_mesh(self.dims, self.device.type)
+        self._meshes = [self.mesh]
         self._agreement = Agreement(self.control, self.dp_rank, self.is_main)
         seed_everything(self.config.seed + self.dp_rank)
-        parts, error = None, None
+        error: Exception | None = None
         try:
-            parts = self._build(spec)
+            self._parts = self._build(spec)
         except Exception as caught:
             error = caught
-        self.control.settle(error, "the engine was not built")
-        self._parts = parts
+        try:
+            self.control.settle(error, "the engine was not built")
+        except Exception:
+            self._drop_parts("it was not built: make another")
+            self.control.close()
+            raise
 
     def destroy(self) -> None:
         if self._parts is not None:
@@ -108,7 +116,8 @@ class BaseTrainEngine(TrainEngine):
         self._parts, self._unusable = None, why
         self._pending = False
         gc.collect()
-        destroy_groups(self.mesh)
+        while self._meshes:
+            destroy_groups(self._meshes.pop())
         platform.empty_cache(self.device)
 
     def _require_parts(self) -> EngineParts:
@@ -138,11 +147,19 @@ class BaseTrainEngine(TrainEngine):
     # ---- a batch
 
     def microbatches(self, batch: BatchInput) -> MicroBatchList:
+        return self._prepare(batch, outputs=("logprobs",))
+
+    def _prepare(self, batch: BatchInput, outputs: Outputs) -> MicroBatchList:
         parts = self._require_parts()
         schedule, align = parts.schedule, parts.context_parallel.align
-        plan, n_mbs, longest = self._agreement.plan(
-            batch, self.config.mb_spec, schedule, align=align, vocab_size=parts.vocab_size
-        )
+
+        def plan_here() -> BatchPlan:
+            check_outputs(outputs, value_head=self.config.value_head)
+            plan = plan_batch(batch, self.config.mb_spec, align=align, vocab_size=parts.vocab_size)
+            check_temperature(plan)
+            return plan
+
+        plan, n_mbs, longest = self._agreement.plan(plan_here, schedule)
         padded_length = longest if schedule.equal_lengths else None
         return plan.build(n_mbs=n_mbs, device=self.device, padded_length=padded_length)
 
@@ -168,6 +185,7 @@ class BaseTrainEngine(TrainEngine):
         outputs: Outputs = ("logprobs",),
         forward_only: bool = False,
     ) -> list[Any]:
+        check_outputs(outputs, value_head=self.config.value_head)
         faults, results = Faults(), {}
         self._require_parts().memory.onload(params=True, grads=not forward_only, optimizer=False)
         try:
@@ -177,7 +195,8 @@ class BaseTrainEngine(TrainEngine):
         if faults.broken:
             self._let_go(f"its model failed: {faults.first}")
         self._settle(faults.first, keep=forward_only)
-        self._pending = self._pending or not forward_only
+        if not forward_only:
+            self._pending, self._finalized = True, False
         return [results[mb.index] for mb in mbs.real]
 
     def _run_schedule(
@@ -195,9 +214,7 @@ class BaseTrainEngine(TrainEngine):
             tokens = gather_outputs(local, parts.context_parallel, mb.n_tokens)
             loss, result = None, None
             if not mb.filler and faults.first is None:
-                with (
-                    faults.held()
-                ):  # The other ranks are in collectives: stay in step, add nothing, and raise at the end.
+                with faults.held():  # The others are in collectives: stay in step, add nothing, raise at the end.
                     returned, result = process_output(tokens, mb)
                     loss = None if forward_only else check_loss(returned, mb)
             if forward_only:
@@ -208,13 +225,18 @@ class BaseTrainEngine(TrainEngine):
             return parts.schedule.run(mbs, forward, process, forward_only=forward_only)
 
     def _settle(self, error: Exception | None, *, keep: bool) -> None:
-        """Raise on every rank what any rank met, and leave no half-made gradients."""
-        usable = self._parts is not None
-        note = ("" if keep else _DISCARDED) if usable else "the engine cannot be used any more: make another"
-        try:
+        """Raise on every rank what any rank met."""
+        note = ("" if keep else _DISCARDED) if self._parts else "the engine cannot be used any more: make another"
+        with self._discarding_grads(unless=keep):
             self.control.settle(error, note)
+
+    @contextlib.contextmanager
+    def _discarding_grads(self, *, unless: bool) -> Iterator[None]:
+        """An error inside leaves no half-made gradients behind."""
+        try:
+            yield
         except Exception:
-            if usable and not keep:
+            if self._parts is not None and not unless:
                 self.zero_grad()
             raise
 
@@ -252,7 +274,8 @@ class BaseTrainEngine(TrainEngine):
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
         step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
         stats = self.optimizer_step()
-        return dataclasses.replace(step, **vars(stats), seconds=max(step.seconds, time.perf_counter() - start))
+        seconds = max(self.control.gather(time.perf_counter() - start))
+        return dataclasses.replace(step, **vars(stats), seconds=seconds)
 
     def eval_batch(
         self,
@@ -262,25 +285,14 @@ class BaseTrainEngine(TrainEngine):
         *,
         outputs: Outputs = ("logprobs",),
     ) -> StepOutput:
-        with self._evaluating():
+        with self._require_parts().evaluating():
             return self._loss_batch(batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, forward_only=True)
 
     def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
-        mbs = self.microbatches(batch)
-        with self._evaluating():
-            return mbs.restore(
-                self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
-            )
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        model = self._require_parts().model
-        training = model.training
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(training)
+        mbs = self._prepare(batch, outputs)
+        with self._require_parts().evaluating():
+            results = self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
+        return mbs.restore(results)
 
     def _loss_batch(
         self,
@@ -294,17 +306,17 @@ class BaseTrainEngine(TrainEngine):
         forward_only: bool,
     ) -> StepOutput:
         start = time.perf_counter()
-        _check_normalization(normalization, loss_weight)
-        mbs = self.microbatches(batch)
+        check_normalization(normalization, loss_weight)
+        mbs = self._prepare(batch, outputs)
         weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
         by_weight, number = normalization == "weight", 1.0 if isinstance(normalization, str) else float(normalization)
         divisors = {name: total if by_weight else number for name, total in weights.total.items()}
         step = LossStep(loss_fn, weights, divisors, loss_weight)
         results = self.forward_backward_batch(mbs, step, outputs=outputs, forward_only=forward_only)
-        summary = self._summarize(mbs, results, start, keep=forward_only)
+        with self._discarding_grads(unless=forward_only):
+            summary = self._agreement.summary(mbs, results, start, "" if forward_only else _DISCARDED)
         terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
-        names = {"weight": "weight"} if weights.plain else {name: f"weight/{name}" for name in weights.total}
-        metrics = summary.reduced_metrics() | dict(zip(names.values(), weights.total.values(), strict=False))
+        metrics = summary.reduced_metrics() | weights.metrics()
         if self.config.mb_spec.overlong == "drop":
             metrics["dropped_sequences"] = float(summary.dropped)
         return StepOutput(
@@ -315,14 +327,6 @@ class BaseTrainEngine(TrainEngine):
             n_tokens=summary.n_tokens,
             seconds=summary.seconds,
         )
-
-    def _summarize(self, mbs: MicroBatchList, results: list[LossResult], start: float, *, keep: bool) -> Summary:
-        try:
-            return self._agreement.summary(mbs, results, start, "" if keep else _DISCARDED)
-        except Exception:
-            if not keep:
-                self.zero_grad()
-            raise
 
     # ---- optimizer
 
@@ -392,12 +396,3 @@ class BaseTrainEngine(TrainEngine):
 
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._require_parts().memory.onload(params=params, grads=grads, optimizer=optimizer)
-
-
-def _check_normalization(normalization: Normalization, loss_weight: float) -> None:
-    if normalization not in ("weight", "sum") and not (isinstance(normalization, int | float) and normalization > 0):
-        raise ValueError(
-            f"normalization = {normalization!r}: choose 'weight', 'sum', or a positive number to divide by"
-        )
-    if not abs(loss_weight) < float("inf"):
-        raise ValueError(f"loss_weight = {loss_weight}: it must be finite")

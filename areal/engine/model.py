@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from areal.api.batch import OutputName, TopK
+from areal.api.batch import OutputName
 from areal.engine.context_parallel import AttentionLayout
+from areal.engine.output import split_outputs
 from areal.utils.functional.logprobs import head_outputs, logits
 
 
@@ -82,7 +83,7 @@ class PackedCausalLM(nn.Module):
             out["hidden"] = hidden
         if "values" in names:
             if self.value_head is None:
-                raise ValueError("outputs has 'values', but the engine has no value head: set value_head=True")
+                raise ValueError("outputs has 'values', but the model has no value head")
             out["values"] = self.value_head(hidden).squeeze(-1).to(torch.promote_types(hidden.dtype, torch.float32))
         options: dict[str, Any] = {
             "bias": head.bias,
@@ -123,17 +124,3 @@ class PackedCausalLM(nn.Module):
             input_ids=ids.view(n, width), attention_mask=mask.view(n, width), use_cache=False
         )
         return result.last_hidden_state.flatten(0, 1).index_select(0, where)
-
-
-def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | None]:
-    """The names among ``outputs``, and the top-k that is asked for, if any.
-
-    Raises:
-        ValueError: an unknown name, nothing at all, or two different top-k.
-    """
-    known = {"logprobs", "entropy", "values", "logits", "hidden"}
-    names: set[str] = {output for output in outputs if isinstance(output, str)}
-    tops = {output for output in outputs if isinstance(output, TopK)}
-    if not outputs or names - known or len(names) + len(tops) != len(set(outputs)) or len(tops) > 1:
-        raise ValueError(f"outputs = {outputs!r}: name some of {sorted(known)}, and at most one TopK(k)")
-    return names, next(iter(tops), None)

@@ -10,6 +10,7 @@ from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.context_parallel import ContextParallel, position_ids
 from areal.engine.model import ModelInputs
+from areal.utils.data import BatchPlan
 
 
 def model_inputs(
@@ -20,9 +21,6 @@ def model_inputs(
     Args:
         temperature: for every token, unless the batch has a per-sequence key ``temperature``.
         rows: run one sequence per row instead of packed.
-
-    Raises:
-        ValueError: ``temperature`` of the batch is not one number per sequence.
     """
     device = mb.cu_seqlens.device
     length = mb.padded_length
@@ -43,12 +41,25 @@ def _pad(x: Tensor, length: int, value: float) -> Tensor:
     return torch.cat([x, x.new_full((length - len(x), *x.shape[1:]), value)])
 
 
+def check_temperature(plan: BatchPlan) -> None:
+    """Refuse a key ``temperature`` that is not one positive number per sequence.
+
+    Raises:
+        ValueError: says what it is.
+    """
+    if "temperature" in plan.tokens:
+        raise ValueError("temperature is per token in this batch: pass one number per sequence, [B]")
+    temperature = plan.sequences.get("temperature")
+    if temperature is not None and (temperature.dim() != 1 or not bool((temperature > 0).all())):
+        raise ValueError(
+            f"temperature has shape {tuple(temperature.shape)} or a value of 0 or less: pass [B], positive"
+        )
+
+
 def _temperature(mb: MicroBatch, cp: ContextParallel, default: float) -> float | Tensor:
     if "temperature" not in mb.data:
         return default
     per_sequence = mb.data["temperature"]
-    if per_sequence.shape != (len(mb.seqlens),):
-        raise ValueError(f"temperature has shape {tuple(per_sequence.shape)}: pass one number per sequence, [B]")
     lengths = mb.cu_seqlens.diff()
     per_token = per_sequence.repeat_interleave(lengths, output_size=mb.n_tokens)
     return cp.shard(_pad(per_token, mb.padded_length, 1.0))

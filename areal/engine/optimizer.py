@@ -90,8 +90,8 @@ class ClippingOptimizer:
         if not math.isfinite(norm):
             return OptimStats(grad_norm=norm, lr=lr, update_successful=False)
         limit = self._config.gradient_clipping
-        if limit is not None and norm > limit:
-            # The same small constant as torch.nn.utils.clip_grad_norm_, so that both give the same bits.
+        # The same small constant as in torch.nn.utils.clip_grad_norm_, so that both give the same numbers.
+        if limit is not None and limit / (norm + 1e-6) < 1:
             self._scale_grads(limit / (norm + 1e-6))
         for group in self.inner.param_groups:
             group["lr"] = lr

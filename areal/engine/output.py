@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.api.batch import Metric, OutputName, TokenOutputs
-from areal.api.loss import LossFn, LossTerms, LossWeightFn
+from areal.api.batch import Metric, OutputName, TokenOutputs, TopK
+from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
 
 LOSS = "loss"
@@ -30,6 +30,10 @@ class LossWeights:
     plain: bool
     per_mb: dict[int, dict[str, float]]
     total: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """The global weights as metrics: ``weight``, or ``weight/<term>`` for each."""
+        return {"weight" if self.plain else f"weight/{name}": total for name, total in self.total.items()}
 
 
 def local_weights(mbs: MicroBatchList, loss_weight_fn: LossWeightFn) -> tuple[bool, dict[int, dict[str, float]]]:
@@ -84,6 +88,48 @@ class LossResult:
 
     terms: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | None]:
+    """The names among ``outputs``, and the top-k that is asked for, if any.
+
+    Raises:
+        ValueError: an unknown name, nothing at all, or two different top-k.
+    """
+    known = {"logprobs", "entropy", "values", "logits", "hidden"}
+    names: set[str] = {output for output in outputs if isinstance(output, str)}
+    tops = {output for output in outputs if isinstance(output, TopK)}
+    if not outputs or names - known or len(names) + len(tops) != len(set(outputs)) or len(tops) > 1:
+        raise ValueError(f"outputs = {outputs!r}: name some of {sorted(known)}, and at most one TopK(k)")
+    return names, next(iter(tops), None)
+
+
+def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool) -> None:
+    """Refuse what the model cannot give.
+
+    Raises:
+        ValueError: an unknown output, or values without a value head.
+    """
+    names, _ = split_outputs(outputs)
+    if "values" in names and not value_head:
+        raise ValueError(
+            "outputs has 'values', but the engine has no value head: set TrainEngineConfig.value_head=True"
+        )
+
+
+def check_normalization(normalization: Normalization, loss_weight: float) -> None:
+    """Refuse what a loss cannot be divided or scaled by.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    number = isinstance(normalization, int | float) and 0 < normalization < math.inf
+    if normalization not in ("weight", "sum") and not number:
+        raise ValueError(
+            f"normalization = {normalization!r}: choose 'weight', 'sum', or a positive number to divide by"
+        )
+    if not math.isfinite(loss_weight):
+        raise ValueError(f"loss_weight = {loss_weight}: it must be finite")
 
 
 class LossStep:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,3 +48,13 @@ class EngineParts:
     memory: Memory
     zero_grad: Callable[[], None]
     vocab_size: int
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Dropout off; the mode is restored."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)

@@ -46,7 +46,14 @@ CASES = {
     case.name: case
     for case in (
         Case("ragged", (7, 1, 23, 12, 1, 38, 5, 17, 9), weightless=(3,), last_rank=(1, 5, 6)),
-        Case("zero_rank", (11, 6, 1, 19, 30, 8, 3, 14, 10), weightless=(0, 2, 4), last_rank=(0, 2, 4), own_temperature=True, form="list"),
+        Case(
+            "zero_rank",
+            (11, 6, 1, 19, 30, 8, 3, 14, 10),
+            weightless=(0, 2, 4),
+            last_rank=(0, 2, 4),
+            own_temperature=True,
+            form="list",
+        ),
         Case("starved", (4, 15, 27, 9, 21, 2, 13, 10), last_rank=(0,), temperature=0.75),
     )
 }
@@ -68,11 +75,14 @@ def samples(case: Case, *, top_targets: bool = False, seed: int = 0) -> list[dic
     """
     generator = torch.Generator().manual_seed(1000 * case.seed + seed)
     return [
-        _sample(length, i in case.weightless, case.own_temperature, top_targets, generator) for i, length in enumerate(case.lengths)
+        _sample(length, i in case.weightless, case.own_temperature, top_targets, generator)
+        for i, length in enumerate(case.lengths)
     ]
 
 
-def _sample(length: int, weightless: bool, own_temperature: bool, top_targets: bool, generator: torch.Generator) -> dict[str, Tensor]:
+def _sample(
+    length: int, weightless: bool, own_temperature: bool, top_targets: bool, generator: torch.Generator
+) -> dict[str, Tensor]:
     def eighths(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high + 1, shape, generator=generator) / 8
 
@@ -113,7 +123,9 @@ def as_input(chosen: Sequence[dict[str, Tensor]], form: str) -> Any:
     if form == "list":
         return [dict(sample) for sample in chosen]
     width = max(len(sample["input_ids"]) for sample in chosen) + 2
-    batch: dict[str, Tensor] = {"attention_mask": torch.stack([torch.arange(width) < len(s["input_ids"]) for s in chosen]).long()}
+    batch: dict[str, Tensor] = {
+        "attention_mask": torch.stack([torch.arange(width) < len(s["input_ids"]) for s in chosen]).long()
+    }
     for key, first in chosen[0].items():
         if first.dim() == 0:
             batch[key] = torch.stack([sample[key] for sample in chosen])

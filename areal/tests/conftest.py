@@ -164,5 +164,9 @@ def _call_here(item: pytest.Function, kwargs: dict[str, Any], limit: float) -> N
             raise error
         return
     ranks.rejoin()
-    said = [f"rank {rank} of {ranks.size} {outcome.status}:\n{outcome.text}" for rank, outcome in enumerate(everyone) if outcome.status != "passed"]
+    said = [
+        f"rank {rank} of {ranks.size} {its.status}:\n{its.text}"
+        for rank, its in enumerate(everyone)
+        if its.status != "passed"
+    ]
     pytest.fail("\n\n".join(said), pytrace=False)

@@ -43,7 +43,14 @@ _DENSE: dict[str, Any] = {
     "pad_token_id": 2,
 }
 _QWEN2 = {key: value for key, value in _DENSE.items() if key != "head_dim"}
-_SMOLLM = {**_DENSE, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 4, "tie_word_embeddings": True}
+_SMOLLM = {
+    **_DENSE,
+    "hidden_size": 36,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "tie_word_embeddings": True,
+}
 _GEMMA3 = {
     **_DENSE,
     "num_hidden_layers": 3,
@@ -52,7 +59,14 @@ _GEMMA3 = {
     "query_pre_attn_scalar": 8,
     "tie_word_embeddings": True,
 }
-_MOE = {**_DENSE, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": []}
+_MOE = {
+    **_DENSE,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
 
 FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen2": lambda **changes: Qwen2Config(**{**_QWEN2, **changes}),
@@ -82,7 +96,9 @@ def model_dir(family: str, *, seed: int = 0, **changes: Any) -> str:
         if not path.exists():
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            tiny_model(FAMILIES[family](**changes), seed).save_pretrained(partial, max_shard_size=SHARD_SIZE.get(family, "5GB"))
+            tiny_model(FAMILIES[family](**changes), seed).save_pretrained(
+                partial, max_shard_size=SHARD_SIZE.get(family, "5GB")
+            )
             partial.rename(path)
     return str(path)
 

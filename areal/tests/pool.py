@@ -26,7 +26,12 @@ START_TIMEOUT = 120.0
 GRACE = 10.0
 """Seconds that other ranks still have once one rank has failed or died: mostly they hang in a collective with it."""
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 class WorldFailure(Exception):
@@ -76,7 +81,9 @@ class Pool:
         try:
             payload = pickle.dumps(call)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ValueError(f"{call.qualname} runs in other processes, and its arguments {list(call.kwargs)} do not pickle: {error}") from None
+            raise ValueError(
+                f"{call.qualname} runs in other processes, and its arguments {list(call.kwargs)} do not pickle: {error}"
+            ) from None
         if not self._workers:
             self._start()
         self._marks = [log.stat().st_size for log in self.logs]
@@ -87,7 +94,11 @@ class Pool:
             except OSError:
                 answers[rank] = self._died(rank)
         answers |= self._collect(timeout, answers)
-        if len({answer.status for answer in answers.values()}) > 1 or answers[0].status not in ("passed", "skipped", "xfailed"):
+        if len({answer.status for answer in answers.values()}) > 1 or answers[0].status not in (
+            "passed",
+            "skipped",
+            "xfailed",
+        ):
             self.close()
             raise WorldFailure(answers)
         return answers
@@ -116,7 +127,9 @@ class Pool:
             for rank, log in enumerate(self.logs):
                 ours, theirs = context.Pipe()
                 seat = Seat(rank, self.size, os.getpid(), self._store.port, self._cache, log, COLLECTIVE_TIMEOUT)
-                process = context.Process(target=serve, args=(theirs, seat), name=f"world{self.size}-rank{rank}", daemon=True)
+                process = context.Process(
+                    target=serve, args=(theirs, seat), name=f"world{self.size}-rank{rank}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
@@ -148,7 +161,9 @@ class Pool:
     def _died(self, rank: int) -> Answer:
         process = self._workers[rank][0]
         process.join(5)
-        return Answer("died", f"exit code {process.exitcode}; the last that it printed:\n{_tail(self.output(rank), 40)}")
+        return Answer(
+            "died", f"exit code {process.exitcode}; the last that it printed:\n{_tail(self.output(rank), 40)}"
+        )
 
     def _stuck(self, ranks: list[int], timeout: float) -> dict[int, Answer]:
         for rank in ranks:

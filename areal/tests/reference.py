@@ -64,7 +64,9 @@ class Reference:
     def outputs(self, sample: Sample) -> TokenOutputs:
         """All per-token outputs of one sequence, differentiable."""
         states: list[Tensor] = []
-        hook = self.model.get_decoder().register_forward_hook(lambda module, args, out: states.append(out.last_hidden_state[0]))
+        hook = self.model.get_decoder().register_forward_hook(
+            lambda module, args, out: states.append(out.last_hidden_state[0])
+        )
         with float64_everywhere():
             logits = self.model(sample["input_ids"][None], use_cache=False).logits[0]
         hook.remove()
@@ -148,7 +150,9 @@ class Reference:
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of the pending gradients, likewise; zeros where there is none."""
-        gradients = ((name, torch.zeros_like(p) if p.grad is None else p.grad.clone()) for name, p in self.named_parameters())
+        gradients = (
+            (name, torch.zeros_like(p) if p.grad is None else p.grad.clone()) for name, p in self.named_parameters()
+        )
         return _as_in_files(gradients)
 
     # ---- optimizer
@@ -157,7 +161,9 @@ class Reference:
         """Plain AdamW or SGD of torch over all weights."""
         weights = [parameter for _, parameter in self.named_parameters()]
         if config.type == "sgd":
-            self._optimizer = torch.optim.SGD(weights, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+            self._optimizer = torch.optim.SGD(
+                weights, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            )
         else:
             betas = (config.beta1, config.beta2)
             self._optimizer = torch.optim.AdamW(

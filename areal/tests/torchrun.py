@@ -40,7 +40,10 @@ class TorchrunWorld:
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank, local_size = int(os.environ.get("LOCAL_RANK", self.rank)), int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        local_rank, local_size = (
+            int(os.environ.get("LOCAL_RANK", self.rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", self.size)),
+        )
         if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
             self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)

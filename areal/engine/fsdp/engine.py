@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.batch import TokenOutputs
@@ -26,7 +27,6 @@ from areal.engine.model_inputs import model_inputs
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.parts import EngineParts
 from areal.engine.schedule import SequentialSchedule
-from areal.utils.distributed import destroy_groups
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,13 @@ class FSDPEngine(BaseTrainEngine):
 
     def _build(self, spec: FinetuneSpec) -> EngineParts:
         config = self.config
-        hf_config = AutoConfig.from_pretrained(config.path)
+        hf_config = _read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
-        self._param_mesh = build_param_mesh(self.dims, self.device.type)
-        model = self._build_model(hf_config)
+        param_mesh = build_param_mesh(self.dims, self.device.type)
+        self._meshes.append(param_mesh)
+        model = self._build_model(hf_config, param_mesh)
         optimizer = self._build_optimizer(model, spec)
-        inner = optimizer.inner if optimizer else None
+        memory = HostOffload(model, optimizer.inner if optimizer else None)
         return EngineParts(
             model=model,
             schedule=SequentialSchedule(model, grad.sync_on(model, every=config.grad_sync == "micro_batch")),
@@ -53,8 +54,8 @@ class FSDPEngine(BaseTrainEngine):
             optimizer=optimizer,
             checkpointer=FSDPCheckpointer(model, optimizer, self, self.control, config.path),
             weights=FSDPWeights(model),
-            memory=HostOffload(model, inner),
-            zero_grad=lambda: model.zero_grad(set_to_none=True),
+            memory=memory,
+            zero_grad=memory.discard_grads,
             vocab_size=model.vocab_size,
         )
 
@@ -70,13 +71,13 @@ class FSDPEngine(BaseTrainEngine):
 
     # ---- what the parts are made of
 
-    def _build_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
+    def _build_model(self, hf_config: PretrainedConfig, param_mesh: DeviceMesh) -> PackedCausalLM:
         config = self.config
         attention: dict[str, Any] = {} if self._rows else {"attn_implementation": PACKED_ATTENTION}
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch_dtype(config.master_dtype), **attention)
             model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
-        parallelize(model, self._param_mesh, config)
+        parallelize(model, param_mesh, config)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
             init_weights(model, config.seed, device)
@@ -107,6 +108,9 @@ class FSDPEngine(BaseTrainEngine):
         logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", self.dims.cp, mode, heads, kv_heads)
         return ContextParallel(self.mesh["cp"].get_group(), mode)
 
-    def _drop_parts(self, why: str) -> None:
-        super()._drop_parts(why)
-        destroy_groups(self._param_mesh)
+
+def _read_config(path: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"path = {path!r}: no model configuration can be read there: {error}") from error

@@ -36,6 +36,11 @@ class HostOffload:
                     storage.resize_(copy.nbytes())
                     storage.copy_(copy)
 
+    def discard_grads(self) -> None:
+        """Forget pending gradients, here or away."""
+        self._away.pop("grads", None)
+        self._model.zero_grad(set_to_none=True)
+
     def _tensors(self, kind: str) -> Iterable[Tensor]:
         if kind == "params":
             return self._model.parameters()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
@@ -32,7 +34,8 @@ def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConf
     layers = transformer_layers(model)
     # First checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
     if config.activation_checkpointing == "full":
-        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     # One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step.
     shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard_cp"]
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)

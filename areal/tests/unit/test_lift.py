@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from areal.tests.lift import float64_everywhere
 from areal.tests.models import FAMILIES, VOCAB, model_dir
 
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
 
 class SeenDtypes(TorchDispatchMode):
     """Collects the floating dtypes of everything that is computed."""
@@ -21,12 +23,14 @@ class SeenDtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.seen |= {leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()}
+        self.seen |= {
+            leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        }
         return out
 
 
 def load(family: str, **options: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", **options)
+    return AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float64, **EAGER, **options)
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -72,10 +76,24 @@ def _equivalent(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def test_torch_is_as_before_afterwards() -> None:
-    before = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.softmax, torch.softmax, torch.nn.functional.softmax, torch.arange)
+    before = (
+        torch.Tensor.to,
+        torch.Tensor.float,
+        torch.Tensor.softmax,
+        torch.softmax,
+        torch.nn.functional.softmax,
+        torch.arange,
+    )
     with float64_everywhere():
         assert torch.zeros(1, dtype=torch.float64).float().dtype == torch.float64
         assert torch.zeros(1).float().dtype == torch.float32
         assert torch.zeros(1, dtype=torch.bfloat16).to(torch.float32).dtype == torch.float32
-    assert before == (torch.Tensor.to, torch.Tensor.float, torch.Tensor.softmax, torch.softmax, torch.nn.functional.softmax, torch.arange)
+    assert before == (
+        torch.Tensor.to,
+        torch.Tensor.float,
+        torch.Tensor.softmax,
+        torch.softmax,
+        torch.nn.functional.softmax,
+        torch.arange,
+    )
     assert torch.zeros(1, dtype=torch.float64).float().dtype == torch.float32

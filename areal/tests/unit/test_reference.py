@@ -1,5 +1,6 @@
 """The reference itself, against what transformers and torch say where they say it directly."""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig
-from areal.tests.cases import CASES, as_input, rows, samples, share
+from areal.tests.cases import CASES, Case, as_input, rows, samples, share
 from areal.tests.lift import float64_everywhere
-from areal.tests.losses import OBJECTIVES, nll
+from areal.tests.losses import OBJECTIVES, Objective, nll
 from areal.tests.models import FAMILIES, model_dir
 from areal.tests.reference import Reference, learning_rate
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_values_are_those_of_the_files(family: str) -> None:
-    files = {name: weight for file in Path(model_dir(family)).glob("*.safetensors") for name, weight in load_file(file).items()}
+    files = {
+        name: weight
+        for file in Path(model_dir(family)).glob("*.safetensors")
+        for name, weight in load_file(file).items()
+    }
     named = dict(Reference(model_dir(family)).named_tensors())
     assert named.keys() == files.keys()
     assert all(torch.equal(named[name], files[name].double()) for name in files)
@@ -25,7 +30,10 @@ def test_names_and_values_are_those_of_the_files(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen3_moe"])
 def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
-    batch = [{"input_ids": sample["input_ids"], "loss_mask": torch.ones(len(sample["input_ids"]))} for sample in samples(CASES["ragged"])]
+    batch = [
+        {"input_ids": sample["input_ids"], "loss_mask": torch.ones(len(sample["input_ids"]))}
+        for sample in samples(CASES["ragged"])
+    ]
     reference = Reference(model_dir(family))
     step = reference.step(batch, nll, OBJECTIVES["nll"].weight_fn)
     with float64_everywhere():
@@ -34,7 +42,9 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
         )
         predicted = [len(sample["input_ids"]) - 1 for sample in batch]
         losses = [
-            model(sample["input_ids"][None], labels=sample["input_ids"][None]).loss * n for sample, n in zip(batch, predicted, strict=True) if n
+            model(sample["input_ids"][None], labels=sample["input_ids"][None]).loss * n
+            for sample, n in zip(batch, predicted, strict=True)
+            if n
         ]
         (torch.stack(losses).sum() / sum(predicted)).backward()
     assert step.weights == {"loss": float(sum(predicted))}
@@ -46,7 +56,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=lambda objective: objective.name)
-def test_gradients_are_slopes_of_the_loss(objective) -> None:  # noqa: ANN001
+def test_gradients_are_slopes_of_the_loss(objective: Objective) -> None:
     case = CASES["zero_rank"]
     batch = samples(case, top_targets=objective.top_targets)
     head = torch.linspace(-1, 1, 32)[None] if objective.value_head else None
@@ -59,7 +69,9 @@ def test_gradients_are_slopes_of_the_loss(objective) -> None:  # noqa: ANN001
         weight.data += shift * direction
         losses.append(reference.step(batch, objective.loss_fn, objective.weight_fn, gradients=False).loss)
     slope = (losses[0] - losses[1]) / 2e-5
-    assert slope == pytest.approx((step.gradients["model.layers.1.mlp.up_proj.weight"] * direction).sum().item(), rel=1e-6)
+    assert slope == pytest.approx(
+        (step.gradients["model.layers.1.mlp.up_proj.weight"] * direction).sum().item(), rel=1e-6
+    )
     assert abs(slope) > 1e-4
 
 
@@ -74,9 +86,9 @@ def test_learning_rates() -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_ranks_share_the_batch_unevenly(case, dp_size: int) -> None:  # noqa: ANN001
+def test_ranks_share_the_batch_unevenly(case: Case, dp_size: int) -> None:
     shares = [share(case, rank, dp_size) for rank in range(dp_size)]
-    assert sorted(sum(shares, [])) == list(range(len(case.lengths)))
+    assert sorted(chain.from_iterable(shares)) == list(range(len(case.lengths)))
     assert all(shares)
     assert dp_size == 1 or len({len(chosen) for chosen in shares}) > 1
     for chosen in shares:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -74,7 +75,11 @@ class ShardedLoader(StatefulDataLoader[Any]):
     def __init__(self, dataset: SizedDataset, sampler: _ShardSampler, collate: Callable[[list[Any]], Any]) -> None:
         source: Dataset[Any] = dataset  # type: ignore[assignment]  # any object with a length and items will do
         # A generator of its own: otherwise each iteration draws from the global one, and a resumed run differs.
-        super().__init__(source, batch_sampler=sampler, collate_fn=collate, num_workers=0, generator=torch.Generator())
+        generator = torch.Generator()
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls something that torch 2.13 deprecated; the caller can do nothing about it.
+            warnings.filterwarnings("ignore", message=".*set_vital.*")
+            super().__init__(source, batch_sampler=sampler, collate_fn=collate, num_workers=0, generator=generator)
         self._position = sampler
 
     @property

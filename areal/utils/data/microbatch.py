@@ -214,11 +214,14 @@ def _sort_out(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -> tuple
     overlong = [g for g, length in enumerate(lengths) if round_up(length, align) > budget]
     if overlong and spec.overlong == "error":
         g, size = overlong[0], spec.granularity
-        what = f"sample {g}" if size == 1 else f"samples {g * size} to {(g + 1) * size - 1} (granularity {size})"
+        what = (
+            f"sample {g} has" if size == 1 else f"samples {g * size} to {(g + 1) * size - 1} (granularity {size}) have"
+        )
+        aligned = round_up(lengths[g], align)
+        tokens = f"{lengths[g]} tokens" if aligned == lengths[g] else f"{lengths[g]} tokens ({aligned} aligned)"
         raise ValueError(
-            f"{what} of {lengths[g]} tokens ({round_up(lengths[g], align)} aligned) above "
-            f"MicroBatchSpec.max_tokens_per_mb = {budget}: raise it, "
-            f"shorten the sequence, or set overlong='alone' or 'drop'"
+            f"{what} {tokens}, above MicroBatchSpec.max_tokens_per_mb = {budget}: raise it, shorten the sequence, or set "
+            f"overlong='alone' or 'drop'"
         )
     return fitting, overlong
 
