@@ -5,7 +5,9 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := runs/SmolLM2-135M-Instruct
-SFT := $(BIN)/torchrun --standalone --nproc-per-node 2 examples/sft.py --model $(MODEL)
+# Two ranks share the cores.
+THREADS := $(shell $(PYTHON) -c 'import os; print(max(1, (os.cpu_count() or 2) // 2))')
+SFT := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node 2 examples/sft.py --model $(MODEL)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-short demo-layouts test lint test-mutants setup clean
@@ -14,11 +16,12 @@ help: ## Say what there is to make.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 demo: $(MODEL) ## Fine-tune a real model on two ranks: 6 minutes on 2 cores, the first set-up included.
-	$(SFT) --backend fsdp:d2 --output runs/demo --steps 24 --max-train-seconds 150 \
-	  --min-loss-fall 0.2 --accuracy-must-rise
+	$(SFT) --backend fsdp:d2 --output runs/demo --steps 40 --max-train-seconds 140 --batch-size 40 \
+	  --max-tokens-per-mb 512 --min-loss-fall 0.2 --accuracy-must-rise
 
 demo-short: $(MODEL) ## The same in little.
-	$(SFT) --backend fsdp:d2 --output runs/demo-short --steps 5 --eval-size 48 --batch-size 40 --min-loss-fall 0.2
+	$(SFT) --backend fsdp:d2 --output runs/demo-short --steps 5 --batch-size 40 --max-tokens-per-mb 512 \
+	  --eval-size 48 --min-loss-fall 0.2
 
 demo-layouts: $(MODEL) ## Data parallel and context parallel, in float32: the same losses.
 	$(SFT) --backend fsdp:d2 --output runs/demo-d2 --dtype float32 --steps 4 --eval-size 32 --batch-size 40

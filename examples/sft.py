@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/sft.py --backend fsdp:d2
     torchrun --nproc-per-node 2 examples/sft.py --backend fsdp:c2 --model path/or/hub-name --task simple_equations
 
-The global batches depend on the seed and on nothing else, so that runs on different layouts have the same losses.
+The global batches depend on the task, the seed and the number of held-out problems, and on nothing else: runs on
+different layouts have the same losses.
 The run leaves losses.json, loss.png and model/ (for transformers' from_pretrained) in the output directory. Its exit
 code is not 0 if the reloaded model disagrees with the engine, or if what --min-loss-fall, --accuracy-must-rise or
 --max-loss-difference ask for did not come about.

@@ -104,13 +104,15 @@ class MicroBatchList:
             a padded batch, and a list of ``B`` tensors for a list; on the caller's device. Dropped samples are zeros.
 
         Raises:
-            ValueError: a leaf fits neither, or there is not one result for each micro-batch.
+            ValueError: a leaf fits neither, there is not one result for each micro-batch, or every sample was dropped.
         """
         mbs = self.real
         if len(per_mb) != len(mbs):
             raise ValueError(
                 f"restore got {len(per_mb)} results for {len(mbs)} micro-batches; pass one for each, in order"
             )
+        if not mbs:
+            raise ValueError("restore has nothing to go by: every sample of this rank was dropped for its length")
         flat = [pytree.tree_flatten(result) for result in per_mb]
         spec = flat[0][1]
         if any(other != spec for _, other in flat):

@@ -28,6 +28,7 @@ TESTED_FAMILIES = frozenset({"gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3"
 """Model types whose packed numbers the test suite pins. Others are generic: a probe decides whether they are packed."""
 
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 _HARMLESS = frozenset(
@@ -142,6 +143,12 @@ def why_not_packed(config: PretrainedConfig) -> str | None:
         raise ValueError(f"model_type = {config.model_type!r} is an encoder-decoder; engines train decoder-only models")
     if getattr(config.get_text_config(), "use_bidirectional_attention", False):
         raise ValueError("use_bidirectional_attention is set: tokens would see the targets they predict; clear it")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"rope_type = {rope['rope_type']!r}: its frequencies depend on the longest sequence beside a token, so that the "
+            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
+        )
     if config.get_text_config() is not config:
         return f"model_type = {config.model_type!r} has parts beside its language model"
     declared = _declared_obstacle(config)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, groupby
 
 import torch
@@ -45,6 +46,7 @@ class Segments:
     k_lens: tuple[int, ...]
     cu_q: Tensor
     cu_k: Tensor
+    _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
@@ -69,6 +71,21 @@ class Segments:
     def runs(self) -> list[tuple[int, int, int]]:
         """Runs of neighbours of equal size, as (segments, queries of each, keys of each)."""
         return [(len(list(run)), a, b) for (a, b), run in groupby(zip(self.q_lens, self.k_lens, strict=True))]
+
+    def mask(self, n_queries: int, n_keys: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What to add to logits ``[n_queries, n_keys]``, aligned at their ends; ``None`` for a query alone, which sees all.
+
+        Made once, for all layers: the backward of each keeps it.
+        """
+        if n_queries == 1:
+            return None
+        key = (n_queries, n_keys, window, dtype)
+        if key not in self._masks:
+            visible = _visible(n_queries, n_keys, window, self.cu_q.device)
+            self._masks[key] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+                ~visible, -torch.inf
+            )
+        return self._masks[key]
 
 
 def packed_attention(
@@ -110,7 +127,7 @@ def packed_attention(
     for (n, _, _), qs, ks, vs in zip(runs, queries, keys, values, strict=True):
         qs, ks, vs = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (qs, ks, vs))
         if sinks is None and softcap is None:
-            out = _fused(qs, ks, vs, scale, window)
+            out = _fused(qs, ks, vs, segments, scale, window)
         else:
             out = _written_out(qs, ks, vs, scale, window, sinks, softcap)
         outs.append(out.transpose(1, 2).flatten(0, 1))
@@ -177,7 +194,7 @@ def _varlen(
     return out[..., :head_dim]
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
     """Attention of ``n`` segments of one size: ``[n, Hq, a, D]`` over ``[n, Hkv, b, D]`` to ``[n, Hq, a, Dv]``."""
     head_dim = v.shape[3]
     if head_dim < k.shape[3]:  # latent attention; fused kernels want one head dim
@@ -191,9 +208,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
     else:
         out = _concat(
             F.scaled_dot_product_attention(
-                q[:, :, i:j], k[:, :, first:last], v[:, :, first:last], attn_mask=mask, scale=scale, enable_gqa=grouped
+                q[:, :, i:j],
+                k[:, :, first:last],
+                v[:, :, first:last],
+                attn_mask=segments.mask(j - i, last - first, window, q.dtype),
+                scale=scale,
+                enable_gqa=grouped,
             )
-            for i, j, first, last, mask in _blocks(q, k, window)
+            for i, j, first, last in _blocks(q, k, window)
         )
     return out[..., :head_dim]
 
@@ -206,46 +228,28 @@ def _written_out(
     q = q.unflatten(1, (-1, groups))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
     sinks = None if sinks is None else sinks.view(-1, groups, 1)
-    blocks = list(_blocks(q, k, window))
-    if len(blocks) == 1 or not torch.is_grad_enabled():
-        outs = (
-            _block(q[..., i:j, :], k[..., a:b, :], v[..., a:b, :], mask, scale, sinks, softcap)
-            for i, j, a, b, mask in blocks
-        )
-    else:
-        outs = (
-            checkpoint(
-                _block,
-                q[..., i:j, :],
-                k[..., a:b, :],
-                v[..., a:b, :],
-                mask,
-                scale,
-                sinks,
-                softcap,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for i, j, a, b, mask in blocks
-        )
+    run = partial(_block, scale=scale, window=window, sinks=sinks, softcap=softcap)
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    outs = (run(q[..., i:j, :], k[..., a:b, :], v[..., a:b, :]) for i, j, a, b in _blocks(q, k, window))
     return _concat(outs).flatten(1, 2)
 
 
 def _block(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, sinks: Tensor | None, softcap: float | None
 ) -> Tensor:
     logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~mask, -torch.inf)
+    logits = logits.masked_fill(~_visible(q.shape[-2], k.shape[-2], window, q.device), -torch.inf)
     total = logits.logsumexp(-1)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(total.dtype))
     return (logits - total.unsqueeze(-1)).exp().to(v.dtype) @ v
 
 
-def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[int, int, int, int, Tensor]]:
-    """Blocks of queries and the keys they may see: (first query, end, first key, end, mask ``[queries, keys]``)."""
+def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Blocks of queries and the keys they may see, as (first query, end, first key, end)."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     # With blocks no longer than the window, at most half of what a block computes is masked away.
     step = _BLOCK if window is None else min(max(window, 64), _BLOCK)
@@ -253,9 +257,14 @@ def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[int, int
     for i in range(0, n_queries, step):
         j = min(i + step, n_queries)
         first = 0 if window is None else max(0, i + shift - window + 1)
-        last = j + shift
-        distance = torch.arange(i + shift, last, device=q.device)[:, None] - torch.arange(first, last, device=q.device)
-        yield i, j, first, last, (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        yield i, j, first, j + shift
+
+
+def _visible(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each query sees, bool ``[n_queries, n_keys]``, the last query standing at the last key."""
+    places = torch.arange(n_keys, device=device)
+    distance = places[n_keys - n_queries :, None] - places
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _concat(outs: Iterator[Tensor]) -> Tensor:

@@ -42,18 +42,14 @@ def _pad(x: Tensor, length: int, value: float) -> Tensor:
 
 
 def check_temperature(plan: BatchPlan) -> None:
-    """Refuse a key ``temperature`` that is not one positive number per sequence.
+    """Refuse a key ``temperature`` that is not one number per sequence.
 
     Raises:
         ValueError: says what it is.
     """
-    if "temperature" in plan.tokens:
-        raise ValueError("temperature is per token in this batch: pass one number per sequence, [B]")
-    temperature = plan.sequences.get("temperature")
-    if temperature is not None and (temperature.dim() != 1 or not bool((temperature > 0).all())):
-        raise ValueError(
-            f"temperature has shape {tuple(temperature.shape)} or a value of 0 or less: pass [B], positive"
-        )
+    found = {**plan.tokens, **plan.sequences}.get("temperature")
+    if found is not None and ("temperature" in plan.tokens or found.dim() != 1):
+        raise ValueError("key 'temperature' is not one number per sequence: pass [B], or a scalar in each sample")
 
 
 def _temperature(mb: MicroBatch, cp: ContextParallel, default: float) -> float | Tensor:

@@ -78,9 +78,15 @@ def open_draft(path: Path) -> Path:
 
 def record(folder: Path, name: str) -> FileRecord:
     """Bring a file to the disk, and describe it."""
-    crc32 = 0
     with open(folder / name, "rb") as stream:
         os.fsync(stream.fileno())
+    return describe(folder, name)
+
+
+def describe(folder: Path, name: str) -> FileRecord:
+    """A file's size and checksum."""
+    crc32 = 0
+    with open(folder / name, "rb") as stream:
         while chunk := stream.read(1 << 22):
             crc32 = zlib.crc32(chunk, crc32)
         return FileRecord(name, stream.tell(), crc32)
@@ -162,7 +168,7 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Manifest:
         size = target.stat().st_size
         if size != file.size:
             raise ValueError(f"{target} is damaged: it has {size} bytes instead of {file.size}")
-        if index % parts == part and record(path, file.name) != file:
+        if index % parts == part and describe(path, file.name) != file:
             raise ValueError(f"{target} is damaged: its checksum is not the one in {MANIFEST}")
     return manifest
 
@@ -193,9 +199,15 @@ def _put_in_place(draft: Path, path: Path) -> None:
         discard(draft)  # now the previous checkpoint
         return
     previous = path.with_name(f".{path.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    path.rename(previous)
-    draft.rename(path)
+    while True:
+        shutil.rmtree(previous, ignore_errors=True)
+        path.rename(previous)
+        try:
+            draft.rename(path)
+            break
+        except OSError as error:  # a reader saw no checkpoint and restored the previous one: once more
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     shutil.rmtree(previous, ignore_errors=True)
 
 

@@ -117,11 +117,11 @@ class Saver:
         note = f"nothing was saved to {job.path}"
         try:
             self._control.settle(job.written(), note)
+            self._control.settle(job.published(), note)
         except Exception:
             job.stop()
             self._give_up(job.draft)
             raise
-        self._control.settle(job.published(), note)
 
     def _open(self, path: Path) -> Path:
         draft, error = None, None

@@ -35,11 +35,20 @@ def assert_tensors(found: Iterable[NamedTensor], expected: Mapping[str, Tensor],
     return max(errors.values())
 
 
-def assert_rows(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> float:
-    """Compare per-sequence outputs. Returns the largest error, over the largest entry of all."""
+def assert_rows(found: Sequence[Tensor], everyones: Sequence[Tensor], mine: Sequence[int], tolerance: float) -> float:
+    """Compare the outputs of this rank's sequences.
+
+    Args:
+        everyones: the reference's, for the global batch; errors are over its largest entry.
+        mine: which of them this rank has.
+
+    Returns:
+        The largest error.
+    """
+    expected = [everyones[i] for i in mine]
     assert [list(row.shape) for row in found] == [list(row.shape) for row in expected]
     assert not any(row.requires_grad for row in found)
-    scale = max(row.abs().max().item() for row in expected)
+    scale = max(row.abs().max().item() for row in everyones)
     errors = [(row.cpu().double() - want).abs().max().item() / scale for row, want in zip(found, expected, strict=True)]
     assert max(errors) <= tolerance, f"errors by sequence: {[f'{error:.1e}' for error in errors]}"
     return max(errors)

@@ -129,11 +129,16 @@ class Cell:
         """Largest error that passes."""
         return TOLERANCES[self.dtype]
 
+    @property
+    def path(self) -> str:
+        """The model's directory."""
+        return model_dir(self.family, value_head=True) if self.objective.value_head else model_dir(self.family)
+
     def config(self, optimizer: OptimizerConfig) -> TrainEngineConfig:
         """The engine's configuration."""
         wide = "float64" if self.dtype == "float64" else "float32"
         fields: dict[str, Any] = {
-            "path": model_dir(self.family),
+            "path": self.path,
             "backend": self.layout.backend,
             "dtype": self.dtype,
             "master_dtype": wide,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -79,28 +80,41 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 """Configurations by family. A new family joins the grid by an entry here; ``changes`` override fields of its configuration."""
 
+VALUE_HEAD, VALUE_HEAD_FILE = "value_head.weight", "value_head.safetensors"
+"""Name and file of a value head: to transformers, the rest is a causal language model like any other."""
+
 SHARD_SIZE = {"llama": "12KB"}
 """Families written as several safetensors files with an index, as large models are."""
 
 
-def model_dir(family: str, *, seed: int = 0, **changes: Any) -> str:
+def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes: Any) -> str:
     """The directory of a tiny model: ``config.json`` and float32 safetensors. Written by the first process that asks.
 
     Args:
         family: a key of :data:`FAMILIES`.
         seed: of the weights.
+        value_head: with ``value_head.safetensors`` beside the model.
         changes: fields of the configuration that differ from the family's.
     """
-    path = world().cache / f"{family}-{digest((seed, sorted(changes.items())))}"
+    path = world().cache / f"{family}-{digest((seed, value_head, sorted(changes.items())))}"
     with locked(path):
         if not path.exists():
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            tiny_model(FAMILIES[family](**changes), seed).save_pretrained(
-                partial, max_shard_size=SHARD_SIZE.get(family, "5GB")
-            )
+            config = FAMILIES[family](**changes)
+            tiny_model(config, seed).save_pretrained(partial, max_shard_size=SHARD_SIZE.get(family, "5GB"))
+            if value_head:
+                save_file(
+                    {VALUE_HEAD: torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed)) / 4},
+                    partial / VALUE_HEAD_FILE,
+                )
             partial.rename(path)
     return str(path)
+
+
+def value_head(path: str) -> torch.Tensor:
+    """The value head ``[1, H]`` beside a model."""
+    return load_file(Path(path) / VALUE_HEAD_FILE)[VALUE_HEAD]
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:

@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import IGNORE_INDEX, Batch, LossFn, LossWeightFn, Metric, OptimizerConfig, TokenOutputs
 from areal.tests.lift import float64_everywhere
+from areal.tests.models import VALUE_HEAD
 
 Sample = Mapping[str, Any]
 """One sequence: ``input_ids`` ``[S]``, other per-token keys ``[S, ...]``, per-sequence keys without a sequence dimension."""
 
 Outputs = tuple[str, ...]
-
-VALUE_HEAD = "value_head.weight"
 
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 

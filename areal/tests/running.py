@@ -14,8 +14,8 @@ from areal.engine.registry import create_engine
 from areal.tests.cases import as_input, samples, share
 from areal.tests.layouts import Cell
 from areal.tests.lift import float64_everywhere
-from areal.tests.models import model_dir
-from areal.tests.reference import VALUE_HEAD, Reference, ReferenceStep
+from areal.tests.models import value_head
+from areal.tests.reference import Reference, ReferenceStep
 from areal.tests.world import cached
 
 STAND_STILL = OptimizerConfig(lr=0.0, gradient_clipping=None)
@@ -24,15 +24,10 @@ STAND_STILL = OptimizerConfig(lr=0.0, gradient_clipping=None)
 
 @dataclass(frozen=True)
 class Running:
-    """An engine at work on a cell.
-
-    Attributes:
-        value_head: of the engine's model, if it has one: it is in no file.
-    """
+    """An engine at work on a cell."""
 
     cell: Cell
     engine: TrainEngine
-    value_head: Tensor | None
 
     def samples(self, seed: int = 0) -> list[dict[str, Tensor]]:
         """The global batch."""
@@ -50,21 +45,20 @@ class Running:
 
     def reference(self) -> Reference:
         """A fresh reference on the same weights."""
-        return Reference(
-            model_dir(self.cell.family), temperature=self.cell.case.temperature, value_head=self.value_head
-        )
+        path = self.cell.path
+        head = value_head(path) if self.cell.objective.value_head else None
+        return Reference(path, temperature=self.cell.case.temperature, value_head=head)
 
     def expected(self) -> tuple[ReferenceStep, dict[str, list[Tensor]]]:
         """The step and the outputs of the global batch. Computed once in a session for all layouts, cuts and dtypes."""
         cell, objective = self.cell, self.cell.objective
-        head = None if self.value_head is None else self.value_head.flatten()[:4].tolist()
 
         def compute() -> tuple[ReferenceStep, dict[str, list[Tensor]]]:
             reference = self.reference()
             step = reference.step(self.samples(), objective.loss_fn, objective.weight_fn)
             return step, reference.forward(self.samples(), objective.outputs)
 
-        return cached("reference", (cell.family, cell.case_name, cell.objective_name, head), compute)
+        return cached("reference", (cell.family, cell.case_name, cell.objective_name), compute)
 
 
 @contextmanager
@@ -74,9 +68,4 @@ def running(cell: Cell, optimizer: OptimizerConfig = STAND_STILL, total_steps: i
         engine = create_engine(cell.config(optimizer))
         engine.initialize(FinetuneSpec(total_train_steps=total_steps))
         with engine:
-            head = None
-            if cell.objective.value_head:
-                head = next(
-                    tensor.detach().cpu().clone() for name, tensor in list(engine.named_tensors()) if name == VALUE_HEAD
-                )
-            yield Running(cell, engine, head)
+            yield Running(cell, engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any, ClassVar
 
@@ -73,9 +74,18 @@ class FSDPEngine(BaseTrainEngine):
 
     def _build_model(self, hf_config: PretrainedConfig, param_mesh: DeviceMesh) -> PackedCausalLM:
         config = self.config
-        attention: dict[str, Any] = {} if self._rows else {"attn_implementation": PACKED_ATTENTION}
+        options: dict[str, Any] = {} if self._rows else {"attn_implementation": PACKED_ATTENTION}
+        if config.dtype == "float64":  # The grouped matrix product has no float64 kernel.
+            options["experts_implementation"] = "eager"
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(hf_config, dtype=torch_dtype(config.master_dtype), **attention)
+            hf = AutoModelForCausalLM.from_config(
+                # A copy: building a model writes the implementations into the configuration that it is given.
+                copy.deepcopy(hf_config),
+                dtype=torch_dtype(config.master_dtype),
+                **options,
+            )
+            if not self._rows and hf.config._attn_implementation != PACKED_ATTENTION:
+                raise ValueError(f"{type(hf).__name__} did not take the packed attention: set fsdp.attention='rows'")
             model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
         parallelize(model, param_mesh, config)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device

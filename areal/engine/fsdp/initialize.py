@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal.engine.fsdp.naming import transient_buffers
-from areal.engine.fsdp.shards import local_shard
+from areal.engine.fsdp.shards import empty_like, local_shard
 from areal.engine.model import PackedCausalLM
 
 
@@ -26,7 +26,7 @@ def materialize(model: PackedCausalLM, device: torch.device) -> None:
         ValueError: the model has a buffer that neither a file nor its initialisation fills.
     """
     ties = list(_owners_by_parameter(model).values())
-    model.to_empty(device=device)
+    model._apply(lambda tensor: empty_like(tensor, device))
     for (first, name), *others in ties:
         for module, other in others:
             module._parameters[other] = first._parameters[name]

@@ -36,23 +36,32 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 @torch.no_grad()
+def empty_like(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the same layout over the same mesh, without values.
+
+    torch's own ``empty_like`` may answer from a cache with the mesh of an engine that is gone, if that mesh was equal to this one.
+    """
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device, dtype=dtype)
+    return _with_local(tensor, torch.empty_like(tensor.to_local(), device=device, dtype=dtype))
+
+
+@torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, detached, in memory of its own, on the device of its mesh. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     if tensor.device.type != tensor.device_mesh.device_type:  # kept on the host, while collectives run on the device
-        moved = tensor.to_local().to(tensor.device_mesh.device_type)
-        tensor = DTensor.from_local(
-            moved,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        tensor = _with_local(tensor, tensor.to_local().to(tensor.device_mesh.device_type))
     full = tensor.full_tensor().detach()
     shares = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
     return full.clone() if shares else full
+
+
+def _with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def meshes(tensors: Iterator[Tensor]) -> list[DeviceMesh]:

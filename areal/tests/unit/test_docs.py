@@ -40,7 +40,9 @@ all_pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     """The fenced blocks of a language, each with the line that its code begins at, from 1."""
     text = page.read_text()
-    return [(text.count("\n", 0, match.start(2)) + 1, match[2]) for match in FENCE.finditer(text) if match[1] == language]
+    return [
+        (text.count("\n", 0, match.start(2)) + 1, match[2]) for match in FENCE.finditer(text) if match[1] == language
+    ]
 
 
 def prose(page: Path) -> str:
@@ -70,7 +72,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_code_runs(page: Path, one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where dataclasses and pickle look a page's names up

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal.utils.data import from_left_padded, pack, pad, round_up, row_lengths, unpad
 
-LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+LENGTHS = st.lists(st.integers(1, 48), max_size=40)
 
 
 @settings(deadline=None)

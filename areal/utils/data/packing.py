@@ -38,8 +38,7 @@ def pack(lengths: Sequence[int], budget: int | None, *, min_bins: int = 1, align
         bad = next(i for i, length in enumerate(lengths) if length > capacity)
         raise ValueError(
             f"lengths[{bad}] = {lengths[bad]} does not fit the budget of {budget} tokens (aligned to {align}: "
-            f"{capacity}): "
-            f"raise the budget, or shorten the sequence"
+            f"{capacity}): raise the budget, or shorten the sequence"
         )
     bins = _first_fit_decreasing(lengths, capacity)
     return bins if len(bins) >= wanted else _split(bins, lengths, capacity, wanted)
