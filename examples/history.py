@@ -58,6 +58,8 @@ class History:
             ["optimizer steps", "", f"{self.steps}"],
             ["tokens a step", "", f"{min(self.n_tokens)} to {max(self.n_tokens)}"],
             ["training tokens a second", "", f"{self.tokens_per_second:.0f}"],
+            ["reloaded log-probs differ by (mean nats)", "", f"{self.reload_error['mean']:.1e}"],
+            ["rounding accounts for (mean nats)", "", f"{self.reload_error['bound']:.1e}"],
         ]
         return ["", "before", "after"], rows
 

@@ -17,7 +17,7 @@ class SFTConfig:
     """Model directory or hub name."""
     backend: str = "fsdp:d1"
     """Engine and layout; its degrees multiply to the number of processes."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the compute; weights and optimizer state are float32."""
     task: str = "chain_sum"
     """Data set of reasoning-gym."""

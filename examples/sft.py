@@ -5,6 +5,7 @@
 
 The global batches depend on the task, the seed and the number of held-out problems, and on nothing else: runs on
 different layouts have the same losses.
+
 The run leaves losses.json, loss.png and model/ (for transformers' from_pretrained) in the output directory. Its exit
 code is not 0 if the reloaded model disagrees with the engine, or if what --min-loss-fall, --accuracy-must-rise or
 --max-loss-difference ask for did not come about.
@@ -166,11 +167,11 @@ class Run:
             other = History.read(config.compare)
             runs[str(config.compare)] = other.train_loss
             difference = largest_difference(history, other)
-            self.report.line(f"training losses differ from those of {config.compare} by at most {difference:.2%}")
+            self.report.line(f"training losses differ from those of {config.compare} by at most {difference:.1e}")
             if config.max_loss_difference is not None and not difference <= config.max_loss_difference:
                 failed.append(
-                    f"training losses differ from those of {config.compare} by {difference:.2%}, "
-                    f"which is more than {config.max_loss_difference:.2%}"
+                    f"training losses differ from those of {config.compare} by {difference:.1e}, "
+                    f"which is more than {config.max_loss_difference:.1e}"
                 )
         if dist.get_rank() == 0:
             title = f"{Path(config.model).name} on {config.task}, {config.backend}, {config.dtype}"

@@ -49,13 +49,17 @@ class SequentialSchedule:
         model: passed to ``forward``.
         before_backward: called with True when the next backward is the last of the call, else False: where an engine
             decides whether that backward reduces gradients.
+        rest: called after a run without backward, where an engine frees what only a backward would have freed.
     """
 
     equal_lengths = False
 
-    def __init__(self, model: nn.Module, before_backward: Callable[[bool], None]) -> None:
+    def __init__(
+        self, model: nn.Module, before_backward: Callable[[bool], None], rest: Callable[[], None] = lambda: None
+    ) -> None:
         self._model = model
         self._before_backward = before_backward
+        self._rest = rest
 
     def round_up(self, n: int) -> int:
         return n
@@ -71,4 +75,6 @@ class SequentialSchedule:
             loss, results[mb.index] = process(forward(self._model, mb), mb)
             if loss is not None:
                 loss.backward()
+        if forward_only:
+            self._rest()
         return results

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ pytest.register_assert_rewrite(*REWRITTEN)
 DEFAULT_TIMEOUT = 120.0
 UNDER_TORCHRUN = "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
+scratch_key = pytest.StashKey[Path]()
 pools_key = pytest.StashKey[Pools]()
 torchrun_key = pytest.StashKey[TorchrunWorld]()
 tables_key = pytest.StashKey[list[tuple[str, str, dict[str, str]]]]()
@@ -39,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    factory: pytest.TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
-    cache = factory.mktemp("cache", numbered=False)
+    # Not in pytest's own directory, which other sessions on this machine clear.
+    scratch = session.config.stash[scratch_key] = Path(tempfile.mkdtemp(prefix="areal-tests-"))
     if UNDER_TORCHRUN:
         ranks = session.config.stash[torchrun_key] = TorchrunWorld()
-        enter(World(ranks.rank, ranks.size, ranks.gather(cache, timeout=60.0)[0]))
+        enter(World(ranks.rank, ranks.size, ranks.gather(scratch, timeout=60.0)[0]))
         return
-    enter(World(0, 1, cache))
-    session.config.stash[pools_key] = Pools(factory.mktemp("workers", numbered=False), cache)
+    enter(World(0, 1, scratch))
+    session.config.stash[pools_key] = Pools(scratch)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -54,6 +57,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.stash[pools_key].close()
     if torchrun_key in session.config.stash:
         session.config.stash[torchrun_key].leave()
+    shutil.rmtree(session.config.stash[scratch_key], ignore_errors=True)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

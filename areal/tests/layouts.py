@@ -81,8 +81,11 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     },
 }
 
-TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1.5e-1}
-"""Largest error against the float64 reference, by the dtype of the compute."""
+TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 4e-2}
+"""Largest error against the float64 reference, by the dtype of the compute: of losses, metrics, outputs and gradient norms."""
+
+GRADIENT_TOLERANCES = {**TOLERANCES, "bfloat16": 2.5e-1}
+"""Of the entries of a gradient, over its largest. In bf16 some of the 32 columns of these models lose most of their digits."""
 
 
 def all_layouts() -> list[Layout]:
@@ -126,8 +129,13 @@ class Cell:
 
     @property
     def tolerance(self) -> float:
-        """Largest error that passes."""
+        """Largest error that passes, except in gradients."""
         return TOLERANCES[self.dtype]
+
+    @property
+    def gradient_tolerance(self) -> float:
+        """Largest error of gradients that passes."""
+        return GRADIENT_TOLERANCES[self.dtype]
 
     @property
     def path(self) -> str:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -102,12 +103,13 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             config = FAMILIES[family](**changes)
-            tiny_model(config, seed).save_pretrained(partial, max_shard_size=SHARD_SIZE.get(family, "5GB"))
+            model = tiny_model(config, seed)
+            # In a process group, save_pretrained writes on rank 0 alone and leaves the other ranks an empty directory.
+            with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
+                model.save_pretrained(partial, max_shard_size=SHARD_SIZE.get(family, "5GB"))
             if value_head:
-                save_file(
-                    {VALUE_HEAD: torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed)) / 4},
-                    partial / VALUE_HEAD_FILE,
-                )
+                weight = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed)) / 4
+                save_file({VALUE_HEAD: weight}, partial / VALUE_HEAD_FILE)
             partial.rename(path)
     return str(path)
 

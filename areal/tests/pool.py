@@ -47,14 +47,17 @@ class Pool:
 
     Args:
         size: number of ranks.
-        scratch: directory for what the workers print.
-        cache: directory that tests share for a session.
+        scratch: a directory of this session, for what the workers print and for what tests share.
+
+    Attributes:
+        first: what workers call when they start, before anything else.
     """
 
-    def __init__(self, size: int, scratch: Path, cache: Path) -> None:
+    def __init__(self, size: int, scratch: Path) -> None:
         self.size = size
+        self.first: tuple[Call, ...] = ()
         self.logs = [scratch / f"world{size}-rank{rank}.log" for rank in range(size)]
-        self._cache = cache
+        self._scratch = scratch
         self._store: dist.TCPStore | None = None
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._marks = [0] * size
@@ -126,7 +129,9 @@ class Pool:
         with _environment(_ONE_THREAD):
             for rank, log in enumerate(self.logs):
                 ours, theirs = context.Pipe()
-                seat = Seat(rank, self.size, os.getpid(), self._store.port, self._cache, log, COLLECTIVE_TIMEOUT)
+                seat = Seat(
+                    rank, self.size, os.getpid(), self._store.port, self._scratch, log, COLLECTIVE_TIMEOUT, self.first
+                )
                 process = context.Process(
                     target=serve, args=(theirs, seat), name=f"world{self.size}-rank{rank}", daemon=True
                 )
@@ -176,15 +181,17 @@ class Pool:
 
 
 class Pools:
-    """The pools of a session, by world size."""
+    """The pools of a session, by world size. ``first`` is that of every pool; who changes it closes the pools."""
 
-    def __init__(self, scratch: Path, cache: Path) -> None:
-        self._scratch, self._cache = scratch, cache
+    def __init__(self, scratch: Path) -> None:
+        self.first: tuple[Call, ...] = ()
+        self._scratch = scratch
         self._pools: dict[int, Pool] = {}
 
     def __getitem__(self, size: int) -> Pool:
         if size not in self._pools:
-            self._pools[size] = Pool(size, self._scratch, self._cache)
+            self._pools[size] = Pool(size, self._scratch)
+        self._pools[size].first = self.first
         return self._pools[size]
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ OPTIMIZER = OptimizerConfig(lr=0.01, lr_scheduler="linear", gradient_clipping=0.
 def config(backend: str, **changes: Any) -> TrainEngineConfig:
     """A float32 engine on the tiny Qwen3, with micro-batches of at most 40 tokens; ``changes`` are fields of the configuration."""
     defaults: dict[str, Any] = {
-        "path": model_dir("qwen3") if "path" not in changes else changes["path"],
+        "path": family_dir("qwen3") if "path" not in changes else changes["path"],
         "dtype": "float32",
         "optimizer": OPTIMIZER,
         "mb_spec": MicroBatchSpec(max_tokens_per_mb=40),
@@ -91,6 +92,19 @@ def process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
+def family_dir(family: str, **changes: Any) -> str:
+    """:func:`~areal.tests.models.model_dir`, whichever rank is the first to ask."""
+    with writing():
+        return model_dir(family, **changes)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Let ``save_pretrained`` write here: of a process group that it sees, it lets rank 0 alone write."""
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        yield
+
+
 def gpt2_dir(**changes: Any) -> str:
     """The directory of a tiny GPT-2: learned positions, dropout, tied embeddings, no family that is known by name."""
     fields: dict[str, Any] = {
@@ -110,6 +124,7 @@ def gpt2_dir(**changes: Any) -> str:
         if not path.exists():
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            tiny_model(GPT2Config(**fields), seed=0).save_pretrained(partial)
+            with writing():
+                tiny_model(GPT2Config(**fields), seed=0).save_pretrained(partial)
             partial.rename(path)
     return str(path)

@@ -42,7 +42,8 @@ class FSDPCheckpointer:
 
     ``"hf"`` checkpoints hold the master weights in their own dtype, so that nothing is lost; ``config.json`` names that dtype. ``"dcp"`` ones
     hold the model, and with ``with_optim`` the optimizer's moments, the schedule and each rank's random state, which is brought back
-    where the layout is the one that saved it and left alone elsewhere. Hyperparameters come from the configuration, never from a checkpoint.
+    where the layout is the one that saved it and left alone elsewhere. Hyperparameters
+    come from the configuration, but for the base learning rate, which ``set_lr`` may have changed.
 
     Args:
         model: sharded and materialised.

@@ -132,7 +132,8 @@ class _StagedPlanner(DefaultSavePlanner):
         self._staged: dict[MetadataIndex, Any] | None = None
 
     def stage(self, plan: SavePlan) -> None:
-        self._staged = {item.index: _copy_to_host(super().resolve_data(item)) for item in plan.items}
+        resolve = super().resolve_data
+        self._staged = {item.index: _copy_to_host(resolve(item)) for item in plan.items}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         found = super().resolve_data(write_item) if self._staged is None else self._staged[write_item.index]

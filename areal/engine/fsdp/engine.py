@@ -22,6 +22,7 @@ from areal.engine.fsdp import grad
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.memory import HostOffload
 from areal.engine.fsdp.parallelize import build_param_mesh, parallelize
+from areal.engine.fsdp.shards import reshard
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.model import PackedCausalLM
 from areal.engine.model_inputs import model_inputs
@@ -50,7 +51,12 @@ class FSDPEngine(BaseTrainEngine):
         memory = HostOffload(model, optimizer.inner if optimizer else None)
         return EngineParts(
             model=model,
-            schedule=SequentialSchedule(model, grad.sync_on(model, every=config.grad_sync == "micro_batch")),
+            schedule=SequentialSchedule(
+                model,
+                before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
+                # A gathered weight that outlives an optimizer step would be used again, stale.
+                rest=lambda: reshard(model),
+            ),
             context_parallel=self._context_parallel(hf_config),
             optimizer=optimizer,
             checkpointer=FSDPCheckpointer(model, optimizer, self, self.control, config.path),

@@ -8,22 +8,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from areal.engine.fsdp.shards import reshard
+
 
 class HostOffload:
     """Copies storages to host memory and frees them in place, so that every view of them stays valid once they are back.
 
     Args:
-        model: its sharded parameters must be at rest (resharded).
+        model: sharded and at rest. Its shards are noted now: while a module is gathered, ``model.parameters()`` are not the
+            shards, and have not their gradients.
         optimizer: whose state is moved, or None.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model = model
+        self._shards = list(model.parameters())
         self._optimizer = optimizer
         self._away: dict[str, list[tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         """Move what is named; what is away already stays there."""
+        if params:
+            reshard(self._model)
         for kind, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
             if wanted and kind not in self._away:
                 self._away[kind] = [_send_away(storage) for storage in _storages(self._tensors(kind))]
@@ -39,13 +45,14 @@ class HostOffload:
     def discard_grads(self) -> None:
         """Forget pending gradients, here or away."""
         self._away.pop("grads", None)
-        self._model.zero_grad(set_to_none=True)
+        for shard in self._shards:
+            shard.grad = None
 
     def _tensors(self, kind: str) -> Iterable[Tensor]:
         if kind == "params":
-            return self._model.parameters()
+            return self._shards
         if kind == "grads":
-            return [p.grad for p in self._model.parameters() if p.grad is not None]
+            return [shard.grad for shard in self._shards if shard.grad is not None]
         if self._optimizer is None:
             return []
         return [

@@ -57,7 +57,7 @@ def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConf
     # gathered from the first use to the last, so that tied embeddings share one gathered weight.
     for layer in layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)
+    fully_shard(model, **{**options, "reshard_after_forward": False})
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums over ranks. Gloo has no pre-multiplied sum, so the reduction itself is asked to be a plain one.

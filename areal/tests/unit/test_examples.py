@@ -142,7 +142,7 @@ def history(examples):
     history = examples["history"].History(train_loss=[2.0, 1.0], grad_norm=[1.0, 1.0], n_tokens=[9, 9], seconds=[1, 2])
     history.held_out_loss.update({0: 2.0, 2: 1.5})
     history.accuracy.update({0: 0.0, 2: 0.25})
-    history.reload_error.update({"mean": 0.01, "max": 0.1, "plain_mean": 0.01, "bound": 0.02, "weights": 0.0})
+    history.reload_error.update({"mean": 0.01, "max": 0.1, "rounding": 0.01, "bound": 0.02, "weights": 0.0})
     return history
 
 

@@ -15,7 +15,7 @@ TARGETS = "areal.tests.unit.pool_targets"
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    made = Pool(2, tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("cache"))
+    made = Pool(2, tmp_path_factory.mktemp("pool"))
     yield made
     made.close()
 
