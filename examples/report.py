@@ -38,7 +38,7 @@ class Report:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=self._console) as bar:
             yield BarAdvance(self, label, total, done, bar)

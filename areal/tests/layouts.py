@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     },
 }
 
-TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 4e-2}
+TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 8e-2}
 """Largest error against the float64 reference, by the dtype of the compute: of losses, metrics, outputs and gradient norms."""
 
 GRADIENT_TOLERANCES = {**TOLERANCES, "bfloat16": 2.5e-1}

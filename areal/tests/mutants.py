@@ -8,34 +8,24 @@ another reason, counts against the suite.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from _pytest._io import TerminalWriter
 from _pytest.runner import runtestprotocol
 
-from areal.tests.conftest import pools_key
+from areal.tests.conftest import pools_key, tables_key
 from areal.tests.mutations import MUTANTS, plant_in_worker
 from areal.tests.planting import Mutant, plant, traces
 from areal.tests.worker import Call
 
 TESTS = Path(__file__).parent
 GRID = "dist/test_grid.py"
-PRELOADED = [
-    "areal.tests.worker",
-    "areal.tests.running",
-    "areal.tests.mutations",
-    "areal.engine.fsdp.engine",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma3", "gpt2", "qwen2", "qwen3", "qwen3_moe")),
-]
-"""What workers would each import for themselves, twice as often as not under a bug that ends them."""
 
 _ASSERTION = re.compile(r"^E\s+(AssertionError|assert |Failed: |DID NOT )", re.MULTILINE)
 
@@ -64,11 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in chosen:
             print(f"{each.name:34}  {each.says}")
         return 0
-    # Before the pools do: workers are then forked with everything imported.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
     runner = Runner(chosen)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:warnings", "--no-header", "--no-summary"]
+    options = ["-qq", "-p", "no:cacheprovider", "-p", "no:warnings", "--no-header", "--no-summary"]
     code = pytest.main([*options, *sorted(files_of(chosen))], plugins=[runner])
     return int(code) or runner.code
 
@@ -131,6 +118,7 @@ class Runner:
         caught = sum(verdict.status == "caught" for verdict in verdicts.values())
         write.line(f"{caught} of {len(verdicts)} planted bugs were caught")
         self.code = int(caught < len(verdicts))
+        session.config.stash[tables_key].clear()  # of tests that were run to fail
         return True
 
     def _sound(self, write: TerminalWriter, items: Mapping[str, pytest.Function]) -> bool:

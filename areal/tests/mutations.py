@@ -168,12 +168,17 @@ def window_off_by_one(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.context_parallel:position_ids",
+    "areal.engine.model_inputs:model_inputs",
     "dist/test_caught.py::test_learned_positions_restart_with_each_sequence[fsdp:d1]",
 )
 def positions_run_on(right: Function) -> Function:
     """Positions do not restart with each sequence."""
-    return lambda seqlens, padded_length, device="cpu": torch.arange(padded_length, device=device)
+
+    def wrong(mb: Any, cp: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = right(mb, cp, *args, **kwargs)
+        return dataclasses.replace(inputs, position_ids=cp.shard(torch.arange(mb.padded_length)))
+
+    return wrong
 
 
 @mutant(
@@ -233,7 +238,7 @@ def last_backward_not_reduced(right: Function) -> Function:
 
 @mutant("areal.engine.fsdp.engine:FSDPEngine._finalize_grads", LOOP.format("fsdp:r2"))
 def reduced_twice(right: Function) -> Function:
-    """What every call has reduced over replicas is reduced once more when the step is taken."""
+    """Gradients that every call has reduced are reduced once more over replicas when they are finalised."""
 
     def wrong(self: Any) -> None:
         right(self)
@@ -367,7 +372,7 @@ def order_not_restored(right: Function) -> Function:
 
 @mutant(
     "areal.utils.distributed:raise_together",
-    "dist/test_bad_losses.py::test_a_bad_loss_on_one_rank_raises_on_all[fsdp:d2]",
+    "dist/test_faults.py::test_a_process_function_that_fails_on_one_rank_raises_on_all[fsdp:d2]",
 )
 def fault_stays_with_its_rank(right: Function) -> Function:
     """An error raises on the rank that met it alone."""

@@ -26,6 +26,17 @@ START_TIMEOUT = 120.0
 GRACE = 10.0
 """Seconds that other ranks still have once one rank has failed or died: mostly they hang in a collective with it."""
 
+PRELOADED = [
+    "areal.tests.worker",
+    "areal.tests.running",
+    "areal.engine.fsdp.engine",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("gemma3", "gpt2", "llama", "qwen2", "qwen3", "qwen3_moe")
+    ),
+]
+"""Imported once, before workers are forked; no module whose ``assert`` is rewritten, which is up to the workers."""
+
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -123,7 +134,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["areal.tests.worker"])
+        context.set_forkserver_preload(PRELOADED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
         self._marks = [log.stat().st_size if log.exists() else 0 for log in self.logs]
         with _environment(_ONE_THREAD):

@@ -79,6 +79,27 @@ class ControlPlane:
             raise self._call_the_roll(error) from None
         return values
 
+    def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
+        """Send tensors to ranks and fill tensors from ranks, all at once: contiguous ones on the CPU. The other side does its part.
+
+        Raises:
+            RankLostError: a rank died; names it.
+        """
+        if not sends and not receives:
+            return
+        if self._lost is not None:
+            raise RankLostError(self._lost)
+        works: list[Any] = []
+        try:
+            works += [dist.isend(tensor, group=self._group, group_dst=rank) for tensor, rank in sends]
+            works += [dist.irecv(tensor, group=self._group, group_src=rank) for tensor, rank in receives]
+            for work in works:
+                work.wait()
+        except Exception as error:
+            work = None
+            works.clear()  # they hold the group open
+            raise self._call_the_roll(error) from None
+
     def settle(self, error: BaseException | None, note: str = "") -> None:
         """Raise on every rank when any rank has an ``error``. Collective.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.parallel import ParallelDims
@@ -21,12 +22,11 @@ from areal.engine.fsdp.dcp_checkpoint import (
     tensors_of,
 )
 from areal.engine.fsdp.hf_checkpoint import MAX_FILE_BYTES, prepare_hf
-from areal.engine.fsdp.shards import meshes
 from areal.engine.fsdp.weights import FSDPWeights, check_weights, model_folder, read_weights
 from areal.engine.model import PackedCausalLM
 from areal.engine.publish import Manifest, is_complete, verify
 from areal.engine.save_job import Observe, Saver, Work, ignore
-from areal.utils.distributed import ControlPlane, destroy_groups
+from areal.utils.distributed import ControlPlane
 from areal.utils.seeding import rng_state, set_rng_state
 
 
@@ -73,7 +73,6 @@ class FSDPCheckpointer:
         self._source = source
         self._observe = observe
         self._max_file_bytes = max_file_bytes
-        self._weights = FSDPWeights(model)
         self._saver = Saver(control, observe)
 
     def save(self, meta: SaveLoadMeta) -> None:
@@ -114,22 +113,16 @@ class FSDPCheckpointer:
     # ---- saving
 
     def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> Work:
-        try:
-            return prepare_hf(
-                self._model,
-                self._weights,
-                self._control,
-                self._source,
-                draft,
-                asynchronous=meta.asynchronous,
-                observe=self._observe,
-                max_file_bytes=self._max_file_bytes,
-            )
-        except RuntimeError:
-            # A collective broke. Peers may be waiting in it for this rank: closing its groups lets go of them.
-            for mesh in meshes(self._model.parameters()):
-                destroy_groups(mesh)
-            raise
+        return prepare_hf(
+            self._model,
+            FSDPWeights(self._model).stored(),
+            self._control,
+            self._source,
+            draft,
+            asynchronous=meta.asynchronous,
+            observe=self._observe,
+            max_file_bytes=self._max_file_bytes,
+        )
 
     def _prepare_dcp(self, meta: SaveLoadMeta, draft: Path) -> Work:
         optimizer = self._optimizer if meta.with_optim else None
@@ -161,14 +154,14 @@ class FSDPCheckpointer:
 
     # ---- loading: first everything that can be wrong, then a function that changes the engine
 
-    def _check_hf(self, meta: SaveLoadMeta) -> Any:
+    def _check_hf(self, meta: SaveLoadMeta) -> Callable[[], None]:
         folder = model_folder(meta.path)
         if is_complete(folder):
             self._verify(folder, "hf")
         check_weights(self._model, folder)
         return lambda: read_weights(self._model, folder)
 
-    def _check_dcp(self, meta: SaveLoadMeta) -> Any:
+    def _check_dcp(self, meta: SaveLoadMeta) -> Callable[[], None]:
         path = Path(meta.path).resolve()
         manifest = self._verify(path, "dcp")
         optimizer = self._optimizer if meta.with_optim else None

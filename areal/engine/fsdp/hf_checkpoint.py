@@ -6,13 +6,12 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
-from areal.api.weights import NamedTensor
-from areal.engine.fsdp.weights import VALUE_HEAD, VALUE_HEAD_FILE, FSDPWeights, model_folder
+from areal.engine.fsdp.collect import PieceCollector
+from areal.engine.fsdp.weights import VALUE_HEAD, VALUE_HEAD_FILE, Stored, model_folder
 from areal.engine.model import PackedCausalLM
 from areal.engine.publish import FileRecord, record
 from areal.engine.safetensors_files import INDEX_FILE, TensorSpec, TensorWriter, index_of, split_into_files
@@ -43,7 +42,7 @@ _BESIDE_WEIGHTS = (
 
 def prepare_hf(
     model: PackedCausalLM,
-    weights: FSDPWeights,
+    stored: list[Stored],
     control: ControlPlane,
     source: str,
     draft: Path,
@@ -52,33 +51,62 @@ def prepare_hf(
     observe: Observe,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Work:
-    """Stream the weights, in the dtype of the parameters, into the files of a draft. Collective.
+    """Collect the weights, in the dtype of the parameters, into the files of a draft. Collective.
 
-    Files go to the ranks in turn. A rank writes a tensor as it comes and holds one full tensor at a time; if ``asynchronous``, it
-    keeps host copies of its files' tensors for the thread that writes them.
+    Files go to the ranks in turn. Each tensor on disk is put together from the shards by the rank that writes it, and by no other. A rank
+    writes a tensor as it comes and holds one of them at a time; if ``asynchronous``, it keeps its files' tensors in host memory for
+    the thread that writes them.
     """
-    specs = weights.specs()
-    files = split_into_files([spec for spec in specs if spec.name != VALUE_HEAD], max_file_bytes)
-    has_index = len(files) > 1
-    index = index_of(files)
-    head = [spec for spec in specs if spec.name == VALUE_HEAD]
-    if head:
-        files[VALUE_HEAD_FILE] = head
-    mine = {name: specs for i, (name, specs) in enumerate(files.items()) if i % control.size == control.rank}
+    specs = {piece.name: TensorSpec(piece.name, s.tensor.dtype, piece.shape) for s in stored for piece in s.pieces}
+    head = specs.pop(VALUE_HEAD, None)
+    files = split_into_files(specs.values(), max_file_bytes)
+    index = index_of(files) if len(files) > 1 else None
+    if head is not None:
+        files[VALUE_HEAD_FILE] = [head]
+    writers = {name: i % control.size for i, name in enumerate(files)}
+    mine = {name: specs for name, specs in files.items() if writers[name] == control.rank}
     sink = _Copies(draft, mine) if asynchronous else _Files(draft, mine)
-    _stream(weights.named_tensors(), {spec.name: name for name, specs in mine.items() for spec in specs}, sink, observe)
+    file_of = {spec.name: name for name, specs in files.items() for spec in specs}
+    _collect(stored, control, {name: (file, writers[file]) for name, file in file_of.items()}, sink, observe)
 
     def write() -> Written:
         written = sink.finish()
         if control.rank == 0:
             names = _write_beside(model, source, draft)
-            if has_index:
+            if index is not None:
                 (draft / INDEX_FILE).write_text(json.dumps(index, indent=2))
                 names.append(INDEX_FILE)
             written += [record(draft, name) for name in names]
         return Written(written)
 
-    return Work(write, finish=lambda payloads: [], about={"tensors": len(specs)})
+    return Work(write, finish=lambda payloads: [], about={"tensors": len(file_of)})
+
+
+def _collect(
+    stored: list[Stored],
+    control: ControlPlane,
+    place: dict[str, tuple[str, int]],
+    sink: _Files | _Copies,
+    observe: Observe,
+) -> None:
+    """Pass every tensor of this rank's files on. A fault of this rank's disk waits until all have what they need from it."""
+    faults: list[Exception] = []
+    pieces = PieceCollector([s.tensor for s in stored], control)
+    done = 0
+    for i, s in enumerate(stored):
+        for piece in s.pieces:
+            file, writer = place[piece.name]
+            tensor = pieces.collect(i, piece, writer)
+            if tensor is not None and not faults:
+                try:
+                    sink.put(file, tensor)
+                except (OSError, ValueError) as error:
+                    faults.append(error)
+            if done in (0, 8):
+                observe(f"tensor {done}")
+            done += 1
+    if faults:
+        raise faults[0]
 
 
 class _Files:
@@ -100,36 +128,20 @@ class _Files:
 
 
 class _Copies:
-    """Keeps host copies of tensors, and writes them at the end."""
+    """Keeps tensors, and writes them at the end."""
 
     def __init__(self, draft: Path, files: dict[str, list[TensorSpec]]) -> None:
         self._files = _Files(draft, files)
         self._copies: list[tuple[str, Tensor]] = []
 
     def put(self, file: str, tensor: Tensor) -> None:
-        copied = tensor.cpu()
-        self._copies.append((file, copied.clone() if copied is tensor else copied))
+        self._copies.append((file, tensor))
 
     def finish(self) -> list[FileRecord]:
         for file, tensor in self._copies:
             self._files.put(file, tensor)
         self._copies.clear()
         return self._files.finish()
-
-
-def _stream(tensors: Iterable[NamedTensor], file_of: dict[str, str], sink: _Files | _Copies, observe: Observe) -> None:
-    """Pass every tensor of this rank's files on. A fault of this rank's disk waits until the stream, a collective, has ended."""
-    faults: list[Exception] = []
-    for i, (name, tensor) in enumerate(tensors):
-        if name in file_of and not faults:
-            try:
-                sink.put(file_of[name], tensor)
-            except (OSError, ValueError) as error:
-                faults.append(error)
-        if i in (0, 8):
-            observe(f"tensor {i}")
-    if faults:
-        raise faults[0]
 
 
 def _write_beside(model: PackedCausalLM, source: str, draft: Path) -> list[str]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -62,9 +59,3 @@ def _with_local(tensor: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-
-
-def meshes(tensors: Iterator[Tensor]) -> list[DeviceMesh]:
-    """The meshes over which tensors are distributed, each once."""
-    found = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
-    return list({id(mesh): mesh for mesh in found}.values())

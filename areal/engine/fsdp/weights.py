@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from areal.engine.fsdp.initialize import init_weights, materialize
 from areal.engine.fsdp.naming import DiskTensor, disk_layout, stored_tensors, whole
 from areal.engine.fsdp.shards import full_tensor, local_shard, reshard
 from areal.engine.model import PackedCausalLM
-from areal.engine.safetensors_files import TensorFiles, TensorSpec
+from areal.engine.safetensors_files import TensorFiles
 
 __all__ = [
     "VALUE_HEAD",
@@ -113,6 +114,15 @@ def read_weights(model: PackedCausalLM, folder: Path) -> None:
         local_shard(weight)[0].zero_()
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a model that is stored, sharded or not, and the tensors on disk that make it up."""
+
+    tensor: Tensor
+    pieces: tuple[DiskTensor, ...]
+    is_parameter: bool
+
+
 class FSDPWeights:
     """Streams a sharded model's weights or gradients, one full tensor at a time, in the order of the model.
 
@@ -124,39 +134,31 @@ class FSDPWeights:
         self._model = model
         self._layout = disk_layout(model.hf)
 
-    def specs(self) -> list[TensorSpec]:
-        """What :meth:`named_tensors` yields, without the values."""
-        return [
-            TensorSpec(piece.name, tensor.dtype, piece.shape)
-            for _, tensor, pieces in self._stored()
-            for piece in pieces
-        ]
+    def stored(self) -> list[Stored]:
+        """What is stored, in the order of the model: parameters, buffers, a value head last. Parameters are put back to their shards."""
+        reshard(self._model)
+        parameters = {id(parameter) for parameter in self._model.parameters()}
+        tensors = [(tensor, self._layout[name]) for name, tensor in stored_tensors(self._model.hf)]
+        if self._model.value_head is not None:
+            weight = self._model.value_head.weight
+            tensors.append((weight, (DiskTensor(VALUE_HEAD, whole(weight.shape)),)))
+        return [Stored(tensor, pieces, id(tensor) in parameters) for tensor, pieces in tensors]
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """All weights under the names of the files: full, in their own dtype, on the device. A shared weight comes once, stacked
         experts one by one, a value head last. Collective: every rank iterates to the end.
         """
-        for _, tensor, pieces in self._stored():
-            full = full_tensor(tensor)
-            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in pieces)
+        for stored in self.stored():
+            full = full_tensor(stored.tensor)
+            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in stored.pieces)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """The gradients of all parameters, likewise; zeros where a parameter has none. Collective."""
-        for kind, tensor, pieces in self._stored():
-            if kind == "parameter":
-                full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                if tensor.grad is not None:
-                    full = full_tensor(tensor.grad)
-                yield from (NamedTensor(piece.name, piece.cut(full)) for piece in pieces)
-
-    def _stored(self) -> Iterator[tuple[str, Tensor, tuple[DiskTensor, ...]]]:
-        reshard(self._model)
-        parameters = dict(self._model.hf.named_parameters())
-        for name, tensor in stored_tensors(self._model.hf):
-            yield "parameter" if name in parameters else "buffer", tensor, self._layout[name]
-        if self._model.value_head is not None:
-            weight = self._model.value_head.weight
-            yield "parameter", weight, (DiskTensor(VALUE_HEAD, whole(weight.shape)),)
+        for tensor, pieces in ((s.tensor, s.pieces) for s in self.stored() if s.is_parameter):
+            full = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if tensor.grad is not None:
+                full = full_tensor(tensor.grad)
+            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in pieces)
 
 
 def _check_piece(files: TensorFiles, key: str, piece: DiskTensor, folder: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-import areal.engine.context_parallel as defines
-import areal.engine.model_inputs as imports
+import areal.engine.context_parallel as imports
+import areal.engine.gather_kv as defines
 from areal.tests.mutants import files_of, find_test
 from areal.tests.mutations import MUTANTS
 from areal.tests.planting import Mutant, find_target, plant, traces
@@ -16,8 +17,13 @@ from areal.tests.planting import Mutant, find_target, plant, traces
 @pytest.fixture(scope="module")
 def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
     """Every test in the files that mutants name, collected once more, as this session may have chosen others."""
-    session = request.session
-    modules = [pytest.Module.from_parent(session, path=Path(file)) for file in sorted(files_of(MUTANTS.values()))]
+    session, config = request.session, request.config
+    files = [Path(file) for file in sorted(files_of(MUTANTS.values()))]
+    for file in files:  # or the hooks of conftest.py would not reach a directory that this session was not asked for
+        config.pluginmanager._loadconftestmodules(
+            file, config.getoption("importmode"), config.rootpath, consider_namespace_packages=False
+        )
+    modules = [pytest.Module.from_parent(session, path=file) for file in files]
     return [item for module in modules for item in session.genitems(module)]
 
 
@@ -31,19 +37,19 @@ def test_a_mutant_says_what_is_wrong_and_names_what_is_there(planted: Mutant, co
         find_test(test, collected)
 
 
-def test_planting_replaces_every_import_counts_and_is_undone() -> None:
-    right, planted = defines.position_ids, MUTANTS["positions_run_on"]
+def test_planting_replaces_every_import_leaves_a_trace_and_is_undone() -> None:
+    right, planted, ranks = defines.zigzag_restore, MUTANTS["zigzag_not_undone"], torch.tensor([0, 3, 1, 2])
     patch = plant(planted)
     try:
         assert not traces(planted.name).exists()
         for module in (defines, imports):
-            assert module.position_ids((2, 1), 3).tolist() == [0, 1, 2]
+            assert module.zigzag_restore(ranks, 2).tolist() == [0, 3, 1, 2]
         assert traces(planted.name).exists()
     finally:
         patch.undo()
         traces(planted.name).unlink(missing_ok=True)
-    assert right is defines.position_ids is imports.position_ids
-    assert right((2, 1), 3).tolist() == [0, 1, 0]
+    assert right is defines.zigzag_restore is imports.zigzag_restore
+    assert right(ranks, 2).tolist() == [0, 1, 2, 3]
 
 
 def test_a_test_that_is_not_there_is_named(collected: list[pytest.Item]) -> None:
