@@ -74,6 +74,7 @@ class Seat:
 
 def serve(connection: Connection, seat: Seat) -> None:
     """Answer calls until the parent hangs up. The target of a worker process."""
+    gc.freeze()  # what was imported before the fork stays: no collection need look at it, nor copy its pages
     _redirect_output(seat.log)
     _die_with(seat.parent)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a pool is a world of CPU ranks; GPUs are for torchrun, one per rank

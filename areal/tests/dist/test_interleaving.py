@@ -1,0 +1,50 @@
+"""Evaluation between the calls of a step: pending gradients stay what they are, and no stale weight is used."""
+
+import dataclasses
+
+import pytest
+
+from areal.api import OptimizerConfig
+from areal.tests.compare import assert_step, assert_tensors
+from areal.tests.layouts import Cell, all_layouts
+from areal.tests.running import running
+
+OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
+CELLS = [
+    pytest.param(
+        Cell(layout, family="qwen3_tied", cut="tokens24", options=options),
+        id=f"{layout.name}-{options}",
+        marks=pytest.mark.world(layout.world),
+    )
+    for layout in all_layouts()
+    for options in ("plain", "keep_gathered")
+    if layout.name in ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses")
+]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    with running(cell, OPTIMIZER) as run:
+        engine, reference = run.engine, run.reference()
+        reference.make_optimizer(OPTIMIZER, total_steps=100)
+        for seed in range(2):
+            batch = run.batch(seed)
+            engine.forward_backward(batch, *call)
+            engine.forward_batch(batch)
+            before = engine.eval_batch(batch, *call)
+            assert_step(before, reference.step(run.samples(seed), *call), cell.tolerance)
+            engine.optimizer_step()
+            reference.optimizer_step()
+            after = engine.eval_batch(batch, *call)
+            assert after.loss != before.loss, "the step changed nothing"
+            again = engine.eval_batch(batch, *call)
+            assert dataclasses.replace(again, seconds=after.seconds) == after
+        # What is discarded after a forward alone is discarded whole.
+        engine.forward_backward(run.batch(5), *call)
+        engine.forward_batch(run.batch(5))
+        engine.zero_grad()
+        engine.train_batch(run.batch(2), *call)
+        reference.step(run.samples(2), *call)
+        reference.optimizer_step()
+        assert_tensors(engine.named_tensors(), dict(reference.named_tensors()), cell.tolerance)

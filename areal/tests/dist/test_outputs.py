@@ -1,0 +1,118 @@
+"""What an engine says of each token, against plain transformers in float64: every output, temperatures, the caller's order and form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.api import TokenOutputs, TopK
+from areal.tests.cases import as_input, rows
+from areal.tests.models import VOCAB
+from areal.tests.reference import Reference
+from areal.tests.tiny import Sample, family_dir, layouts, mine, ragged, started, weights_of
+
+EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(5))
+TOLERANCE = 2e-5
+
+
+def expected_outputs(samples: list[Sample], head: Tensor | None, temperature: float = 1.0) -> list[TokenOutputs]:
+    reference = Reference(family_dir("qwen3"), temperature=temperature, value_head=head)
+    with torch.no_grad():
+        return [reference.outputs(sample) for sample in samples]
+
+
+def close(found: Tensor, expected: Tensor | None) -> None:
+    assert expected is not None
+    assert found.shape == expected.shape
+    assert not found.requires_grad
+    assert (found.double() - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, 4))
+@pytest.mark.parametrize("form", ["padded", "list"])
+def test_every_output_is_that_of_transformers(backend: str, form: str) -> None:
+    with started(backend, value_head=True, init_from_scratch=False) as engine:
+        samples = mine(engine, ragged())
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        head = weights_of(engine)["value_head.weight"]
+        found = engine.forward_batch(as_input(samples, form), outputs=EVERYTHING)
+        assert list(found) == ["logprobs", "entropy", "values", "logits", "hidden", "topk"]
+        by_row = {name: rows(found[name], lengths) for name in ("logprobs", "entropy", "values", "logits", "hidden")}
+        for i, expected in enumerate(expected_outputs(samples, head)):
+            for name, value in by_row.items():
+                close(value[i], getattr(expected, name))
+            assert by_row["logprobs"][i][-1] == 0.0
+            best = expected.logits.log_softmax(-1).topk(5)
+            ids, logprobs = rows(found["topk"].ids, lengths)[i], rows(found["topk"].logprobs, lengths)[i]
+            close(logprobs, best.values)
+            close(expected.logits.log_softmax(-1).gather(-1, ids), best.values)
+        alone = engine.forward_batch(as_input(samples, form), outputs=("entropy",))
+        assert all(map(torch.equal, rows(alone, lengths), by_row["entropy"]))
+
+
+@pytest.mark.world(1)
+def test_a_value_head_starts_at_zero_and_learns() -> None:
+    with started("fsdp:d1", value_head=True) as engine:
+        assert not weights_of(engine)["value_head.weight"].any()
+        assert not any(row.any() for row in engine.forward_batch(ragged(), outputs=("values",)))
+
+        def regression(out: TokenOutputs, batch: object) -> Tensor:
+            return (out.values - 1.0).square().sum()
+
+        def count(batch: dict) -> Tensor:
+            return torch.tensor(float(len(batch["input_ids"])))
+
+        losses = [engine.train_batch(ragged(), regression, count, outputs=("values",)).loss for _ in range(4)]
+        assert losses[0] == pytest.approx(1.0)
+        assert losses[-1] < losses[0]
+        assert weights_of(engine)["value_head.weight"].any()
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_temperature_is_the_configurations_or_each_sequences_own(backend: str) -> None:
+    with started(backend, temperature=0.5) as engine:
+        samples = mine(engine, ragged())
+        own = [{**sample, "temperature": torch.tensor(0.25 + 0.5 * i)} for i, sample in enumerate(samples)]
+        for batch in (samples, own):
+            found = engine.forward_batch(batch, outputs=("logprobs", "entropy", "logits"))
+            for i, expected in enumerate(expected_outputs(batch, None, temperature=0.5)):
+                for name in found:
+                    close(found[name][i], getattr(expected, name))
+
+        def nll(out: TokenOutputs, batch: dict) -> Tensor:
+            return -out.logprobs.sum()
+
+        def one(batch: dict) -> Tensor:
+            return torch.ones(())
+
+        total = -sum(out.logprobs.sum() for out in expected_outputs(own, None))
+        found = engine.global_sum(torch.tensor(total.item())).item()
+        step = engine.eval_batch(own, nll, one)
+        assert step.loss * step.metrics["weight"] == pytest.approx(found, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_several_targets_at_each_position(backend: str) -> None:
+    with started(backend) as engine:
+        generator = torch.Generator().manual_seed(5)
+        samples = []
+        for sample in mine(engine, ragged()):
+            targets = torch.randint(0, VOCAB, (len(sample["input_ids"]), 3), generator=generator)
+            targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+            samples.append({"input_ids": sample["input_ids"], "target_ids": targets})
+        found = engine.forward_batch(samples)
+        for row, sample, expected in zip(found, samples, expected_outputs(samples, None), strict=True):
+            close(row, expected.logprobs)
+            assert not row[sample["target_ids"] == -100].any()
+
+
+@pytest.mark.world(1)
+def test_the_callers_batch_is_not_written_to() -> None:
+    with started("fsdp:d1") as engine:
+        batch = as_input(ragged(), "padded")
+        before = {key: value.clone() for key, value in batch.items()}
+        engine.train_batch(batch, lambda out, b: -(out.logprobs * b["loss_mask"]).sum())
+        engine.forward_batch(batch)
+        assert batch.keys() == before.keys()
+        assert all(torch.equal(batch[key], before[key]) for key in batch)

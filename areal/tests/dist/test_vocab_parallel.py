@@ -1,0 +1,168 @@
+"""A head whose vocabulary is spread over ranks gives the numbers of the whole head, on every rank, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.api import IGNORE_INDEX
+from areal.utils.functional import HeadOutputs, head_outputs, logits
+
+T, V, H = 11, 40, 6
+EVEN, UNEVEN = "even", "uneven"
+
+
+def make(dtype: torch.dtype, columns: int | None, seed: int = 3) -> tuple[Tensor, ...]:
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(T, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+    bias = torch.randn(V, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (T,) if columns is None else (T, columns), generator=rng)
+    targets[4] = IGNORE_INDEX
+    temperature = torch.rand(T, generator=rng, dtype=torch.float64) + 0.5
+    return hidden, weight, bias, targets, temperature
+
+
+def block(split: str, group: dist.ProcessGroup) -> slice:
+    """This rank's rows; uneven: the first rank holds more."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    first = V // ranks + (ranks - 1 if split == UNEVEN else 0)
+    rest = (V - first) // (ranks - 1)
+    bounds = [0, first, *(first + rest * i for i in range(1, ranks - 1)), V]
+    return slice(bounds[rank], bounds[rank + 1])
+
+
+def tensors(out: HeadOutputs) -> list[Tensor]:
+    return [x for x in (out.logprobs, out.entropy, *(out.topk or ())) if x is not None]
+
+
+def scalar(out: list[Tensor]) -> Tensor:
+    parts = [x for x in out if x.is_floating_point()]
+    return torch.stack(
+        [(x * torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)).sum() for x in parts]
+    ).sum()
+
+
+def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
+    copies = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(copies, x.detach().contiguous(), group=group)
+    return all(torch.equal(copy, x) for copy in copies)
+
+
+def check(
+    leaves: tuple[Tensor, ...], rows: slice, got: list[Tensor], want: list[Tensor], tol: float, group: dist.ProcessGroup
+) -> None:
+    """Outputs and gradients against the whole head's; ``leaves`` are of the whole head, those of the shard are views."""
+    for g, w in zip(got, want, strict=True):
+        assert same_on_all_ranks(g, group)
+        torch.testing.assert_close(g, w, rtol=tol, atol=tol)
+    expected = torch.autograd.grad(scalar(want), leaves)
+    found = torch.autograd.grad(scalar(got), leaves)
+    assert same_on_all_ranks(found[0], group)
+    torch.testing.assert_close(found[0], expected[0], rtol=tol, atol=tol)
+    for g, e in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(g[rows], e[rows], rtol=tol, atol=tol)
+        assert int(g.abs().sum(dim=tuple(range(1, g.ndim))).count_nonzero()) <= rows.stop - rows.start
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize("split", [EVEN, UNEVEN])
+@pytest.mark.parametrize(
+    ("columns", "entropy", "topk"), [(None, False, None), (None, True, 5), (3, True, None), (3, False, 2)]
+)
+@pytest.mark.parametrize("chunk_size", [4, None])
+def test_spread_vocabulary_equals_whole(
+    columns: int | None, entropy: bool, topk: int | None, chunk_size: int | None, split: str
+) -> None:
+    group = dist.group.WORLD
+    hidden, weight, bias, targets, temperature = make(torch.float64, columns)
+    options: dict[str, Any] = {"entropy": entropy, "topk": topk, "chunk_size": chunk_size}
+    rows = block(split, group)
+    for softcap, temp in ((None, 1.0), (2.0, temperature)):
+        options |= {"softcap": softcap, "temperature": temp, "logit_scale": 1.5}
+        want = tensors(head_outputs(hidden, weight, targets, bias=bias, **options))
+        got = tensors(head_outputs(hidden, weight[rows], targets, bias=bias[rows], group=group, **options))
+        check((hidden, weight, bias), rows, got, want, 1e-12, group)
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize("fp32", [False, True])
+def test_without_targets_and_in_bf16(fp32: bool) -> None:
+    """Rounded to bf16, logits tie, and which of two equals comes first is nobody's promise: top-k is for the float32 head."""
+    group = dist.group.WORLD
+    hidden, weight, bias, _, _ = make(torch.bfloat16, None)
+    rows = block(EVEN, group)
+    options: dict[str, Any] = {"entropy": True, "topk": 3 if fp32 else None, "fp32": fp32}
+    want = tensors(head_outputs(hidden, weight, None, bias=bias, **options))
+    got = tensors(head_outputs(hidden, weight[rows], None, bias=bias[rows], group=group, **options))
+    assert got[0].dtype == torch.float32
+    check((hidden, weight, bias), rows, got, want, 2e-2, group)
+
+
+@pytest.mark.world(2, 4)
+def test_without_any_target_or_token() -> None:
+    group = dist.group.WORLD
+    hidden, weight, _, targets, _ = make(torch.float64, None)
+    rows = block(EVEN, group)
+    for tokens, options in ((T, {}), (T, {"entropy": True}), (0, {}), (0, {"entropy": True, "topk": 2})):
+        leaf = hidden[:tokens]
+        asked = torch.full_like(targets[:tokens], IGNORE_INDEX)
+        out = head_outputs(leaf, weight[rows], asked, group=group, **options).logprobs
+        assert torch.equal(out, torch.zeros(tokens, dtype=torch.float64))
+        for grad in torch.autograd.grad(out.sum(), (leaf, weight)):
+            assert not grad.any()
+
+
+@pytest.mark.world(2, 4)
+def test_one_rank_holds_nearly_all_probability() -> None:
+    """The other ranks' shares vanish beside it, and must not turn into NaN."""
+    group = dist.group.WORLD
+    hidden, weight, bias, targets, _ = make(torch.float32, None)
+    rows = block(EVEN, group)
+    tilt = torch.zeros(V).index_fill_(0, torch.arange(5), 400.0)
+    want = tensors(head_outputs(hidden, weight, targets, bias=bias + tilt, entropy=True, topk=2))
+    got = tensors(
+        head_outputs(hidden, weight[rows], targets, bias=(bias + tilt)[rows], entropy=True, topk=2, group=group)
+    )
+    assert all(bool(x.isfinite().all()) for x in got)
+    check((hidden, weight, bias), rows, got, want, 1e-4, group)
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize("split", [EVEN, UNEVEN])
+def test_gathered_logits_equal_whole(split: str) -> None:
+    group = dist.group.WORLD
+    hidden, weight, bias, _, temperature = make(torch.float64, None)
+    rows = block(split, group)
+    options: dict[str, Any] = {"temperature": temperature, "softcap": 3.0}
+    want = [logits(hidden, weight, bias=bias, **options)]
+    got = [logits(hidden, weight[rows], bias=bias[rows], group=group, **options)]
+    check((hidden, weight, bias), rows, got, want, 1e-12, group)
+
+
+@pytest.mark.world(4)
+def test_two_groups_side_by_side_do_not_mix() -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    hidden, weight, bias, targets, _ = make(torch.float64, None, seed=mine)
+    rows = block(EVEN, groups[mine])
+    want = tensors(head_outputs(hidden, weight, targets, bias=bias, entropy=True))
+    got = tensors(
+        head_outputs(
+            hidden, weight[rows], targets, bias=bias[rows], entropy=True, chunk_size=3 + mine, group=groups[mine]
+        )
+    )
+    check((hidden, weight, bias), rows, got, want, 1e-12, groups[mine])
+
+
+@pytest.mark.world(2, 4)
+def test_a_target_outside_every_block_is_refused_on_every_rank() -> None:
+    hidden, weight, _, targets, _ = make(torch.float32, None)
+    rows = block(EVEN, dist.group.WORLD)
+    targets[0] = V
+    with pytest.raises(ValueError, match=f"the id {V}, outside the vocabulary of {V}"):
+        head_outputs(hidden, weight[rows], targets, group=dist.group.WORLD)
