@@ -25,7 +25,7 @@ def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
         return 1.0
     if config.lr_scheduler == "wsd":
         falling = max(1, round(config.decay_ratio * total_steps))
-        progress = (after - (length - falling)) / falling
+        progress = (step - (total_steps - falling)) / falling
     else:
         progress = after / length
     progress = min(max(progress, 0.0), 1.0)

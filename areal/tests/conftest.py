@@ -71,7 +71,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    keep, drop = [], []
+    keep: list[pytest.Item] = []
+    drop: list[pytest.Item] = []
     for item in items:
         marker = item.get_closest_marker("world")
         fits = marker is None or not UNDER_TORCHRUN or int(os.environ["WORLD_SIZE"]) in marker.args
@@ -124,7 +125,7 @@ def _limit(marker: pytest.Mark) -> float:
 
 def _world_size(item: pytest.Function, marker: pytest.Mark) -> int:
     if hasattr(item, "callspec") and "world_size" in item.callspec.params:
-        return int(item.callspec.params["world_size"])
+        return int(str(item.callspec.params["world_size"]))
     if len(marker.args) != 1:
         raise ValueError(f"{item.nodeid}: a parameter is marked world{marker.args}; give one size there")
     return int(marker.args[0])
@@ -151,7 +152,8 @@ def _call_in_pool(item: pytest.Function, size: int, kwargs: dict[str, Any], limi
 
 def _call_here(item: pytest.Function, kwargs: dict[str, Any], limit: float) -> None:
     ranks = item.config.stash[torchrun_key]
-    mine, error = Outcome("passed"), None
+    mine = Outcome("passed")
+    error: BaseException | None = None
     try:
         with time_limit(limit):
             item.obj(**kwargs)

@@ -116,11 +116,11 @@ class Reference:
             for sample, batch, weight in zip(samples, batches, weights, strict=True):
                 returned = loss_fn(self.outputs(sample), batch)
                 loss, reported = returned if isinstance(returned, tuple) else (returned, {})
-                terms = {name: term for name, term in _terms(loss).items() if float(weight[name])}
-                if terms and gradients:
+                counted = {name: term for name, term in _terms(loss).items() if float(weight[name])}
+                if counted and gradients:
                     with float64_everywhere():
-                        sum(scale[name] * term for name, term in terms.items()).backward()
-                for name, term in terms.items():
+                        torch.stack([scale[name] * term for name, term in counted.items()]).sum().backward()
+                for name, term in counted.items():
                     sums[name] += term.item()
                 for name, metric in reported.items():
                     metrics.setdefault(name, []).append(metric)

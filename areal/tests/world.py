@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +38,9 @@ _current: World | None = None
 def world() -> World:
     """The world of this process; a world of one where none was entered."""
     if _current is None:
-        return enter(World(0, 1, Path(tempfile.mkdtemp(prefix="areal-tests-"))))
+        scratch = tempfile.mkdtemp(prefix="areal-tests-")
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        return enter(World(0, 1, Path(scratch)))
     return _current
 
 

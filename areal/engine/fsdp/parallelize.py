@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
 from areal.api.config import TrainEngineConfig, torch_dtype
@@ -32,6 +33,9 @@ def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConf
         mesh: from :func:`build_param_mesh`.
     """
     layers = transformer_layers(model)
+    # DTensor answers from caches in which equal meshes are one: parameters could be given the mesh, and the closed groups, of another
+    # engine of this layout.
+    _clear_sharding_prop_cache()
     # First checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
     if config.activation_checkpointing == "full":
         for layer in layers:

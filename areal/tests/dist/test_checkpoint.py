@@ -333,6 +333,7 @@ def test_state_that_is_not_there_or_cannot_be_read_again(tmp_path: Path) -> None
             engine.save(
                 SaveLoadMeta(tmp_path / "run", weight_format="dcp", stateful={"data": Counter(state={"x": Path()})})
             )
+        dist.barrier()
         assert os.listdir(tmp_path) == []
         engine.save(SaveLoadMeta(tmp_path / "run", weight_format="dcp", stateful={"data": Counter(1)}))
         with unharmed(engine), pytest.raises(ValueError, match=r"no state for .*'loader'.*\['data'\]"):

@@ -95,6 +95,20 @@ def test_random_weights_are_the_same_on_every_layout(world_size: int) -> None:
         assert not torch.equal(weights_of(engine)["lm_head.weight"], weights["lm_head.weight"])
 
 
+@pytest.mark.world(2, 4)
+def test_an_engine_outlives_another_of_the_same_layout(world_size: int) -> None:
+    """Their meshes are equal, and torch keeps what it knows of sharded tensors by mesh: groups must not be mixed up."""
+    backend = {2: "fsdp:d2", 4: "fsdp:r2d2"}[world_size]
+    with started(backend) as outer:
+        before = weights_of(outer)
+        for _ in range(2):
+            with started(backend, optimizer=None) as inner:
+                assert same_bits(weights_of(inner), before)
+        assert same_bits(weights_of(outer), before)
+        outer.train_batch(mine(outer, ragged()), loss)
+        assert not same_bits(weights_of(outer), before)
+
+
 @pytest.mark.world(1, 2)
 def test_gradients_have_the_names_of_the_weights_and_zeros_where_there_are_none(world_size: int) -> None:
     path = model_dir("qwen3_moe")

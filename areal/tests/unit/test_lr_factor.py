@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cold": {},
     "warm": {"warmup_steps": 3, "min_lr_ratio": 0.1},
     "nearly all warm-up": {"warmup_steps": STEPS - 1},
+    "nothing but warm-up": {"warmup_steps": STEPS + 2},
 }
 
 

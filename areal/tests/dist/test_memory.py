@@ -1,0 +1,188 @@
+"""What a step allocates and when it waits for the device; weights, gradients and optimizer state that go to host memory and come back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from areal.api import Batch, TokenOutputs, TrainEngine
+from areal.tests.tiny import family_dir, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
+
+LARGE_VOCAB = 4096
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returns, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+        self.by = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.numel() > self.found:
+                self.found, self.by = x.numel(), f"{func} -> {list(x.shape)}"
+        return out
+
+
+@contextmanager
+def counted_waits() -> Iterator[Counter[str]]:
+    """Counts what reads values of tensors on the host: with a device, each would wait for it."""
+    waits: Counter[str] = Counter()
+
+    def counting(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            waits[name] += 1
+            return plain(self, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+            stack.enter_context(mock.patch.object(Tensor, name, counting(name, getattr(Tensor, name))))
+        yield waits
+
+
+@pytest.mark.world(1)
+def test_no_step_allocates_tokens_times_vocabulary() -> None:
+    long = [{key: torch.cat([x] * 20) if x.dim() else x for key, x in sample.items()} for sample in ragged()]
+    tokens = sum(len(sample["input_ids"]) for sample in long)
+
+    def with_entropy(out: TokenOutputs, batch: Batch) -> Tensor:
+        return loss(out, batch) - (out.entropy * batch["loss_mask"]).sum()
+
+    options: dict[str, Any] = {"path": family_dir("qwen3", vocab_size=LARGE_VOCAB), "mb_spec": {}}
+    with started("fsdp:d1", **options) as engine:
+        verbs: dict[str, Callable[[], Any]] = {
+            "train": lambda: engine.train_batch(long, with_entropy, outputs=("logprobs", "entropy")),
+            "eval": lambda: engine.eval_batch(long, with_entropy, outputs=("logprobs", "entropy")),
+            "forward": lambda: engine.forward_batch(long),
+        }
+        for name, verb in verbs.items():
+            with mock.patch("areal.utils.functional.logprobs._default_chunk", return_value=128), Largest() as largest:
+                verb()
+            assert largest.found >= LARGE_VOCAB * 32, f"{name}: the embedding at least was to be seen"
+            assert largest.found < tokens * LARGE_VOCAB // 2, f"{name}: {largest.by}"
+        with Largest() as largest:
+            engine.forward_batch(long, outputs=("logits",))
+        assert largest.found >= tokens * LARGE_VOCAB, "the measure sees logits where they are asked for"
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
+    found: dict[int, dict[str, Counter[str]]] = {}
+    for n_mbs in (2, 4):
+        with started(backend, mb_spec={"n_mbs": n_mbs}) as engine:
+            batch = mine(engine, [*ragged(0), *ragged(1)])
+            verbs: dict[str, Callable[[], Any]] = {
+                "train": lambda e=engine, b=batch: e.train_batch(b, loss),
+                "eval": lambda e=engine, b=batch: e.eval_batch(b, loss),
+                "forward": lambda e=engine, b=batch: e.forward_batch(b),
+            }
+            found[n_mbs] = {}
+            for name, verb in verbs.items():
+                verb()  # AdamW makes its state in the first step
+                with counted_waits() as waits:
+                    step = verb()
+                found[n_mbs][name] = waits
+                if name == "train":
+                    assert step.n_mbs == n_mbs
+    for name, waits in found[4].items():
+        assert waits == found[2][name], f"{name}: {waits} with four micro-batches, {found[2][name]} with two"
+        assert waits.total() <= 16
+
+
+# ---- offload
+
+
+def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
+    """Bytes in storages of weights, gradients and optimizer state."""
+    parts = engine._parts  # what the public surface does not show
+    inner = parts.optimizer.inner
+    tensors = {
+        "params": list(parts.model.parameters()),
+        "grads": [p.grad for p in parts.model.parameters() if p.grad is not None],
+        "optimizer": [x for state in inner.state.values() for x in state.values() if x.dim()],
+    }
+    local = {kind: [x.to_local() if isinstance(x, DTensor) else x for x in found] for kind, found in tensors.items()}
+    return {kind: sum(x.untyped_storage().nbytes() for x in found) for kind, found in local.items()}
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("after", ["train", "eval", "forward"])
+def test_offloaded_tensors_leave_the_device_and_come_back_bit_for_bit(backend: str, after: str) -> None:
+    with started(backend) as engine:
+        batch = mine(engine, ragged())
+        engine.train_batch(batch, loss)
+        engine.forward_backward(batch, loss)
+        weights, gradients = weights_of(engine), gradients_of(engine)
+        if after == "eval":
+            engine.eval_batch(batch, loss)
+        if after == "forward":
+            engine.forward_batch(batch)
+        before = bytes_on_device(engine)
+        assert all(before.values())
+        engine.offload()
+        assert bytes_on_device(engine) == {"params": 0, "grads": 0, "optimizer": 0}
+        engine.offload()
+        engine.onload()
+        assert {kind: bytes_on_device(engine)[kind] for kind in ("grads", "optimizer")} == {
+            kind: before[kind] for kind in ("grads", "optimizer")
+        }
+        assert same_bits(weights, weights_of(engine))
+        assert same_bits(gradients, gradients_of(engine))
+        assert bytes_on_device(engine) == before or after != "train"
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_every_verb_brings_back_what_it_needs(backend: str) -> None:
+    with started(backend) as engine, started(backend) as untouched:
+        batch = mine(engine, ragged())
+        verbs: tuple[Callable[[TrainEngine], Any], ...] = (
+            lambda e: e.train_batch(batch, loss).loss,
+            lambda e: e.eval_batch(batch, loss).loss,
+            lambda e: torch.cat(e.forward_batch(batch)).tolist(),
+            lambda e: e.forward_backward(batch, loss).loss,
+            lambda e: sorted((name, x.tolist()) for name, x in e.named_gradients()),
+            lambda e: e.forward_backward(batch, loss).loss,
+            lambda e: sorted((name, x.tolist()) for name, x in e.named_tensors()),
+            lambda e: e.optimizer_step(),
+            lambda e: e.train_batch(batch, loss).loss,
+        )
+        for i, verb in enumerate(verbs):
+            engine.offload()
+            assert verb(engine) == verb(untouched), f"verb {i}"
+        engine.forward_backward(batch, loss)
+        engine.offload()
+        engine.zero_grad()
+        with pytest.raises(RuntimeError, match="no gradient is pending"):
+            engine.named_gradients()
+        assert engine.train_batch(batch, loss).loss == untouched.train_batch(batch, loss).loss
+        assert same_bits(weights_of(engine), weights_of(untouched))
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_each_kind_is_offloaded_alone(backend: str) -> None:
+    with started(backend) as engine:
+        batch = mine(engine, ragged())
+        engine.train_batch(batch, loss)
+        engine.forward_backward(batch, loss)
+        before = bytes_on_device(engine)
+        for kind in before:
+            engine.offload(**{other: other == kind for other in before})
+            found = bytes_on_device(engine)
+            assert found == {**before, kind: 0}
+            engine.onload(**{other: other == kind for other in before})
+            assert bytes_on_device(engine) == before
