@@ -244,7 +244,7 @@ def reduced_twice(right: Function) -> Function:
         right(self)
         for parameter in self._require_parts().model.parameters():
             mesh = parameter.grad.device_mesh
-            dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("dp_replicate"))
+            dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group(0))
 
     return wrong
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from areal.tests.pool import PRELOADED
 from areal.tests.world import World, enter, world
 
 needs_own_world = pytest.mark.skipif(
@@ -39,7 +40,7 @@ def run_world(size: int, target: Callable[..., None], *args: Any, timeout: float
         TimeoutError: some rank was still running; all were killed. The message holds what they printed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["areal.tests.worker", "areal.tests.tiny", "areal.engine.fsdp.engine"])
+    context.set_forkserver_preload(PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     scratch = world().cache / f"processes-{os.getpid()}-{time.monotonic_ns()}"
     scratch.mkdir()

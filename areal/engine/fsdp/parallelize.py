@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import checkpoint
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
 from areal.engine.model import PackedCausalLM
 
+_mesh_numbers = itertools.count()
+
 
 def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh of a layout for what concerns parameters: axes ``dp_replicate`` and ``dp_shard_cp``.
+    """The mesh of a layout for what concerns parameters: an axis of replicas, and one of shards.
 
     Context-parallel ranks hold the same parameters and different tokens, so that they shard and reduce like data-parallel ones.
     """
     ranks = torch.arange(dims.world_size).view(dims.dp_replicate, dims.dp_shard * dims.cp)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+    # DTensor answers from caches in which equal meshes are one: without names of its own, an engine's parameters could be given the
+    # mesh, and the closed groups, of an earlier engine of this layout.
+    number = next(_mesh_numbers)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=(f"dp_replicate_{number}", f"dp_shard_cp_{number}"))
 
 
 def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
@@ -33,15 +38,13 @@ def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConf
         mesh: from :func:`build_param_mesh`.
     """
     layers = transformer_layers(model)
-    # DTensor answers from caches in which equal meshes are one: parameters could be given the mesh, and the closed groups, of another
-    # engine of this layout.
-    _clear_sharding_prop_cache()
     # First checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
     if config.activation_checkpointing == "full":
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     # One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step.
-    shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard_cp"]
+    shard_axis = (mesh.mesh_dim_names or ())[-1]
+    shard_mesh = mesh if mesh.size(0) > 1 else mesh[shard_axis]
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         "mesh": shard_mesh,
