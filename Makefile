@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := runs/SmolLM2-135M-Instruct
@@ -10,7 +11,7 @@ THREADS := $(shell $(PYTHON) -c 'import os; print(max(1, (os.cpu_count() or 2) /
 SFT := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node 2 examples/sft.py --model $(MODEL)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short demo-layouts test lint test-mutants setup clean
+.PHONY: help demo demo-short demo-layouts test lint test-mutants bench setup clean
 
 help: ## Say what there is to make.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -38,6 +39,9 @@ lint: $(VENV)/.test ## Check style, format and types.
 
 test-mutants: $(VENV)/.test ## Plant bugs one at a time and see that the tests catch each.
 	$(BIN)/python -m areal.tests.mutants
+
+bench: $(VENV)/.test ## Measure a training step beside plain loops.
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
 setup: $(VENV)/.demo $(VENV)/.test ## Make the virtual environment and nothing else.
 

@@ -13,7 +13,7 @@ from areal.api import IGNORE_INDEX
 from areal.tests.planting import MUTANTS, Function, mutant, plant
 
 LOOP = "dist/test_steps.py::test_a_loop_of_ones_own_equals_train_batch[{}]"
-THREE = "dist/test_steps.py::test_three_steps_track_the_reference[sgd-wsd-{}]"
+THREE = "dist/test_steps.py::test_three_steps_track_the_reference[{}]"
 CALLS = "dist/test_steps.py::test_calls_then_a_step_equal_one_batch[{}]"
 SKIPPED = "dist/test_bad_losses.py::test_a_gradient_that_is_not_finite_skips_the_step[fsdp:d1]"
 
@@ -32,13 +32,13 @@ def factor_n_mb(right: Function) -> Function:
     return lambda self, n: n * right(self, n)
 
 
-@mutant("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", THREE.format("fsdp:d2"))
+@mutant("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", THREE.format("adamw-cosine-fsdp:d2"))
 def averaged_over_ranks(right: Function) -> Function:
     """Gradients are averaged over ranks instead of summed."""
     return lambda self, factor: right(self, float(dist.get_world_size()))
 
 
-@mutant("areal.engine.agreement:Agreement.weights", THREE.format("fsdp:d2"))
+@mutant("areal.engine.agreement:Agreement.weights", THREE.format("adamw-cosine-fsdp:d2"))
 def divided_by_own_weight(right: Function) -> Function:
     """Each rank divides by its own weight instead of the global one."""
 
@@ -50,7 +50,7 @@ def divided_by_own_weight(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.agreement:Agreement._once_per_part", THREE.format("fsdp:c2-ulysses"))
+@mutant("areal.engine.agreement:Agreement._once_per_part", THREE.format("adamw-cosine-fsdp:c2-ulysses"))
 def context_parallel_counted_twice(right: Function) -> Function:
     """Ranks that share a part of the batch each count its weight."""
     return lambda self, answers: answers
@@ -82,7 +82,7 @@ def padding_counted(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.output:local_weights", THREE.format("fsdp:d2"))
+@mutant("areal.engine.output:local_weights", THREE.format("adamw-cosine-fsdp:d2"))
 def filler_counted(right: Function) -> Function:
     """A filler's one sequence counts in the weight."""
     return lambda mbs, loss_weight_fn: right(fillers_as_real(mbs), loss_weight_fn)
@@ -117,7 +117,7 @@ def loss_called_without_weight(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.output:LossStep.__init__", THREE.format("fsdp:d1"))
+@mutant("areal.engine.output:LossStep.__init__", THREE.format("sgd-wsd-fsdp:d1"))
 def one_denominator_for_all_terms(right: Function) -> Function:
     """Every term of a loss is divided by the weight of the first."""
 
@@ -279,13 +279,13 @@ def evaluation_discards_gradients(right: Function) -> Function:
 # ---- the optimizer step
 
 
-@mutant("areal.engine.fsdp.grad:_shard_groups", THREE.format("fsdp:d2"))
+@mutant("areal.engine.fsdp.grad:_shard_groups", THREE.format("adamw-cosine-fsdp:d2"))
 def clipped_by_local_norm(right: Function) -> Function:
     """Each rank clips by the norm of its own shards."""
     return lambda grad: ()
 
 
-@mutant("areal.engine.fsdp.grad:_shard_groups", THREE.format("fsdp:r2"))
+@mutant("areal.engine.fsdp.grad:_shard_groups", THREE.format("sgd-wsd-fsdp:r2"))
 def norm_counts_replicas(right: Function) -> Function:
     """The norm counts every replica."""
     return lambda grad: tuple(grad.device_mesh.get_all_groups())

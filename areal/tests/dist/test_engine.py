@@ -205,7 +205,13 @@ def test_set_lr_sets_the_base_that_the_schedule_multiplies() -> None:
 @pytest.mark.world(1, 2)
 def test_sgd_with_clipping_is_that_of_torch() -> None:
     optimizer = OptimizerConfig(type="sgd", lr=0.2, momentum=0.9, weight_decay=0.1, gradient_clipping=0.5)
-    with started(f"fsdp:d{world().size}", dtype="float64", master_dtype="float64", grad_reduce_dtype="float64", optimizer=optimizer) as engine:
+    with started(
+        f"fsdp:d{world().size}",
+        dtype="float64",
+        master_dtype="float64",
+        grad_reduce_dtype="float64",
+        optimizer=optimizer,
+    ) as engine:
         with float64_everywhere():
             reference = Reference(family_dir("qwen3"))
         parameters = list(reference.model.parameters())

@@ -177,7 +177,9 @@ def test_different_batches_on_ranks_that_share_a_part_are_refused(backend: str) 
         }
         for name, change in changes.items():
             batch = change(pair.batch()) if pair.is_guilty else pair.batch()
-            with raised(ValueError, f"ranks {pair.guilty - 1} and {pair.guilty} share", "shard the data by engine.dp_rank"):
+            with raised(
+                ValueError, f"ranks {pair.guilty - 1} and {pair.guilty} share", "shard the data by engine.dp_rank"
+            ):
                 pair.engine.train_batch(batch, loss)
                 pytest.fail(f"{name} was not noticed")
         pair.check()
@@ -276,7 +278,10 @@ def test_overlong_sequences_are_left_out_or_alone_where_asked(backend: str) -> N
     everything = ragged()
     kept = [sample for sample in everything if len(sample["input_ids"]) <= 20]
     spec = {"max_tokens_per_mb": 20, "overlong": "drop"}
-    with started(backend, mb_spec=spec) as engine, started(backend, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)) as other:
+    with (
+        started(backend, mb_spec=spec) as engine,
+        started(backend, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)) as other,
+    ):
         # Parts of their own, so that both engines see the same sequences where nothing is left out.
         mine_of = [sample for sample in mine(engine, everything) if len(sample["input_ids"]) <= 20]
         found, expected = engine.eval_batch(mine(engine, everything), loss), other.eval_batch(mine_of, loss)
@@ -284,7 +289,9 @@ def test_overlong_sequences_are_left_out_or_alone_where_asked(backend: str) -> N
         assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in kept)
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
         restored = engine.forward_batch(mine(engine, everything))
-        dropped = [x for x, sample in zip(restored, mine(engine, everything), strict=True) if len(sample["input_ids"]) > 20]
+        dropped = [
+            x for x, sample in zip(restored, mine(engine, everything), strict=True) if len(sample["input_ids"]) > 20
+        ]
         assert all(len(x) > 20 and not x.any() for x in dropped)
     with started(backend, mb_spec={"max_tokens_per_mb": 20, "overlong": "alone"}) as alone, started(backend) as whole:
         batch = mine(alone, everything)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -109,7 +110,7 @@ def test_a_model_that_fails_on_one_rank_raises_on_all_and_a_new_engine_works(
             engine.train_batch(mine(engine, ragged()), loss)
     assert time.monotonic() - start < 10
     what = "ArithmeticError in" if act is broken else "out of memory in"
-    assert f"rank {guilty}: {what} micro-batch 0 of" in str(caught.value)
+    assert re.search(rf"rank {guilty}: (RuntimeError: )?{what} micro-batch 0 of", str(caught.value))
     assert UNUSABLE in str(caught.value)
     start = time.monotonic()
     for verb in (engine.train_batch, engine.eval_batch):
@@ -134,15 +135,12 @@ SURVIVE = 20.0
 
 
 def die_in_a_loss(signal_number: int) -> None:
-    """Rank 1 is killed in the middle of the second step, in its second micro-batch."""
+    """Rank 1 is killed in the middle of the second step."""
     with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:
         engine.train_batch(mine(engine, ragged()), loss)
-        calls = 0
 
         def last(out: TokenOutputs, batch: Batch) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if world().rank == DEAD and calls == 2:
+            if world().rank == DEAD:
                 os.kill(os.getpid(), signal_number)
             return loss(out, batch)
 
