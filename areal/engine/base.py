@@ -77,7 +77,7 @@ class BaseTrainEngine(TrainEngine):
         self._parts: EngineParts | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
         self._meshes: list[DeviceMesh] = []
-        self._pending = self._finalized = False
+        self._started = self._pending = self._finalized = False
 
     def initialize(self, spec: FinetuneSpec) -> None:
         if self._parts is not None:
@@ -87,7 +87,7 @@ class BaseTrainEngine(TrainEngine):
         platform.set_device(self.device)
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.control = ControlPlane()
+        self.control, self._started = ControlPlane(), True
         self.mesh = build_mesh(self.dims, self.device.type)
         self._meshes = [self.mesh]
         self._agreement = Agreement(self.control, self.dp_rank, self.is_main)
@@ -105,11 +105,13 @@ class BaseTrainEngine(TrainEngine):
             raise
 
     def destroy(self) -> None:
-        if self._parts is not None:
-            try:
+        try:
+            if self._parts is not None:
                 self._parts.checkpointer.wait()
-            finally:
+        finally:
+            if self._meshes:
                 self._drop_parts("it was destroyed: make another")
+            if self._started:
                 self.control.close()
 
     def _drop_parts(self, why: str) -> None:
@@ -242,9 +244,9 @@ class BaseTrainEngine(TrainEngine):
 
     def _let_go(self, why: str) -> None:
         """Peers may wait in collectives that this rank will not reach: close its groups, and they fail at once too."""
-        platform.empty_cache(self.device)
-        if self.dims.world_size > 1:
+        if self.dims.world_size > 1 or not self._require_parts().recover():
             self._drop_parts(why)
+        platform.empty_cache(self.device)
 
     # ---- thin wrappers
 

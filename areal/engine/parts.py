@@ -37,7 +37,11 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is composed of. ``zero_grad`` discards pending gradients; ``vocab_size`` bounds token ids."""
+    """What an engine is composed of.
+
+    ``zero_grad`` discards pending gradients; ``vocab_size`` bounds token ids. ``recover`` brings a model that failed halfway through a
+    micro-batch back to rest, or answers False where it cannot; a plain module has nothing to bring back.
+    """
 
     model: nn.Module
     schedule: Schedule
@@ -48,6 +52,7 @@ class EngineParts:
     memory: Memory
     zero_grad: Callable[[], None]
     vocab_size: int
+    recover: Callable[[], bool] = lambda: True
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

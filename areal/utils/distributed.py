@@ -35,15 +35,30 @@ def init_default_group() -> None:
 
 def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     """The mesh of a layout for what concerns the batch: axes ``pp``, ``dp``, ``cp``, ``tp``."""
-    ranks = torch.arange(dims.world_size).view(dims.pp, dims.dp, dims.cp, dims.tp)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    return make_mesh(device_type, (dims.pp, dims.dp, dims.cp, dims.tp), ("pp", "dp", "cp", "tp"))
+
+
+def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over the whole world with process groups of its own, which :func:`destroy_groups` closes."""
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    # Naming a backend keeps an axis that spans the world from borrowing the default group, which outlives the engine.
+    backends = tuple((platform.collective_backend(), None) for _ in shape) if len(ranks.flatten()) > 1 else None
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=backends)
 
 
 def destroy_groups(mesh: DeviceMesh) -> None:
-    """Close a mesh's process groups. On gloo, a peer that waits in one of them then gets an error at once."""
-    for group in mesh.get_all_groups():
+    """Close a mesh's process groups. On gloo, a peer that waits in one of them then gets an error at once.
+
+    Connections close when the last reference to a group goes; nothing may be left that holds the model.
+    """
+    groups = mesh.get_all_groups()
+    # DTensor's caches may keep a mesh, and from torch 2.13 on a mesh keeps its groups.
+    getattr(mesh, "_pg_registry", {}).clear()
+    while groups:
+        group = groups.pop()
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()
 
 
 class ControlPlane:
@@ -154,8 +169,8 @@ def as_fault(error: BaseException | None) -> Fault | None:
     """An error in the form in which it travels; ``None`` stays ``None``."""
     if error is None:
         return None
-    is_value = isinstance(error, ValueError)
-    return is_value, str(error) if is_value else f"{type(error).__name__}: {error}"
+    plain = isinstance(error, ValueError) or type(error) is RuntimeError
+    return isinstance(error, ValueError), str(error) if plain else f"{type(error).__name__}: {error}"
 
 
 def raise_together(faults: list[Fault | None], error: BaseException | None, note: str = "") -> None:

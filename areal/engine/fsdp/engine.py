@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.batch import TokenOutputs
@@ -64,6 +65,7 @@ class FSDPEngine(BaseTrainEngine):
             memory=memory,
             zero_grad=memory.discard_grads,
             vocab_size=model.vocab_size,
+            recover=lambda: _recover(model),
         )
 
     def _forward_compute_mb(
@@ -123,6 +125,18 @@ class FSDPEngine(BaseTrainEngine):
         mode = choose_mode(self.config.fsdp.context_parallel, self.dims.cp, heads, kv_heads)
         logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", self.dims.cp, mode, heads, kv_heads)
         return ContextParallel(self.mesh["cp"].get_group(), mode)
+
+
+def _recover(model: nn.Module) -> bool:
+    """Drop what a failed micro-batch left in FSDP's hooks. Torch can do that from 2.13 on, but for gradients not yet reduced."""
+    reset = getattr(model, "reset_iter_state", None)
+    if reset is None:
+        return False
+    reset()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            grad.discard_unreduced(module)
+    return True
 
 
 def _read_config(path: str) -> PretrainedConfig:

@@ -28,6 +28,15 @@ def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
     return before_backward
 
 
+def discard_unreduced(module: FSDPModule) -> None:
+    """Forget what micro-batches have added to gathered gradients since the last reduction."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
 def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """L2 norm of all gradients over all ranks, each element counted once; a scalar, equal on every rank.
 

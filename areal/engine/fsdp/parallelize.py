@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
 from areal.engine.model import PackedCausalLM
+from areal.utils.distributed import make_mesh
 
 _mesh_numbers = itertools.count()
 
@@ -24,11 +25,11 @@ def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
 
     Context-parallel ranks hold the same parameters and different tokens, so that they shard and reduce like data-parallel ones.
     """
-    ranks = torch.arange(dims.world_size).view(dims.dp_replicate, dims.dp_shard * dims.cp)
     # DTensor answers from caches in which equal meshes are one: without names of its own, an engine's parameters could be given the
     # mesh, and the closed groups, of an earlier engine of this layout.
     number = next(_mesh_numbers)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=(f"dp_replicate_{number}", f"dp_shard_cp_{number}"))
+    shape = (dims.dp_replicate, dims.dp_shard * dims.cp)
+    return make_mesh(device_type, shape, (f"dp_replicate_{number}", f"dp_shard_cp_{number}"))
 
 
 def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig) -> None:

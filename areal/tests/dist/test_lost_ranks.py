@@ -77,7 +77,7 @@ def test_a_rank_alone_goes_on_after_it_had_no_memory(options: dict[str, Any]) ->
         calls = 4 if options.get("activation_checkpointing") else 2  # of a layer in a micro-batch
         for where, (act, index, layer) in MEMORY.items():
             mbs = engine.microbatches(ragged())
-            with pytest.raises(RuntimeError) as caught, mlp_that(act, on_call=index * calls + layer):
+            with pytest.raises(RuntimeError) as caught, mlp_that(act, on_call=index * calls + layer):  # noqa: PT012
                 engine.train_batch(ragged(), loss)
                 pytest.fail(f"no error in the {where}")
             assert f"out of memory in micro-batch {index} of {mbs[index].n_tokens} tokens" in str(caught.value)
@@ -136,7 +136,7 @@ SURVIVE = 20.0
 
 def die_in_a_loss(signal_number: int) -> None:
     """Rank 1 is killed in the middle of the second step."""
-    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:
+    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
         engine.train_batch(mine(engine, ragged()), loss)
 
         def last(out: TokenOutputs, batch: Batch) -> Tensor:
@@ -149,7 +149,7 @@ def die_in_a_loss(signal_number: int) -> None:
 
 def die_between_steps() -> None:
     """Rank 1 leaves without a word; the others learn of it in the next call."""
-    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:
+    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
         engine.train_batch(mine(engine, ragged()), loss)
         if world().rank == DEAD:
             os._exit(3)
@@ -158,7 +158,7 @@ def die_between_steps() -> None:
 
 def die_in_the_model() -> None:
     """Rank 1 is killed in a layer, where the others wait for its shard of the weights."""
-    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:
+    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
         engine.train_batch(mine(engine, ragged()), loss)
 
         def kill(x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_a_layout_that_no_engine_has_is_refused_before_it_starts(backend: str, s
 def test_a_model_that_cannot_be_built_is_refused_on_every_rank(tmp_path: Path) -> None:
     groups = process_groups()
     engine = create_engine(config(f"fsdp:d{world().size}", path=str(tmp_path / "nowhere")))
-    with pytest.raises((ValueError, RuntimeError), match="nowhere.*the engine was not built"):
+    with pytest.raises((ValueError, RuntimeError), match=r"nowhere.*the engine was not built"):
         initialize(engine)
     with pytest.raises(RuntimeError, match="cannot be used"):
         engine.train_batch(ragged(), loss)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.api import TokenOutputs, TopK
+from areal.api import MicroBatchSpec, TokenOutputs, TopK
 from areal.tests.cases import as_input, rows
 from areal.tests.models import VOCAB
 from areal.tests.reference import Reference
-from areal.tests.tiny import Sample, family_dir, layouts, mine, ragged, started, weights_of
+from areal.tests.tiny import Sample, family_dir, layouts, loss, mine, ragged, started, weights_of
 
 EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(5))
 TOLERANCE = 2e-5
@@ -116,3 +116,30 @@ def test_the_callers_batch_is_not_written_to() -> None:
         engine.forward_batch(batch)
         assert batch.keys() == before.keys()
         assert all(torch.equal(batch[key], before[key]) for key in batch)
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_overlong_sequences_are_left_out_or_alone_where_asked(backend: str) -> None:
+    everything = ragged()
+    kept = [sample for sample in everything if len(sample["input_ids"]) <= 20]
+    spec = {"max_tokens_per_mb": 20, "overlong": "drop"}
+    with (
+        started(backend, mb_spec=spec) as engine,
+        started(backend, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)) as other,
+    ):
+        # Parts of their own, so that both engines see the same sequences where nothing is left out.
+        mine_of = [sample for sample in mine(engine, everything) if len(sample["input_ids"]) <= 20]
+        found, expected = engine.eval_batch(mine(engine, everything), loss), other.eval_batch(mine_of, loss)
+        assert found.metrics["dropped_sequences"] == len(everything) - len(kept)
+        assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in kept)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        restored = engine.forward_batch(mine(engine, everything))
+        dropped = [
+            x for x, sample in zip(restored, mine(engine, everything), strict=True) if len(sample["input_ids"]) > 20
+        ]
+        assert all(len(x) > 20 and not x.any() for x in dropped)
+    with started(backend, mb_spec={"max_tokens_per_mb": 20, "overlong": "alone"}) as alone, started(backend) as whole:
+        batch = mine(alone, everything)
+        found, expected = alone.eval_batch(batch, loss), whole.eval_batch(batch, loss)
+        assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in everything)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
