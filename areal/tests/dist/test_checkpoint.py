@@ -335,6 +335,7 @@ def test_state_that_is_not_there_or_cannot_be_read_again(tmp_path: Path) -> None
             )
         dist.barrier()
         assert os.listdir(tmp_path) == []
+        dist.barrier()
         engine.save(SaveLoadMeta(tmp_path / "run", weight_format="dcp", stateful={"data": Counter(1)}))
         with unharmed(engine), pytest.raises(ValueError, match=r"no state for .*'loader'.*\['data'\]"):
             engine.load(SaveLoadMeta(tmp_path / "run", weight_format="dcp", stateful={"loader": Counter()}))
