@@ -61,7 +61,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[demo,test]'
+	$(BIN)/python -m pip install -e '.[demo,test,megatron]'
 	touch $@
 
 $(MODEL): | $(VENV)/.demo

@@ -17,6 +17,7 @@ from areal.api.config import (
     FSDPConfig,
     MegatronConfig,
     MicroBatchSpec,
+    MoEConfig,
     OptimizerConfig,
     TrainEngineConfig,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "MicroBatch",
     "MicroBatchList",
     "MicroBatchSpec",
+    "MoEConfig",
     "NamedTensor",
     "Normalization",
     "OptimStats",

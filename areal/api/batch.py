@@ -57,7 +57,7 @@ class TopK:
             raise ValueError(f"TopK.k = {self.k}: ask for at least 1")
 
 
-OutputName = Literal["logprobs", "entropy", "values", "logits", "hidden"] | TopK
+OutputName = Literal["logprobs", "entropy", "values", "logits", "hidden", "routed_experts"] | TopK
 """What a caller may ask for per token."""
 
 
@@ -80,6 +80,8 @@ class TokenOutputs:
         logits: ``[T, V]``, after temperature. Allocates what it says.
         hidden: ``[T, H]``, the last hidden state before the head.
         topk: the ``k`` most likely tokens at ``t``.
+        routed_experts: int64 ``[T, L, K]``, the experts to which token ``t`` went in each of the ``L`` layers that have experts: most
+            likely first, or as they were replayed. A batch's key of the same name replays them.
     """
 
     logprobs: Tensor | None = None
@@ -88,6 +90,7 @@ class TokenOutputs:
     logits: Tensor | None = None
     hidden: Tensor | None = None
     topk: TopKOutput | None = None
+    routed_experts: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,64 @@ class FSDPConfig(_Config):
 class MegatronConfig(_Config):
     """Settings of the Megatron engine alone."""
 
+    sequence_parallel: bool = Field(
+        default=True,
+        description="With `t`, let ranks share the tokens between matrix products; experts with `t` need it.",
+    )
+    context_parallel: Literal["auto", "ulysses", "gather_kv"] = Field(
+        default="auto",
+        description="`auto` takes Ulysses where a rank's query heads divide by `c`, else gathers keys and values.",
+    )
+    first_stage_layers: int | None = Field(default=None, gt=0, description="Layers of the first pipeline stage.")
+    last_stage_layers: int | None = Field(default=None, gt=0, description="Layers of the last pipeline stage.")
+    distributed_optimizer: bool = Field(
+        default=True,
+        description="Shard optimizer state over data-parallel ranks. float64 and SGD have no such optimizer.",
+    )
+    overlap_grad_reduce: bool = Field(
+        default=False, description="Reduce gradients while the last backward of `train_batch` runs."
+    )
+    overlap_param_gather: bool = Field(
+        default=False, description="Gather updated parameters while the next forward runs; needs the two above."
+    )
+    bucket_size: int | None = Field(
+        default=None, gt=0, description="Parameters in a bucket of an overlapped reduction."
+    )
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Dtype of the moments; other than float32 needs Transformer Engine on a GPU."
+    )
+
+    @model_validator(mode="after")
+    def _overlaps_agree(self) -> MegatronConfig:
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError(
+                "overlap_param_gather = True needs distributed_optimizer = True and overlap_grad_reduce = True: set both, or leave it out"
+            )
+        return self
+
+
+class MoEConfig(_Config):
+    """Balancing losses of a model with experts, and numbers about its routing.
+
+    Both losses are summed over the layers that have experts, enter ``StepOutput.terms`` and the loss under their names, and are terms like
+    any other: ``normalization`` and ``loss_weight`` act on them. They are added by ``train_batch``, ``forward_backward`` and ``eval_batch``.
+    ``forward_backward_batch`` with a process function of your own has no denominators to divide by, and leaves them out.
+    """
+
+    aux_loss: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Coefficient of `moe_aux_loss`, the load-balancing loss of each sequence; divided by the number of sequences.",
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Coefficient of `moe_z_loss`, the squared log-sum-exp of each token's router logits; divided by the tokens.",
+    )
+    statistics: bool = Field(default=False, description="Report the load of the experts, as metrics `moe/...`.")
+
 
 class FinetuneSpec(_Config):
     """What the learning-rate schedule needs to know of the run."""
@@ -140,6 +198,7 @@ class TrainEngineConfig(_Config):
     )
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights and of dropout.")
     lora: None = Field(default=None, description="Adapters are not available on any engine yet.")
+    moe: MoEConfig = MoEConfig()
     fsdp: FSDPConfig = FSDPConfig()
     megatron: MegatronConfig = MegatronConfig()
 

@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
+from areal.engine.moe import Tally
+from areal.engine.moe_terms import RoutingSums
 from areal.engine.output import LossResult, LossWeights, Summary, local_weights, summarize
 from areal.engine.schedule import Schedule
 from areal.utils.data import BatchPlan
@@ -22,13 +26,15 @@ class Agreement:
 
     Args:
         control: all ranks of the engine.
-        dp_rank: this rank's part of the global batch.
-        is_main: this rank speaks for its data-parallel coordinate.
+        mesh: of the engine. One rank speaks for each data-parallel coordinate, and one for each pipeline stage there.
     """
 
-    def __init__(self, control: ControlPlane, dp_rank: int, is_main: bool) -> None:
+    def __init__(self, control: ControlPlane, mesh: DeviceMesh) -> None:
         self._control = control
-        self._dp_ranks, self._mains = zip(*control.gather((dp_rank, is_main)), strict=True)
+        at = {axis: mesh[axis].get_local_rank() for axis in ("dp", "pp", "cp", "tp")}
+        of_stage = at["cp"] == at["tp"] == 0
+        places = control.gather((at["dp"], of_stage and at["pp"] == 0, of_stage))
+        self._dp_ranks, self._mains, self._of_stages = zip(*places, strict=True)
         self._shared = not all(self._mains)
 
     def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule) -> tuple[BatchPlan, int, int]:
@@ -84,13 +90,15 @@ class Agreement:
             error = caught
         names = next(iter(per_mb.values()), {})
         sums = {name: sum(weights[name] for weights in per_mb.values()) for name in names}
-        faults, answers = self._exchange(error, (plain, sums))
+        counts = (sum(len(mb.seqlens) for mb in mbs.real), mbs.n_tokens)
+        faults, answers = self._exchange(error, (plain, sums, counts))
         raise_together(faults, error)
-        spoken = [(plain, sorted(sums)) for plain, sums in answers if sums]
+        spoken = [(plain, sorted(sums)) for plain, sums, _ in answers if sums]
         if any(answer != spoken[0] for answer in spoken):
             raise ValueError(f"loss_weight_fn returned different terms on different ranks: {spoken}")
         total: dict[str, float] = {}
-        for _, sums in self._once_per_part(answers):
+        parts = self._once_per_part(answers)
+        for _, sums, _ in parts:
             total = {name: total.get(name, 0.0) + sums.get(name, 0.0) for name in {**total, **sums}}
         empty = [name for name, weight in total.items() if weight == 0]
         if required and (empty or not total):
@@ -98,12 +106,14 @@ class Agreement:
                 f"the global loss weight is 0 over all ranks and micro-batches (terms: {empty or 'none'}): "
                 "no position has both a target and a loss weight, so there is nothing to divide by; skip this batch"
             )
-        return LossWeights(spoken[0][0] if spoken else True, per_mb, total)
+        sequences, tokens = (sum(column) for column in zip(*(counts for _, _, counts in parts), strict=True))
+        return LossWeights(spoken[0][0] if spoken else True, per_mb, total, sequences, tokens)
 
-    def summary(self, mbs: MicroBatchList, results: list[LossResult], start: float, note: str) -> Summary:
+    def summary(self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, start: float, note: str) -> Summary:
         """The sums that every rank's micro-batches reported.
 
         Args:
+            tally: what the routers of this rank's stage found.
             start: when the call began, by ``time.perf_counter``.
             note: what to add to an error.
 
@@ -111,17 +121,18 @@ class Agreement:
             ValueError: a loss is not finite on some rank, or a metric is wrong.
         """
         error: Exception | None = None
-        local = Summary()
+        local, routed = Summary(), RoutingSums()
         try:
-            local = summarize(mbs, results)
+            local, routed = summarize(mbs, results), tally.sums()
         except Exception as caught:
             error = caught
         local.seconds = time.perf_counter() - start
-        faults, answers = self._exchange(error, local)
+        faults, answers = self._exchange(error, (local, routed))
         raise_together(faults, error, note)
-        total = Summary(seconds=max(answer.seconds for answer in answers))
-        for part in self._once_per_part(answers):
+        total = Summary(seconds=max(local.seconds for local, _ in answers))
+        for part, _ in self._once_per_part(answers):
             total.merge(part)
+        total.add_routing([routed for (_, routed), speaks in zip(answers, self._of_stages, strict=True) if speaks])
         return total
 
     def _exchange(self, error: Exception | None, value: Any) -> tuple[list[Any], list[Any]]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -22,18 +23,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.batch import OptimStats, StepOutput, TokenOutputs
-from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import FinetuneSpec, TrainEngineConfig
-from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weight
+from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.api.weights import NamedTensor
 from areal.engine.agreement import Agreement
 from areal.engine.faults import Faults, check_loss
 from areal.engine.model_inputs import check_temperature
 from areal.engine.nothing import add_nothing, gather_outputs
 from areal.engine.output import LossStep, OutputStep, check_normalization, check_outputs
 from areal.engine.parts import EngineParts, StepOptimizer
+from areal.engine.stages import pack_results, share_results
+from areal.engine.state import EngineState
 from areal.utils import platform
 from areal.utils.data import BatchPlan, plan_batch
 from areal.utils.distributed import ControlPlane, build_mesh, destroy_groups, init_default_group
@@ -42,7 +43,7 @@ from areal.utils.seeding import seed_everything
 _DISCARDED = "all pending gradients were discarded; the engine can be used for the next call"
 
 
-class BaseTrainEngine(TrainEngine):
+class BaseTrainEngine(EngineState):
     """The template. Args: ``config``, whose layout must be one that the engine has (``layout_letters``)."""
 
     layout_letters: ClassVar[frozenset[str]]
@@ -76,7 +77,7 @@ class BaseTrainEngine(TrainEngine):
         self.control: ControlPlane
         self._parts: EngineParts | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
-        self._meshes: list[DeviceMesh] = []
+        self._closers: list[Callable[[], None]] = []
         self._started = self._pending = self._finalized = False
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -89,8 +90,8 @@ class BaseTrainEngine(TrainEngine):
             torch.use_deterministic_algorithms(True)
         self.control, self._started = ControlPlane(), True
         self.mesh = build_mesh(self.dims, self.device.type)
-        self._meshes = [self.mesh]
-        self._agreement = Agreement(self.control, self.dp_rank, self.is_main)
+        self._closers = [functools.partial(destroy_groups, self.mesh)]
+        self._agreement = Agreement(self.control, self.mesh)
         seed_everything(self.config.seed + self.dp_rank)
         error: Exception | None = None
         try:
@@ -109,7 +110,7 @@ class BaseTrainEngine(TrainEngine):
             if self._parts is not None:
                 self._parts.checkpointer.wait()
         finally:
-            if self._meshes:
+            if self._closers:
                 self._drop_parts("it was destroyed: make another")
             if self._started:
                 self.control.close()
@@ -118,8 +119,8 @@ class BaseTrainEngine(TrainEngine):
         self._parts, self._unusable = None, why
         self._pending = False
         gc.collect()
-        while self._meshes:
-            destroy_groups(self._meshes.pop())
+        while self._closers:
+            self._closers.pop()()
         platform.empty_cache(self.device)
 
     def _require_parts(self) -> EngineParts:
@@ -153,12 +154,13 @@ class BaseTrainEngine(TrainEngine):
 
     def _prepare(self, batch: BatchInput, outputs: Outputs) -> MicroBatchList:
         parts = self._require_parts()
-        schedule, align = parts.schedule, parts.context_parallel.align
+        schedule, align = parts.schedule, parts.align
 
         def plan_here() -> BatchPlan:
             check_outputs(outputs, value_head=self.config.value_head)
             plan = plan_batch(batch, self.config.mb_spec, align=align, vocab_size=parts.vocab_size)
             check_temperature(plan)
+            parts.routing.check(plan, outputs)
             return plan
 
         plan, n_mbs, longest = self._agreement.plan(plan_here, schedule)
@@ -188,15 +190,18 @@ class BaseTrainEngine(TrainEngine):
         forward_only: bool = False,
     ) -> list[Any]:
         check_outputs(outputs, value_head=self.config.value_head)
-        faults, results = Faults(), {}
-        self._require_parts().memory.onload(params=True, grads=not forward_only, optimizer=False)
+        faults, results, parts = Faults(), {}, self._require_parts()
+        parts.routing.check_outputs(outputs)
+        parts.memory.onload(params=True, grads=not forward_only, optimizer=False)
         try:
             results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
         except Exception as error:  # The model itself failed, perhaps on this rank alone.
             faults.break_off(error)
         if faults.broken:
             self._let_go(f"its model failed: {faults.first}")
+        parcel = pack_results(results, self.mesh["pp"], faults)
         self._settle(faults.first, keep=forward_only)
+        results = share_results(results, parcel, self.mesh["pp"], self.device)
         if not forward_only:
             self._pending, self._finalized = True, False
         return [results[mb.index] for mb in mbs.real]
@@ -274,7 +279,8 @@ class BaseTrainEngine(TrainEngine):
         self._require_optimizer()
         if self._pending:
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
-        step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
+        with self._require_parts().last_call():
+            step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
         stats = self.optimizer_step()
         seconds = max(self.control.gather(time.perf_counter() - start))
         return dataclasses.replace(step, **vars(stats), seconds=seconds)
@@ -307,16 +313,18 @@ class BaseTrainEngine(TrainEngine):
         *,
         forward_only: bool,
     ) -> StepOutput:
-        start = time.perf_counter()
+        start, parts = time.perf_counter(), self._require_parts()
         check_normalization(normalization, loss_weight)
         mbs = self._prepare(batch, outputs)
         weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
         by_weight, number = normalization == "weight", 1.0 if isinstance(normalization, str) else float(normalization)
-        divisors = {name: total if by_weight else number for name, total in weights.total.items()}
-        step = LossStep(loss_fn, weights, divisors, loss_weight)
-        results = self.forward_backward_batch(mbs, step, outputs=outputs, forward_only=forward_only)
+        totals = parts.routing.with_terms(weights.total, weights.sequences, weights.tokens)
+        divisors = {name: total if by_weight else number for name, total in totals.items()}
+        process = LossStep(loss_fn, weights, divisors, loss_weight)
+        with parts.routing.counting(divisors, loss_weight * parts.schedule.grad_scale(len(mbs))) as tally:
+            results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
         with self._discarding_grads(unless=forward_only):
-            summary = self._agreement.summary(mbs, results, start, "" if forward_only else _DISCARDED)
+            summary = self._agreement.summary(mbs, results, tally, start, "" if forward_only else _DISCARDED)
         terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
         metrics = summary.reduced_metrics() | weights.metrics()
         if self.config.mb_spec.overlong == "drop":
@@ -366,35 +374,3 @@ class BaseTrainEngine(TrainEngine):
 
     def set_lr(self, lr: float) -> None:
         self._require_optimizer().set_lr(lr)
-
-    # ---- weights
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        parts = self._require_parts()
-        parts.memory.onload(params=True, grads=False, optimizer=False)
-        return parts.weights.named_tensors()
-
-    def named_gradients(self) -> Iterator[NamedTensor]:
-        parts = self._require_gradients()
-        parts.memory.onload(params=True, grads=True, optimizer=False)
-        return parts.weights.named_gradients()
-
-    def save(self, meta: SaveLoadMeta) -> None:
-        parts = self._require_parts()
-        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
-        parts.checkpointer.save(meta)
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        parts = self._require_parts()
-        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
-        self.zero_grad()
-        parts.checkpointer.load(meta)
-
-    def wait_for_checkpoint(self) -> None:
-        self._require_parts().checkpointer.wait()
-
-    def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._require_parts().memory.offload(params=params, grads=grads, optimizer=optimizer)
-
-    def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._require_parts().memory.onload(params=params, grads=grads, optimizer=optimizer)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from areal.api.batch import OutputName
 from areal.engine.context_parallel import AttentionLayout
+from areal.engine.moe import ROUTED_EXPERTS, Routing
 from areal.engine.output import split_outputs
 from areal.utils.functional.logprobs import head_outputs, logits
 
@@ -31,6 +32,7 @@ class ModelInputs:
         layout: how attention keeps sequences apart; ``None`` runs ``rows``.
         rows: where each packed token stands in the ``[n, S]`` grid of one sequence per row (int64 ``[T]``, and ``n``, ``S``).
         outputs: what to compute per token.
+        routing: for the routers of a model with experts.
     """
 
     input_ids: Tensor
@@ -40,6 +42,7 @@ class ModelInputs:
     layout: AttentionLayout | None
     rows: tuple[Tensor, int, int] | None
     outputs: tuple[OutputName, ...]
+    routing: Routing | None = None
 
 
 class PackedCausalLM(nn.Module):
@@ -79,6 +82,8 @@ class PackedCausalLM(nn.Module):
         head = self.hf.get_output_embeddings()
         names, top = split_outputs(inputs.outputs)
         out: dict[str, Any] = {}
+        if ROUTED_EXPERTS in names and inputs.routing is not None:
+            out[ROUTED_EXPERTS] = inputs.routing.chosen()
         if "hidden" in names:
             out["hidden"] = hidden
         if "values" in names:
@@ -111,6 +116,7 @@ class PackedCausalLM(nn.Module):
             attention_mask=None,
             use_cache=False,
             packed=inputs.layout,
+            **_for_routers(inputs),
         )
         return result.last_hidden_state[0]
 
@@ -121,6 +127,14 @@ class PackedCausalLM(nn.Module):
         ids = inputs.input_ids.new_zeros(n * width).index_copy(0, where, inputs.input_ids)
         mask = torch.zeros_like(ids).index_fill(0, where, 1)
         result = self.hf.get_decoder()(
-            input_ids=ids.view(n, width), attention_mask=mask.view(n, width), use_cache=False
+            input_ids=ids.view(n, width),
+            attention_mask=mask.view(n, width),
+            use_cache=False,
+            **_for_routers(inputs),
         )
         return result.last_hidden_state.flatten(0, 1).index_select(0, where)
+
+
+def _for_routers(inputs: ModelInputs) -> dict[str, Any]:
+    # Only the layers of a model whose routers are watched know this argument.
+    return {} if inputs.routing is None else {"routing": inputs.routing}

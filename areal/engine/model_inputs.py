@@ -10,28 +10,38 @@ from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.context_parallel import ContextParallel, position_ids
 from areal.engine.model import ModelInputs
+from areal.engine.moe import ROUTED_EXPERTS, ExpertRouting
 from areal.utils.data import BatchPlan
 
 
 def model_inputs(
-    mb: MicroBatch, cp: ContextParallel, outputs: Outputs, temperature: float, *, rows: bool
+    mb: MicroBatch,
+    cp: ContextParallel,
+    outputs: Outputs,
+    temperature: float,
+    *,
+    rows: bool,
+    routing: ExpertRouting | None = None,
 ) -> ModelInputs:
     """This rank's slice of a micro-batch, padded to ``mb.padded_length``.
 
     Args:
         temperature: for every token, unless the batch has a per-sequence key ``temperature``.
         rows: run one sequence per row instead of packed.
+        routing: of an engine whose model may have experts.
     """
     device = mb.cu_seqlens.device
     length = mb.padded_length
+    grid = _rows(mb.seqlens, device) if rows else None
     return ModelInputs(
         input_ids=cp.shard(_pad(mb.data["input_ids"], length, 0)),
         position_ids=cp.shard(position_ids(mb.seqlens, length, device)),
         targets=cp.shard(_pad(mb.data["target_ids"], length, IGNORE_INDEX)),
         temperature=_temperature(mb, cp, temperature),
         layout=None if rows else cp.layout(mb.seqlens, length, device),
-        rows=_rows(mb.seqlens, device) if rows else None,
+        rows=grid,
         outputs=outputs,
+        routing=routing.of(mb, grid, record=ROUTED_EXPERTS in outputs) if routing else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,11 +47,23 @@ def torch_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
-class ClippingOptimizer:
+class Updates(Protocol):
+    """What is left to an optimizer once gradients are clipped and the learning rate is known."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def step(self) -> Any: ...
+
+
+Inner = TypeVar("Inner", bound=Updates)
+
+
+class ClippingOptimizer(Generic[Inner]):
     """Clips to a global norm, skips what is not finite, and sets the learning rate of each step.
 
     Args:
-        inner: the torch optimizer. Its parameters' gradients are complete when :meth:`step` is called.
+        inner: the torch optimizer, or what stands for one. Its parameters' gradients are complete when :meth:`step` is called.
         total_steps: optimizer steps of the whole run.
         global_norm: the L2 norm of all gradients over all ranks, as a scalar tensor equal on every rank.
         scale_grads: multiplies every gradient in place.
@@ -59,7 +71,7 @@ class ClippingOptimizer:
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         config: OptimizerConfig,
         total_steps: int,
         global_norm: Callable[[], Tensor],

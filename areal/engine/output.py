@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from areal.api.batch import Metric, OutputName, TokenOutputs, TopK
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.moe_terms import RoutingSums
 
 LOSS = "loss"
 """Name of the only term of a plain loss."""
@@ -25,11 +27,14 @@ class LossWeights:
         plain: the weight function returned a tensor, not a dict.
         per_mb: term -> weight, by ``mb.index``; a term that weighs 0 there adds nothing.
         total: term -> global weight.
+        sequences, tokens: of the global batch.
     """
 
     plain: bool
     per_mb: dict[int, dict[str, float]]
     total: dict[str, float]
+    sequences: int = 0
+    tokens: int = 0
 
     def metrics(self) -> dict[str, float]:
         """The global weights as metrics: ``weight``, or ``weight/<term>`` for each."""
@@ -96,7 +101,7 @@ def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | Non
     Raises:
         ValueError: an unknown name, nothing at all, or two different top-k.
     """
-    known = {"logprobs", "entropy", "values", "logits", "hidden"}
+    known = {"logprobs", "entropy", "values", "logits", "hidden", "routed_experts"}
     names: set[str] = {output for output in outputs if isinstance(output, str)}
     tops = {output for output in outputs if isinstance(output, TopK)}
     if not outputs or names - known or len(names) + len(tops) != len(set(outputs)) or len(tops) > 1:
@@ -136,14 +141,14 @@ class LossStep:
     """Process function of ``forward_backward`` and ``eval_batch``: call the loss, divide each term.
 
     Args:
-        divisors: term -> what its sum is divided by.
+        divisors: term -> what its sum is divided by; of other terms than the function's, too.
         loss_weight: scales the whole loss.
     """
 
     def __init__(self, loss_fn: LossFn, weights: LossWeights, divisors: dict[str, float], loss_weight: float) -> None:
         self._loss_fn = loss_fn
         self._weights = weights
-        self._scales = {name: loss_weight / divisor for name, divisor in divisors.items()}
+        self._scales = {name: loss_weight / divisors[name] for name in weights.total}
 
     def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, LossResult]:
         weights = self._weights.per_mb[mb.index]
@@ -206,6 +211,15 @@ class Summary:
         self.n_tokens += other.n_tokens
         self.dropped += other.dropped
         self.seconds = max(self.seconds, other.seconds)
+
+    def add_routing(self, sums: Sequence[RoutingSums]) -> None:
+        """Add what the routers of every stage of every part found."""
+        total = RoutingSums()
+        for part in sums:
+            total.merge(part)
+        self.terms |= total.terms
+        for name, value in total.metrics().items():
+            self.add_metric(name, "sum", value, 1.0)
 
     def add_metric(self, name: str, reduce: str, value: float, weight: float) -> None:
         """Add one value (a mean's already weighted) to the metric ``name``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import nn
@@ -13,6 +13,7 @@ from areal.api.batch import OptimStats
 from areal.api.checkpoint import Checkpointer
 from areal.api.weights import WeightSource
 from areal.engine.context_parallel import ContextParallel
+from areal.engine.moe import ExpertRouting, no_experts
 from areal.engine.schedule import Schedule
 
 
@@ -40,7 +41,9 @@ class EngineParts:
     """What an engine is composed of.
 
     ``zero_grad`` discards pending gradients; ``vocab_size`` bounds token ids. ``recover`` brings a model that failed halfway through a
-    micro-batch back to rest, or answers False where it cannot; a plain module has nothing to bring back.
+    micro-batch back to rest, or answers False where it cannot; a plain module has nothing to bring back. Each rank's tokens are
+    ``token_split`` times split once more, by sequence parallelism. Inside ``last_call()`` the optimizer step follows the next call.
+    ``routing`` is for the experts of a model that has some.
     """
 
     model: nn.Module
@@ -53,6 +56,14 @@ class EngineParts:
     zero_grad: Callable[[], None]
     vocab_size: int
     recover: Callable[[], bool] = lambda: True
+    token_split: int = 1
+    routing: ExpertRouting = field(default_factory=no_experts)
+    last_call: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    @property
+    def align(self) -> int:
+        """A micro-batch's padded length is a multiple of this."""
+        return self.context_parallel.align * self.token_split
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -26,17 +26,24 @@ class Layout:
         how: a word where one backend has several ways, such as ``ulysses``.
         options: fields of the engine's configuration.
         refuses: families that it cannot run.
+        changes: fields of the model's configuration that it needs.
     """
 
     backend: str
     how: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     refuses: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Backend and way."""
         return f"{self.backend}-{self.how}" if self.how else self.backend
+
+    @property
+    def family(self) -> str:
+        """The family to try it with, where one must do."""
+        return next(family for family in ("qwen3", "qwen3_moe") if family not in self.refuses)
 
     @property
     def world(self) -> int:
@@ -49,12 +56,22 @@ class Layout:
         return ParallelDims.parse(self.backend).backend
 
 
+_NOT_MEGATRON = ("gemma3_text",)
+_DENSE = tuple(family for family in FAMILIES if not family.endswith("_moe"))
+_SPLIT = (*_NOT_MEGATRON, "smollm")
+"""What tensor parallelism cannot split: smollm has 9 heads."""
+
+
 def _context_parallel(letters: str) -> tuple[Layout, Layout]:
     return (
         # The 9 heads of smollm divide by no degree here.
         Layout(f"fsdp:{letters}", "ulysses", {"fsdp": {"context_parallel": "ulysses"}}, refuses=("smollm",)),
         Layout(f"fsdp:{letters}", "gather_kv", {"fsdp": {"context_parallel": "gather_kv"}}),
     )
+
+
+def _megatron(letters: str, how: str = "", *, refuses: tuple[str, ...] = _NOT_MEGATRON, **options: Any) -> Layout:
+    return Layout(f"megatron:{letters}", how, {"megatron": options}, refuses)
 
 
 LAYOUTS: dict[str, tuple[Layout, ...]] = {
@@ -69,6 +86,25 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         *_context_parallel("c4"),
         Layout("fsdp:r2c2"),
     ),
+    "megatron": (
+        _megatron("d1"),
+        _megatron("d2"),
+        _megatron("t2", refuses=_SPLIT),
+        _megatron("t2", "no_sp", refuses=(*_SPLIT, "qwen3_moe"), sequence_parallel=False),
+        _megatron("p2"),
+        _megatron("c2", "ulysses", refuses=_SPLIT, context_parallel="ulysses"),
+        _megatron("c2", "gather_kv", context_parallel="gather_kv"),
+        _megatron("e2", refuses=_DENSE),
+        Layout("megatron:p2v2", refuses=_NOT_MEGATRON, changes={"num_hidden_layers": 4}),
+        _megatron("d2p2"),
+        _megatron("t2p2", refuses=_SPLIT),
+        _megatron("c2p2"),
+        _megatron("c4", context_parallel="gather_kv"),
+        _megatron("d2t2", refuses=_SPLIT),
+        _megatron("e2t2", refuses=_DENSE),
+        _megatron("(attn:d1t2|ffn:d1e2)", refuses=_DENSE),
+        _megatron("e2p2", refuses=_DENSE),
+    ),
 }
 
 OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
@@ -78,6 +114,12 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
         "sync_each": {"grad_sync": "micro_batch"},
         "keep_gathered": {"fsdp": {"reshard_after_forward": False}},
         "host": {"fsdp": {"cpu_offload": True}},
+    },
+    "megatron": {
+        "plain": {},
+        "recompute": {"activation_checkpointing": "full"},
+        "overlap": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}},
+        "plain_optimizer": {"megatron": {"distributed_optimizer": False}},
     },
 }
 
@@ -140,7 +182,8 @@ class Cell:
     @property
     def path(self) -> str:
         """The model's directory."""
-        return model_dir(self.family, value_head=True) if self.objective.value_head else model_dir(self.family)
+        value_head = {"value_head": True} if self.objective.value_head else {}
+        return model_dir(self.family, **value_head, **self.layout.changes)
 
     def config(self, optimizer: OptimizerConfig) -> TrainEngineConfig:
         """The engine's configuration."""
@@ -176,10 +219,14 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 def fits(fields: Mapping[str, Any]) -> bool:
     """Whether a cell with these fields can be: those that are missing are still open."""
-    layout, family, options = fields.get("layout"), fields.get("family"), fields.get("options")
-    if layout is not None and family in layout.refuses:
-        return False
-    if layout is not None and options is not None and options not in all_options(layout.engine):
+    layout = fields.get("layout")
+    return any(_takes(one, fields) for one in ([layout] if layout is not None else FACTORS["layout"]))
+
+
+def _takes(layout: Layout, fields: Mapping[str, Any]) -> bool:
+    family, options = fields.get("family"), fields.get("options")
+    if family in layout.refuses or (options is not None and options not in all_options(layout.engine)):
         return False
     # In bf16 a token near a tie goes to other experts than in float64: a difference of the model's, which no bound covers.
-    return not (family == "qwen3_moe" and fields.get("dtype") == "bfloat16")
+    only_experts = set(FAMILIES) - set(layout.refuses) == {"qwen3_moe"}
+    return not ((family == "qwen3_moe" or only_experts) and fields.get("dtype") == "bfloat16")

@@ -58,7 +58,7 @@ class Running:
             step = reference.step(self.samples(), objective.loss_fn, objective.weight_fn)
             return step, reference.forward(self.samples(), objective.outputs)
 
-        return cached("reference", (cell.family, cell.case_name, cell.objective_name), compute)
+        return cached("reference", (cell.path, cell.case_name, cell.objective_name), compute)
 
 
 @contextmanager

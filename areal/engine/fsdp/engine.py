@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec, torch_dtype
@@ -22,14 +23,18 @@ from areal.engine.context_parallel import ContextParallel, choose_mode
 from areal.engine.fsdp import grad
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.memory import HostOffload
-from areal.engine.fsdp.parallelize import build_param_mesh, parallelize
+from areal.engine.fsdp.parallelize import build_param_mesh, parallelize, transformer_layers
+from areal.engine.fsdp.router import ROUTERS, watch_routers
 from areal.engine.fsdp.shards import reshard
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.model import PackedCausalLM
+from areal.engine.model_folder import read_config
 from areal.engine.model_inputs import model_inputs
+from areal.engine.moe import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.parts import EngineParts
 from areal.engine.schedule import SequentialSchedule
+from areal.utils.distributed import destroy_groups
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +48,12 @@ class FSDPEngine(BaseTrainEngine):
 
     def _build(self, spec: FinetuneSpec) -> EngineParts:
         config = self.config
-        hf_config = _read_config(config.path)
+        hf_config = read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
         param_mesh = build_param_mesh(self.dims, self.device.type)
-        self._meshes.append(param_mesh)
+        self._closers.append(functools.partial(destroy_groups, param_mesh))
         model = self._build_model(hf_config, param_mesh)
+        cp = self._context_parallel(hf_config)
         optimizer = self._build_optimizer(model, spec)
         memory = HostOffload(model, optimizer.inner if optimizer else None)
         return EngineParts(
@@ -58,7 +64,7 @@ class FSDPEngine(BaseTrainEngine):
                 # A gathered weight that outlives an optimizer step would be used again, stale.
                 rest=lambda: reshard(model),
             ),
-            context_parallel=self._context_parallel(hf_config),
+            context_parallel=cp,
             optimizer=optimizer,
             checkpointer=FSDPCheckpointer(model, optimizer, self, self.control, config.path),
             weights=FSDPWeights(model),
@@ -66,13 +72,21 @@ class FSDPEngine(BaseTrainEngine):
             zero_grad=memory.discard_grads,
             vocab_size=model.vocab_size,
             recover=lambda: _recover(model),
+            routing=ExpertRouting(
+                config.moe,
+                self._experts,
+                [cp],
+                why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
+            ),
         )
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> TokenOutputs:
-        cp = self._require_parts().context_parallel
-        inputs = model_inputs(mb, cp, outputs, self.config.temperature, rows=self._rows)
+        parts = self._require_parts()
+        inputs = model_inputs(
+            mb, parts.context_parallel, outputs, self.config.temperature, rows=self._rows, routing=parts.routing
+        )
         return TokenOutputs(**model(inputs))
 
     def _finalize_grads(self) -> None:
@@ -95,6 +109,7 @@ class FSDPEngine(BaseTrainEngine):
             if not self._rows and hf.config._attn_implementation != PACKED_ATTENTION:
                 raise ValueError(f"{type(hf).__name__} did not take the packed attention: set fsdp.attention='rows'")
             model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
+        self._experts = watch_routers(transformer_layers(model))
         parallelize(model, param_mesh, config)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
@@ -137,10 +152,3 @@ def _recover(model: nn.Module) -> bool:
         if isinstance(module, FSDPModule):
             grad.discard_unreduced(module)
     return True
-
-
-def _read_config(path: str) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"path = {path!r}: no model configuration can be read there: {error}") from error

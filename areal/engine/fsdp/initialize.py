@@ -6,8 +6,6 @@ its slices: the same seed gives the same model on every layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel
 from areal.engine.fsdp.naming import transient_buffers
 from areal.engine.fsdp.shards import empty_like, local_shard
 from areal.engine.model import PackedCausalLM
+from areal.engine.random_weights import draw
 
 
 def materialize(model: PackedCausalLM, device: torch.device) -> None:
@@ -53,12 +52,16 @@ def init_weights(model: PackedCausalLM, seed: int, device: torch.device) -> None
         ValueError: transformers does not initialise some parameter of this model.
     """
     materialize(model, device)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        for block in _blocks(model.hf):
-            _draw(model.hf, block)
-        if model.value_head is not None:
-            local_shard(model.value_head.weight)[0].zero_()
+    shards = {name: local_shard(parameter) for name, parameter in model.hf.named_parameters()}
+
+    def take(block: dict[str, Tensor]) -> None:
+        for name, full in block.items():
+            local, box = shards[name]
+            local.copy_(full[box])
+
+    draw(model.hf, seed, take)
+    if model.value_head is not None:
+        local_shard(model.value_head.weight)[0].zero_()
 
 
 def _compute_buffers(hf: PreTrainedModel) -> None:
@@ -84,49 +87,6 @@ def _owners_by_parameter(root: nn.Module) -> dict[int, Owners]:
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
     return owners
-
-
-def _blocks(hf: PreTrainedModel) -> Iterator[list[str]]:
-    """Module names, cut so that a block can be in memory in full: one layer each, and all that is in no layer."""
-    blocks: dict[tuple[str, ...], list[str]] = {(): []}
-    for name, _ in hf.named_modules():
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        blocks.setdefault(() if number is None else tuple(parts[: number + 1]), []).append(name)
-    yield from blocks.values()
-
-
-def _draw(hf: PreTrainedModel, block: list[str]) -> None:
-    modules = {name: hf.get_submodule(name) for name in block}
-    slots = [(module, name) for module in modules.values() for name in module._parameters]
-    sharded = {slot: slot[0]._parameters[slot[1]] for slot in slots}
-    full: dict[int, nn.Parameter] = {}
-    for (module, name), shard in sharded.items():
-        if shard is not None:
-            empty = torch.empty(shard.shape, dtype=shard.dtype).fill_(torch.nan)
-            module._parameters[name] = full.setdefault(id(shard), nn.Parameter(empty))
-    try:
-        for name, module in modules.items():
-            _closest_model(hf, name)._init_weights(module)
-    finally:
-        for (module, name), shard in sharded.items():
-            module._parameters[name] = shard
-    for (module, name), shard in sharded.items():
-        if shard is None:
-            continue
-        if full[id(shard)].isnan().any():
-            raise ValueError(f"init_from_scratch: transformers does not initialise {type(module).__name__}.{name}")
-        local, box = local_shard(shard)
-        local.copy_(full[id(shard)][box])
-
-
-def _closest_model(hf: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The innermost model that a module belongs to: its ``_init_weights`` is the one that counts."""
-    found = hf
-    for end in (i for i, c in enumerate(name + ".") if c == "."):
-        module = hf.get_submodule(name[:end]) if name else hf
-        found = module if isinstance(module, PreTrainedModel) else found
-    return found
 
 
 def _mark(buffer: Tensor) -> float | int:

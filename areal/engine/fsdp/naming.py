@@ -23,8 +23,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-Box = tuple[slice, ...]
-"""One slice with explicit bounds for each dimension."""
+from areal.engine.collect import Box
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,6 @@ class DiskTensor:
         on_disk = [slice(s.start - a.start, s.stop - a.start) for s, a in zip(both, self.box, strict=True)]
         in_box = tuple(slice(s.start - b.start, s.stop - b.start) for s, b in zip(both, box, strict=True))
         return tuple(s for dim, s in enumerate(on_disk) if dim not in self.squeezed), in_box
-
-
-def whole(shape: tuple[int, ...] | torch.Size) -> Box:
-    """The box that is all of a tensor of that shape."""
-    return tuple(slice(0, n) for n in shape)
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from areal.engine.fsdp.naming import Box, whole
+from areal.engine.collect import Box, whole
 
 
 def reshard(model: nn.Module) -> None:

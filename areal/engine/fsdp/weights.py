@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 
 from areal.api.weights import NamedTensor
+from areal.engine.collect import Slice, whole
 from areal.engine.fsdp.initialize import init_weights, materialize
-from areal.engine.fsdp.naming import DiskTensor, disk_layout, stored_tensors, whole
+from areal.engine.fsdp.naming import DiskTensor, disk_layout, stored_tensors
 from areal.engine.fsdp.shards import full_tensor, local_shard, reshard
+from areal.engine.hf_checkpoint import MAX_FILE_BYTES, VALUE_HEAD, HFWeights, ModelCard, prepare_hf
 from areal.engine.model import PackedCausalLM
-from areal.engine.safetensors_files import TensorFiles
+from areal.engine.model_folder import model_folder
+from areal.engine.safetensors_files import TensorSpec
+from areal.engine.save_job import Observe, Work
+from areal.utils.distributed import ControlPlane
 
 __all__ = [
-    "VALUE_HEAD",
-    "VALUE_HEAD_FILE",
     "FSDPWeights",
     "check_weights",
     "init_weights",
     "load_weights",
-    "model_folder",
     "read_weights",
 ]
-
-VALUE_HEAD = "value_head.weight"
-VALUE_HEAD_FILE = "value_head.safetensors"
-"""A value head has a file of its own: to transformers, the rest is a causal language model like any other."""
-
-
-def model_folder(path: str | Path) -> Path:
-    """The directory of a model: ``path`` itself, or where the hub's files for that name are kept.
-
-    Raises:
-        ValueError: it is no directory, and the hub has no model of that name or cannot be reached.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(
-            snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"path = {str(path)!r}: neither a directory nor a model that the hub gives: {error}"
-        ) from error
 
 
 def load_weights(model: PackedCausalLM, path: str | Path, device: torch.device) -> None:
@@ -76,42 +53,23 @@ def check_weights(model: PackedCausalLM, folder: Path) -> None:
     Raises:
         ValueError: the files are missing, unreadable or of another model; names file and key.
     """
-    with TensorFiles.of_model(folder) as files:
-        layout, tied = disk_layout(model.hf), _tied_names(model)
-        for name, pieces in layout.items():
-            for piece in pieces:
-                _check_piece(files, _key_on_disk(files, piece, tied.get(name, [])), piece, folder)
-        known = {piece.name for pieces in layout.values() for piece in pieces}.union(*tied.values())
-        extra = [key for key in files if key not in known and not _is_ignored(model, key)]
-        if extra:
-            more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
-            raise ValueError(
-                f"{files.file_of(extra[0])} has {extra[0]!r}{more}, which {type(model.hf).__name__} has not"
-            )
-    if model.value_head is not None and (folder / VALUE_HEAD_FILE).exists():
-        with TensorFiles.of_file(folder / VALUE_HEAD_FILE) as files:
-            if VALUE_HEAD not in files:
-                raise ValueError(f"{folder / VALUE_HEAD_FILE} has no {VALUE_HEAD!r}")
-            _check_piece(files, VALUE_HEAD, DiskTensor(VALUE_HEAD, whole(model.value_head.weight.shape)), folder)
+    shapes = {piece.name: piece.shape for pieces in disk_layout(model.hf).values() for piece in pieces}
+    if model.value_head is not None:
+        shapes[VALUE_HEAD] = tuple(model.value_head.weight.shape)
+    with _files(model, folder) as files:
+        files.check(shapes, type(model.hf))
 
 
 @torch.no_grad()
 def read_weights(model: PackedCausalLM, folder: Path) -> None:
     """Fill this rank's shards from files that :func:`check_weights` has accepted."""
-    reshard(model)
-    tensors, tied = dict(stored_tensors(model.hf)), _tied_names(model)
-    with TensorFiles.of_model(folder) as files:
-        for name, pieces in disk_layout(model.hf).items():
-            keyed = [(_key_on_disk(files, piece, tied.get(name, [])), piece) for piece in pieces]
-            _fill(tensors[name], keyed, files)
-    if model.value_head is None:
-        return
-    weight = model.value_head.weight
-    if (folder / VALUE_HEAD_FILE).exists():
-        with TensorFiles.of_file(folder / VALUE_HEAD_FILE) as files:
-            _fill(weight, [(VALUE_HEAD, DiskTensor(VALUE_HEAD, whole(weight.shape)))], files)
-    else:
-        local_shard(weight)[0].zero_()
+    with _files(model, folder) as files:
+        for part in local_slices(FSDPWeights(model).stored()):
+            part.values.copy_(files.read(part.name, part.box).view(part.values.shape))
+
+
+def _files(model: PackedCausalLM, folder: Path) -> HFWeights:
+    return HFWeights(folder, _tied_names(model), value_head=model.value_head is not None)
 
 
 @dataclass(frozen=True)
@@ -160,21 +118,43 @@ class FSDPWeights:
                 full = full_tensor(tensor.grad)
             yield from (NamedTensor(piece.name, piece.cut(full)) for piece in pieces)
 
+    def prepare_hf(
+        self,
+        control: ControlPlane,
+        source: str,
+        draft: Path,
+        *,
+        asynchronous: bool,
+        observe: Observe,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> Work:
+        """Collect the weights, in the dtype of the parameters, into the files of a draft. Collective.
 
-def _check_piece(files: TensorFiles, key: str, piece: DiskTensor, folder: Path) -> None:
-    if key not in files:
-        raise ValueError(f"{folder} has no {key!r}, which the model needs: these are the weights of another model")
-    if files.shape(key) != piece.shape:
-        raise ValueError(
-            f"{files.file_of(key)}: {key!r} has shape {list(files.shape(key))}, but the model needs {list(piece.shape)}"
+        Args:
+            source: directory or hub name from which tokenizer files are copied. See :func:`areal.engine.hf_checkpoint.prepare_hf`.
+        """
+        hf, stored = self._model.hf, self.stored()
+        return prepare_hf(
+            [TensorSpec(piece.name, s.tensor.dtype, piece.shape) for s in stored for piece in s.pieces],
+            local_slices(stored),
+            ModelCard(hf.config, type(hf), getattr(hf, "generation_config", None), source),
+            control,
+            draft,
+            asynchronous=asynchronous,
+            observe=observe,
+            max_file_bytes=max_file_bytes,
         )
 
 
-def _key_on_disk(files: TensorFiles, piece: DiskTensor, tied: list[str]) -> str:
-    """The key of a piece: its own, or that of a weight tied to it, where a file holds only that one."""
-    if piece.name in files:
-        return piece.name
-    return next((other for other in tied if other in files), piece.name)
+def local_slices(stored: Iterable[Stored]) -> Iterator[Slice]:
+    """The parts of the tensors on disk that this rank's shards hold, sharing their memory."""
+    for s in stored:
+        local, box = local_shard(s.tensor)
+        for piece in s.pieces:
+            shared = piece.overlap(box)
+            if shared is not None:
+                on_disk, in_box = shared
+                yield Slice(piece.name, on_disk, local[in_box].view([part.stop - part.start for part in on_disk]))
 
 
 def _tied_names(model: PackedCausalLM) -> dict[str, list[str]]:
@@ -183,19 +163,3 @@ def _tied_names(model: PackedCausalLM) -> dict[str, list[str]]:
     for name, parameter in model.hf.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: others for first, *others in names.values() if others}
-
-
-def _is_ignored(model: PackedCausalLM, key: str) -> bool:
-    """Whether files of this model may hold a key that it does not use: old rotary buffers, and what transformers ignores."""
-    ignored = [r"rotary_emb\.inv_freq$", *(getattr(model.hf, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    return any(re.search(pattern, key) for pattern in ignored)
-
-
-def _fill(tensor: Tensor, keyed: list[tuple[str, DiskTensor]], files: TensorFiles) -> None:
-    local, box = local_shard(tensor)
-    for key, piece in keyed:
-        shared = piece.overlap(box)
-        if shared is not None or not box:
-            on_disk, in_box = shared or ((), ())
-            target = local[in_box]
-            target.copy_(files.read(key, on_disk).view(target.shape))

@@ -10,15 +10,21 @@ from areal.tests.layouts import Cell, all_layouts
 from areal.tests.running import running
 
 OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
+CHOSEN = {
+    ("fsdp", "float64"): (("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses"), ("plain", "keep_gathered")),
+    ("megatron", "float64"): (("megatron:d2", "megatron:p2v2"), ("plain",)),
+    ("megatron", "float32"): (("megatron:d2", "megatron:d2p2"), ("plain", "overlap")),
+}
 CELLS = [
     pytest.param(
-        Cell(layout, family="qwen3_tied", cut="tokens24", options=options),
-        id=f"{layout.name}-{options}",
+        Cell(layout, family="qwen3_tied", cut="tokens24", options=option, dtype=dtype),
+        id=f"{layout.name}-{option}-{dtype}",
         marks=pytest.mark.world(layout.world),
     )
+    for (_, dtype), (names, options) in CHOSEN.items()
     for layout in all_layouts()
-    for options in ("plain", "keep_gathered")
-    if layout.name in ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses")
+    for option in options
+    if layout.name in names
 ]
 
 
@@ -47,4 +53,6 @@ def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
         engine.train_batch(run.batch(2), *call)
         reference.step(run.samples(2), *call)
         reference.optimizer_step()
-        assert_tensors(engine.named_tensors(), dict(reference.named_tensors()), cell.tolerance)
+        # AdamW makes a difference of rounding in a gradient larger in the weights.
+        tolerance = cell.tolerance if cell.dtype == "float64" else 2e-4
+        assert_tensors(engine.named_tensors(), dict(reference.named_tensors()), tolerance)

@@ -34,9 +34,11 @@ CLIPPED = {
 """``eps`` is large enough for the update to be a smooth function of the gradient: AdamW's default turns rounding into signs."""
 
 
-def cells(**fields: Any) -> list[Any]:
-    """A cell for each layout."""
-    made = [Cell(layout, **fields) for layout in all_layouts()]
+def cells(*, family: str, **fields: Any) -> list[Any]:
+    """A cell for each layout, of this family wherever it runs."""
+    made = [
+        Cell(layout, family=layout.family if family in layout.refuses else family, **fields) for layout in all_layouts()
+    ]
     return [pytest.param(cell, id=cell.layout.name, marks=pytest.mark.world(cell.layout.world)) for cell in made]
 
 

@@ -1,0 +1,78 @@
+"""Routers of a Hugging Face model, watched: they replay recorded routing, count, and carry the gradient of balancing losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from areal.engine.moe import Experts, Routing
+
+ROUTERS = ("Qwen3MoeTopKRouter",)
+"""Routers that are known: a softmax over all experts, then the ``top_k`` most likely, normalised where ``norm_topk_prob`` says so."""
+
+
+def watch_routers(layers: Sequence[nn.Module]) -> Experts:
+    """Let the layers of a model take ``routing``, and lend it to their routers for as long as their forward, or that of its recomputation,
+    runs. Before activations are checkpointed, so that what is recomputed has it too.
+
+    Returns:
+        The experts of the model; none where no router is known.
+    """
+    watched: list[_Watched] = []
+    for layer in layers:
+        mine = [
+            _Watched(m, len(watched) + i)
+            for i, m in enumerate(x for x in layer.modules() if type(x).__name__ in ROUTERS)
+        ]
+        watched += mine
+    if not watched:
+        return Experts()
+    for layer in layers:
+        routers = [one for one in watched if any(one.router is module for module in layer.modules())]
+        layer.forward = _lending(layer.forward, routers)
+    return Experts(len(watched), watched[0].router.num_experts, watched[0].router.top_k)
+
+
+class _Watched:
+    """One router."""
+
+    def __init__(self, router: nn.Module, number: int) -> None:
+        self.router: Any = router
+        self.routing: Routing | None = None
+        self._number = number
+        router.register_forward_hook(self._routed)
+
+    def _routed(
+        self, router: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits ``[T, E]``, weights ``[T, K]`` and ids ``[T, K]`` of the experts, as the model takes them from its router."""
+        if self.routing is None:
+            return out
+        logits, weights, experts = out
+        replayed = self.routing.replayed(self._number)
+        if replayed is not None:
+            experts, weights = replayed, self._weights(logits, replayed)
+        return logits, self.routing.watch(self._number, logits, experts, weights), experts
+
+    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
+        weights = F.softmax(logits, dtype=torch.float32, dim=-1).gather(1, experts)
+        if self.router.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(logits.dtype)
+
+
+def _lending(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Callable[..., Any]:
+    def lending(*args: Any, routing: Routing | None = None, **options: Any) -> Any:
+        for router in routers:
+            router.routing = routing
+        try:
+            return forward(*args, **options)
+        finally:
+            for router in routers:
+                router.routing = None
+
+    return lending

@@ -1,0 +1,1 @@
+"""The Megatron-Core engine. Everything here needs the extra ``megatron``."""

@@ -1,0 +1,142 @@
+"""Runs Megatron-Core where there is no CUDA: its CUDA calls go to torch's CPU twins.
+
+Nothing of Megatron's own logic is replaced. It asks torch for devices, streams, events and random states of CUDA, writes
+``device="cuda"`` as a literal, and compares ``tensor.type()`` with names of CUDA types: these answers are given here. And it gathers
+and scatters tensors of unequal sizes, which NCCL can and gloo cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+_installed = False
+
+
+def install() -> None:
+    """Map the CUDA calls of Megatron-Core to the CPU, once in this process.
+
+    Raises:
+        RuntimeError: CUDA is available, so that Megatron-Core runs as it is.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "CUDA is available: Megatron-Core runs on it as it is, and this module must not be installed"
+        )
+    if _installed:
+        return
+    _map_devices_and_streams()
+    _map_random_states()
+    # ``with torch.device("meta")`` acts on the functions that it finds here when it is first asked: let these be torch's own.
+    _device_constructors()
+    for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    dist.all_gather = _gathering_any_sizes(dist.all_gather)
+    dist.reduce_scatter = _scattering_any_sizes(dist.reduce_scatter)
+    Tensor.cuda = lambda self, *args, **options: self  # type: ignore[method-assign, assignment]
+    Tensor.type = _type_as_megatron_expects(Tensor.type)  # type: ignore[method-assign]
+    _installed = True
+
+
+def finish(random: ModuleType, moe_utils: ModuleType, token_dispatcher: ModuleType) -> None:
+    """What can only be mapped once Megatron-Core is imported: its own copy of a CUDA call, and two gaps of its mixture of experts.
+
+    Without Transformer Engine a name is missing that is then compared with ``None``; and split sizes become numpy arrays only where
+    a tensor comes from a GPU.
+
+    Args:
+        random, moe_utils, token_dispatcher: modules of Megatron-Core.
+    """
+    random._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
+
+
+def _map_devices_and_streams() -> None:
+    for name in ("current_device", "synchronize", "current_stream", "stream", "Event"):
+        setattr(torch.cuda, name, getattr(torch.cpu, name))
+    torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
+    torch.cuda.default_stream = torch.cpu.current_stream  # type: ignore[assignment]
+
+
+def _map_random_states() -> None:
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[assignment]
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)  # type: ignore[assignment]
+
+
+class _Stream(torch.cpu.Stream):
+    """The CPU's stream answers ``None`` where work is to be waited for, as it is done by then."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or torch.cpu.Event()
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **options: Any) -> Tensor:
+        if options.get("device") is not None and torch.device(options["device"]).type == "cuda":
+            options["device"] = "cpu"
+            options.pop("pin_memory", None)
+        return factory(*args, **options)
+
+    return on_cpu
+
+
+def _type_as_megatron_expects(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``tensor.type()`` as a GPU would answer it, to Megatron alone."""
+
+    @functools.wraps(original)
+    def type_of(self: Tensor, *args: Any, **options: Any) -> Any:
+        answer = original(self, *args, **options)
+        if not args and not options and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_of
+
+
+def _gathering_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({x.shape for x in tensors}) == 1:
+            return original(tensors, tensor, group=group, async_op=async_op)
+        sizes = [len(x) for x in tensors]
+        out = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+        dist.all_to_all_single(out, tensor.repeat(len(sizes), *(1,) * (tensor.dim() - 1)), sizes, group=group)
+        for x, found in zip(tensors, out.split(sizes), strict=True):
+            x.copy_(found)
+        return None
+
+    return all_gather
+
+
+def _scattering_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: Tensor, tensors: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        sizes = [len(x) for x in tensors]
+        if len({x.shape for x in tensors}) == 1 or op != dist.ReduceOp.SUM:
+            return original(output, tensors, op=op, group=group, async_op=async_op)
+        found = output.new_empty(len(sizes), *output.shape)
+        dist.all_to_all_single(found.flatten(0, 1), torch.cat(tensors), [len(output)] * len(sizes), sizes, group=group)
+        output.copy_(found.sum(0))
+        return None
+
+    return reduce_scatter
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if isinstance(tensor, Tensor) and as_numpy else tensor

@@ -1,0 +1,257 @@
+"""The tensors of a Megatron-Core model and its optimizer, as a ``torch_dist`` checkpoint of Megatron-Core names and cuts them.
+
+Optimizer state has the names and shapes of Megatron-Core's ``fully_reshardable`` format, so that it can be read in any layout, and by
+``megatron.core.dist_checkpointing.load``. But where the distributed optimizer holds a stretch of a flattened parameter, Megatron-Core
+gathers all of them on every rank's host before it writes. Here each rank writes and reads its own stretch, as the boxes that it covers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    MCoreSavePlanner,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from areal.engine.dcp_files import StagedPlanner
+from areal.engine.megatron.model import PackedGPT
+
+OPTIMIZER = "optimizer.state."
+"""With what the keys of optimizer state begin; behind it stand the state's name and the key of its parameter."""
+
+MAINS = ("param", "fp32_param")
+"""Names of the main parameters: of the distributed optimizer, and of the one that is not."""
+
+FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
+"""What Megatron-Core is told of the format, so that keys do not depend on the layout."""
+
+Pieces = dict[Tensor, list[ShardedTensor]]
+"""For each tensor of a model, by identity, what it is in the checkpoint: itself, or the parts of a fused one, one behind the other."""
+
+
+class SavePlanner(StagedPlanner, MCoreSavePlanner):
+    """Megatron-Core's planner, which can copy what it will write."""
+
+
+@torch.no_grad()
+def model_pieces(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> Pieces:
+    """The parameters and buffers of this rank's chunks."""
+    pieces: Pieces = {}
+    for chunk in chunks:
+        for entry in nested_values(_sharded_state(chunk.module, groups)):
+            if isinstance(entry, ShardedTensorFactory):
+                pieces[entry.data] = list(nested_values(entry.build()))
+            elif isinstance(entry, ShardedTensor):  # and not the empty extra state of Transformer Engine's modules
+                pieces[entry.data] = [entry]
+    return pieces
+
+
+def _sharded_state(chunk: PackedGPT, groups: ProcessGroupCollection) -> dict[str, Any]:
+    for module in chunk.modules():
+        if isinstance(module, MegatronModule) and not hasattr(module, "tp_group"):
+            module.tp_group = groups.tp  # otherwise it asks megatron.core.parallel_state, which is not in use
+    metadata = {"dp_cp_group": groups.dp_cp, **FORMAT}
+    if not (chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process):
+        return chunk.sharded_state_dict(metadata=metadata)
+    # A tied head on another stage than the embedding is a replica of it: said here, as Megatron-Core would ask parallel_state.
+    chunk.share_embeddings_and_output_weights = False
+    try:
+        state = chunk.sharded_state_dict(metadata=metadata)
+    finally:
+        chunk.share_embeddings_and_output_weights = True
+    head = state["output_layer.weight"]
+    head.key, head.replica_id = "embedding.word_embeddings.weight", (1, *head.replica_id[1:])
+    return state
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """Optimizer state of a parameter on this rank.
+
+    Attributes:
+        parameter: the model's.
+        start: where the state begins in the flattened parameter.
+        main: the main parameter and its name in the checkpoint; None where it is the model's parameter, or kept within the optimizer.
+        states: by name.
+        split: whether data-parallel ranks hold different stretches.
+        main_is_view: the main parameter is memory of the model's.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    states: dict[str, Tensor]
+    split: bool
+    main: str | None = None
+    main_is_view: bool = False
+
+
+def parts_of(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers with parameters on this rank, with their state made where no step has made it."""
+    parts = [part for part in chained.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+    for part in parts:
+        inner = part.optimizer
+        if part.init_state_fn is not None:
+            part.init_state_fn(inner, part.config)
+        for group in inner.param_groups:
+            for main in group["params"]:
+                if isinstance(inner, torch.optim.Adam):
+                    inner.state[main].setdefault("step", torch.tensor(0.0))
+                elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                    inner.state[main].setdefault("momentum_buffer", torch.zeros_like(main))
+    return parts
+
+
+def held_by(part: MegatronOptimizer) -> Iterator[HeldState]:
+    """The state of each parameter that an optimizer updates on this rank."""
+    state = part.optimizer.state
+    if isinstance(part, DistributedOptimizer):
+        for parameter in part.model_param_gbuf_map:
+            start = part._get_model_param_range_map(parameter)["param"].start
+            states = _tensors(part._get_main_param_and_optimizer_states(parameter))
+            view = parameter.dtype == torch.float32
+            yield HeldState(parameter, start, states, split=True, main="param", main_is_view=view)
+        return
+    mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in part.get_parameters()]
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        mains = [(main, main, None) for group in part.fp32_from_fp32_groups for main in group]
+        for models, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            mains += [(parameter, main, "fp32_param") for parameter, main in zip(models, copies, strict=True)]
+    for parameter, main, name in mains:
+        states = _tensors(state[main])
+        if name is not None:
+            states[name] = main.detach()
+        yield HeldState(parameter, 0, states, split=False, main=name)
+
+
+def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Apart from the step, which all parameters share."""
+    return {name: value.detach() for name, value in states.items() if isinstance(value, Tensor) and name != "step"}
+
+
+def store(part: MegatronOptimizer, held: HeldState) -> None:
+    """Put states where the optimizer keeps them, if :func:`held_by` gave copies: a precision-aware optimizer's."""
+    if isinstance(part, DistributedOptimizer) and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        part._set_main_param_and_optimizer_states(held.parameter, held.states)
+
+
+def set_step(parts: Iterable[MegatronOptimizer], step: int) -> None:
+    """Set the number of steps that the moments come from."""
+    for part in parts:
+        for state in part.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(step)
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = step
+
+
+def common_state(chained: ChainedOptimizer) -> dict[Any, Any]:
+    """What ``common.pt`` says of the optimizer: hyperparameters and the step, in the form of Megatron-Core's ``sharded_state_dict``."""
+    states: list[dict[Any, Any]] = []
+    for part in parts_of(chained):
+        if isinstance(part, DistributedOptimizer):
+            states.append({**part.state_dict(), "param_state_sharding_type": FORMAT["distrib_optim_sharding_type"]})
+            continue
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in part.optimizer.param_groups
+        ]
+        steps = [state["step"] for state in part.optimizer.state.values() if "step" in state]
+        common = {"param_groups": groups, "state": {"common_step": steps[0]} if steps and steps[0] else {}}
+        states.append({"optimizer": common} if isinstance(part, Float16OptimizerWithFloat16Params) else common)
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def optimizer_tensors(held: HeldState, pieces: Sequence[ShardedTensor], name: str, key: str) -> Iterator[ShardedTensor]:
+    """One state of a parameter, as boxes of the checkpoint's tensors, sharing its memory.
+
+    Args:
+        pieces: of the parameter. name: of the state.
+        key: of the tensors in the checkpoint, with ``{}`` for the key of the piece.
+    """
+    flat = held.states[name].reshape(-1)
+    stop = held.start + len(flat)
+    for piece in pieces:
+        first = piece.data.storage_offset() - held.parameter.storage_offset()
+        if not piece.data.is_contiguous():
+            raise ValueError(f"{piece.key!r} is no stretch of its parameter: its optimizer state cannot be saved")
+        low, high = max(held.start, first), min(stop, first + piece.data.numel())
+        replica = (*piece.replica_id[:2], 0) if held.split else piece.replica_id
+        for offsets, sizes in boxes(low - first, high - first, piece.local_shape):
+            size = math.prod(sizes)
+            lead, place = piece.global_offset[: piece.prepend_axis_num], piece.global_offset[piece.prepend_axis_num :]
+            shape = ((1,) * len(lead)) + sizes
+            yield ShardedTensor(
+                key.format(piece.key),
+                flat[low - held.start : low - held.start + size].view(shape),
+                flat.dtype,
+                shape,
+                piece.global_shape,
+                (*lead, *(start + offset for start, offset in zip(place, offsets, strict=True))),
+                axis_fragmentations=None,
+                replica_id=replica,
+                allow_shape_mismatch=piece.allow_shape_mismatch,
+            )
+            low += size
+
+
+def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes ``(offsets, sizes)`` that make up elements ``start`` to ``stop`` of a flattened tensor, in order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (start,)[: len(shape)], (stop - start,)[: len(shape)]
+        return
+    row = math.prod(shape[1:])
+    at = start // row
+    if start % row or stop < start + row:  # part of one row, and then the rest
+        end = min(stop, (at + 1) * row)
+        for offsets, sizes in boxes(start - at * row, end - at * row, shape[1:]):
+            yield (at, *offsets), (1, *sizes)
+        yield from boxes(end, stop, shape)
+        return
+    rows = (stop - start) // row
+    yield (at,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
+    yield from boxes(start + rows * row, stop, shape)
+
+
+def to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
+    """What torch's planners take, by key: of replicas the first alone."""
+    return mcore_to_pyt_state_dict(_by_key(t for t in tensors if is_main_replica(t.replica_id)))
+
+
+def to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
+    """What torch's planners take, by key, to fill in place; and the planner. Tensors that may be of another size are zeroed."""
+    tensors = list(tensors)
+    loose = {t.key: t for t in tensors if t.allow_shape_mismatch}
+    strict = [t for t in tensors if not t.allow_shape_mismatch]
+    planner = MCoreLoadPlanner(
+        shapes_validation_sharded_tensors=strict,
+        allow_shape_mismatch_sharded_tensors=loose,
+        allow_partial_load=False,
+    )
+    return mcore_to_pyt_state_dict(_by_key(tensors), is_loading=True), planner
+
+
+def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
+    found: dict[str, list[ShardedTensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.key, []).append(replace(tensor))  # to be written into by what takes it
+    return found

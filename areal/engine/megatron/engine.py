@@ -1,0 +1,171 @@
+"""The Megatron-Core engine: three hooks over models that are built from a Hugging Face configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from areal.engine.megatron import cpu
+
+if not torch.cuda.is_available():
+    cpu.install()  # before Megatron-Core, which asks for devices as it is imported
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from areal.api.batch import TokenOutputs
+from areal.api.config import FinetuneSpec
+from areal.api.engine import Outputs
+from areal.api.microbatch import MicroBatch
+from areal.engine.base import BaseTrainEngine
+from areal.engine.context_parallel import ContextParallel, choose_mode
+from areal.engine.megatron import grad
+from areal.engine.megatron.checkpoint import MegatronCheckpointer
+from areal.engine.megatron.config import check_family, check_layout, sequence_parallel, transformer_config
+from areal.engine.megatron.groups import Groups
+from areal.engine.megatron.memory import MegatronMemory
+from areal.engine.megatron.model import PackedGPT
+from areal.engine.megatron.naming import Held
+from areal.engine.megatron.optimizer import distributed, megatron_optimizer, step_optimizer
+from areal.engine.megatron.router import experts_of
+from areal.engine.megatron.schedule import MegatronSchedule
+from areal.engine.megatron.weights import MegatronWeights
+from areal.engine.model_folder import read_config
+from areal.engine.model_inputs import model_inputs
+from areal.engine.moe import ExpertRouting
+from areal.engine.parts import EngineParts
+
+if not torch.cuda.is_available():
+    cpu.finish(random, moe_utils, token_dispatcher)
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronEngine(BaseTrainEngine):
+    """Data, tensor, pipeline, context and expert parallel training on Megatron-Core (``d t p v c e``)."""
+
+    layout_letters: ClassVar[frozenset[str]] = frozenset("dtpvce")
+
+    # ---- the three hooks
+
+    def _build(self, spec: FinetuneSpec) -> EngineParts:
+        config = self.config
+        hf = read_config(config.path)
+        check_family(hf)
+        check_layout(hf, self.dims, config)
+        groups = Groups(self.dims)
+        self._closers.append(groups.close)
+        self._groups = groups.collection
+        _prepare_process()
+        megatron = transformer_config(hf, self.dims, config)
+        chunks = [
+            PackedGPT(
+                hf,
+                megatron,
+                groups.collection,
+                vp_stage=number if self.dims.vpp > 1 else None,
+                value_head=config.value_head,
+                fp32_head=config.fp32_head,
+            ).to(self.device)
+            for number in range(self.dims.vpp)
+        ]
+        trained = self._wrap(chunks, megatron)
+        self._gradients = grad.Gradients(trained, groups.collection)
+        weights = MegatronWeights(
+            chunks,
+            hf,
+            groups.collection,
+            self.control,
+            gradients=lambda: _of_held(grad.gathered(trained)),
+            settle=lambda: grad.settle_parameters(trained),
+        )
+        chained = megatron_optimizer(trained, config, groups.collection) if config.optimizer else None
+        weights.load(config, chained)
+        optimizer = (
+            step_optimizer(chained, config.optimizer, spec.total_train_steps) if chained and config.optimizer else None
+        )
+        schedule = MegatronSchedule(list(trained), megatron, groups.collection, self._gradients.before_backward)
+        cp, shared = self._context_parallel(hf), sequence_parallel(self.dims, config)
+        splits = [cp, ContextParallel(groups.collection.tp)] if shared else [cp]
+        memory = MegatronMemory(trained, chained, self._gradients)
+        return EngineParts(
+            model=nn.ModuleList(trained),
+            schedule=schedule,
+            context_parallel=cp,
+            optimizer=optimizer,
+            checkpointer=MegatronCheckpointer(
+                trained,
+                chained,
+                optimizer,
+                weights,
+                groups.collection,
+                hf.vocab_size,
+                self,
+                self.control,
+                config.path,
+            ),
+            weights=weights,
+            memory=memory,
+            zero_grad=memory.discard_grads,
+            vocab_size=hf.vocab_size,
+            token_split=self.dims.tp if shared else 1,
+            routing=ExpertRouting(config.moe, experts_of(megatron), splits, stages=self.dims.pp),
+            last_call=schedule.last_call,
+        )
+
+    def _forward_compute_mb(
+        self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
+    ) -> Any:
+        parts = self._require_parts()
+        cp, temperature = parts.context_parallel, self.config.temperature
+        out = model(model_inputs(mb, cp, outputs, temperature, rows=False, routing=parts.routing))
+        return TokenOutputs(**out) if isinstance(out, dict) else out
+
+    def _finalize_grads(self) -> None:
+        self._gradients.finalize()
+
+    # ---- what the parts are made of
+
+    def _wrap(self, chunks: list[PackedGPT], megatron: TransformerConfig) -> list[DistributedDataParallel]:
+        settings = self.config.megatron
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.config.grad_reduce_dtype == "float32",
+            overlap_grad_reduce=settings.overlap_grad_reduce,
+            overlap_param_gather=settings.overlap_param_gather and distributed(self.config),
+            use_distributed_optimizer=distributed(self.config),
+            bucket_size=settings.bucket_size,
+        )
+        return [
+            DistributedDataParallel(
+                megatron, ddp, chunk, disable_bucketing=number > 0, pg_collection=self._groups
+            ).train()
+            for number, chunk in enumerate(chunks)
+        ]
+
+    def _context_parallel(self, hf: PretrainedConfig) -> ContextParallel:
+        if self.dims.cp == 1:
+            return ContextParallel(None)
+        heads = hf.num_attention_heads // self.dims.tp
+        kv_heads = (getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads) // self.dims.tp
+        mode = choose_mode(self.config.megatron.context_parallel, self.dims.cp, heads, kv_heads)
+        logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", self.dims.cp, mode, heads, kv_heads)
+        return ContextParallel(self.mesh["cp"].get_group(), mode)
+
+
+def _prepare_process() -> None:
+    """The two things that Megatron-Core keeps once in a process: scratch memory, and random states, which these models need not."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _of_held(value: Callable[[nn.Parameter], Tensor]) -> Callable[[Held], Tensor]:
+    return lambda held: value(held.parameter)

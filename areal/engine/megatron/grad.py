@@ -1,0 +1,137 @@
+"""Gradients in Megatron-Core's buffers: finalised once per optimizer step, and gathered where someone asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class Gradients:
+    """The gradients of one engine between optimizer steps.
+
+    Args:
+        chunks: of this rank. groups: of the layout.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+        self._chunks, self._groups = chunks, groups
+        self._summed = False
+
+    def finalize(self) -> None:
+        """Sum over ranks what was added since the last time."""
+        finalize(self._chunks, self._groups)
+        self._summed = True
+
+    def before_backward(self) -> None:
+        """Make room for more after sums were taken."""
+        if self._summed:
+            reopen(self._chunks, self._groups)
+        self._summed = False
+
+    def zero(self) -> None:
+        """Discard everything."""
+        zero(self._chunks)
+        self._summed = False
+
+
+def bucket_groups(chunk: DistributedDataParallel) -> list[Any]:
+    """What is reduced together: dense parameters, then experts."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def finalize(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+    """Reduce what the calls since the last step have added up: over replicas, tensor-parallel ranks and tied embeddings.
+
+    Called once per step: with the distributed optimizer a second reduction would add other ranks' sums again.
+    """
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            if group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)  # of a parameter that no output needed
+            if not chunk.ddp_config.overlap_grad_reduce:
+                continue
+            if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
+                group.per_param_grad_ready_counts = {}  # what Megatron learns from the first batch must be of all parameters
+            elif not group.is_first_batch and group.grad_reduce_handle is None:
+                group.start_grad_sync()  # no call knew that it was the last one, or an output without some parameter was asked for
+    finalize_model_grads(list(chunks), None, pg_collection=groups)
+
+
+@torch.no_grad()
+def reopen(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+    """After :func:`finalize`, leave each sum on one of the ranks that hold it, so that more can be added and the next reduction is right."""
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            for bucket in group.buckets:
+                _keep_own_sums(bucket.grad_data, group)
+        for name, parameter in chunk.module.named_parameters():
+            if groups.tp.rank() > 0 and _is_summed_over_tp(name, parameter, chunk.config):
+                parameter.main_grad.zero_()
+    if groups.embd is not None and groups.embd.rank() > 0:
+        weight = chunks[-1].module.shared_embedding_or_output_weight()
+        if chunks[-1].module.share_embeddings_and_output_weights and weight is not None:
+            weight.main_grad.zero_()
+
+
+def _keep_own_sums(data: Tensor, group: Any) -> None:
+    if group.ddp_config.use_distributed_optimizer:
+        replicas = group.intra_distributed_optimizer_instance_group
+        for rank, shard in enumerate(data.chunk(replicas.size())):
+            if rank != replicas.rank():
+                shard.zero_()
+    elif group.data_parallel_group.rank() > 0:
+        data.zero_()
+
+
+def _is_summed_over_tp(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
+    """What ``finalize_model_grads`` sums over tensor-parallel ranks."""
+    of_a_part = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+    return of_a_part or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+
+
+def zero(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Zero the buffers and forget what was reduced."""
+    for chunk in chunks:
+        for parameter in chunk.module.parameters():
+            parameter.grad = None
+        chunk.zero_grad_buffer()
+
+
+def gathered(chunks: Sequence[DistributedDataParallel]) -> Callable[[nn.Parameter], Tensor]:
+    """The whole gradient of each parameter. Where the distributed optimizer reduces to shards, they are gathered, to a copy. Collective."""
+    found: dict[nn.Parameter, Tensor] = {}
+    for chunk in chunks:
+        for group in bucket_groups(chunk):
+            for bucket in group.buckets:
+                data = (
+                    _whole(bucket.grad_data, group) if chunk.ddp_config.use_distributed_optimizer else bucket.grad_data
+                )
+                for parameter in bucket.params_list:
+                    start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+                    found[parameter] = data[start : start + parameter.numel()].view(parameter.shape)
+    return found.__getitem__
+
+
+def _whole(data: Tensor, group: Any) -> Tensor:
+    replicas = group.intra_distributed_optimizer_instance_group
+    if replicas.size() == 1:
+        return data
+    whole = torch.empty_like(data)
+    dist.all_gather_into_tensor(whole, data.chunk(replicas.size())[replicas.rank()].contiguous(), group=replicas)
+    return whole
+
+
+def settle_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Finish gathering the parameters that the distributed optimizer has updated. Collective where gathers overlap."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in bucket_groups(chunk):
+                if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                    group.start_param_sync(force_sync=True)

@@ -1,0 +1,103 @@
+"""Routers of a Megatron-Core model, watched: they replay recorded routing, count, and carry the gradient of balancing losses.
+
+Megatron-Core's own losses, scaler, log and replay, which live once in a process, stay off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from areal.engine.moe import Experts, Routing
+
+
+def experts_of(config: TransformerConfig) -> Experts:
+    """The experts of the whole model."""
+    if config.num_moe_experts is None:
+        return Experts()
+    return Experts(sum(_sparse(config)), config.num_moe_experts, config.moe_router_topk)
+
+
+def _sparse(config: TransformerConfig) -> list[int]:
+    """For each layer of the whole model, whether it has experts: 1 or 0."""
+    every = config.moe_layer_freq
+    return [int(i % every == 0) for i in range(config.num_layers)] if isinstance(every, int) else list(every)
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer that lends its router what belongs to the micro-batch, for as long as its forward, or that of its recomputation, runs."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if not isinstance(self.mlp, MoELayer):
+            return super().forward(*args, **options)
+        router = self.mlp.router
+        router.lent = getattr(options.get("packed_seq_params"), "routing", None)
+        try:
+            return super().forward(*args, **options)
+        finally:
+            router.lent = None
+
+
+class RoutedTopK(TopKRouter):
+    """Megatron-Core's router, whose choice is recorded, or replayed.
+
+    Attributes:
+        lent: for the forward that runs.
+    """
+
+    lent: Routing | None = None
+    router_replay: Any
+
+    def set_layer_number(self, layer_number: int) -> None:
+        super().set_layer_number(layer_number)
+        self._number = sum(_sparse(self.config)[: layer_number - 1])
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """From the logits ``[T, 1, E]`` to each token's weight of each expert, and a map of where it goes, both ``[T, E]``."""
+        lent = self.lent
+        if lent is None:
+            return super().routing(logits, padding_mask)
+        self.router_replay = choice = _Choice(lent.replayed(self._number))
+        try:
+            weights, chosen = super().routing(logits, padding_mask)
+        finally:
+            self.router_replay = None
+        return lent.watch(self._number, logits.flatten(0, -2), choice.made(), weights), chosen
+
+
+class _Choice:
+    """Stands where Megatron-Core asks its replay for a choice."""
+
+    def __init__(self, replayed: Tensor | None) -> None:
+        self._replayed = replayed
+        self._made = replayed
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """The scores ``[T, K]`` and ids of the experts that tokens go to, of ``[T, E]``."""
+        if self._replayed is not None:
+            return scores.gather(1, self._replayed), self._replayed
+        best, self._made = choose(scores, topk, groups, group_topk)
+        return best, self._made
+
+    def made(self) -> Tensor:
+        """Where tokens go, int64 ``[T, K]``.
+
+        Raises:
+            RuntimeError: Megatron-Core did not ask.
+        """
+        if self._made is None:
+            raise RuntimeError("Megatron-Core chose experts by a fused kernel: leave moe_router_fusion off")
+        return self._made

@@ -1,0 +1,116 @@
+"""Megatron-Core's own schedules behind ours: it owns the loop, and calls our two halves of a micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.schedule import ForwardFn, ProcessFn
+
+
+class MegatronSchedule:
+    """Runs micro-batches through model chunks by ``get_forward_backward_func``.
+
+    Gradients are finalised once per optimizer step, not once per call: within a call no reduction starts, unless :meth:`last_call`
+    says that the step follows.
+
+    Args:
+        chunks: of this rank, each in Megatron's ``DistributedDataParallel``, or bare where nothing is trained.
+        config: Megatron-Core's. groups: of the layout.
+        before_backward: called at the start of every call that adds gradients.
+    """
+
+    equal_lengths = False
+
+    def __init__(
+        self,
+        chunks: list[nn.Module],
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        before_backward: Callable[[], None],
+    ) -> None:
+        self._chunks = chunks
+        self._before_backward = before_backward
+        self._groups = groups
+        self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
+        self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
+        self._p2p = P2PCommunicator(groups.pp, config) if self._stages > 1 else None
+        self._config = config
+        self._step_follows = False
+
+    def round_up(self, n: int) -> int:
+        """Interleaved chunks take micro-batches in groups of as many as there are stages."""
+        group = self._stages if self._virtual else 1
+        return -(-n // group) * group
+
+    def grad_scale(self, n: int) -> float:
+        """Megatron divides nothing where losses are per token."""
+        return 1.0
+
+    @contextlib.contextmanager
+    def last_call(self) -> Iterator[None]:
+        """Inside, the optimizer step follows the next call, so that reductions may overlap with its last backward."""
+        self._step_follows = True
+        try:
+            yield
+        finally:
+            self._step_follows = False
+
+    def run(self, mbs: MicroBatchList, forward: ForwardFn, process: ProcessFn, *, forward_only: bool) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+
+        def forward_step(stream: Iterator[MicroBatch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
+            mb = next(stream)
+
+            def loss_func(output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                loss, results[mb.index] = process(output, mb)
+                return torch.zeros(()) if loss is None else loss, _NO_TOKENS, {}
+
+            return forward(model, mb), loss_func
+
+        if not forward_only:
+            self._before_backward()
+        with self._reductions(forward_only):
+            self._run(
+                forward_step_func=forward_step,
+                data_iterator=[iter(mbs) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(mbs),
+                seq_length=max(mb.padded_length for mb in mbs),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                p2p_communicator=self._p2p,
+                pg_collection=self._groups,
+            )
+        return results
+
+    @contextlib.contextmanager
+    def _reductions(self, forward_only: bool) -> Iterator[None]:
+        """Hold reductions back: all through the call, or until its last micro-batch."""
+        pauses = [chunk.no_sync for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
+        if forward_only or not pauses:
+            yield
+        elif self._step_follows:
+            self._config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]  # type: ignore[assignment]
+            try:
+                yield
+            finally:
+                self._config.no_sync_func = None
+        else:
+            with contextlib.ExitStack() as stack:
+                for pause in pauses:
+                    stack.enter_context(pause())
+                yield
+
+
+_NO_TOKENS = torch.zeros((), dtype=torch.int)

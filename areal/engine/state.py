@@ -1,0 +1,53 @@
+"""What an engine holds beside the training step: weights, gradients and optimizer state, and where they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from areal.api.checkpoint import SaveLoadMeta
+from areal.api.engine import TrainEngine
+from areal.api.weights import NamedTensor
+from areal.engine.parts import EngineParts
+
+
+class EngineState(TrainEngine):
+    """Streams, saves, loads and moves what the parts hold; what is away in host memory is brought back first."""
+
+    @abstractmethod
+    def _require_parts(self) -> EngineParts:
+        """The parts, or a ``RuntimeError`` where there are none."""
+
+    @abstractmethod
+    def _require_gradients(self) -> EngineParts:
+        """The parts, with gradients that are complete."""
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        parts = self._require_parts()
+        parts.memory.onload(params=True, grads=False, optimizer=False)
+        return parts.weights.named_tensors()
+
+    def named_gradients(self) -> Iterator[NamedTensor]:
+        parts = self._require_gradients()
+        parts.memory.onload(params=True, grads=True, optimizer=False)
+        return parts.weights.named_gradients()
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        parts = self._require_parts()
+        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+        parts.checkpointer.save(meta)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        parts = self._require_parts()
+        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+        self.zero_grad()
+        parts.checkpointer.load(meta)
+
+    def wait_for_checkpoint(self) -> None:
+        self._require_parts().checkpointer.wait()
+
+    def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        self._require_parts().memory.offload(params=params, grads=grads, optimizer=optimizer)
+
+    def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        self._require_parts().memory.onload(params=params, grads=grads, optimizer=optimizer)

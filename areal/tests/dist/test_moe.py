@@ -1,0 +1,387 @@
+"""Experts: balancing losses, replay, recording and load are what one process computes by hand, one sequence at a time, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.api import OptimizerConfig, ParallelDims
+from areal.engine.moe_terms import AUX_LOSS, Z_LOSS
+from areal.tests.cases import CASES, as_input, rows, samples, share
+from areal.tests.compare import assert_number, assert_rows, assert_tensors
+from areal.tests.layouts import Cell, Layout
+from areal.tests.lift import float64_everywhere
+from areal.tests.losses import OBJECTIVES
+from areal.tests.reference import Reference, one_sequence
+from areal.tests.running import Running, running
+from areal.tests.tiny import family_dir, started
+from areal.tests.world import cached, world
+
+TOLERANCE = 1e-10
+COEFFICIENTS = {AUX_LOSS: 0.5, Z_LOSS: 0.25}
+MOE = {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}
+
+LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
+    1: (("fsdp:d1", ""), ("fsdp:d1", "rows"), ("megatron:d1", "")),
+    2: (
+        ("fsdp:d2", ""),
+        ("fsdp:c2", "ulysses"),
+        ("fsdp:c2", "gather_kv"),
+        ("megatron:d2", ""),
+        ("megatron:t2", ""),
+        ("megatron:e2", ""),
+        ("megatron:p2", ""),
+        ("megatron:p2v2", ""),
+        ("megatron:c2", "ulysses"),
+        ("megatron:c2", "gather_kv"),
+        ("megatron:(attn:d1t2|ffn:d1e2)", ""),
+    ),
+    4: (
+        ("fsdp:d2c2", "gather_kv"),
+        ("megatron:e2t2", ""),
+        ("megatron:c2p2", "gather_kv"),
+        ("megatron:t2c2", "gather_kv"),
+        ("megatron:t2p2", ""),
+        ("megatron:d2p2", ""),
+    ),
+}
+
+
+def layout(backend: str, how: str = "", *, moe: dict[str, Any] = MOE) -> Layout:
+    """A layout of an engine that balances its experts."""
+    engine = ParallelDims.parse(backend).backend
+    options: dict[str, Any] = {"moe": moe}
+    if how:
+        options[engine] = {"attention": how} if how == "rows" else {"context_parallel": how}
+    return Layout(backend, how, options, changes=CHANGES["four" if "v2" in backend else "two"])
+
+
+CHANGES: dict[str, dict[str, Any]] = {"two": {}, "four": {"num_hidden_layers": 4}}
+
+
+def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int) -> list[Any]:
+    """Every layout of these world sizes with every cut, each marked with its world."""
+    found = []
+    for size in sizes:
+        for backend, how in LAYOUTS[size]:
+            for name, (case, cut, options) in cuts.items():
+                cell = Cell(layout(backend, how), "qwen3_moe", "nll", case, cut, options)
+                found.append(pytest.param(cell, id=f"{backend}-{how}-{name}", marks=pytest.mark.world(size)))
+    return found
+
+
+# ---- by hand
+
+
+@dataclass
+class ByHand:
+    """One global batch through transformers' own model.
+
+    Attributes:
+        loss: undivided sums of the loss and of the balancing losses. weight: of the loss.
+        experts: of each sequence, ``[S, L, K]``. load: tokens of each expert, ``[L, E]``. logprobs: of each sequence.
+    """
+
+    loss: dict[str, float]
+    divisors: dict[str, float]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    experts: list[Tensor] = field(default_factory=list)
+    load: Tensor = field(default_factory=lambda: torch.zeros(0))
+    logprobs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def grad_norm(self) -> float:
+        return sum(x.square().sum().item() for x in self.gradients.values()) ** 0.5
+
+
+def by_hand(
+    cell: Cell, *, divide_by: float | None = None, loss_weight: float = 1.0, replay: list[Tensor] | None = None
+) -> ByHand:
+    """The step of a cell's global batch."""
+
+    def compute() -> ByHand:
+        reference, objective = Reference(cell.path, temperature=cell.case.temperature), cell.objective
+        batch = samples(cell.case)
+        lengths = [len(sample["input_ids"]) for sample in batch]
+        weight = sum(float(objective.weight_fn(one_sequence(sample))) for sample in batch)
+        divisors = {"loss": weight, AUX_LOSS: float(len(batch)), Z_LOSS: float(sum(lengths))}
+        factors = {"loss": 1.0, **COEFFICIENTS}
+        found = ByHand(dict.fromkeys(divisors, 0.0), divisors)
+        for i, sample in enumerate(batch):
+            with routers(reference, None if replay is None else replay[i]) as seen, float64_everywhere():
+                outputs = reference.outputs(sample)
+                terms = {
+                    "loss": objective.loss_fn(outputs, one_sequence(sample))[0],
+                    AUX_LOSS: torch.tensor(0.0),
+                    Z_LOSS: torch.tensor(0.0),
+                }
+                for logits, experts in seen:
+                    tokens, chosen = experts.shape
+                    share_of = torch.zeros(logits.shape[1], dtype=torch.float64)
+                    for token in experts:
+                        for expert in token:
+                            share_of[expert] += 1 / (tokens * chosen)
+                    mean = torch.softmax(logits, -1).mean(0)
+                    terms[AUX_LOSS] = terms[AUX_LOSS] + logits.shape[1] * (share_of * mean).sum()
+                    terms[Z_LOSS] = terms[Z_LOSS] + (logits.exp().sum(-1).log() ** 2).sum()
+                total = sum(
+                    factors[name] * loss_weight * term / (divisors[name] if divide_by is None else divide_by)
+                    for name, term in terms.items()
+                )
+                total.backward()
+            for name, term in terms.items():
+                found.loss[name] += factors[name] * term.item()
+            found.experts.append(torch.stack([experts for _, experts in seen], 1))
+            found.logprobs.append(outputs.logprobs.detach())
+        every = torch.cat(found.experts)
+        found.load = torch.nn.functional.one_hot(every, 4).sum((0, 2)).double()
+        found.gradients = dict(reference.named_gradients())
+        return found
+
+    return cached(
+        "moe", (cell.path, cell.case_name, cell.objective_name, divide_by, loss_weight, replay is not None), compute
+    )
+
+
+@contextlib.contextmanager
+def routers(reference: Reference, replay: Tensor | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The logits and the experts of each router of the next forward, in order; ``replay`` ``[S, L, K]`` decides the experts."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def hook(router: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, experts = out
+        if replay is not None:
+            experts = replay[:, len(seen)]
+            chosen = torch.stack([torch.softmax(row, -1)[ids] for row, ids in zip(logits, experts, strict=True)])
+            weights = chosen / chosen.sum(-1, keepdim=True)
+        seen.append((logits, experts))
+        return logits, weights, experts
+
+    hooks = [
+        m.register_forward_hook(hook) for m in reference.model.modules() if type(m).__name__.endswith("TopKRouter")
+    ]
+    yield seen
+    for handle in hooks:
+        handle.remove()
+
+
+def recorded(lengths: tuple[int, ...], layers: int = 2) -> list[Tensor]:
+    """Two of four experts for each token and layer, by chance."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.rand(length, layers, 4, generator=generator).argsort(-1)[..., :2] for length in lengths]
+
+
+def with_replay(run: Running, experts: list[Tensor]) -> Any:
+    """This rank's part of the batch, with the experts that its tokens must go to."""
+    batch = [{**sample, "routed_experts": experts[i].int()} for i, sample in enumerate(run.samples())]
+    return as_input([batch[i] for i in run.mine], run.cell.case.form)
+
+
+def assert_terms(step: Any, expected: ByHand, divide_by: float | None = None, loss_weight: float = 1.0) -> None:
+    terms = {
+        name: loss_weight * value / (expected.divisors[name] if divide_by is None else divide_by)
+        for name, value in expected.loss.items()
+    }
+    assert step.terms == pytest.approx(terms, rel=TOLERANCE)
+    assert step.loss == pytest.approx(sum(terms.values()), rel=TOLERANCE)
+
+
+# ---- terms
+
+CUTS = {
+    "whole": ("ragged", "whole", "plain"),
+    "cut": ("ragged", "tokens24", "recompute"),
+    "fillers": ("starved", "mbs3", "plain"),
+    # One rank's sequences all weigh nothing in the loss. Their routers count all the same.
+    "weightless": ("zero_rank", "tokens24", "plain"),
+}
+
+
+@pytest.mark.parametrize("cell", cells(CUTS, 1, 2, 4))
+def test_balancing_losses_are_terms_of_the_sum(cell: Cell) -> None:
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    with running(cell) as run:
+        engine, batch, expected = run.engine, run.batch(), by_hand(cell)
+        assert_terms(engine.eval_batch(batch, *call), expected)
+        step = engine.forward_backward(batch, *call)
+        assert_terms(step, expected)
+        assert_tensors(engine.named_gradients(), expected.gradients, TOLERANCE)
+        assert_number(engine.optimizer_step().grad_norm, expected.grad_norm, TOLERANCE)
+        again = engine.train_batch(batch, *call)
+        assert_terms(again, expected)
+        assert_number(again.grad_norm, expected.grad_norm, TOLERANCE)
+        peaks = expected.load.max(-1).values / expected.load.mean(-1)
+        assert step.metrics["moe/load_max_over_mean"] == pytest.approx(peaks.mean().item(), rel=1e-12)
+        assert step.metrics["moe/load_max_over_mean_worst"] == pytest.approx(peaks.max().item(), rel=1e-12)
+        assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
+
+
+@pytest.mark.parametrize("cell", cells({"cut": ("ragged", "tokens24", "plain")}, 2))
+@pytest.mark.parametrize("normalization", ["sum", 8.0])
+def test_several_calls_are_one(cell: Cell, normalization: Any) -> None:
+    """With sums, or one number, the gradients of the parts of a batch add up to that of the whole."""
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    number = 1.0 if normalization == "sum" else normalization
+    expected = by_hand(cell, divide_by=number, loss_weight=0.5)
+    with running(cell) as run:
+        everything = run.samples()
+        terms: dict[str, float] = {}
+        for part in (run.mine[:1], run.mine[1:]):
+            batch = as_input([everything[i] for i in part], "list")
+            step = run.engine.forward_backward(batch, *call, normalization=normalization, loss_weight=0.5)
+            terms = {name: terms.get(name, 0.0) + value for name, value in step.terms.items()}
+        assert terms == pytest.approx(
+            {name: 0.5 * value / number for name, value in expected.loss.items()}, rel=TOLERANCE
+        )
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:p2", "megatron:t2"])
+def test_a_stage_may_have_no_experts(backend: str) -> None:
+    plain = layout(backend)
+    cell = Cell(
+        Layout(backend, "", plain.options, changes={"mlp_only_layers": [0]}), "qwen3_moe", "nll", "ragged", "tokens24"
+    )
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    with running(cell) as run:
+        step, expected = run.engine.forward_backward(run.batch(), *call), by_hand(cell)
+        assert_terms(step, expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:c2", "megatron:p2"])
+def test_a_custom_loop_leaves_the_terms_out(backend: str) -> None:
+    cell, bare = (Cell(layout(backend, moe=moe), "qwen3_moe", "nll", "ragged", "tokens24") for moe in (MOE, {}))
+
+    def gradients(cell: Cell) -> dict[str, Tensor]:
+        with running(cell) as run:
+            mbs = run.engine.microbatches(run.batch())
+            run.engine.forward_backward_batch(mbs, lambda out, mb: (cell.objective.loss_fn(out, mb.data)[0], None))
+            return {name: tensor.clone() for name, tensor in run.engine.named_gradients()}
+
+    found, expected = gradients(cell), gradients(bare)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- replay and recording
+
+
+@pytest.mark.parametrize(
+    "cell", cells({"cut": ("ragged", "tokens24", "plain"), "again": ("starved", "mbs3", "recompute")}, 1, 2, 4)
+)
+def test_recorded_routing_is_replayed(cell: Cell) -> None:
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    layers = cell.layout.changes.get("num_hidden_layers", 2)
+    experts = recorded(cell.case.lengths, layers)
+    with running(cell) as run:
+        batch, expected = with_replay(run, experts), by_hand(cell, replay=experts)
+        plain = by_hand(cell)
+        assert abs(expected.loss["loss"] - plain.loss["loss"]) > 1e-3, "replay must show"
+        lengths = [cell.case.lengths[i] for i in run.mine]
+        found = rows(run.engine.forward_batch(batch), lengths)
+        assert_rows(found, expected.logprobs, run.mine, TOLERANCE)
+        assert_terms(run.engine.forward_backward(batch, *call), expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "cell", [p for p in cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2, 4) if "p2" not in p.id]
+)
+def test_routing_is_recorded(cell: Cell) -> None:
+    with running(cell) as run:
+        lengths = [cell.case.lengths[i] for i in run.mine]
+        found = run.engine.forward_batch(run.batch(), outputs=("routed_experts", "logprobs"))
+        expected = by_hand(cell)
+        for row, i in zip(rows(found["routed_experts"], lengths), run.mine, strict=True):
+            assert torch.equal(row, expected.experts[i])
+        replayed = recorded(cell.case.lengths)
+        again = rows(run.engine.forward_batch(with_replay(run, replayed), outputs=("routed_experts",)), lengths)
+        assert all(torch.equal(row, replayed[i]) for row, i in zip(again, run.mine, strict=True))
+
+
+@pytest.mark.world(2)
+def test_a_pipeline_cannot_record() -> None:
+    cell = Cell(layout("megatron:p2"), "qwen3_moe")
+    with running(cell) as run:
+        with pytest.raises(ValueError, match="layout without 'p'"):
+            run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+        with pytest.raises(ValueError, match="layout without 'p'"):
+            mbs = run.engine.microbatches(run.batch())
+            run.engine.forward_backward_batch(
+                mbs, lambda out, mb: (None, None), outputs=("routed_experts",), forward_only=True
+            )
+
+
+# ---- what is refused
+
+WRONG = {
+    "too high": (lambda x: x.index_fill(0, torch.tensor([0]), 9), r"ids from 0 to 9"),
+    "negative": (lambda x: x - 1, r"ids from -1"),
+    "one layer": (lambda x: x[:, :1], r"is \[B, S, 1, 2\]: pass \[B, S, 2, 2\]"),
+    "one expert": (lambda x: x[:, :, :1], r"pass \[B, S, 2, 2\]"),
+    "floats": (lambda x: x.double(), "expert ids are integers"),
+    "twice": (lambda x: x * 0 + 1, "twice to the same expert"),
+}
+
+
+@pytest.mark.world(1, 2)
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_routing_is_refused_on_every_rank(engine: str, wrong: str) -> None:
+    change, message = WRONG[wrong]
+    case = CASES["ragged"]
+    with started(f"{engine}:d{world().size}", path=family_dir("qwen3_moe")) as run:
+        mine = share(case, run.dp_rank, run.dp_size)
+        experts, batch = recorded(case.lengths), samples(case)
+        broken = run.dp_rank == run.dp_size - 1
+        passed = [{**batch[i], "routed_experts": change(experts[i]) if broken else experts[i]} for i in mine]
+        with pytest.raises(ValueError, match=message):
+            run.forward_batch(passed)
+        good = [{**batch[i], "routed_experts": experts[i]} for i in mine]
+        assert len(run.forward_batch(good)) == len(mine)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
+def test_a_dense_model_has_nothing_to_balance(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"moe\.z_loss = 0\.1, but"), started(backend, moe={"z_loss": 0.1}):
+        raise RuntimeError("not reached")
+    with started(backend) as engine:
+        batch = samples(CASES["ragged"])
+        with pytest.raises(ValueError, match="leave it out"):
+            engine.forward_batch(
+                [{**x, "routed_experts": torch.zeros(len(x["input_ids"]), 2, 2).long()} for x in batch]
+            )
+        with pytest.raises(ValueError, match="leave it out"):
+            engine.forward_batch(batch, outputs=("routed_experts",))
+
+
+@pytest.mark.world(1)
+def test_a_loss_cannot_take_a_terms_name() -> None:
+    with started("fsdp:d1", path=family_dir("qwen3_moe"), moe={"aux_loss": 0.1}) as engine:
+        with pytest.raises(ValueError, match="give it another name"):
+            engine.eval_batch(
+                samples(CASES["ragged"]),
+                lambda out, batch: {AUX_LOSS: out.logprobs.sum()},
+                lambda batch: {AUX_LOSS: batch["loss_mask"].sum()},
+            )
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:p2"])
+def test_training_balances_the_load(backend: str) -> None:
+    adam = OptimizerConfig(lr=0.02, gradient_clipping=None)
+    moe = {"aux_loss": 4.0, "statistics": True}
+    with started(backend, path=family_dir("qwen3_moe"), moe=moe, optimizer=adam) as engine:
+        batch, objective = samples(CASES["ragged"]), OBJECTIVES["nll"]
+        mine = batch[engine.dp_rank :: engine.dp_size]
+        steps = [engine.train_batch(mine, objective.loss_fn, objective.weight_fn) for _ in range(12)]
+        assert steps[-1].terms[AUX_LOSS] < steps[0].terms[AUX_LOSS]
