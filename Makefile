@@ -24,9 +24,11 @@ demo-short: $(MODEL) ## The same in little.
 	$(SFT) --backend fsdp:d2 --output runs/demo-short --steps 5 --batch-size 40 --max-tokens-per-mb 512 \
 	  --eval-size 48 --min-loss-fall 0.2
 
-demo-layouts: $(MODEL) ## Data parallel and context parallel, in float32: the same losses.
+demo-layouts: $(MODEL) $(VENV)/.test ## Data parallel, context parallel and a Megatron pipeline, in float32: the same losses.
 	$(SFT) --backend fsdp:d2 --output runs/demo-d2 --dtype float32 --steps 3 --eval-size 16 --batch-size 40
 	$(SFT) --backend fsdp:c2 --output runs/demo-c2 --dtype float32 --steps 3 --eval-size 16 --batch-size 40 \
+	  --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
+	$(SFT) --backend megatron:p2 --output runs/demo-p2 --dtype float32 --steps 3 --eval-size 16 --batch-size 40 \
 	  --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
 
 test: $(VENV)/.test ## Run the tests.

@@ -26,14 +26,16 @@ class Agreement:
 
     Args:
         control: all ranks of the engine.
-        mesh: of the engine. One rank speaks for each data-parallel coordinate, and one for each pipeline stage there.
+        mesh: of the engine. One rank speaks for each pipeline stage of each data-parallel coordinate; that of the last stage, where losses
+            are, for the coordinate.
     """
 
     def __init__(self, control: ControlPlane, mesh: DeviceMesh) -> None:
         self._control = control
         at = {axis: mesh[axis].get_local_rank() for axis in ("dp", "pp", "cp", "tp")}
         of_stage = at["cp"] == at["tp"] == 0
-        places = control.gather((at["dp"], of_stage and at["pp"] == 0, of_stage))
+        self._has_losses = at["pp"] == mesh["pp"].size() - 1
+        places = control.gather((at["dp"], of_stage and self._has_losses, of_stage))
         self._dp_ranks, self._mains, self._of_stages = zip(*places, strict=True)
         self._shared = not all(self._mains)
 
@@ -123,7 +125,8 @@ class Agreement:
         error: Exception | None = None
         local, routed = Summary(), RoutingSums()
         try:
-            local, routed = summarize(mbs, results), tally.sums()
+            # The other stages have the results as well, but not the fault that may be in them.
+            local, routed = summarize(mbs, results) if self._has_losses else Summary(), tally.sums()
         except Exception as caught:
             error = caught
         local.seconds = time.perf_counter() - start

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 PACKED_ATTENTION = "areal_packed"
 """Name of the attention implementation."""
 
-TESTED_FAMILIES = frozenset({"gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
+TESTED_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
 """Model types whose packed numbers the test suite pins. Others are generic: a probe decides whether they are packed."""
 
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})

@@ -116,6 +116,8 @@ class BaseTrainEngine(EngineState):
                 self.control.close()
 
     def _drop_parts(self, why: str) -> None:
+        if self._parts is not None:
+            self._parts.forget()
         self._parts, self._unusable = None, why
         self._pending = False
         gc.collect()
@@ -353,6 +355,7 @@ class BaseTrainEngine(EngineState):
         if not self._pending:
             raise RuntimeError("no gradient is pending: call forward_backward() first")
         if not self._finalized:
+            parts.memory.onload(params=False, grads=True, optimizer=False)
             self._finalize_grads()
             self._finalized = True
         return parts

@@ -65,6 +65,11 @@ class EngineParts:
         """A micro-batch's padded length is a multiple of this."""
         return self.context_parallel.align * self.token_split
 
+    def forget(self) -> None:
+        """Hold nothing any more: those who still hold these parts then hold no process group, and its connections can close."""
+        for part in (self.schedule, self.routing, self):
+            vars(part).clear()
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Dropout off; the mode is restored."""
@@ -73,4 +78,5 @@ class EngineParts:
         try:
             yield
         finally:
-            self.model.train(training)
+            if "model" in vars(self):
+                self.model.train(training)

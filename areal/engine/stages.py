@@ -46,7 +46,8 @@ class Parcel:
 
 def pack_results(results: dict[int, Any], stages: DeviceMesh, faults: Faults) -> Parcel | None:
     """The results of a call, on the last of several pipeline stages; what cannot be packed is one of the ``faults``."""
-    if stages.size() == 1 or stages.get_local_rank() < stages.size() - 1 or faults.broken:
+    # A model that failed may have taken the groups of its ranks with it: ask them nothing then.
+    if faults.broken or stages.size() == 1 or stages.get_local_rank() < stages.size() - 1:
         return None
     with faults.held():
         return Parcel.of(results)

@@ -57,7 +57,8 @@ class Layout:
 
 
 _NOT_MEGATRON = ("gemma3_text",)
-_DENSE = tuple(family for family in FAMILIES if not family.endswith("_moe"))
+_EXPERTS = ("qwen3_moe", "deepseek_v3")
+_DENSE = tuple(family for family in FAMILIES if family not in _EXPERTS)
 _SPLIT = (*_NOT_MEGATRON, "smollm")
 """What tensor parallelism cannot split: smollm has 9 heads."""
 
@@ -90,7 +91,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         _megatron("d1"),
         _megatron("d2"),
         _megatron("t2", refuses=_SPLIT),
-        _megatron("t2", "no_sp", refuses=(*_SPLIT, "qwen3_moe"), sequence_parallel=False),
+        _megatron("t2", "no_sp", refuses=(*_SPLIT, *_EXPERTS), sequence_parallel=False),
         _megatron("p2"),
         _megatron("c2", "ulysses", refuses=_SPLIT, context_parallel="ulysses"),
         _megatron("c2", "gather_kv", context_parallel="gather_kv"),
@@ -100,10 +101,8 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         _megatron("t2p2", refuses=_SPLIT),
         _megatron("c2p2"),
         _megatron("c4", context_parallel="gather_kv"),
-        _megatron("d2t2", refuses=_SPLIT),
         _megatron("e2t2", refuses=_DENSE),
         _megatron("(attn:d1t2|ffn:d1e2)", refuses=_DENSE),
-        _megatron("e2p2", refuses=_DENSE),
     ),
 }
 
@@ -228,5 +227,5 @@ def _takes(layout: Layout, fields: Mapping[str, Any]) -> bool:
     if family in layout.refuses or (options is not None and options not in all_options(layout.engine)):
         return False
     # In bf16 a token near a tie goes to other experts than in float64: a difference of the model's, which no bound covers.
-    only_experts = set(FAMILIES) - set(layout.refuses) == {"qwen3_moe"}
-    return not ((family == "qwen3_moe" or only_experts) and fields.get("dtype") == "bfloat16")
+    only_experts = set(FAMILIES) - set(layout.refuses) <= set(_EXPERTS)
+    return not ((family in _EXPERTS or only_experts) and fields.get("dtype") == "bfloat16")

@@ -27,11 +27,12 @@ def float64_everywhere() -> Iterator[None]:
     """Lift casts to float32, in forward, backward and recomputation, for every thread of this process.
 
     Enter it before a model is built: rotary frequencies are computed then, and are float64 only inside. Float32 and narrower tensors
-    stay what they are.
+    stay what they are. Import Megatron-Core outside: on the CPU it leaves a ``Tensor.type`` of its own.
     """
     with ExitStack() as stack:
         for name, lifted in (("float", _float), ("to", _lifted_to), ("type_as", _type_as)):
             stack.enter_context(mock.patch.object(Tensor, name, lifted))
+        stack.enter_context(mock.patch.object(Tensor, "type", _lift_type(Tensor.type)))
         for owner in (Tensor, F, torch):
             for name in ("softmax", "log_softmax"):
                 stack.enter_context(mock.patch.object(owner, name, _lift_dtype(getattr(owner, name))))
@@ -69,6 +70,14 @@ def _lift_dtype(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if x.dtype == torch.float64 and options.get("dtype") is torch.float32:
             options["dtype"] = torch.float64
         return function(x, *args, **options)
+
+    return lifted
+
+
+def _lift_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def lifted(self: Tensor, *args: Any, **options: Any) -> Any:
+        return _lifted_to(self, torch.float32) if args == (torch.float32,) else function(self, *args, **options)
 
     return lifted
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -69,6 +70,24 @@ _MOE = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
+_DEEPSEEK = {
+    **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-5,
+}
 
 FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen2": lambda **changes: Qwen2Config(**{**_QWEN2, **changes}),
@@ -77,6 +96,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": lambda **changes: LlamaConfig(**{**_DENSE, **changes}),
     "gemma3_text": lambda **changes: Gemma3TextConfig(**{**_GEMMA3, **changes}),
     "qwen3_moe": lambda **changes: Qwen3MoeConfig(**{**_MOE, **changes}),
+    "deepseek_v3": lambda **changes: DeepseekV3Config(**{**_DEEPSEEK, **changes}),
     "smollm": lambda **changes: LlamaConfig(**{**_SMOLLM, **changes}),
 }
 """Configurations by family. A new family joins the grid by an entry here; ``changes`` override fields of its configuration."""
@@ -127,6 +147,9 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_mean(name, config) + _scale(name, parameter) * noise)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

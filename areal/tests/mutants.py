@@ -20,7 +20,7 @@ from _pytest._io import TerminalWriter
 from _pytest.runner import runtestprotocol
 
 from areal.tests.conftest import pools_key, tables_key
-from areal.tests.mutations import MUTANTS, plant_in_worker
+from areal.tests.planted import MUTANTS, plant_in_worker
 from areal.tests.planting import Mutant, plant, traces
 from areal.tests.worker import Call
 
@@ -67,14 +67,14 @@ def files_of(mutants: Iterable[Mutant]) -> set[str]:
 
 
 def find_test(test: str | Mapping[str, str], items: Iterable[pytest.Item]) -> pytest.Function:
-    """The collected test that a mutant names.
+    """The first collected test that a mutant names.
 
     Raises:
         ValueError: there is none.
     """
     for item in items:
         here = Path(item.path).relative_to(TESTS).as_posix()
-        if isinstance(test, str) and test == here + "::" + item.nodeid.partition("::")[2]:
+        if isinstance(test, str) and _is_like(here + "::" + item.nodeid.partition("::")[2], test):
             return item  # type: ignore[return-value]
     fitting = [item for item in items if isinstance(test, Mapping) and _is_cell(item, test)]
     # In float64 what is slightly wrong shows as well.
@@ -90,7 +90,12 @@ def _is_cell(item: pytest.Item, fields: Mapping[str, str]) -> bool:
     if cell is None or Path(item.path) != TESTS / GRID:
         return False
     has = {**vars(cell), "layout": cell.layout.name}
-    return all(has[name] == value for name, value in fields.items())
+    return all(_is_like(has[name], value) for name, value in fields.items())
+
+
+def _is_like(text: str, pattern: str) -> bool:
+    """Whether a text is what a pattern says, in which ``*`` stands for anything."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), text) is not None
 
 
 class Runner:

@@ -1,4 +1,7 @@
-"""The bugs that the suite must catch. Each is a function from the right function to a wrong one; its docstring says what is wrong."""
+"""The bugs that the suite must catch, in what all engines share and in the FSDP engine.
+
+Each is a function from the right function to a wrong one; its docstring says what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,12 @@ import torch
 import torch.distributed as dist
 
 from areal.api import IGNORE_INDEX
-from areal.tests.planting import MUTANTS, Function, mutant, plant
+from areal.tests.planting import Function, mutant
 
 LOOP = "dist/test_steps.py::test_a_loop_of_ones_own_equals_train_batch[{}]"
 THREE = "dist/test_steps.py::test_three_steps_track_the_reference[{}]"
 CALLS = "dist/test_steps.py::test_calls_then_a_step_equal_one_batch[{}]"
 SKIPPED = "dist/test_bad_losses.py::test_a_gradient_that_is_not_finite_skips_the_step[fsdp:d1]"
-
-
-def plant_in_worker(name: str) -> None:
-    """Plant a mutant for as long as this process lives."""
-    plant(MUTANTS[name])
 
 
 # ---- what a gradient is divided by
@@ -90,7 +88,7 @@ def filler_counted(right: Function) -> Function:
 
 @mutant(
     "areal.engine.schedule:SequentialSchedule.run",
-    "dist/test_caught.py::test_a_filler_reaches_no_process_function[w2]",
+    "dist/test_caught.py::test_a_filler_reaches_no_process_function[w2-fsdp:d2]",
 )
 def filler_processed(right: Function) -> Function:
     """A filler reaches the process function."""
@@ -269,8 +267,7 @@ def evaluation_discards_gradients(right: Function) -> Function:
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = right(self, *args, **kwargs)
-        for parameter in self._require_parts().model.parameters():
-            parameter.grad = None
+        self._require_parts().zero_grad()
         return step
 
     return wrong

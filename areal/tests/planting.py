@@ -28,7 +28,8 @@ class Mutant:
         says: what is wrong, in a sentence.
         target: the function that is replaced, as ``module:name`` or ``module:Class.name``, where it is defined.
         mutate: makes the wrong function from the right one.
-        tests: each a test's id below this directory, or fields of a cell of the grid, of which the first that has them is taken.
+        tests: each a test's id below this directory, or fields of a cell of the grid, of which the first that has them is taken. ``*``
+            stands for anything.
     """
 
     name: str

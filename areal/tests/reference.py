@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -144,8 +145,10 @@ class Reference:
             yield VALUE_HEAD, self._value_head
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the weights, each expert's for itself."""
-        return _as_in_files((name, parameter.detach().clone()) for name, parameter in self.named_parameters())
+        """Copies of the weights, each expert's for itself, and of the buffers that files hold."""
+        stored = self.model.state_dict()
+        buffers = ((name, buffer) for name, buffer in self.model.named_buffers() if name in stored)
+        return _as_in_files((name, tensor.detach().clone()) for name, tensor in chain(self.named_parameters(), buffers))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of the pending gradients, likewise; zeros where there is none."""

@@ -64,8 +64,8 @@ class Running:
 @contextmanager
 def running(cell: Cell, optimizer: OptimizerConfig = STAND_STILL, total_steps: int = 100) -> Iterator[Running]:
     """The engine of a cell, initialized; destroyed at the end. Float64 all through where the cell's dtype is."""
+    engine = create_engine(cell.config(optimizer))
     with float64_everywhere() if cell.dtype == "float64" else nullcontext():
-        engine = create_engine(cell.config(optimizer))
         engine.initialize(FinetuneSpec(total_train_steps=total_steps))
         with engine:
             yield Running(cell, engine)

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GPT2Config
 
-from areal.api import Batch, FinetuneSpec, MicroBatchSpec, OptimizerConfig, TokenOutputs, TrainEngine, TrainEngineConfig
+from areal.api import (
+    Batch,
+    FinetuneSpec,
+    MicroBatchSpec,
+    OptimizerConfig,
+    ParallelDims,
+    TokenOutputs,
+    TrainEngine,
+    TrainEngineConfig,
+)
 from areal.engine.registry import create_engine
 from areal.tests.cases import CASES, samples
 from areal.tests.models import VOCAB, model_dir, tiny_model
@@ -23,7 +32,11 @@ from areal.tests.world import digest, locked, world
 
 Sample = dict[str, Tensor]
 
-LAYOUTS = {1: ("fsdp:d1",), 2: ("fsdp:d2", "fsdp:c2"), 4: ("fsdp:d2c2",)}
+LAYOUTS = {
+    1: ("fsdp:d1", "megatron:d1"),
+    2: ("fsdp:d2", "fsdp:c2", "megatron:p2"),
+    4: ("fsdp:d2c2", "megatron:t2p2"),
+}
 """Layouts that tests of every layout take, by world size."""
 
 OPTIMIZER = OptimizerConfig(lr=0.01, lr_scheduler="linear", gradient_clipping=0.5)
@@ -49,9 +62,11 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
         yield engine
 
 
-def layouts(*sizes: int) -> list[Any]:
-    """The layouts of these world sizes, each marked with its own."""
-    marked = [(backend, pytest.mark.world(size)) for size in sizes for backend in LAYOUTS[size]]
+def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:
+    """The layouts of these world sizes (of one engine; without some; with others), each marked with its own."""
+    known = [backend for size in sizes for backend in LAYOUTS[size] if backend.startswith(engine)]
+    chosen = [*(backend for backend in known if backend not in but), *also]
+    marked = [(backend, pytest.mark.world(ParallelDims.parse(backend).world_size)) for backend in chosen]
     return [pytest.param(backend, id=backend, marks=mark) for backend, mark in marked]
 
 

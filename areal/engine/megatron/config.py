@@ -6,18 +6,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
+from areal.engine.megatron.rotary import RotaryAngles
 from areal.engine.megatron.spec import Windows, has_transformer_engine
 from areal.utils import platform
 
-QK_NORM = ("qwen3", "qwen3_moe")
+LATENT = ("deepseek_v3",)
+"""With multi-head latent attention, and experts that a sigmoid and a bias choose."""
+QK_NORM = ("qwen3", "qwen3_moe", *LATENT)
 QKV_BIAS = ("qwen2",)
-MOE = ("qwen3_moe",)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+MOE = ("qwen3_moe", *LATENT)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE)
 """Values of ``model_type`` that the engine builds."""
 
 
@@ -41,6 +44,24 @@ def check_family(hf: PretrainedConfig) -> None:
             raise ValueError(
                 f"{name} = {value!r} in config.json: the Megatron engine has only {allowed[0]!r}; use an 'fsdp:' backend"
             )
+    if hf.model_type in LATENT:
+        _check_latent(hf)
+
+
+def _check_latent(hf: PretrainedConfig) -> None:
+    """What Megatron-Core computes otherwise than transformers does."""
+    chosen, limited = hf.num_experts_per_tok, _group_limit(hf)
+    for name, wrong, only in (
+        ("rope_interleave", not hf.rope_interleave, "pairs side by side (True)"),
+        ("norm_topk_prob", bool(hf.norm_topk_prob) != (chosen > 1), "True where num_experts_per_tok > 1"),
+        ("topk_group", bool(limited) and chosen // hf.topk_group != 2, "half of num_experts_per_tok, or n_group"),
+        ("num_key_value_heads", hf.num_key_value_heads != hf.num_attention_heads, "num_attention_heads"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{name} = {getattr(hf, name)!r} in config.json of a {hf.model_type!r}: the Megatron engine has only {only}; use an "
+                "'fsdp:' backend"
+            )
 
 
 def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> None:
@@ -54,12 +75,13 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
         ("query heads", heads),
         ("key heads", kv_heads),
         ("feed-forward columns", hf.intermediate_size),
+        *_latent_columns(hf),
     ):
         if number % dims.tp:
             raise ValueError(
                 f"backend = '{dims}': t{dims.tp} does not divide the model's {number} {what}; choose a smaller t"
             )
-    experts = getattr(hf, "num_experts", None) or 0
+    experts = _experts(hf)
     if dims.ep > 1 and (not experts or experts % dims.ep):
         raise ValueError(
             f"backend = '{dims}': e{dims.ep} does not divide the model's {experts} experts; choose another e"
@@ -71,7 +93,24 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
             f"backend = '{dims}': t{dims.expert_tp} of the experts does not divide moe_intermediate_size = "
             f"{hf.moe_intermediate_size}; write '(attn:…|ffn:…)' with a smaller t on the ffn side"
         )
+    if hf.model_type in LATENT and config.moe.aux_loss:
+        raise ValueError(
+            f"moe.aux_loss = {config.moe.aux_loss}: it balances routers with a softmax, and those of a {hf.model_type!r} have a sigmoid; "
+            "leave it out"
+        )
     _check_stages(hf.num_hidden_layers, dims, config)
+
+
+def _experts(hf: PretrainedConfig) -> int:
+    """In each layer that has any."""
+    return getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", None) or 0
+
+
+def _latent_columns(hf: PretrainedConfig) -> list[tuple[str, int]]:
+    if hf.model_type not in LATENT:
+        return []
+    queries = [("columns of q_a_proj", hf.q_lora_rank)] if hf.q_lora_rank else []
+    return [*queries, ("columns of kv_a_proj_with_mqa", hf.kv_lora_rank + hf.qk_rope_head_dim)]
 
 
 def _check_stages(layers: int, dims: ParallelDims, config: TrainEngineConfig) -> None:
@@ -111,12 +150,16 @@ def windows(hf: PretrainedConfig) -> Windows:
 def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> TransformerConfig:
     """Megatron-Core's configuration of this model in this layout. What is silently wrong there cannot be chosen here."""
     dtype = torch_dtype(config.dtype)
-    return TransformerConfig(
+    kind = MLATransformerConfig if hf.model_type in LATENT else TransformerConfig
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return kind(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        kv_channels=head_dim,
+        # Whole heads are rotated: the scale of both queries and keys is one of their products. Latent attention has its own.
+        softmax_scale=RotaryAngles(hf, head_dim).scaling ** 2 * head_dim**-0.5,
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -135,6 +178,7 @@ def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEn
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         **_parallel(dims, config),
+        **_latent_attention(hf),
         **_mixture_of_experts(hf),
     )
 
@@ -175,26 +219,69 @@ def sequence_parallel(dims: ParallelDims, config: TrainEngineConfig) -> bool:
     return dims.tp > 1 and config.megatron.sequence_parallel
 
 
+def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
+    if hf.model_type not in LATENT:
+        return {}
+    rope = hf.rope_parameters
+    scaled = rope.get("rope_type", "default") != "default"
+    return {
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        # Angles are ours (LatentAttention); of these only the scale of the softmax is left.
+        "rope_type": "rope",
+        "rotary_scaling_factor": rope.get("factor", 1.0) if scaled else 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0) if scaled else 0.0,
+    }
+
+
 def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
     # The only dispatcher that exchanges the shapes of a pipeline's messages is looked for even in dense models.
     fields: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if hf.model_type not in MOE:
         return fields
-    sparse = [
-        int(i not in (hf.mlp_only_layers or ()) and (i + 1) % hf.decoder_sparse_step == 0)
-        for i in range(hf.num_hidden_layers)
-    ]
-    if not hf.norm_topk_prob:
-        fields["moe_router_pre_softmax"] = True
+    fields |= _sigmoid_router(hf) if hf.model_type in LATENT else _softmax_router(hf)
     return fields | {
-        "num_moe_experts": hf.num_experts,
-        "moe_layer_freq": sparse,
+        "num_moe_experts": _experts(hf),
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_dtype": None,
         # Balancing is a term of the loss, in the sum contract; never a gradient that Megatron adds by itself.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
         "moe_permute_fusion": False,
     }
+
+
+def _softmax_router(hf: PretrainedConfig) -> dict[str, Any]:
+    sparse = [
+        int(i not in (hf.mlp_only_layers or ()) and (i + 1) % hf.decoder_sparse_step == 0)
+        for i in range(hf.num_hidden_layers)
+    ]
+    return {
+        "moe_layer_freq": sparse,
+        "moe_router_dtype": None,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+    }
+
+
+def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "moe_layer_freq": [int(i >= hf.first_k_dense_replace) for i in range(hf.num_hidden_layers)],
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid",
+        # The bias is ours (RoutedTopK): Megatron-Core would update this one at every step, over its global groups.
+        "moe_router_enable_expert_bias": False,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+        **_group_limit(hf),
+    }
+
+
+def _group_limit(hf: PretrainedConfig) -> dict[str, Any]:
+    """Nothing where a token may go to any group of experts."""
+    if (hf.n_group or 1) == (hf.topk_group or 1):
+        return {}
+    return {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}

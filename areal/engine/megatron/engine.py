@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,40 +63,40 @@ class MegatronEngine(BaseTrainEngine):
         hf = read_config(config.path)
         check_family(hf)
         check_layout(hf, self.dims, config)
-        groups = Groups(self.dims)
-        self._closers.append(groups.close)
-        self._groups = groups.collection
+        made = Groups(self.dims)
+        self._closers.append(functools.partial(self._close, made))
+        groups = made.collection
         _prepare_process()
         megatron = transformer_config(hf, self.dims, config)
         chunks = [
             PackedGPT(
                 hf,
                 megatron,
-                groups.collection,
+                groups,
                 vp_stage=number if self.dims.vpp > 1 else None,
                 value_head=config.value_head,
                 fp32_head=config.fp32_head,
             ).to(self.device)
             for number in range(self.dims.vpp)
         ]
-        trained = self._wrap(chunks, megatron)
-        self._gradients = grad.Gradients(trained, groups.collection)
+        trained = self._wrap(chunks, megatron, groups)
+        self._gradients = grad.Gradients(trained, groups)
         weights = MegatronWeights(
             chunks,
             hf,
-            groups.collection,
+            groups,
             self.control,
             gradients=lambda: _of_held(grad.gathered(trained)),
             settle=lambda: grad.settle_parameters(trained),
         )
-        chained = megatron_optimizer(trained, config, groups.collection) if config.optimizer else None
+        chained = megatron_optimizer(trained, config, groups) if config.optimizer else None
         weights.load(config, chained)
         optimizer = (
             step_optimizer(chained, config.optimizer, spec.total_train_steps) if chained and config.optimizer else None
         )
-        schedule = MegatronSchedule(list(trained), megatron, groups.collection, self._gradients.before_backward)
+        schedule = MegatronSchedule(list(trained), megatron, groups, self._gradients.before_backward)
         cp, shared = self._context_parallel(hf), sequence_parallel(self.dims, config)
-        splits = [cp, ContextParallel(groups.collection.tp)] if shared else [cp]
+        splits = [cp, ContextParallel(groups.tp)] if shared else [cp]
         memory = MegatronMemory(trained, chained, self._gradients)
         return EngineParts(
             model=nn.ModuleList(trained),
@@ -106,7 +108,7 @@ class MegatronEngine(BaseTrainEngine):
                 chained,
                 optimizer,
                 weights,
-                groups.collection,
+                groups,
                 hf.vocab_size,
                 self,
                 self.control,
@@ -134,7 +136,14 @@ class MegatronEngine(BaseTrainEngine):
 
     # ---- what the parts are made of
 
-    def _wrap(self, chunks: list[PackedGPT], megatron: TransformerConfig) -> list[DistributedDataParallel]:
+    def _close(self, groups: Groups) -> None:
+        """Connections close with the last reference to a group: let go of what holds any."""
+        self.__dict__.pop("_gradients", None)
+        groups.close()
+
+    def _wrap(
+        self, chunks: list[PackedGPT], megatron: TransformerConfig, groups: ProcessGroupCollection
+    ) -> list[DistributedDataParallel]:
         settings = self.config.megatron
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.config.grad_reduce_dtype == "float32",
@@ -144,9 +153,7 @@ class MegatronEngine(BaseTrainEngine):
             bucket_size=settings.bucket_size,
         )
         return [
-            DistributedDataParallel(
-                megatron, ddp, chunk, disable_bucketing=number > 0, pg_collection=self._groups
-            ).train()
+            DistributedDataParallel(megatron, ddp, chunk, disable_bucketing=number > 0, pg_collection=groups).train()
             for number, chunk in enumerate(chunks)
         ]
 

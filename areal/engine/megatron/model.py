@@ -58,6 +58,7 @@ class PackedGPT(GPTModel):
             vp_stage=vp_stage,
         )
         self.rotary = RotaryAngles(hf, config.kv_channels)
+        self._latent = config.multi_latent_attention
         self.value_head: nn.Linear | None = None
         if value_head and self.post_process:
             like = self.decoder.final_layernorm.weight
@@ -79,12 +80,17 @@ class PackedGPT(GPTModel):
     def forward(self, inputs: ModelInputs) -> Any:  # type: ignore[override]
         """The hidden state ``[T, 1, H]``, or behind the last layer outputs by name, each ``[T, ...]`` for this rank's tokens."""
         embedded = self._embed(inputs) if self.pre_process else None
+        angles = self.rotary(inputs.position_ids)
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self.rotary(inputs.position_ids),
+            rotary_pos_emb=None if self._latent else angles,
             packed_seq_params=PackedLayout(
-                qkv_format="sbhd", layout=inputs.layout, positions=inputs.position_ids, routing=inputs.routing
+                qkv_format="sbhd",
+                layout=inputs.layout,
+                positions=inputs.position_ids,
+                angles=(angles.squeeze(1), self.rotary.scaling),
+                routing=inputs.routing,
             ),
         )
         return self._outputs(hidden, inputs) if self.post_process else hidden

@@ -66,6 +66,19 @@ _ATTENTION = (
     _layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", WHOLE),
     _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
 )
+_LATENT_ATTENTION = (
+    _layer_row("input_layernorm.weight", "input_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", ROWS),
+    _layer_row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", WHOLE),
+    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", ROWS),
+    _layer_row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", WHOLE),
+    _layer_row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", ROWS),
+    _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
+)
 _FEED_FORWARD = (
     _layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", WHOLE),
     _layer_row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", WHOLE),
@@ -87,6 +100,15 @@ _EXPERTS = (
     ),
     _layer_row("mlp.experts.linear_fc2.weight{j}", "mlp.experts.{j}.down_proj.weight", COLUMNS),
 )
+_SHARED_EXPERTS = (
+    _layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", WHOLE),
+    _layer_row(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
+        ROWS,
+    ),
+    _layer_row("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", COLUMNS),
+)
 _ENDS = (
     Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ROWS),
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), WHOLE),
@@ -97,6 +119,7 @@ _ENDS = (
 TABLES: dict[str, tuple[Row, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), (*_ENDS, *_ATTENTION, *_FEED_FORWARD)),
     "qwen3_moe": (*_ENDS, *_ATTENTION, *_FEED_FORWARD, *_EXPERTS),
+    "deepseek_v3": (*_ENDS, *_LATENT_ATTENTION, *_FEED_FORWARD, *_EXPERTS, *_SHARED_EXPERTS),
 }
 """By ``model_type``. Names of the local layers and of Transformer Engine's stand side by side: a model has one or the other."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal.engine.moe import Experts, Routing
 
@@ -49,10 +51,17 @@ class RoutedTopK(TopKRouter):
 
     Attributes:
         lent: for the forward that runs.
+        expert_bias: float32 ``[E]``, added to scores for the choice alone, where they are sigmoids. A weight that no step changes.
     """
 
     lent: Routing | None = None
     router_replay: Any
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config, pg_collection)
+        if config.moe_router_score_function == "sigmoid":
+            zeros = torch.zeros(config.num_moe_experts, dtype=torch.float32)
+            self.expert_bias = nn.Parameter(zeros, requires_grad=False)
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)

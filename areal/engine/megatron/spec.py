@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_layer_specs,
@@ -15,18 +17,29 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_transformer_layer_offset,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
 from areal.engine.context_parallel import AttentionLayout
 from areal.engine.megatron.router import RoutedLayer, RoutedTopK
 from areal.engine.moe import Routing
 
+# Where Transformer Engine is not installed, this module takes what stands in for it for the real one.
+multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
 Windows = tuple[int | None, ...]
 """For each layer of a model, how many positions behind it a token sees, or ``None`` for all."""
+
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms within latent attention: transformers has this number there, whatever ``rms_norm_eps`` is."""
 
 
 def has_transformer_engine() -> bool:
@@ -43,11 +56,13 @@ class PackedLayout(PackedSeqParams):
     Attributes:
         layout: how attention runs over this micro-batch.
         positions: int64 ``[T]``, this rank's.
+        angles: rotary angles ``[T, 1, D]`` of these, and what their cosine and sine are multiplied by.
         routing: for the routers.
     """
 
     layout: AttentionLayout | None = None
     positions: Tensor | None = None
+    angles: tuple[Tensor, float] | None = None
     routing: Routing | None = None
 
 
@@ -83,10 +98,10 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedLayout | None = None,
         **_: Any,
     ) -> Tensor:
-        """``[T, 1, Hq, D]``, ``[T, 1, Hkv, D]`` and ``[T, 1, Hkv, Dv]`` to ``[T, 1, Hq * Dv]``."""
+        """``[T, 1, Hq, D]``, ``[T, 1, Hkv, D]`` and ``[T, 1, Hkv, Dv]``, or without the 1, to ``[T, 1, Hq * Dv]``."""
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise ValueError("packed attention needs packed_seq_params=PackedLayout(...)")
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        q, k, v = (x.flatten(0, -3) for x in (query, key, value))
         out = packed_seq_params.layout.attend(q, k, v, scale=self._scale, window=self._window)
         return out.reshape(len(out), 1, -1)
 
@@ -101,12 +116,74 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron-Core's multi-head latent attention (DeepSeek-V2, 2024), over packed tokens.
+
+    Angles come with the layout. Every tensor-parallel rank holds the down projections whole: split, as Megatron-Core's local layers have
+    them, the gradient of the rotary key that all heads share would be that of one rank's heads.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **options: Any,
+    ) -> None:
+        local = submodules.linear_kv_down_proj is ColumnParallelLinear
+        # Built without a group, Megatron-Core's would look for one in its global state.
+        queries = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
+        submodules = replace(submodules, linear_q_proj=queries)
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
+        self.rotary_pos_emb = _AnglesOfLayout()
+        self.config = copy.copy(config)
+        self.config.rope_type = (
+            "yarn"  # takes a scale beside the angles; built as such, it would compute a table in pinned memory
+        )
+        if local:
+            self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        if local and config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            module: Any = getattr(self, name, None)
+            if hasattr(module, "eps"):
+                module.eps = LATENT_NORM_EPS
+
+
+class WholeLinear(nn.Module):
+    """A product with the same weight ``[out, hidden_size]`` on all tensor-parallel ranks, each with its part of the tokens or all."""
+
+    def __init__(self, config: TransformerConfig, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+
+class _AnglesOfLayout(nn.Module):
+    """Stands where latent attention asks for angles by the length of a sequence: it is given the layout for a length."""
+
+    def get_rotary_seq_len(
+        self, inference: Any, block: Any, hidden: Tensor, config: TransformerConfig, packed: PackedLayout
+    ) -> PackedLayout:
+        return packed
+
+    def forward(self, packed: PackedLayout, packed_seq: bool = False) -> tuple[Tensor, float]:
+        if packed.angles is None:
+            raise ValueError("latent attention needs packed_seq_params=PackedLayout(angles=...)")
+        return packed.angles
 
 
 def block_spec(
@@ -129,6 +206,9 @@ def block_spec(
 def _use_our_modules(spec: ModuleSpec, windows: Windows, norm: type[nn.Module] | None) -> None:
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = functools.partial(PackedAttention, windows=windows)
+    if layer.self_attention.module is MLASelfAttention:
+        layer.self_attention.module = LatentAttention
+        attention.core_attention = ModuleSpec(module=PackedAttention, params={"windows": windows})
     if isinstance(getattr(layer.mlp, "submodules", None), MoESubmodules):
         spec.module, layer.mlp.submodules.router = RoutedLayer, RoutedTopK
     if norm is None:

@@ -70,19 +70,23 @@ class MegatronWeights:
                 held.place,
                 [TensorSpec(part.name, held.parameter.dtype, part.shape) for part in held.parts],
                 [part.place for part in held.slices(held.parameter.detach().view(-1))],
+                held.parameter.requires_grad,
             )
             for held in own
         ]
         everyone = control.gather(mine)
         known: dict[str, TensorSpec] = {}
-        for _, specs, _ in sorted((entry for theirs in everyone for entry in theirs), key=lambda entry: entry[0]):
+        self._trained: set[str] = set()
+        entries = sorted((entry for theirs in everyone for entry in theirs), key=lambda entry: entry[0])
+        for _, specs, _, trained in entries:
             for spec in specs:
                 known.setdefault(spec.name, spec)
+            self._trained |= {spec.name for spec in specs if trained}
         self._known = list(known.values())
         # Of the ranks that hold the same part, the first speaks for it.
         speaker: dict[Place, int] = {}
         for rank in dist.get_process_group_ranks(self._group):
-            for _, _, places in everyone[rank]:
+            for _, _, places, _ in everyone[rank]:
                 for place in places:
                     speaker.setdefault(place, rank)
         self._spoken = {place for place, rank in speaker.items() if rank == control.rank}
@@ -175,9 +179,9 @@ class MegatronWeights:
         yield from self._stream(lambda held: held.parameter.detach())
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """The gradients of all weights, likewise."""
+        """The gradients of all weights that are trained, likewise."""
         value = self._gradients()
-        yield from self._stream(value, dtype=value(self.held[0]).dtype)
+        yield from self._stream(value, dtype=value(self.held[0]).dtype, trained=True)
 
     def prepare_hf(
         self,
@@ -222,14 +226,18 @@ class MegatronWeights:
             elif held.parameter in self._mains:
                 main, start = self._mains[held.parameter]
                 yield from held.slices(main, start)
+            elif not held.parameter.requires_grad:
+                yield from held.slices(held.parameter.detach().view(-1))
 
     @torch.no_grad()
-    def _stream(self, value: Callable[[Held], Tensor], dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
+    def _stream(
+        self, value: Callable[[Held], Tensor], dtype: torch.dtype | None = None, *, trained: bool = False
+    ) -> Iterator[NamedTensor]:
         """Full tensors, bucket by bucket: each part is put where it belongs by the one rank that speaks for it, and integers are summed,
         so that the others' zeros change no bit.
         """
         device = self.held[0].parameter.device
-        for bucket in self._buckets():
+        for bucket in self._buckets([known for known in self._known if not trained or known.name in self._trained]):
             sizes = [torch.Size(known.shape).numel() for known in bucket]
             filled_up = -(-sum(sizes) // 8) * 8  # to whole integers
             flat = torch.zeros(filled_up, dtype=dtype or bucket[0].dtype, device=device)
@@ -244,11 +252,12 @@ class MegatronWeights:
                 dist.all_reduce(flat.view(torch.int64), group=self._group)
             yield from (NamedTensor(name, tensor) for name, tensor in full.items())
 
-    def _buckets(self) -> Iterator[list[TensorSpec]]:
-        """Tensors of one dtype, in the order of the model."""
+    @staticmethod
+    def _buckets(tensors: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
+        """Tensors of one dtype at a time, in order."""
         bucket: list[TensorSpec] = []
         size = 0
-        for known in self._known:
+        for known in tensors:
             if bucket and (size + known.nbytes > BUCKET_BYTES or known.dtype != bucket[0].dtype):
                 yield bucket
                 bucket, size = [], 0

@@ -31,8 +31,9 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_filler_reaches_no_process_function() -> None:
-    with started("fsdp:d2", mb_spec={"max_tokens_per_mb": 40}) as engine:
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
+def test_a_filler_reaches_no_process_function(backend: str) -> None:
+    with started(backend, mb_spec={"max_tokens_per_mb": 40}) as engine:
         batch = ragged()[:1] if world().rank else ragged()[1:]
         mbs = engine.microbatches(batch)
         assert [mb.filler for mb in mbs] == [world().rank == 1 and i > 0 for i in range(len(mbs))]
@@ -56,7 +57,7 @@ def test_a_filler_reaches_no_process_function() -> None:
         assert lengths == [mb.n_tokens for mb in mbs.real]
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp"))  # the other builds no family with learned positions
 def test_learned_positions_restart_with_each_sequence(backend: str) -> None:
     """Rotary positions are relative, so that most families would not tell."""
     path = gpt2_dir()
@@ -65,7 +66,7 @@ def test_learned_positions_restart_with_each_sequence(backend: str) -> None:
         assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp"))  # the other builds no family with dropout
 def test_an_evaluation_has_no_dropout_and_training_has_it_again(backend: str) -> None:
     path = gpt2_dir(resid_pdrop=0.2)
     with started(backend, path=path) as engine:

@@ -169,7 +169,7 @@ def test_a_bad_batch_on_one_rank_raises_on_all(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("backend", [case for case in layouts(2, 4) if "c" in case.values[0]])
+@pytest.mark.parametrize("backend", layouts(2, 4, but=("fsdp:d2", "megatron:t2p2")))
 def test_different_batches_on_ranks_that_share_a_part_are_refused(backend: str) -> None:
     with twins(backend) as pair:
         changes: dict[str, Callable[[list[Sample]], Any]] = {
@@ -326,7 +326,7 @@ def test_nothing_to_divide_by_is_an_error_on_every_rank(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("backend", layouts(4))
+@pytest.mark.parametrize("backend", layouts(4, but=("megatron:t2p2",), also=("megatron:d2p2",)))
 def test_a_rank_without_weight_takes_part_and_its_loss_is_not_called(backend: str) -> None:
     with started(backend) as engine:
         calls = 0
@@ -342,14 +342,15 @@ def test_a_rank_without_weight_takes_part_and_its_loss_is_not_called(backend: st
             part = [{**sample, "loss_mask": sample["loss_mask"] * 0} for sample in part]
         step = engine.train_batch(part, counting)
         assert step.update_successful
-        assert (calls == 0) == weightless
+        has_losses = engine.mesh["pp"].get_local_rank() == engine.dims.pp - 1
+        assert (calls > 0) == (has_losses and not weightless)
         assert step.n_tokens == sum(len(sample["input_ids"]) for sample in ragged())
 
 
 # ---- a process function of the caller's
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("backend", layouts(1, 2, also=("megatron:d2",)))
 def test_a_process_function_that_fails_on_one_rank_raises_on_all(backend: str) -> None:
     def process(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, int]:
         return loss(outputs, mb.data), mb.index

@@ -15,13 +15,23 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine.registry import create_engine
 from areal.tests import pool as pool_module
 from areal.tests.pool import Pool, WorldFailure
-from areal.tests.tiny import config, layouts, loss, mine, process_groups, ragged, same_bits, started, weights_of
+from areal.tests.tiny import (
+    config,
+    family_dir,
+    layouts,
+    loss,
+    mine,
+    process_groups,
+    ragged,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.tests.worker import Call
 from areal.tests.world import world
 
@@ -39,16 +49,17 @@ class _FailsBackward(torch.autograd.Function):
 
 
 @contextmanager
-def mlp_that(act: Callable[[Tensor], Tensor], *, on_call: int) -> Iterator[None]:
+def mlp_that(engine: TrainEngine, act: Callable[[Tensor], Tensor], *, on_call: int) -> Iterator[None]:
     """In the ``on_call``-th call of a feed-forward layer, from 0, apply ``act`` to what it gets."""
-    plain, calls = Qwen3MLP.forward, 0
+    kind = next(type(m) for m in engine._parts.model.modules() if type(m).__name__.endswith("MLP"))
+    plain, calls = kind.forward, 0
 
-    def forward(self: Qwen3MLP, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        return plain(self, act(x) if calls == on_call + 1 else x)
+        return plain(self, act(x) if calls == on_call + 1 else x, *args, **options)
 
-    with mock.patch.object(Qwen3MLP, "forward", forward):
+    with mock.patch.object(kind, "forward", forward):
         yield
 
 
@@ -70,14 +81,28 @@ MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
 """Where memory runs out -> (how, in which micro-batch, in which of two layers)."""
 
 
+OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
+
+
 @pytest.mark.world(1)
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "full"}, {"grad_sync": "micro_batch"}], ids=str)
-def test_a_rank_alone_goes_on_after_it_had_no_memory(options: dict[str, Any]) -> None:
-    with started("fsdp:d1", **options) as engine, started("fsdp:d1", **options) as untouched:
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("fsdp:d1", {}),
+        ("fsdp:d1", {"activation_checkpointing": "full"}),
+        ("fsdp:d1", {"grad_sync": "micro_batch"}),
+        ("megatron:d1", {}),
+        ("megatron:d1", OVERLAP),
+    ],
+    ids=str,
+)
+def test_a_rank_alone_goes_on_after_it_had_no_memory(backend: str, options: dict[str, Any]) -> None:
+    with started(backend, **options) as engine, started(backend, **options) as untouched:
         calls = 4 if options.get("activation_checkpointing") else 2  # of a layer in a micro-batch
         for where, (act, index, layer) in MEMORY.items():
             mbs = engine.microbatches(ragged())
-            with pytest.raises(RuntimeError) as caught, mlp_that(act, on_call=index * calls + layer):  # noqa: PT012
+            fails = mlp_that(engine, act, on_call=index * calls + layer)
+            with pytest.raises(RuntimeError) as caught, fails:  # noqa: PT012
                 engine.train_batch(ragged(), loss)
                 pytest.fail(f"no error in the {where}")
             assert f"out of memory in micro-batch {index} of {mbs[index].n_tokens} tokens" in str(caught.value)
@@ -87,24 +112,29 @@ def test_a_rank_alone_goes_on_after_it_had_no_memory(options: dict[str, Any]) ->
             found, expected = engine.train_batch(ragged(), loss), untouched.train_batch(ragged(), loss)
             assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm), f"after the {where}"
         assert same_bits(weights_of(engine), weights_of(untouched))
-        with pytest.raises(RuntimeError, match="out of memory in micro-batch 0"), mlp_that(no_memory, on_call=0):
+        fails = mlp_that(engine, no_memory, on_call=0)
+        with pytest.raises(RuntimeError, match="out of memory in micro-batch 0"), fails:
             engine.forward_batch(ragged())
         found = engine.forward_batch(ragged())
         assert all(map(torch.equal, found, untouched.forward_batch(ragged())))
 
 
 @pytest.mark.parametrize("backend", layouts(2))
-@pytest.mark.parametrize("act", [no_memory, _FailsBackward.apply, broken], ids=["forward", "backward", "other error"])
+@pytest.mark.parametrize(
+    ("act", "guilty"),
+    [(no_memory, 1), (_FailsBackward.apply, 1), (broken, 0)],
+    ids=["forward", "backward", "other error"],
+)
 def test_a_model_that_fails_on_one_rank_raises_on_all_and_a_new_engine_works(
-    backend: str, act: Callable[[Tensor], Tensor]
+    backend: str, act: Callable[[Tensor], Tensor], guilty: int
 ) -> None:
     groups = process_groups()
     engine = create_engine(config(backend))
     with started(backend) as untouched:
         initialize(engine)
         expected = untouched.train_batch(mine(untouched, ragged()), loss)
-    guilty = world().size - 1
-    with mlp_that(act if world().rank == guilty else torch.clone, on_call=1):
+    last = 2 // engine.dims.pp - 1  # of the layers here
+    with mlp_that(engine, act if world().rank == guilty else torch.clone, on_call=last):
         start = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             engine.train_batch(mine(engine, ragged()), loss)
@@ -156,9 +186,10 @@ def die_between_steps() -> None:
         engine.train_batch(mine(engine, ragged()), loss)
 
 
-def die_in_the_model() -> None:
-    """Rank 1 is killed in a layer, where the others wait for its shard of the weights."""
-    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
+def die_in_the_model(backend: str) -> None:
+    """Rank 1 is killed in a layer, where the others wait for its shard of the weights, or its stage."""
+    gone = pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone")
+    with gone, survivors_answer(backend) as engine:
         engine.train_batch(mine(engine, ragged()), loss)
 
         def kill(x: Tensor) -> Tensor:
@@ -166,14 +197,15 @@ def die_in_the_model() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return x
 
-        with mlp_that(kill, on_call=0):
+        with mlp_that(engine, kill, on_call=0):
             engine.train_batch(mine(engine, ragged()), loss)
 
 
 @contextmanager
-def survivors_answer() -> Iterator[TrainEngine]:
+def survivors_answer(backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
     """An engine on three ranks. On those that survive, it fails in time, and at once when it is called again."""
-    engine = create_engine(config("fsdp:d3", mb_spec={"n_mbs": 2}))
+    path = family_dir("qwen3", num_hidden_layers=3)  # one for each stage of p3
+    engine = create_engine(config(backend, path=path, mb_spec={"n_mbs": 2}))
     initialize(engine)
     start = time.monotonic()
     try:
@@ -193,9 +225,10 @@ def survivors_answer() -> Iterator[TrainEngine]:
     [
         ("die_in_a_loss", {"signal_number": signal.SIGKILL}),
         ("die_between_steps", {}),
-        ("die_in_the_model", {}),
+        ("die_in_the_model", {"backend": "fsdp:d3"}),
+        ("die_in_the_model", {"backend": "megatron:p3"}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value if isinstance(value, str) else value.get("backend", ""),
 )
 def test_survivors_name_the_rank_that_died(
     name: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -247,7 +247,7 @@ def test_megatron_core_loads_it(letters: str, family: str, tmp_path: Path) -> No
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "run", DCP))
         found = dist_checkpointing.load_content_metadata(str(tmp_path / "run"))
-        metadata = {**found, "dp_cp_group": engine._groups.dp_cp}
+        metadata = {**found, "dp_cp_group": engine._parts.checkpointer._groups.dp_cp}
         checkpointer = engine._parts.checkpointer
         own = checkpointer._chunks[0].module.sharded_state_dict(metadata=metadata)
         with torch.no_grad():

@@ -22,19 +22,25 @@ from areal.tests.models import model_dir
 from areal.tests.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
 from areal.tests.world import cached, world
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_tied", "smollm", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_tied", "smollm", "qwen3_moe", "deepseek_v3")
 ADAMW = OptimizerConfig(lr=0.01, weight_decay=0.0, eps=1e-8, gradient_clipping=None)
 SPLIT = {
     2: ("megatron:d2", "megatron:t2", "megatron:p2", "megatron:e2", "megatron:p2v2"),
     4: ("megatron:e2t2", "megatron:d2p2"),
 }
 """Layouts in which the main parameters of tiny mixtures of experts lie in different ways."""
+THOROUGH = ("megatron:d1", "megatron:t2p2")
+"""Layouts that every family runs in."""
 
 
 def everywhere(*families: str) -> list[Any]:
-    """Families in every layout that takes them, whatever its ways."""
+    """Every layout, whatever its ways, with two of the families that it takes in turn; one rank and ``t2p2`` have them all."""
     layouts = {layout.backend: layout for layout in LAYOUTS["megatron"]}.values()
-    pairs = [(layout, family) for layout in layouts for family in families if family not in layout.refuses]
+    pairs = []
+    for number, layout in enumerate(layouts):
+        takes = [family for family in families if family not in layout.refuses]
+        turn = takes[number % len(takes) :] + takes[: number % len(takes)]
+        pairs += [(layout, family) for family in (takes if layout.backend in THOROUGH else turn[:2])]
     marks = [pytest.mark.world(layout.world) for layout, _ in pairs]
     return [
         pytest.param(layout, family, marks=mark, id=f"{layout.backend}-{family}")

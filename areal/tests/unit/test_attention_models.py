@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -43,6 +44,12 @@ SIZES: dict[str, Any] = {
 }
 WINDOWED = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    **{name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")},
+    **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16},
+    **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8},
+    **{"n_routed_experts": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
     "qwen2_window": lambda: Qwen2Config(**SIZES, use_sliding_window=True, **WINDOWED),
@@ -50,6 +57,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "gemma3_text": lambda: Gemma3TextConfig(**SIZES, **WINDOWED),
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=16),
+    "deepseek_v3": lambda: DeepseekV3Config(**LATENT, **EXPERTS),
     "gpt_oss": lambda: GptOssConfig(**SIZES, **EXPERTS, **WINDOWED, num_local_experts=4),
 }
 LENGTHS = (5, 1, 9, 2)

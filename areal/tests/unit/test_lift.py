@@ -68,6 +68,10 @@ def _equivalent(model: PreTrainedModel) -> PreTrainedModel:
     """The same function of the tokens, rounded differently: values scaled by 3, what they are projected with by 1/3."""
     with torch.no_grad():
         for layer in model.model.layers:
+            if hasattr(layer.self_attn, "kv_b_proj"):
+                layer.self_attn.kv_a_layernorm.weight *= 3
+                layer.self_attn.kv_b_proj.weight /= 3
+                continue
             layer.self_attn.v_proj.weight *= 3
             layer.self_attn.o_proj.weight /= 3
             if layer.self_attn.v_proj.bias is not None:

@@ -10,7 +10,7 @@ import torch
 import areal.engine.context_parallel as imports
 import areal.engine.gather_kv as defines
 from areal.tests.mutants import files_of, find_test
-from areal.tests.mutations import MUTANTS
+from areal.tests.planted import MUTANTS
 from areal.tests.planting import Mutant, find_target, plant, traces
 
 
