@@ -123,6 +123,7 @@ class BaseTrainEngine(EngineState):
         gc.collect()
         while self._closers:
             self._closers.pop()()
+        gc.collect()  # groups are in cycles, and their connections close with the last reference
         platform.empty_cache(self.device)
 
     def _require_parts(self) -> EngineParts:

@@ -79,6 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (keep if fits else drop).append(item)
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
+            if "megatron" in item.nodeid and "three_steps" not in item.nodeid and _world_size(item, marker) == 4:
+                item.add_marker(
+                    pytest.mark.thorough
+                )  # two ranks and the steps show each of these; this is their product
     if drop:
         config.hook.pytest_deselected(items=drop)
         items[:] = keep
@@ -123,7 +127,7 @@ def _limit(marker: pytest.Mark) -> float:
     return float(marker.kwargs.get("timeout", DEFAULT_TIMEOUT))
 
 
-def _world_size(item: pytest.Function, marker: pytest.Mark) -> int:
+def _world_size(item: pytest.Item, marker: pytest.Mark) -> int:
     if hasattr(item, "callspec") and "world_size" in item.callspec.params:
         return int(str(item.callspec.params["world_size"]))
     if len(marker.args) != 1:

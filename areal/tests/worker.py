@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -28,7 +29,12 @@ from _pytest.assertion import register_assert_rewrite
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config
 
+from areal.engine.registry import engine_class, engine_names
 from areal.tests.world import World, enter, take_records
+
+for _name in engine_names():  # likewise
+    with contextlib.suppress(ValueError):  # what it needs is not installed
+        engine_class(_name)
 
 REWRITTEN = ("areal.tests.compare", "areal.tests.dist", "areal.tests.unit")
 """Where ``assert`` explains itself, beside the test modules themselves."""

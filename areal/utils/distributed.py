@@ -49,7 +49,7 @@ def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) 
 def destroy_groups(mesh: DeviceMesh) -> None:
     """Close a mesh's process groups. On gloo, a peer that waits in one of them then gets an error at once.
 
-    Connections close when the last reference to a group goes; nothing may be left that holds the model.
+    Connections close when the last reference to a group goes: nothing may be left that holds the model, and garbage is to be collected.
     """
     groups = mesh.get_all_groups()
     # DTensor's caches may keep a mesh, and from torch 2.13 on a mesh keeps its groups.
@@ -58,7 +58,6 @@ def destroy_groups(mesh: DeviceMesh) -> None:
         group = groups.pop()
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    gc.collect()
 
 
 class ControlPlane:

@@ -6,7 +6,6 @@ expert data parallel, ``ep`` and expert tensor parallel. Groups of the same rank
 
 from __future__ import annotations
 
-import gc
 from itertools import product
 
 import torch
@@ -65,13 +64,12 @@ class Groups:
         self.collection = collection
 
     def close(self) -> None:
-        """Close every group. On gloo, a peer that waits in one of them then gets an error at once."""
+        """Close every group. On gloo, a peer that waits in one of them then gets an error once the last reference is gone."""
         del self.collection
         made = [group for group in self._made.values() if group is not None]
         self._made.clear()
         while made:
             dist.destroy_process_group(made.pop())
-        gc.collect()
 
     def _group(self, grid: Tensor, axes: tuple[str, ...], spans: list[str]) -> dist.ProcessGroup:
         """The group of this rank over ``spans``; every rank makes all of that kind."""

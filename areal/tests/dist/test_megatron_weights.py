@@ -213,6 +213,7 @@ def test_random_weights_of_other_families(family: str, world_size: int) -> None:
 # ---- checkpoints in the Hugging Face format
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("layout", "family"), everywhere("qwen3_tied", "qwen3_moe"))
 def test_hf_is_what_transformers_loads(layout: Layout, family: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
