@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from areal.api.checkpoint import Stateful
 
@@ -46,8 +47,18 @@ def to_bytes(content: Any) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """What :func:`to_bytes` was given, on the CPU."""
-    return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    """What :func:`to_bytes` was given, on the CPU.
+
+    Raises:
+        pickle.UnpicklingError: it holds more than tensors, numbers, text and containers of them.
+    """
+    # Libraries widen what torch accepts for the whole process; a checkpoint must be readable where they are not imported.
+    widened = get_safe_globals()
+    clear_safe_globals()
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    finally:
+        add_safe_globals(widened)
 
 
 def read_state(file: Path) -> Any:
