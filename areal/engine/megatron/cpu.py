@@ -86,12 +86,19 @@ class _Stream(torch.cpu.Stream):
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
     def on_cpu(*args: Any, **options: Any) -> Tensor:
-        if options.get("device") is not None and torch.device(options["device"]).type == "cuda":
+        wanted = options.get("device")
+        if wanted is not None and _asked_by_megatron() and torch.device(wanted).type == "cuda":
             options["device"] = "cpu"
             options.pop("pin_memory", None)
         return factory(*args, **options)
 
     return on_cpu
+
+
+def _asked_by_megatron() -> bool:
+    """Whether the function that calls this was called by Megatron-Core, if need be through one more wrapper; others get torch's answers."""
+    callers = (sys._getframe(2), sys._getframe(2).f_back)
+    return any(frame is not None and frame.f_globals.get("__name__", "").startswith("megatron.") for frame in callers)
 
 
 def _type_as_megatron_expects(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +107,7 @@ def _type_as_megatron_expects(original: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(original)
     def type_of(self: Tensor, *args: Any, **options: Any) -> Any:
         answer = original(self, *args, **options)
-        if not args and not options and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+        if not args and not options and _asked_by_megatron():
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 

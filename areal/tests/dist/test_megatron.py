@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal.api import FinetuneSpec
 from areal.api.config import MegatronConfig
@@ -227,5 +228,7 @@ def test_the_cpu_stands_in_for_cuda_alone(world_size: int) -> None:
 def test_what_the_cpu_answers_is_seen_by_megatron_alone(world_size: int) -> None:
     with started("megatron:d1"):
         assert torch.zeros(1).type() == "torch.FloatTensor"
+        with FakeTensorMode():
+            assert torch.zeros(1, device="cuda").is_cuda
         with torch.device("meta"):
             assert torch.empty(1).is_meta
