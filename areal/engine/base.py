@@ -91,6 +91,7 @@ class BaseTrainEngine(EngineState):
         self.control, self._started = ControlPlane(), True
         self.mesh = build_mesh(self.dims, self.device.type)
         self._closers = [functools.partial(destroy_groups, self.mesh)]
+        self._stages = self.mesh["pp"]
         self._agreement = Agreement(self.control, self.mesh)
         seed_everything(self.config.seed + self.dp_rank)
         error: Exception | None = None
@@ -202,9 +203,9 @@ class BaseTrainEngine(EngineState):
             faults.break_off(error)
         if faults.broken:
             self._let_go(f"its model failed: {faults.first}")
-        parcel = pack_results(results, self.mesh["pp"], faults)
+        parcel = pack_results(results, self._stages, faults)
         self._settle(faults.first, keep=forward_only)
-        results = share_results(results, parcel, self.mesh["pp"], self.device)
+        results = share_results(results, parcel, self._stages, self.device)
         if not forward_only:
             self._pending, self._finalized = True, False
         return [results[mb.index] for mb in mbs.real]
