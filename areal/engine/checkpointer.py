@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from areal.api.checkpoint import SaveLoadMeta, Stateful
 from areal.api.parallel import ParallelDims
+from areal.engine.hf_checkpoint import MAX_FILE_BYTES, Export, prepare_hf
 from areal.engine.model_folder import model_folder
 from areal.engine.publish import Manifest, is_complete, verify
 from areal.engine.run_state import STATE_FILE, read_state, rng_file, state_of, to_bytes
@@ -24,19 +25,40 @@ class Run(Protocol):
     dims: ParallelDims
 
 
+class FolderWeights(Protocol):
+    """A model's weights, to and from a directory in the format of Hugging Face."""
+
+    def export(self) -> Export:
+        """What is to be written. Collective."""
+
+    def check(self, folder: Path) -> None:
+        """Compare a model directory with the model, changing nothing. No collective.
+
+        Raises:
+            ValueError: it is of another model; names file and key.
+        """
+
+    def read(self, folder: Path) -> None:
+        """Take the weights of a directory that :meth:`check` has accepted. Collective."""
+
+
 class EngineCheckpointer(ABC):
     """Checkpoints of one engine. Every method is collective, and errors are raised on every rank.
 
     ``"dcp"`` checkpoints hold the model, and with ``with_optim`` the optimizer's moments, the schedule and each rank's random state, which
     is brought back where the layout is the one that saved it and left alone elsewhere. Hyperparameters come from the configuration,
-    but for the base learning rate, which ``set_lr`` may have changed.
+    but for the base learning rate, which ``set_lr`` may have changed. ``"hf"`` checkpoints hold the weights that are trained, in their own
+    dtype, so that nothing is lost; ``config.json`` names that dtype.
 
     Args:
         schedule: the state of the learning-rate schedule, or None where nothing is trained.
         optimizer_kind: name of what keeps the moments, or None.
+        weights: of the model.
         run: gives and takes the version; its layout is noted.
         control: over all ranks.
+        source: directory or hub name from which tokenizer files are copied.
         observe: told of every stage of a save.
+        max_file_bytes: largest weight file of an ``"hf"`` checkpoint.
     """
 
     engine: ClassVar[str]
@@ -46,14 +68,20 @@ class EngineCheckpointer(ABC):
         self,
         schedule: Stateful | None,
         optimizer_kind: str | None,
+        weights: FolderWeights,
         run: Run,
         control: ControlPlane,
+        source: str,
         *,
         observe: Observe = ignore,
+        max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self._schedule = schedule
         self._optimizer_kind = optimizer_kind
+        self._folder = weights
         self._run = run
+        self._source = source
+        self._max_file_bytes = max_file_bytes
         self._control = control
         self._observe = observe
         self._saver = Saver(control, observe)
@@ -61,22 +89,10 @@ class EngineCheckpointer(ABC):
     # ---- what an engine knows
 
     @abstractmethod
-    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> Work:
-        """Weights in the format of Hugging Face. Collective."""
-
-    @abstractmethod
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> Work:
         """The engine's own tensors, beside ``files`` of this rank. Collective."""
-
-    @abstractmethod
-    def _check_hf(self, folder: Path) -> Callable[[], None]:
-        """Compare a model directory with the model, changing nothing; what reads it. No collective.
-
-        Raises:
-            ValueError: it is of another model; names file and key.
-        """
 
     @abstractmethod
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
@@ -128,6 +144,17 @@ class EngineCheckpointer(ABC):
 
     # ---- saving
 
+    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> Work:
+        return prepare_hf(
+            self._folder.export(),
+            self._control,
+            self._source,
+            draft,
+            asynchronous=meta.asynchronous,
+            observe=self._observe,
+            max_file_bytes=self._max_file_bytes,
+        )
+
     def _prepare_run(self, meta: SaveLoadMeta, draft: Path) -> Work:
         with_optim = meta.with_optim and self._optimizer_kind is not None
         files, error = {}, None
@@ -157,7 +184,8 @@ class EngineCheckpointer(ABC):
         folder = model_folder(meta.path)
         if is_complete(folder):
             self._verify(folder, "hf")
-        return self._check_hf(folder)
+        self._folder.check(folder)
+        return lambda: self._folder.read(folder)
 
     def _check_run(self, meta: SaveLoadMeta) -> Callable[[], None]:
         path = Path(meta.path).resolve()

@@ -148,20 +148,32 @@ class ModelCard:
     Attributes:
         config: goes to ``config.json``. model: its class.
         generation: for models that come without ``generation_config.json``.
-        source: directory or hub name from which tokenizer files and code are copied.
     """
 
     config: PretrainedConfig
     model: type[PreTrainedModel]
     generation: GenerationConfig | None
-    source: str
+
+
+@dataclass(frozen=True)
+class Export:
+    """A model as it is to be written.
+
+    Attributes:
+        specs: of all weights, in the order of the files; the same on every rank.
+        slices: what this rank holds of them, in the dtype of the files.
+        card: what is written beside them.
+    """
+
+    specs: Sequence[TensorSpec]
+    slices: Iterable[Slice]
+    card: ModelCard
 
 
 def prepare_hf(
-    specs: Iterable[TensorSpec],
-    slices: Iterable[Slice],
-    card: ModelCard,
+    export: Export,
     control: ControlPlane,
+    source: str,
     draft: Path,
     *,
     asynchronous: bool,
@@ -175,10 +187,10 @@ def prepare_hf(
     the thread that writes them.
 
     Args:
-        specs: of all weights, in the order of the files; the same on every rank.
-        slices: what this rank holds of them, in the dtype of the files.
+        source: directory or hub name from which tokenizer files and code are copied.
+        max_file_bytes: largest weight file.
     """
-    by_name = {spec.name: spec for spec in specs}
+    by_name = {spec.name: spec for spec in export.specs}
     head = by_name.pop(VALUE_HEAD, None)
     dtype = next(iter(by_name.values())).dtype
     files = split_into_files(by_name.values(), max_file_bytes)
@@ -188,12 +200,12 @@ def prepare_hf(
     writers = {name: i % control.size for i, name in enumerate(files)}
     mine = {name: tensors for name, tensors in files.items() if writers[name] == control.rank}
     sink = _Copies(draft, mine) if asynchronous else _Files(draft, mine)
-    _collect(files, writers, SliceCollector(slices, control), sink, observe)
+    _collect(files, writers, SliceCollector(export.slices, control), sink, observe)
 
     def write() -> Written:
         written = sink.finish()
         if control.rank == 0:
-            names = _write_beside(card, dtype, draft)
+            names = _write_beside(export.card, source, dtype, draft)
             if index is not None:
                 (draft / INDEX_FILE).write_text(json.dumps(index, indent=2))
                 names.append(INDEX_FILE)
@@ -260,10 +272,10 @@ class _Copies:
         return self._files.finish()
 
 
-def _write_beside(card: ModelCard, dtype: torch.dtype, draft: Path) -> list[str]:
+def _write_beside(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
     """Configuration, generation settings, tokenizer and code of the model. Returns the names of the files."""
     before = set(os.listdir(draft))
-    folder = model_folder(card.source)
+    folder = model_folder(source)
     names = [name for name in _BESIDE_WEIGHTS if (folder / name).is_file()]
     names += sorted(code.name for code in folder.glob("*.py"))
     for name in names:

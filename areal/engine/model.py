@@ -6,6 +6,7 @@ unless logits were asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,32 +81,16 @@ class PackedCausalLM(nn.Module):
         """Outputs by name, each ``[T, ...]`` for this rank's tokens; a dict, so that FSDP finds the tensors in it."""
         hidden = self._rows(inputs) if inputs.layout is None else self._packed(inputs)
         head = self.hf.get_output_embeddings()
-        names, top = split_outputs(inputs.outputs)
-        out: dict[str, Any] = {}
-        if ROUTED_EXPERTS in names and inputs.routing is not None:
-            out[ROUTED_EXPERTS] = inputs.routing.chosen()
-        if "hidden" in names:
-            out["hidden"] = hidden
-        if "values" in names:
-            if self.value_head is None:
-                raise ValueError("outputs has 'values', but the model has no value head")
-            out["values"] = self.value_head(hidden).squeeze(-1).to(torch.promote_types(hidden.dtype, torch.float32))
-        options: dict[str, Any] = {
-            "bias": head.bias,
-            "temperature": inputs.temperature,
-            "logit_scale": self._logit_scale,
-            "softcap": self._softcap,
-            "fp32": self._fp32_head,
-        }
-        if "logits" in names:
-            out["logits"] = logits(hidden, head.weight, **options)
-        if top is not None or names & {"logprobs", "entropy"}:
-            targets = inputs.targets if "logprobs" in names else None
-            result = head_outputs(
-                hidden, head.weight, targets, entropy="entropy" in names, topk=top.k if top else None, **options
-            )
-            found = {"logprobs": result.logprobs, "entropy": result.entropy, "topk": result.topk}
-            out |= {name: value for name, value in found.items() if value is not None}
+        out = token_outputs(
+            hidden,
+            inputs,
+            lambda: head.weight,
+            self.value_head,
+            bias=head.bias,
+            logit_scale=self._logit_scale,
+            softcap=self._softcap,
+            fp32=self._fp32_head,
+        )
         # An operation in place on a view would drop the hook that FSDP puts on what it returns.
         return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
 
@@ -138,3 +123,41 @@ class PackedCausalLM(nn.Module):
 def _for_routers(inputs: ModelInputs) -> dict[str, Any]:
     # Only the layers of a model whose routers are watched know this argument.
     return {} if inputs.routing is None else {"routing": inputs.routing}
+
+
+def token_outputs(
+    hidden: Tensor, inputs: ModelInputs, weight: Callable[[], Tensor], value_head: nn.Module | None, **options: Any
+) -> dict[str, Any]:
+    """What ``inputs.outputs`` asks for, by name, each ``[T, ...]``, from the last hidden state.
+
+    Args:
+        hidden: ``[T, H]``.
+        weight: gives the output head's weight ``[V, H]`` (this rank's rows of it), and is called only where an output needs it.
+        value_head: ``H`` to 1, or ``None``.
+        options: of :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits`` alike.
+
+    Raises:
+        ValueError: values are asked of a model without a value head.
+    """
+    names, top = split_outputs(inputs.outputs)
+    out: dict[str, Any] = {}
+    if ROUTED_EXPERTS in names and inputs.routing is not None:
+        out[ROUTED_EXPERTS] = inputs.routing.chosen()
+    if "hidden" in names:
+        out["hidden"] = hidden
+    if "values" in names:
+        if value_head is None:
+            raise ValueError("outputs has 'values', but the model has no value head: set value_head = True")
+        out["values"] = value_head(hidden).squeeze(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+    needs_head = top is not None or bool(names & {"logits", "logprobs", "entropy"})
+    if not needs_head:
+        return out
+    head, options = weight(), {"temperature": inputs.temperature, **options}
+    if "logits" in names:
+        out["logits"] = logits(hidden, head, **options)
+    if top is not None or names & {"logprobs", "entropy"}:
+        targets = inputs.targets if "logprobs" in names else None
+        found = head_outputs(hidden, head, targets, entropy="entropy" in names, topk=top.k if top else None, **options)
+        given = {"logprobs": found.logprobs, "entropy": found.entropy, "topk": found.topk}
+        out |= {name: value for name, value in given.items() if value is not None}
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -45,6 +45,12 @@ def torch_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
             fused=True,
         )
     return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def sum_of_squares(grads: Sequence[Tensor], device: torch.device | str) -> Tensor:
+    """Float64 scalar on ``device``. Squares are summed in float32 (float64 for float64) within a tensor, in float64 over tensors."""
+    norms = torch._foreach_norm([grad for grad in grads if grad.numel()] or [torch.zeros(1, device=device)])
+    return torch.stack([norm.to(device, torch.float64) for norm in norms]).square().sum()
 
 
 class Updates(Protocol):

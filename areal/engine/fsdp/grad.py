@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from areal.engine.optimizer import sum_of_squares
+
 
 def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
     """What to call before each backward, with whether it is the last of the call: reduces then, or on every one.
@@ -48,8 +50,7 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
             by_groups[_shard_groups(parameter.grad)].append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64)
     for groups, grads in by_groups.items():
-        norms = torch._foreach_norm([grad for grad in grads if grad.numel()] or [torch.zeros(1)])
-        squares = torch.stack([norm.to(grads[0].device, torch.float64) for norm in norms]).square().sum()
+        squares = sum_of_squares(grads, grads[0].device)
         for group in groups:
             dist.all_reduce(squares, group=group)
         total = total.to(squares.device) + squares

@@ -14,20 +14,12 @@ from areal.engine.collect import Slice, whole
 from areal.engine.fsdp.initialize import init_weights, materialize
 from areal.engine.fsdp.naming import DiskTensor, disk_layout, stored_tensors
 from areal.engine.fsdp.shards import full_tensor, local_shard, reshard
-from areal.engine.hf_checkpoint import MAX_FILE_BYTES, VALUE_HEAD, HFWeights, ModelCard, prepare_hf
+from areal.engine.hf_checkpoint import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.model import PackedCausalLM
 from areal.engine.model_folder import model_folder
 from areal.engine.safetensors_files import TensorSpec
-from areal.engine.save_job import Observe, Work
-from areal.utils.distributed import ControlPlane
 
-__all__ = [
-    "FSDPWeights",
-    "check_weights",
-    "init_weights",
-    "load_weights",
-    "read_weights",
-]
+__all__ = ["FSDPWeights", "init_weights", "load_weights"]
 
 
 def load_weights(model: PackedCausalLM, path: str | Path, device: torch.device) -> None:
@@ -41,35 +33,10 @@ def load_weights(model: PackedCausalLM, path: str | Path, device: torch.device) 
     Raises:
         ValueError: the files are missing, damaged, or of another model; names file and key.
     """
-    folder = model_folder(path)
-    check_weights(model, folder)
+    folder, weights = model_folder(path), FSDPWeights(model)
+    weights.check(folder)
     materialize(model, device)
-    read_weights(model, folder)
-
-
-def check_weights(model: PackedCausalLM, folder: Path) -> None:
-    """Compare keys and shapes of the files with the model, reading no values.
-
-    Raises:
-        ValueError: the files are missing, unreadable or of another model; names file and key.
-    """
-    shapes = {piece.name: piece.shape for pieces in disk_layout(model.hf).values() for piece in pieces}
-    if model.value_head is not None:
-        shapes[VALUE_HEAD] = tuple(model.value_head.weight.shape)
-    with _files(model, folder) as files:
-        files.check(shapes, type(model.hf))
-
-
-@torch.no_grad()
-def read_weights(model: PackedCausalLM, folder: Path) -> None:
-    """Fill this rank's shards from files that :func:`check_weights` has accepted."""
-    with _files(model, folder) as files:
-        for part in local_slices(FSDPWeights(model).stored()):
-            part.values.copy_(files.read(part.name, part.box).view(part.values.shape))
-
-
-def _files(model: PackedCausalLM, folder: Path) -> HFWeights:
-    return HFWeights(folder, _tied_names(model), value_head=model.value_head is not None)
+    weights.read(folder)
 
 
 @dataclass(frozen=True)
@@ -82,10 +49,10 @@ class Stored:
 
 
 class FSDPWeights:
-    """Streams a sharded model's weights or gradients, one full tensor at a time, in the order of the model.
+    """A sharded model's weights: from and to a model directory, and streamed with its gradients, one full tensor at a time.
 
     Args:
-        model: materialised.
+        model: sharded, and materialised but for :meth:`check`.
     """
 
     def __init__(self, model: PackedCausalLM) -> None:
@@ -118,32 +85,36 @@ class FSDPWeights:
                 full = full_tensor(tensor.grad)
             yield from (NamedTensor(piece.name, piece.cut(full)) for piece in pieces)
 
-    def prepare_hf(
-        self,
-        control: ControlPlane,
-        source: str,
-        draft: Path,
-        *,
-        asynchronous: bool,
-        observe: Observe,
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ) -> Work:
-        """Collect the weights, in the dtype of the parameters, into the files of a draft. Collective.
-
-        Args:
-            source: directory or hub name from which tokenizer files are copied. See :func:`areal.engine.hf_checkpoint.prepare_hf`.
-        """
+    def export(self) -> Export:
+        """What is to be written: the weights, in the dtype of the parameters."""
         hf, stored = self._model.hf, self.stored()
-        return prepare_hf(
+        return Export(
             [TensorSpec(piece.name, s.tensor.dtype, piece.shape) for s in stored for piece in s.pieces],
             local_slices(stored),
-            ModelCard(hf.config, type(hf), getattr(hf, "generation_config", None), source),
-            control,
-            draft,
-            asynchronous=asynchronous,
-            observe=observe,
-            max_file_bytes=max_file_bytes,
+            ModelCard(hf.config, type(hf), getattr(hf, "generation_config", None)),
         )
+
+    def check(self, folder: Path) -> None:
+        """Compare keys and shapes of the files with the model, materialised or not, reading no values.
+
+        Raises:
+            ValueError: the files are missing, unreadable or of another model; names file and key.
+        """
+        shapes = {piece.name: piece.shape for pieces in self._layout.values() for piece in pieces}
+        if self._model.value_head is not None:
+            shapes[VALUE_HEAD] = tuple(self._model.value_head.weight.shape)
+        with self._files(folder) as files:
+            files.check(shapes, type(self._model.hf))
+
+    @torch.no_grad()
+    def read(self, folder: Path) -> None:
+        """Fill this rank's shards from files that :meth:`check` has accepted."""
+        with self._files(folder) as files:
+            for part in local_slices(self.stored()):
+                part.values.copy_(files.read(part.name, part.box).view(part.values.shape))
+
+    def _files(self, folder: Path) -> HFWeights:
+        return HFWeights(folder, _tied_names(self._model), value_head=self._model.value_head is not None)
 
 
 def local_slices(stored: Iterable[Stored]) -> Iterator[Slice]:

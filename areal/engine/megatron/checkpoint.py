@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from areal.api.checkpoint import SaveLoadMeta
 from areal.engine.checkpointer import EngineCheckpointer, Run
 from areal.engine.dcp_files import METADATA, prepare_files, read_metadata, read_tensors
-from areal.engine.hf_checkpoint import MAX_FILE_BYTES
 from areal.engine.megatron import grad
 from areal.engine.megatron.dist_checkpoint import (
     FORMAT,
@@ -43,14 +42,14 @@ from areal.engine.megatron.dist_checkpoint import (
 from areal.engine.megatron.weights import MegatronWeights
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.run_state import to_bytes
-from areal.engine.save_job import Observe, Work, ignore
+from areal.engine.save_job import Work
 from areal.utils.distributed import ControlPlane
 
 _EXTRA_STATE = "_extra_state"
 
 
 class MegatronCheckpointer(EngineCheckpointer):
-    """Checkpoints of one engine. Every method is collective, and errors are raised on every rank.
+    """Checkpoints of one engine.
 
     ``"dcp"`` checkpoints are Megatron-Core's ``torch_dist`` ones, which ``megatron.core.dist_checkpointing.load`` reads too. Any layout
     loads them, and an engine whose optimizer is distributed, or whose dtype is another, loads those of one where it is not.
@@ -60,11 +59,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         chained: Megatron-Core's optimizer over them, and ``schedule`` around it, or None for both.
         weights: of the same chunks. groups: of the layout.
         vocab_size: rows of the vocabulary, without those that only fill it up.
-        run: gives and takes the version; its layout is noted.
-        control: over all ranks.
-        source: directory or hub name from which tokenizer files are copied.
-        observe: told of every stage of a save.
-        max_file_bytes: largest weight file of an ``"hf"`` checkpoint.
+        others: as :class:`~areal.engine.checkpointer.EngineCheckpointer`.
     """
 
     engine: ClassVar[str] = "megatron"
@@ -80,22 +75,18 @@ class MegatronCheckpointer(EngineCheckpointer):
         run: Run,
         control: ControlPlane,
         source: str,
-        *,
-        observe: Observe = ignore,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        **options: Any,
     ) -> None:
         inners = (
             [part.optimizer for part in chained.chained_optimizers if part.optimizer is not None] if chained else []
         )
-        super().__init__(schedule, type(inners[0]).__name__ if inners else None, run, control, observe=observe)
+        kind = type(inners[0]).__name__ if inners else None
+        super().__init__(schedule, kind, weights, run, control, source, **options)
         self._chunks = chunks
         self._chained = chained
         self._clipping = schedule
-        self._weights = weights
         self._groups = groups
         self._vocab_size = vocab_size
-        self._source = source
-        self._max_file_bytes = max_file_bytes
         self._keys: set[str] = set()
 
     def load(self, meta: SaveLoadMeta) -> None:
@@ -103,24 +94,6 @@ class MegatronCheckpointer(EngineCheckpointer):
             mine = {piece.key for pieces in self._pieces().values() for piece in pieces}
             self._keys = set().union(*self._control.gather(mine))
         super().load(meta)
-
-    # ---- the format of Hugging Face
-
-    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> Work:
-        return self._weights.prepare_hf(
-            self._control,
-            self._source,
-            draft,
-            asynchronous=meta.asynchronous,
-            observe=self._observe,
-            max_file_bytes=self._max_file_bytes,
-        )
-
-    def _check_hf(self, folder: Path) -> Callable[[], None]:
-        self._weights.check(folder)
-        return lambda: self._weights.read(folder)
-
-    # ---- Megatron-Core's
 
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]

@@ -36,7 +36,7 @@ from areal.engine.megatron.groups import Groups
 from areal.engine.megatron.memory import MegatronMemory
 from areal.engine.megatron.model import PackedGPT
 from areal.engine.megatron.naming import Held
-from areal.engine.megatron.optimizer import distributed, megatron_optimizer, step_optimizer
+from areal.engine.megatron.optimizer import distributed, megatron_optimizer, overlaps_gather, step_optimizer
 from areal.engine.megatron.router import experts_of
 from areal.engine.megatron.schedule import MegatronSchedule
 from areal.engine.megatron.weights import MegatronWeights
@@ -89,10 +89,12 @@ class MegatronEngine(BaseTrainEngine):
             gradients=lambda: _of_held(grad.gathered(trained)),
             settle=lambda: grad.settle_parameters(trained),
         )
-        chained = megatron_optimizer(trained, config, groups) if config.optimizer else None
+        chained = megatron_optimizer(trained, config.optimizer, config, groups) if config.optimizer else None
         weights.load(config, chained)
         optimizer = (
-            step_optimizer(chained, config.optimizer, spec.total_train_steps) if chained and config.optimizer else None
+            step_optimizer(chained, config.optimizer, spec.total_train_steps, self.device)
+            if chained and config.optimizer
+            else None
         )
         schedule = MegatronSchedule(list(trained), megatron, groups, self._gradients.before_backward)
         cp, shared = self._context_parallel(hf), sequence_parallel(self.dims, config)
@@ -148,7 +150,7 @@ class MegatronEngine(BaseTrainEngine):
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.config.grad_reduce_dtype == "float32",
             overlap_grad_reduce=settings.overlap_grad_reduce,
-            overlap_param_gather=settings.overlap_param_gather and distributed(self.config),
+            overlap_param_gather=overlaps_gather(self.config),
             use_distributed_optimizer=distributed(self.config),
             bucket_size=settings.bucket_size,
         )

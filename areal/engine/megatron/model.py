@@ -15,10 +15,7 @@ from transformers import PretrainedConfig
 from areal.engine.megatron.config import windows
 from areal.engine.megatron.rotary import RotaryAngles
 from areal.engine.megatron.spec import PackedLayout, block_spec
-from areal.engine.model import ModelInputs
-from areal.engine.moe import ROUTED_EXPERTS
-from areal.engine.output import split_outputs
-from areal.utils.functional.logprobs import head_outputs, logits
+from areal.engine.model import ModelInputs, token_outputs
 
 
 class PackedGPT(GPTModel):
@@ -67,8 +64,7 @@ class PackedGPT(GPTModel):
         self._padding_id = hf.pad_token_id
         self._fp32_head = fp32_head
 
-    @property
-    def head_weight(self) -> Tensor:
+    def _head_weight(self) -> Tensor:
         """This rank's rows of the output head, without those that only fill up the vocabulary."""
         for gather in self.output_layer._forward_pre_hooks.values():
             gather(self.output_layer, ())  # nobody calls this module, and its weight may still be on the way
@@ -88,7 +84,6 @@ class PackedGPT(GPTModel):
             packed_seq_params=PackedLayout(
                 qkv_format="sbhd",
                 layout=inputs.layout,
-                positions=inputs.position_ids,
                 angles=(angles.squeeze(1), self.rotary.scaling),
                 routing=inputs.routing,
             ),
@@ -111,29 +106,11 @@ class PackedGPT(GPTModel):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        hidden = hidden.squeeze(1)
-        names, top = split_outputs(inputs.outputs)
-        out: dict[str, Any] = {}
-        if ROUTED_EXPERTS in names and inputs.routing is not None:
-            out[ROUTED_EXPERTS] = inputs.routing.chosen()
-        if "hidden" in names:
-            out["hidden"] = hidden
-        if "values" in names:
-            if self.value_head is None:
-                raise ValueError("outputs has 'values', but the model has no value head")
-            out["values"] = self.value_head(hidden).squeeze(-1).to(torch.promote_types(hidden.dtype, torch.float32))
-        options: dict[str, Any] = {
-            "temperature": inputs.temperature,
-            "fp32": self._fp32_head,
-            "group": self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
-        }
-        if "logits" in names:
-            out["logits"] = logits(hidden, self.head_weight, **options)
-        if top is not None or names & {"logprobs", "entropy"}:
-            targets = inputs.targets if "logprobs" in names else None
-            found = head_outputs(
-                hidden, self.head_weight, targets, entropy="entropy" in names, topk=top.k if top else None, **options
-            )
-            given = {"logprobs": found.logprobs, "entropy": found.entropy, "topk": found.topk}
-            out |= {name: value for name, value in given.items() if value is not None}
-        return out
+        return token_outputs(
+            hidden.squeeze(1),
+            inputs,
+            self._head_weight,
+            self.value_head,
+            fp32=self._fp32_head,
+            group=self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
+        )

@@ -15,7 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from areal.api.config import OptimizerConfig, TrainEngineConfig, torch_dtype
-from areal.engine.optimizer import ClippingOptimizer
+from areal.engine.optimizer import ClippingOptimizer, sum_of_squares
+
+
+def overlaps_gather(config: TrainEngineConfig) -> bool:
+    """Whether parameters are gathered while the next forward runs."""
+    return config.megatron.overlap_param_gather and distributed(config)
 
 
 def distributed(config: TrainEngineConfig) -> bool:
@@ -25,10 +30,12 @@ def distributed(config: TrainEngineConfig) -> bool:
 
 
 def megatron_optimizer(
-    chunks: list[DistributedDataParallel], config: TrainEngineConfig, groups: ProcessGroupCollection
+    chunks: list[DistributedDataParallel],
+    settings: OptimizerConfig,
+    config: TrainEngineConfig,
+    groups: ProcessGroupCollection,
 ) -> ChainedOptimizer:
     """Megatron-Core's optimizer over these chunks: AdamW or SGD, with float32 main parameters. Collective over the world."""
-    settings = config.optimizer or OptimizerConfig()
     options: dict[str, Any] = {}
     if config.megatron.optimizer_state_dtype != "float32":
         state = torch_dtype(config.megatron.optimizer_state_dtype)
@@ -48,7 +55,7 @@ def megatron_optimizer(
                 params_dtype=torch_dtype(config.dtype),
                 clip_grad=0.0,
                 use_distributed_optimizer=distributed(config),
-                overlap_param_gather=config.megatron.overlap_param_gather and distributed(config),
+                overlap_param_gather=overlaps_gather(config),
                 **options,
             ),
             list(chunks),
@@ -63,11 +70,12 @@ class MegatronOptimizerStep:
     """What :class:`~areal.engine.optimizer.ClippingOptimizer` needs of Megatron-Core's optimizer.
 
     Args:
-        chained: Megatron-Core's.
+        chained: Megatron-Core's. device: of the gradients.
     """
 
-    def __init__(self, chained: ChainedOptimizer) -> None:
+    def __init__(self, chained: ChainedOptimizer, device: torch.device) -> None:
         self.chained = chained
+        self._device = device
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -79,15 +87,14 @@ class MegatronOptimizerStep:
 
     @torch.no_grad()
     def global_norm(self) -> Tensor:
-        """L2 norm of the gradients over all ranks, each element counted once. Squares are summed in float64 over tensors."""
+        """L2 norm of the gradients over all ranks, each element counted once."""
         self.chained.prepare_grads()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for optimizer in self._parts():
             grads = optimizer.get_main_grads_for_grad_norm() if not optimizer.is_stub_optimizer else []
-            norms = torch._foreach_norm([grad for grad in grads if grad.numel()] or [torch.zeros(1)])
-            squares = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).square().sum()
+            squares = sum_of_squares(grads, self._device)
             dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
-            total = total.to(squares.device) + squares
+            total += squares
         return total.sqrt()
 
     @torch.no_grad()
@@ -105,8 +112,8 @@ class MegatronOptimizerStep:
 
 
 def step_optimizer(
-    chained: ChainedOptimizer, config: OptimizerConfig, total_steps: int
+    chained: ChainedOptimizer, config: OptimizerConfig, total_steps: int, device: torch.device
 ) -> ClippingOptimizer[MegatronOptimizerStep]:
     """The optimizer as an engine holds it."""
-    step = MegatronOptimizerStep(chained)
+    step = MegatronOptimizerStep(chained, device)
     return ClippingOptimizer(step, config, total_steps, global_norm=step.global_norm, scale_grads=step.scale_grads)

@@ -49,19 +49,17 @@ def has_transformer_engine() -> bool:
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """What Megatron-Core hands through its layers to attention: how packed sequences are kept apart, and where tokens stand.
+    """What Megatron-Core hands through its layers to attention: how packed sequences are kept apart, and the angles of their positions.
 
     To Megatron-Core the tokens are one sequence, so that none of its own code for packed sequences runs.
 
     Attributes:
         layout: how attention runs over this micro-batch.
-        positions: int64 ``[T]``, this rank's.
-        angles: rotary angles ``[T, 1, D]`` of these, and what their cosine and sine are multiplied by.
+        angles: rotary angles ``[T, 1, D]`` of this rank's positions, and what their cosine and sine are multiplied by.
         routing: for the routers.
     """
 
     layout: AttentionLayout | None = None
-    positions: Tensor | None = None
     angles: tuple[Tensor, float] | None = None
     routing: Routing | None = None
 

@@ -18,13 +18,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.weights import NamedTensor
 from areal.engine.collect import Box, Place, Slice
-from areal.engine.hf_checkpoint import MAX_FILE_BYTES, VALUE_HEAD, HFWeights, ModelCard, prepare_hf
+from areal.engine.hf_checkpoint import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.megatron.initialize import draw_weights
 from areal.engine.megatron.model import PackedGPT
 from areal.engine.megatron.naming import EMBEDDING, Held, held_by
 from areal.engine.model_folder import model_folder
 from areal.engine.safetensors_files import TensorSpec
-from areal.engine.save_job import Observe, Work
 from areal.utils.distributed import ControlPlane
 
 BUCKET_BYTES = 256 * 2**20
@@ -183,22 +182,8 @@ class MegatronWeights:
         value = self._gradients()
         yield from self._stream(value, dtype=value(self.held[0]).dtype, trained=True)
 
-    def prepare_hf(
-        self,
-        control: ControlPlane,
-        source: str,
-        draft: Path,
-        *,
-        asynchronous: bool,
-        observe: Observe,
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ) -> Work:
-        """Collect the weights into the files of a draft: the float32 main parameters where the optimizer has them, else the parameters in
-        their own dtype. Collective.
-
-        Args:
-            source: directory or hub name from which tokenizer files are copied. See :func:`areal.engine.hf_checkpoint.prepare_hf`.
-        """
+    def export(self) -> Export:
+        """What is to be written: float32 main parameters where the optimizer has them, else the parameters in their own dtype. Collective."""
         self._settle()
         specs = [
             TensorSpec(known.name, torch.float32 if self._written_wide else known.dtype, known.shape)
@@ -206,16 +191,7 @@ class MegatronWeights:
         ]
         model = _model_class(self._hf)
         generation = GenerationConfig.from_model_config(self._hf) if model.can_generate() else None
-        return prepare_hf(
-            specs,
-            self._written_slices(),
-            ModelCard(self._hf, model, generation, source),
-            control,
-            draft,
-            asynchronous=asynchronous,
-            observe=observe,
-            max_file_bytes=max_file_bytes,
-        )
+        return Export(specs, self._written_slices(), ModelCard(self._hf, model, generation))
 
     def _written_slices(self) -> Iterator[Slice]:
         for held in self.held:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
+from areal.engine.hf_checkpoint import prepare_hf
 from areal.engine.registry import create_engine
 from areal.engine.safetensors_files import TensorFiles
 from areal.engine.save_job import Saver, ignore
@@ -72,8 +73,8 @@ def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **op
     saver.save(
         path,
         "hf",
-        lambda draft: weights.prepare_hf(
-            engine.control, source, draft, asynchronous=asynchronous, observe=ignore, **options
+        lambda draft: prepare_hf(
+            weights.export(), engine.control, source, draft, asynchronous=asynchronous, observe=ignore, **options
         ),
         asynchronous=asynchronous,
     )
