@@ -1,0 +1,171 @@
+"""Rewards before they become advantages, groups that are dropped, and the way from sequences to tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from areal.trainer.advantages import (
+    FilterStats,
+    Groups,
+    at_last_action,
+    filter_groups,
+    join,
+    kl_penalized,
+    overlong_penalty,
+    rescale,
+    split,
+    to_samples,
+    to_tokens,
+)
+from areal.utils.data import Segment, from_segments, pad
+
+
+def bounds_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+# ---- from sequences to tokens
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=9), min_size=1, max_size=6))
+def test_every_form_gives_each_action_the_number_of_its_sequence(weights: list[list[float]]) -> None:
+    masks = [torch.tensor(row) for row in weights]
+    x = torch.arange(1.0, 1 + len(masks), dtype=torch.float64)
+    want = [[x[i].item() if w else 0.0 for w in row] for i, row in enumerate(weights)]
+    last = [[0.0] * len(row) for row in weights]
+    for i, row in enumerate(weights):
+        actions = [t for t, w in enumerate(row) if w]
+        if actions:
+            last[i][actions[-1]] = x[i].item()
+    assert [row.tolist() for row in to_samples(x, masks)] == want
+    packed, bounds = join(masks)
+    assert [row.tolist() for row in split(to_tokens(x, packed, bounds), bounds)] == want
+    assert [row.tolist() for row in split(at_last_action(x, packed, bounds), bounds)] == last
+    padded, real = pad(masks, width=10)
+    for found, rows in ((to_tokens(x, padded), want), (at_last_action(x, padded), last)):
+        assert found.dtype == torch.float64
+        assert not found[~real].any()
+        assert found[real].tolist() == [x for row in rows for x in row]
+
+
+def test_they_align_with_what_the_builders_make() -> None:
+    turn = [Segment([1, 2, 3], False), Segment([4, 5], True), Segment([6], False), Segment([7], True)]
+    sample = from_segments(turn)
+    advantages = to_samples(torch.tensor([0.5]), [sample["loss_mask"]])
+    assert advantages[0].tolist() == [0.0, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0]
+    reward = at_last_action(torch.tensor([3.0]), sample["loss_mask"], bounds_of([7]))
+    assert reward.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: to_tokens(torch.ones(3), torch.ones(4), bounds_of([1, 3])), r"shape \[3\] for 2 sequences"),
+        (lambda: at_last_action(torch.ones(2, 1), torch.ones(2, 4)), r"shape \[2, 1\] for 2 sequences"),
+        (lambda: to_samples(torch.ones(1), [torch.ones(4)] * 2), r"shape \[1\] for 2 sequences"),
+        (lambda: to_tokens(torch.ones(1), torch.ones(4)), r"\[4\] and there is no cu_seqlens"),
+        (lambda: join([]), r"pass at least one tensor"),
+        (lambda: join([torch.ones(2, 2)]), r"\[\[2, 2\]\]"),
+        (lambda: split(torch.ones(5), bounds_of([4])), r"does not cut a tensor of \[5\]"),
+    ],
+)
+def test_shapes_that_do_not_agree_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# ---- shaping
+
+
+def test_overlong_responses_lose_reward_on_a_straight_line() -> None:
+    lengths = torch.tensor([1, 60, 61, 70, 80, 99, 100, 101, 5000])
+    found = overlong_penalty(lengths, max_length=100, cache_length=40)
+    assert found.tolist() == pytest.approx([0, 0, -1 / 40, -10 / 40, -20 / 40, -39 / 40, -1, -1, -1])
+    assert found.dtype == torch.float32
+    doubled = overlong_penalty(lengths, max_length=100, cache_length=40, factor=2.0)
+    assert torch.equal(doubled, 2 * found)
+    assert overlong_penalty(torch.tensor([99, 100]), max_length=100, cache_length=1).tolist() == [0, -1]
+    assert overlong_penalty(torch.tensor([25]), max_length=100, cache_length=100).tolist() == [-0.25]
+
+
+def test_the_kl_penalty_is_taken_where_there_are_actions() -> None:
+    rewards, mask = torch.tensor([0.0, 0.0, 1.0, 0.0]), torch.tensor([1, 0, 1, 0])
+    kl = torch.tensor([0.5, float("nan"), -0.25, 7.0], dtype=torch.float64, requires_grad=True)
+    found = kl_penalized(rewards, kl, mask, coef=0.1)
+    torch.testing.assert_close(found, torch.tensor([-0.05, 0.0, 1.025, 0.0], dtype=torch.float64))
+    assert not found.requires_grad
+
+
+def test_rescaling_adds_then_multiplies_then_clips() -> None:
+    rewards = torch.tensor([-9, 0, 1, 9])
+    assert rescale(rewards, bias=-0.5, scale=2.0, low=-5, high=5).tolist() == [-5.0, -1.0, 1.0, 5.0]
+    assert rescale(rewards).tolist() == [-9.0, 0.0, 1.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: overlong_penalty(torch.ones(1), max_length=8, cache_length=9),
+            r"cache_length = 9 with max_length = 8",
+        ),
+        (lambda: overlong_penalty(torch.ones(1), max_length=8, cache_length=0), r"cache_length = 0"),
+        (lambda: overlong_penalty(torch.ones(1), max_length=8, cache_length=2, factor=-1), r"factor = -1"),
+        (lambda: kl_penalized(torch.ones(3), torch.ones(3), torch.ones(2), coef=0.1), r"action_mask \[2\]"),
+        (lambda: kl_penalized(torch.ones(3), torch.ones(3), torch.ones(3), coef=-0.1), r"coef = -0.1"),
+        (lambda: rescale(torch.ones(3), low=1.0, high=1.0), r"low = 1.0 and high = 1.0"),
+    ],
+)
+def test_arguments_out_of_range_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# ---- dynamic sampling
+
+#         all right   mixed        all wrong, by 0.1   alone
+REWARDS = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.7])
+GROUPS = torch.tensor([7, 7, -3, -3, -3, 5, 5, 5, 100])
+
+
+def test_groups_without_spread_are_dropped() -> None:
+    order = torch.tensor([3, 0, 8, 5, 2, 6, 1, 4, 7])
+    found = filter_groups(REWARDS[order], Groups.local(GROUPS[order]))
+    assert torch.equal(found.keep, (GROUPS == -3)[order])
+    assert found.stats == FilterStats(4, 9, kept_groups=1, kept_sequences=3, single=1, no_spread=2, out_of_bounds=0)
+
+
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -123.456, 0.0, 1e30])
+def test_equal_rewards_are_no_spread_whatever_their_sum_rounds_to(reward: float) -> None:
+    rewards = torch.full((7,), reward, dtype=torch.float64)
+    assert not filter_groups(rewards, Groups.local(torch.zeros(7, dtype=torch.int64))).keep.any()
+
+
+def test_bounds_are_of_the_mean_and_included() -> None:
+    rewards = torch.tensor([0.0, 0.5, 0.0, 1.0, 0.5, 1.0])  # means 0.25, 0.5, 0.75
+    groups = Groups.local(torch.tensor([0, 0, 1, 1, 2, 2]))
+    found = filter_groups(rewards, groups, low=0.25, high=0.5)
+    assert found.keep.tolist() == [True] * 4 + [False] * 2
+    assert found.stats == FilterStats(3, 6, kept_groups=2, kept_sequences=4, single=0, no_spread=0, out_of_bounds=1)
+    wide = filter_groups(rewards, groups, min_std=0.25)  # stds 0.25, 0.5, 0.25
+    assert wide.keep.tolist() == [False, False, True, True, False, False]
+    assert wide.stats.no_spread == 2
+
+
+def test_there_may_be_nothing_to_filter() -> None:
+    found = filter_groups(torch.zeros(0), Groups.local(torch.zeros(0, dtype=torch.int64)))
+    assert found.keep.shape == (0,)
+    assert found.stats == FilterStats(0, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("bounds", [{"min_std": -1.0}, {"low": 1.0, "high": 0.0}])
+def test_filter_bounds_out_of_range_are_named(bounds: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="min_std is 0 or more, and low not above high"):
+        filter_groups(REWARDS, Groups.local(GROUPS), **bounds)

@@ -1,0 +1,1 @@
+"""Algorithms: they hold an engine and call its verbs."""
