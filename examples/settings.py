@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.utils.platform import fast_dtype
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class SFTConfig:
     """Model directory or hub name."""
     backend: str = "fsdp:d1"
     """Engine and layout; its degrees multiply to the number of processes."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the compute; weights and optimizer state are float32."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the compute; weights and optimizer state are float32. auto takes what the machine multiplies fastest."""
     task: str = "chain_sum"
     """Data set of reasoning-gym."""
     task_options: dict[str, int | float | str] = field(default_factory=dict)
@@ -64,12 +65,17 @@ class SFTConfig:
     max_loss_difference: float | None = None
     """Largest relative difference between the training losses of this run and the compared one."""
 
+    @property
+    def compute_dtype(self) -> Literal["bfloat16", "float32"]:
+        """What ``dtype`` means on this machine."""
+        return fast_dtype() if self.dtype == "auto" else self.dtype
+
     def engine(self) -> TrainEngineConfig:
         """What of it is the engine's."""
         return TrainEngineConfig(
             path=self.model,
             backend=self.backend,
-            dtype=self.dtype,
+            dtype=self.compute_dtype,
             seed=self.seed,
             mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb),
             optimizer=OptimizerConfig(lr=self.lr, lr_scheduler=self.lr_scheduler, warmup_steps=self.warmup_steps),

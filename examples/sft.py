@@ -122,7 +122,7 @@ class Run:
         """
         begin, steps = time.perf_counter(), self.history.steps
         self.history.held_out_loss[steps] = held_out_loss(self.engine, self.held_out, sft_loss)
-        dtype = getattr(torch, self.config.dtype)
+        dtype = getattr(torch, self.config.compute_dtype)
         plain = model_from_weights(self.config.model, self.engine.named_tensors(), dtype, self.engine.device)
         self.history.accuracy[steps] = accuracy(
             plain, self.chat, self.task, self.config.max_new_tokens, self.config.eval_batch_size, self.report
@@ -174,10 +174,10 @@ class Run:
                     f"which is more than {config.max_loss_difference:.1e}"
                 )
         if dist.get_rank() == 0:
-            title = f"{Path(config.model).name} on {config.task}, {config.backend}, {config.dtype}"
+            title = f"{Path(config.model).name} on {config.task}, {config.backend}, {config.compute_dtype}"
             plot_losses(config.output / "loss.png", title, runs, history.held_out_loss)
             history.write(config.output / "losses.json", asdict(config))
-        self.report.table(f"{config.task} on {config.backend}, {config.dtype}", *history.table())
+        self.report.table(f"{config.task} on {config.backend}, {config.compute_dtype}", *history.table())
         self.report.line(f"loss curve: {config.output / 'loss.png'}; numbers: {config.output / 'losses.json'}")
         for sentence in failed:
             self.report.line(f"FAILED: {sentence}")

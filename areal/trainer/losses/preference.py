@@ -1,0 +1,195 @@
+"""Losses of pairs: DPO and IPO against a reference, and the Bradley-Terry loss of a reward model.
+
+Sequences ``2i`` and ``2i + 1`` of a batch are the chosen and the rejected one of pair ``i``. ``MicroBatchSpec(granularity=2)`` keeps them
+together. A micro-batch of an odd number of sequences is an error; with the per-sequence key ``pair_ids`` (integers ``[n]``, equal within a
+pair) so is one whose neighbours are no pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from areal.api import Batch, Metric, TokenOutputs
+from areal.trainer.losses.aggregate import loss_mask, trained_sequences
+from areal.trainer.losses.keys import refuse, required_like, required_output
+from areal.trainer.losses.metrics import mean_where
+from areal.trainer.losses.numerics import at_trained, log_ratio, to_compute_dtype
+from areal.trainer.losses.objective import Objective
+from areal.utils.data import segment_sum
+
+
+def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, with ``h = chosen - rejected`` and ``e`` the label smoothing.
+
+    DPO (Rafailov et al., 2023), equation 7; smoothed as conservative DPO (Mitchell, 2023).
+
+    Args:
+        chosen, rejected: log-ratio of the policy to the reference, summed over each sequence's trained tokens: ``[p]``.
+        beta: above 0; how strongly the reference holds. label_smoothing: from 0 to 0.5, the share of labels that are wrong.
+
+    Returns:
+        ``[p]``.
+    """
+    h = beta * (to_compute_dtype(chosen) - to_compute_dtype(rejected))
+    return -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
+
+
+def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
+    """``(h - 1 / (2 beta))**2`` with ``h = chosen - rejected``: IPO (Azar et al., 2023), equation 17, whose ``tau`` is ``beta``.
+
+    Args:
+        chosen, rejected: as for :func:`dpo_loss`, ``[p]``. beta: above 0.
+
+    Returns:
+        ``[p]``.
+    """
+    return (to_compute_dtype(chosen) - to_compute_dtype(rejected) - 1 / (2 * beta)).square()
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, *, center_coef: float = 0.0) -> Tensor:
+    """``-log sigmoid(chosen - rejected) + center_coef * (chosen + rejected)**2``.
+
+    The pairwise loss of reward models (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1); the second term, which holds rewards
+    near 0, is of Eisenstein et al. (2023).
+
+    Args:
+        chosen, rejected: rewards, ``[p]``. center_coef: at least 0.
+
+    Returns:
+        ``[p]``.
+    """
+    chosen, rejected = to_compute_dtype(chosen), to_compute_dtype(rejected)
+    return -F.logsigmoid(chosen - rejected) + center_coef * (chosen + rejected).square()
+
+
+def last_token(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """What stands at the last token of each sequence: from ``[T]`` to ``[n]``, differentiable."""
+    return x[cu_seqlens[1:].long() - 1]
+
+
+def sequence_log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``sum_t m_t (log p - log p_ref)`` of each sequence: from ``[T]`` to ``[n]``.
+
+    The difference is taken before the sum: sums of long sequences are large and would cancel.
+    """
+    return segment_sum(log_ratio(logprobs, ref_logprobs, mask) * to_compute_dtype(mask), cu_seqlens)
+
+
+def split_pairs(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """Chosen and rejected: from ``[n]`` to twice ``[n / 2]``.
+
+    Raises:
+        ValueError: ``n`` is odd.
+    """
+    if len(per_sequence) % 2:
+        raise ValueError(
+            f"a micro-batch has {len(per_sequence)} sequences, which are no pairs: set MicroBatchSpec.granularity = 2, and pass chosen and "
+            "rejected sequences as neighbours"
+        )
+    return per_sequence[0::2], per_sequence[1::2]
+
+
+def check_pairs(batch: Batch) -> None:
+    """Refuse a micro-batch that splits a pair, as far as it can be told. Reads ``pair_ids`` on the host, where there are any.
+
+    Raises:
+        ValueError: an odd number of sequences, or neighbours of different ``pair_ids``.
+    """
+    chosen, rejected = split_pairs(batch["pair_ids"] if "pair_ids" in batch else batch.cu_seqlens[1:])
+    if "pair_ids" in batch and not torch.equal(chosen, rejected):
+        raise ValueError(
+            f"a micro-batch splits a pair: its pair_ids are {batch['pair_ids'].tolist()}: set MicroBatchSpec.granularity = 2, "
+            "and pass chosen and rejected sequences as neighbours"
+        )
+
+
+def trained_pairs(batch: Batch) -> Tensor:
+    """Pairs with a trained token on both sides: bool ``[n / 2]``."""
+    chosen, rejected = split_pairs(trained_sequences(batch))
+    return chosen & rejected
+
+
+def _pair_weight(batch: Batch) -> Tensor:
+    check_pairs(batch)
+    return trained_pairs(batch).sum().to(torch.float32)
+
+
+def _all_pairs(batch: Batch) -> Tensor:
+    check_pairs(batch)
+    return torch.full((), (len(batch.cu_seqlens) - 1) // 2, dtype=torch.float32, device=batch.cu_seqlens.device)
+
+
+def _pair_metrics(chosen: Tensor, rejected: Tensor, keep: Tensor) -> dict[str, Metric]:
+    return {
+        "preference/accuracy": mean_where(chosen > rejected, keep),
+        "preference/margin": mean_where(chosen - rejected, keep),
+        "preference/chosen_reward": mean_where(chosen, keep),
+        "preference/rejected_reward": mean_where(rejected, keep),
+    }
+
+
+def dpo_objective(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Objective:
+    """DPO: the mean over pairs of :func:`dpo_loss`. Needs ``ref_logprobs``; ``loss_mask`` says which tokens are the answer.
+
+    A pair without a trained token on either side weighs nothing. Metrics over pairs, in ``beta`` times the log-ratio: ``preference/accuracy``,
+    ``margin``, ``chosen_reward``, ``rejected_reward``.
+
+    Raises:
+        ValueError: an option is out of range. When called: the batch lacks ``ref_logprobs``, or splits a pair.
+    """
+    _check_beta(beta)
+    if not 0 <= label_smoothing < 0.5:
+        refuse("label_smoothing", label_smoothing, "give a share of at least 0 and below 0.5")
+    return _reference_objective(lambda c, r: dpo_loss(c, r, beta=beta, label_smoothing=label_smoothing), beta)
+
+
+def ipo_objective(*, beta: float = 0.1) -> Objective:
+    """IPO: the mean over pairs of :func:`ipo_loss`; keys, weights and metrics as :func:`dpo_objective`.
+
+    Raises:
+        ValueError: ``beta`` is out of range. When called: as :func:`dpo_objective`.
+    """
+    _check_beta(beta)
+    return _reference_objective(lambda c, r: ipo_loss(c, r, beta=beta), beta)
+
+
+def reward_objective(*, center_coef: float = 0.0) -> Objective:
+    """A reward model: the mean over pairs of :func:`bradley_terry_loss` of the values at each sequence's last token.
+
+    Reads the output ``values``; ``loss_mask`` does not matter. Metrics over pairs: ``preference/accuracy``, ``margin``,
+    ``chosen_reward``, ``rejected_reward``.
+
+    Raises:
+        ValueError: ``center_coef`` is out of range. When called: the batch splits a pair.
+    """
+    if not 0 <= center_coef < math.inf:
+        refuse("center_coef", center_coef, "give a finite number of at least 0")
+
+    def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        chosen, rejected = split_pairs(last_token(required_output(outputs, "values"), batch.cu_seqlens))
+        loss = bradley_terry_loss(chosen, rejected, center_coef=center_coef).sum()
+        return loss, _pair_metrics(chosen, rejected, torch.ones_like(chosen, dtype=torch.bool))
+
+    return Objective(loss_fn, _all_pairs, ("values",))
+
+
+def _check_beta(beta: float) -> None:
+    if not 0 < beta < math.inf:
+        refuse("beta", beta, "give a finite number above 0")
+
+
+def _reference_objective(pair_loss: Callable[[Tensor, Tensor], Tensor], beta: float) -> Objective:
+    def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        logprobs, mask = required_output(outputs, "logprobs"), loss_mask(batch)
+        ref = required_like(batch, "ref_logprobs", logprobs)
+        chosen, rejected = split_pairs(sequence_log_ratios(logprobs, ref, mask, batch.cu_seqlens))
+        keep = trained_pairs(batch)
+        loss = at_trained(pair_loss(chosen, rejected), keep).sum()
+        return loss, _pair_metrics(beta * chosen, beta * rejected, keep)
+
+    return Objective(loss_fn, _pair_weight)

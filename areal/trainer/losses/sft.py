@@ -1,0 +1,40 @@
+"""Supervised fine-tuning: weighted cross-entropy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from areal.api import Batch, Metric, TokenOutputs
+from areal.trainer.losses.aggregate import Aggregation, TokenMean, loss_mask
+from areal.trainer.losses.keys import required_output
+from areal.trainer.losses.metrics import token_count, token_mean
+from areal.trainer.losses.numerics import at_trained
+from areal.trainer.losses.objective import Objective
+
+
+def cross_entropy_loss(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """``-log p(target)`` in nats, without a weight: ``[T]``, 0 where the mask is 0.
+
+    Args:
+        logprobs: of the targets, ``[T]``. mask: ``[T]``; only where it is 0 matters here, aggregations weigh with it.
+    """
+    return -at_trained(logprobs, mask)
+
+
+def sft_objective(aggregation: Aggregation | None = None) -> Objective:
+    """Cross-entropy, weighted by ``loss_mask`` (any weights of at least 0), or of every target where there is no mask.
+
+    Metrics: ``sft/nll``, the mean over trained tokens in nats, whatever they weigh; ``sft/tokens``, their number.
+
+    Args:
+        aggregation: :class:`TokenMean` by default, ``sum(w * nll) / sum(w)``.
+    """
+    aggregate = aggregation or TokenMean()
+
+    def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        mask = loss_mask(batch)
+        nll = cross_entropy_loss(required_output(outputs, "logprobs"), mask)
+        metrics = {"sft/nll": token_mean(nll, mask), "sft/tokens": token_count(mask)}
+        return aggregate.total(nll, batch), metrics
+
+    return Objective(loss_fn, aggregate.weight)
