@@ -25,7 +25,16 @@ from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weig
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList
 from areal.api.parallel import MESH_AXES, ParallelDims
-from areal.api.weights import NamedTensor, WeightSource
+from areal.api.weights import (
+    NamedTensor,
+    SelectName,
+    TensorSource,
+    UpdateKind,
+    WeightReceiver,
+    WeightSource,
+    WeightTransport,
+    WeightUpdateMeta,
+)
 
 __all__ = [
     "IGNORE_INDEX",
@@ -54,13 +63,19 @@ __all__ = [
     "ParallelDims",
     "ProcessOutputFn",
     "SaveLoadMeta",
+    "SelectName",
     "Stateful",
     "StepOutput",
+    "TensorSource",
     "TokenOutputs",
     "TopK",
     "TopKOutput",
     "TrainEngine",
     "TrainEngineConfig",
+    "UpdateKind",
+    "WeightReceiver",
     "WeightSource",
+    "WeightTransport",
+    "WeightUpdateMeta",
     "default_loss_weight",
 ]

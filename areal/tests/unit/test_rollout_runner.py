@@ -1,0 +1,210 @@
+"""Episodes that are played ahead of a trainer: how far ahead, in which order, with which seeds, and what becomes of failures."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from areal.trainer.rollout import protocol
+from areal.trainer.rollout.episodes import SingleTurn
+from areal.trainer.rollout.plan import Plan
+from areal.trainer.rollout.protocol import Completion, Sampling
+from areal.trainer.rollout.runner import Runner
+
+ITEMS = list(range(10))
+
+
+class Client:
+    """Answers with the prompt's token and the seed, after a moment."""
+
+    version = 0
+
+    def __init__(self, delay: Callable[[], float] = lambda: 0.0) -> None:
+        self.delay = delay
+        self.asked: list[tuple[int, int]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        assert sampling.seed is not None
+        self.asked.append((prompt_ids[0], sampling.seed))
+        await asyncio.sleep(self.delay())
+        return Completion((prompt_ids[0], sampling.seed), (-1.0, -2.0), (0, 0), "stop")
+
+
+def episode(reward: Callable[[Any, Completion], Any] = lambda item, answer: 1.0) -> SingleTurn:
+    return SingleTurn(lambda item: [item], reward, Sampling())
+
+
+@contextmanager
+def running(client: Any, played: Any, plan: Plan, **options: Any) -> Iterator[Runner]:
+    runner = Runner(client, played, ITEMS, plan, **options)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def tokens(groups: list[Any]) -> list[tuple[int, list[tuple[int, ...]]]]:
+    return [(group.index, [tuple(seq.segments[1].tokens) for seq in group.sequences]) for group in groups]
+
+
+def batches(n: int, plan: Plan, client: Any = None, **options: Any) -> list[Any]:
+    with running(client or Client(), episode(), plan, **options) as runner:
+        found = []
+        for trained in range(n):
+            runner.advance(trained)
+            found.append(tokens(runner.next_batch(timeout=20)))
+        return found
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_nothing_is_staler_than_allowed(staleness: int) -> None:
+    """Groups that take any time at all start no earlier than the bound, and as early as it lets them."""
+    rng, started = random.Random(0), {}
+    plan = Plan(groups=4, group_size=2, max_staleness=staleness, shuffle=False)
+
+    class Noting:
+        async def run(self, client: Any, item: int) -> list[protocol.Sequence]:
+            started.setdefault(item, trained)
+            return await episode().run(client, item)
+
+    trained = 0
+    runner = Runner(Client(lambda: rng.random() * 0.03), Noting(), range(1000), plan)
+    ages = []
+    for step in range(12):
+        trained = step
+        runner.advance(step)
+        groups = runner.next_batch(timeout=20)
+        assert [group.index for group in groups] == list(range(4 * step, 4 * step + 4))
+        ages += [step - started[group.index] for group in groups]
+        time.sleep(0.02)
+    runner.close()
+    assert max(ages) == staleness
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_any_number_of_ranks_plays_the_same(size: int) -> None:
+    plan = Plan(groups=4, group_size=3, seed=7)
+    shares = [batches(6, plan, rank=rank, size=size) for rank in range(size)]
+    together = [sorted(group for share in shares for group in share[step]) for step in range(6)]
+    assert together == batches(6, plan)
+    assert len({seed for step in together for _, group in step for _, seed in group}) == 6 * 4 * 3
+
+
+def test_items_come_once_an_epoch_in_an_order_of_its_own() -> None:
+    played = [group[0][0] for step in batches(6, Plan(groups=5)) for _, group in step]
+    epochs = [played[i : i + 10] for i in range(0, 30, 10)]
+    assert all(sorted(epoch) == ITEMS for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    in_order = [group[0][0] for step in batches(2, Plan(groups=5, shuffle=False)) for _, group in step]
+    assert in_order == ITEMS
+
+
+def test_a_failed_or_slow_episode_is_counted() -> None:
+    def reward(item: int, answer: Completion) -> Any:
+        if item == 3:
+            raise KeyError("no such answer")
+        return asyncio.sleep(60, 1.0) if item == 5 else 0.5
+
+    async def of(item: int, answer: Completion) -> float:
+        worth = reward(item, answer)
+        return worth if isinstance(worth, float) else await worth
+
+    plan = Plan(groups=10, group_size=2, episode_seconds=0.5, shuffle=False)
+    with running(Client(), episode(of), plan) as runner:
+        runner.advance(0)
+        groups = runner.next_batch(timeout=20)
+    assert [group.failed for group in groups] == [0, 0, 0, 2, 0, 2, 0, 0, 0, 0]
+    assert groups[3].error == "KeyError: 'no such answer'"
+    assert groups[5].error is not None
+    assert groups[5].error.startswith("TimeoutError")
+    assert [len(group.sequences) for group in groups] == [2, 2, 2, 0, 2, 0, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_group_that_is_not_kept_gives_its_place_to_the_next(staleness: int) -> None:
+    plan = Plan(groups=2, max_staleness=staleness, shuffle=False)
+    with running(Client(), episode(), plan, keep=lambda group: group[0].group % 3 != 0) as runner:
+        found = []
+        for step in range(4):
+            runner.advance(step)
+            found.append([group.index for group in runner.next_batch(timeout=20)])
+    assert found == [[1, 2], [4, 5], [7, 8], [10, 11]]
+
+
+def test_what_the_caller_got_wrong_is_raised() -> None:
+    def keep(group: list[protocol.Sequence]) -> bool:
+        raise ZeroDivisionError("no spread")
+
+    with running(Client(), episode(), Plan(groups=1), keep=keep) as runner:
+        runner.advance(0)
+        with pytest.raises(RuntimeError, match="no spread"):
+            runner.next_batch(timeout=20)
+    with pytest.raises(ValueError, match="group_size = 0"):
+        Plan(groups=1, group_size=0)
+    with pytest.raises(ValueError, match="items is empty"):
+        Runner(Client(), episode(), [], Plan(groups=1))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_goes_on_from_its_state(staleness: int) -> None:
+    """What was played and not consumed is in the state; nothing is played twice or left out."""
+    plan = Plan(groups=3, group_size=2, max_staleness=staleness, max_concurrent=4)
+    whole = batches(6, plan)
+    client = Client(lambda: 0.01)
+    with running(client, episode(), plan) as runner:
+        first = []
+        for trained in range(3):
+            runner.advance(trained)
+            first.append(tokens(runner.next_batch(timeout=20)))
+        runner.advance(3)
+        state = runner.state_dict()
+        assert len(state["waiting"]) >= staleness
+        fourth = tokens(runner.next_batch(timeout=20))
+    again = Client()
+    with running(again, episode(), plan) as runner:
+        runner.load_state_dict(state)
+        rest = []
+        for trained in range(3, 6):
+            runner.advance(trained)
+            rest.append(tokens(runner.next_batch(timeout=20)))
+    assert [*first, *rest] == whole
+    assert fourth == rest[0]
+    waiting = [protocol.Sequence.of_state(each) for group in state["waiting"] for each in group["sequences"]]
+    done = {int(sequence.segments[1].tokens[1]) for sequence in waiting}
+    assert not done & {seed for _, seed in again.asked}
+
+
+def test_closing_ends_what_is_played_and_what_waits() -> None:
+    ended = []
+
+    class Endless:
+        async def run(self, client: Any, item: int) -> list[protocol.Sequence]:
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                ended.append(item)
+            return []
+
+    with running(Client(), Endless(), Plan(groups=4)) as runner:
+        runner.advance(0)
+        with pytest.raises(TimeoutError, match="4 groups are being played"):
+            runner.next_batch(timeout=0.2)
+    assert len(ended) == 4
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.next_batch()
+    runner.close()
+
+
+def test_a_sequence_becomes_a_sample() -> None:
+    completion = Completion((7, 8, 9), (-0.5, -1.5, -2.5), (3, 3, 4), "length")
+    sample = protocol.Sequence.single([5, 6], completion, reward=0.25).sample()
+    assert sample["input_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert sample["loss_mask"].tolist() == [0, 1, 1, 1, 0]
+    assert sample["rollout_logprobs"].tolist() == [0, -0.5, -1.5, -2.5, 0]
+    assert sample["versions"].tolist() == [0, 3, 3, 4, 0]
+    assert sample["rewards"].item() == 0.25
+    assert sample["truncated"].item() is True

@@ -1,0 +1,94 @@
+"""What a batch of rollouts was like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from areal.trainer.rollout.plan import Group
+
+SUMS = (
+    "sequences",
+    "failed",
+    "overlong",
+    "truncated",
+    "reward",
+    "reward_squared",
+    "tokens",
+    "staleness",
+    "groups",
+    "flat_groups",
+)
+
+
+class RolloutReport:
+    """Samples of a batch, and numbers about it.
+
+    Args:
+        groups: of this data-parallel coordinate.
+        max_tokens: sequences that are longer are left out.
+        version: of the weights that are to be trained.
+
+    Attributes:
+        samples: for the engine, in the order of the groups.
+        error: what an episode raised, if one did.
+    """
+
+    def __init__(self, groups: Sequence[Group], max_tokens: int | None, version: int) -> None:
+        self.samples: list[dict[str, Tensor]] = []
+        self.error = next((group.error for group in groups if group.error is not None), None)
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._stats: dict[str, list[float]] = {}
+        for group in groups:
+            rewards = [sequence.reward for sequence in group.sequences]
+            self._add(groups=1, failed=group.failed, flat_groups=len(set(rewards)) <= 1)
+            for sequence in group.sequences:
+                sample = sequence.sample()
+                if max_tokens is not None and len(sample["input_ids"]) > max_tokens:
+                    self._add(overlong=1)
+                    continue
+                self.samples.append(sample)
+                self._add(
+                    sequences=1,
+                    truncated=sequence.truncated,
+                    reward=sequence.reward,
+                    reward_squared=sequence.reward**2,
+                    tokens=sequence.trained_tokens,
+                    staleness=version - sequence.oldest_version(version),
+                )
+
+    def _add(self, **numbers: float) -> None:
+        for name, number in numbers.items():
+            self._sums[name] += number
+
+    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Means and counts over the global batch, under ``rollout/...``; the same on every rank. Collective.
+
+        ``reward`` and ``reward_std`` over sequences; ``tokens``, sampled ones to a sequence; ``staleness``, updates since the oldest token of a
+        sequence was made; ``truncated`` and ``flat_groups``, shares; ``sequences``, ``failed`` (episodes) and ``overlong``, counts.
+
+        Raises:
+            RuntimeError: there is no sequence on any rank.
+        """
+        totals = sum_over_ranks(torch.tensor([self._sums[name] for name in SUMS], dtype=torch.float64))
+        found = dict(zip(SUMS, totals.tolist(), strict=True))
+        n = found["sequences"]
+        if not n:
+            raise RuntimeError(
+                f"no episode of this batch gave a sequence: {found['failed']:.0f} failed, {found['overlong']:.0f} were too long; "
+                f"on this rank the first error was {self.error}"
+            )
+        reward = found["reward"] / n
+        return {
+            "rollout/reward": reward,
+            "rollout/reward_std": max(0.0, found["reward_squared"] / n - reward**2) ** 0.5,
+            "rollout/tokens": found["tokens"] / n,
+            "rollout/staleness": found["staleness"] / n,
+            "rollout/truncated": found["truncated"] / n,
+            "rollout/flat_groups": found["flat_groups"] / max(1.0, found["groups"]),
+            "rollout/sequences": n,
+            "rollout/failed": found["failed"],
+            "rollout/overlong": found["overlong"],
+        }

@@ -1,0 +1,40 @@
+"""Random numbers that belong to an episode, and to nothing that runs beside it."""
+
+from __future__ import annotations
+
+import collections.abc
+import hashlib
+from dataclasses import replace
+
+from areal.trainer.rollout.protocol import Completion, RolloutClient, Sampling
+
+
+class SeededClient:
+    """Gives every request of one episode that has no seed one of its own, from what the episode is and how many it has made.
+
+    Args:
+        of: numbers that no other episode has.
+    """
+
+    def __init__(self, client: RolloutClient, of: tuple[int, ...]) -> None:
+        self._client = client
+        self._of = of
+        self._made = 0
+
+    @property
+    def version(self) -> int:
+        """Of the weights that are serving now."""
+        return self._client.version
+
+    async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
+        """As the client."""
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=mixed(*self._of, self._made))
+            self._made += 1
+        return await self._client.generate(prompt_ids, sampling)
+
+
+def mixed(*numbers: int) -> int:
+    """63 bits that look nothing like ``numbers``, the same on every machine."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

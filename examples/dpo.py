@@ -1,0 +1,52 @@
+"""Direct preference optimisation on pairs of answers.
+
+    python examples/tiny.py runs/tiny
+    torchrun --nproc-per-node 2 examples/dpo.py --backend fsdp:d2
+    torchrun --nproc-per-node 8 examples/dpo.py --backend megatron:d2t4 --model path/or/hub-name --lr 1e-6
+
+Leaves model/ in the output directory.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+import tyro
+from chat import ChatFormat
+from preferences import PreferenceConfig, make_pairs
+from report import Report
+from transformers import AutoTokenizer
+
+from areal import FinetuneSpec, SaveLoadMeta, create_engine
+from areal.api import StepOutput
+from areal.trainer.dpo import dpo_trainer
+from areal.utils.data import sharded_loader
+
+
+def main(config: PreferenceConfig) -> int:
+    """Train; the exit code is 1 where the policy has not come to prefer what it should."""
+    spec = FinetuneSpec(total_train_steps=config.steps)
+    with create_engine(config.engine()) as engine, create_engine(config.engine(optimizer=None)) as reference:
+        engine.initialize(spec)
+        reference.initialize(spec)
+        report = Report(speaks=dist.get_rank() == 0)
+        train, _ = make_pairs(config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system))
+        loader = sharded_loader(
+            train, batch_size=config.batch_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size, seed=config.seed
+        )
+        margins: list[float] = []
+        with report.progress("step", config.steps) as advance:
+
+            def tell(step: StepOutput) -> None:
+                margins.append(step.metrics["preference/margin"])
+                advance(f"loss {step.loss:.4f}  margin {margins[-1]:.3f}  {step.seconds:.1f} s")
+
+            dpo_trainer(engine, reference, loader).train(config.steps, after_step=tell)
+        engine.save(SaveLoadMeta(config.output / "model", weight_format="hf"))
+        report.line(f"margin {margins[0]:.3f} -> {margins[-1]:.3f}; model: {config.output / 'model'}")
+        return int(margins[-1] <= margins[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(PreferenceConfig, description=__doc__)))

@@ -1,0 +1,229 @@
+"""Reinforcement learning on problems with a verifier: a short supervised warm-up, then GRPO, on any layout of ranks.
+
+    torchrun --nproc-per-node 2 examples/grpo.py --backend fsdp:d2
+    torchrun --nproc-per-node 2 examples/grpo.py --backend megatron:p2 --task simple_equations
+
+Every rank answers its share of the problems with a replica of the model, and the engine trains on all of them, whatever its layout.
+The same seed gives the same problems and the same noise to draw answers with, on any layout.
+
+The run leaves curves.json, curves.png, event files for TensorBoard and model/ (for transformers' from_pretrained) in the output directory. Its
+exit code is not 0 if what --max-p-value or --min-p-value ask for did not come about.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from chat import ChatFormat
+from examination import examine
+from report import Report
+from rl_plots import plot_run
+from rl_settings import RLConfig
+from significance import p_value_of_rise
+from tasks import Problem, make_task
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from areal import FinetuneSpec, SaveLoadMeta, TrainEngine, create_engine
+from areal.api import StepOutput, TensorSource
+from areal.trainer.estimators import GroupRelative, Sample
+from areal.trainer.grpo import grpo_trainer
+from areal.trainer.losses import MismatchCorrection, grpo_objective
+from areal.trainer.ppo import PPOTrainer, Updates
+from areal.trainer.rollout.episodes import SingleTurn
+from areal.trainer.rollout.local import LocalRollout
+from areal.trainer.rollout.protocol import Completion
+from areal.trainer.rollout.runner import Runner
+from areal.trainer.sft import sft_trainer
+from areal.trainer.tensorboard import TensorBoard
+from areal.trainer.tracking import Tracker, Trackers
+from areal.utils.data import sharded_loader
+
+
+class Run:
+    """One run of reinforcement learning.
+
+    Args:
+        config: what to do.
+        engine: of the policy, initialized.
+    """
+
+    def __init__(self, config: RLConfig, engine: TrainEngine) -> None:
+        self.config = config
+        self.engine = engine
+        self.report = Report(speaks=dist.get_rank() == 0)
+        self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system)
+        n_warmup = config.warmup_steps * config.warmup_batch_size
+        self.task = make_task(
+            config.task, n_warmup + config.steps * config.groups, config.eval_size, config.seed, config.task_options
+        )
+        self.for_warmup, self.for_rollouts = self.task.train[:n_warmup], self.task.train[n_warmup:]
+        self.end = self.chat.end_of_turn(self.task.held_out[0])
+        self.rollout = self._rollout()
+        self.curves: dict[str, list[float]] = {}
+        self.right: dict[int, list[bool]] = {}
+
+    def _rollout(self) -> LocalRollout:
+        config = self.config
+        dtype = getattr(torch, config.compute_dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
+        longest = max(len(self.chat.prompt_ids(problem)) for problem in (*self.for_rollouts, *self.task.held_out))
+        return LocalRollout(
+            model.to(self.engine.device).eval(), max_context=longest + config.max_new_tokens, max_requests=64
+        )
+
+    def sync(self, source: TensorSource, version: int) -> None:
+        """Bring an engine's weights to this rank's replica."""
+        self.rollout.update(source.named_tensors(), version)
+
+    def go(self) -> list[str]:
+        """Warm up, examine, learn, examine, save.
+
+        Returns:
+            What did not come about; the same on every rank.
+        """
+        self.config.output.mkdir(parents=True, exist_ok=True)
+        with self.rollout:
+            self.warm_up()
+            self.examine(0)
+            self.learn()
+            self.examine(self.config.steps)
+        self.engine.save(SaveLoadMeta(self.config.output / "model", weight_format="hf"))
+        return self.conclude()
+
+    def warm_up(self) -> None:
+        """Supervised steps, so that some answers are right to begin with."""
+        config, engine = self.config, self.engine
+        if not config.warmup_steps:
+            return
+        loader = sharded_loader(
+            self.chat.samples(self.for_warmup),
+            batch_size=config.warmup_batch_size,
+            dp_rank=engine.dp_rank,
+            dp_size=engine.dp_size,
+            shuffle=False,
+        )
+        engine.set_lr(config.warmup_lr)
+        with self.report.progress("warm-up", config.warmup_steps) as advance:
+
+            def tell(step: StepOutput) -> None:
+                advance(f"loss {step.loss:.3f}  {step.n_tokens} tokens  {step.seconds:.1f} s")
+
+            sft_trainer(engine, loader).train(config.warmup_steps, after_step=tell)
+        engine.set_lr(config.lr)
+
+    def examine(self, step: int) -> None:
+        """Accuracy on the held-out problems with the engine's weights."""
+        self.sync(self.engine, self.engine.version)
+        right = examine(self.rollout, self.chat, self.task, self.config.sampling(self.end))
+        self.right[step] = right
+        self.report.line(f"after {step} steps: {sum(right)} of {len(right)} held-out problems right")
+
+    def learn(self) -> None:
+        """Take the steps."""
+        config = self.config
+        episode = SingleTurn(self.chat.prompt_ids, self.reward, config.sampling(self.end))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        with ExitStack() as stack:
+            runner = Runner(self.rollout, episode, self.for_rollouts, config.plan(), rank=rank, size=size)
+            stack.callback(runner.close)
+            tracker = Trackers([TensorBoard(config.output / "events")] if rank == 0 else [])
+            stack.callback(tracker.close)
+            trainer = self.trainer(runner, tracker, stack)
+            advance = stack.enter_context(self.report.progress("step", config.steps))
+
+            def tell(scalars: dict[str, float]) -> None:
+                for name, value in scalars.items():
+                    self.curves.setdefault(name, []).append(value)
+                advance(
+                    f"reward {scalars['rollout/reward']:.3f}  entropy {scalars['actor/policy/entropy']:.3f}  "
+                    f"grad norm {scalars['actor/grad_norm']:.2f}  {scalars['time/step']:.1f} s"
+                )
+
+            trainer.train(config.steps, after_step=tell)
+
+    def trainer(self, runner: Runner, tracker: Tracker, stack: ExitStack) -> PPOTrainer:
+        """The algorithm. Further engines are closed with ``stack``."""
+        config = self.config
+        reference = self.another_engine(stack, trained=False) if config.kl_coef else None
+        objective = grpo_objective(
+            kl_coef=config.kl_coef,
+            report_entropy=True,
+            correction=MismatchCorrection() if config.max_staleness else None,
+        )
+        return grpo_trainer(
+            self.engine,
+            runner,
+            self.sync,
+            objective=objective,
+            reference=reference,
+            estimator=GroupRelative(shape=self.shuffled if config.shuffle_rewards else None),
+            updates=Updates(minibatches=config.minibatches),
+            tracker=tracker,
+        )
+
+    def another_engine(self, stack: ExitStack, **changes: Any) -> TrainEngine:
+        """An engine with the weights after the warm-up."""
+        path = self.config.output / "warm"
+        self.engine.save(SaveLoadMeta(path, weight_format="hf"))
+        engine = stack.enter_context(create_engine(self.config.engine(path=str(path), **changes)))
+        engine.initialize(FinetuneSpec(total_train_steps=self.config.steps))
+        return engine
+
+    def reward(self, problem: Problem, completion: Completion) -> float:
+        """1 for a right answer."""
+        return float(self.task.is_right(self.chat.text(completion.tokens), problem))
+
+    def shuffled(self, rewards: Tensor, samples: list[Sample]) -> Tensor:
+        """The rewards in random order."""
+        generator = torch.Generator().manual_seed(int(samples[0]["group_ids"]) + self.config.seed)
+        return rewards[torch.randperm(len(rewards), generator=generator)]
+
+    def conclude(self) -> list[str]:
+        """Write and draw what was measured, and say what did not come about."""
+        config = self.config
+        before, after = self.right[0], self.right[config.steps]
+        accuracy = {step: sum(right) / len(right) for step, right in self.right.items()}
+        p_value = p_value_of_rise(before, after)
+        self.report.line(
+            f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[config.steps]:.3f} on {len(after)} problems: one-sided p = {p_value:.2g}"
+        )
+        if dist.get_rank() == 0:
+            found: dict[str, Any] = {"settings": asdict(config), "accuracy": accuracy, "p_value": p_value}
+            (config.output / "curves.json").write_text(
+                json.dumps(found | {"curves": self.curves}, indent=1, default=str) + "\n"
+            )
+            title = f"GRPO, {config.backend}, {config.compute_dtype}, seed {config.seed}"
+            plot_run(config.output / "curves.png", title, self.curves, accuracy, config.task)
+        self.report.line(f"curves: {config.output / 'curves.png'}; numbers: {config.output / 'curves.json'}")
+        failed = []
+        if config.max_p_value is not None and not p_value < config.max_p_value:
+            failed.append(
+                f"accuracy did not rise beyond chance: p = {p_value:.2g}, and {config.max_p_value} was asked for"
+            )
+        if config.min_p_value is not None and p_value < config.min_p_value:
+            failed.append(f"the control rose beyond chance: p = {p_value:.2g}")
+        for sentence in failed:
+            self.report.line(f"FAILED: {sentence}")
+        return failed
+
+
+def main(config: RLConfig, kind: type[Run] = Run) -> int:
+    """Run; the exit code."""
+    if not sys.stdout.isatty():
+        transformers_logging.disable_progress_bar()
+    with create_engine(config.engine()) as engine:
+        engine.initialize(FinetuneSpec(total_train_steps=config.warmup_steps + config.steps * config.minibatches))
+        return 1 if kind(config, engine).go() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(RLConfig, description=__doc__)))

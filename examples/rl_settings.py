@@ -1,0 +1,102 @@
+"""The settings of a run of reinforcement learning, as the command line takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.trainer.rollout.plan import Plan
+from areal.trainer.rollout.protocol import Sampling
+from areal.utils.platform import fast_dtype
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    """One run."""
+
+    model: str = "runs/SmolLM2-135M-Instruct"
+    """Model directory or hub name."""
+    backend: str = "fsdp:d1"
+    """Engine and layout; its degrees multiply to the number of processes."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the compute; weights and optimizer state are float32. auto takes what the machine multiplies fastest."""
+    task: str = "chain_sum"
+    """Data set of reasoning-gym."""
+    task_options: dict[str, int | float | str] = field(default_factory=dict)
+    """Options of the data set, as name and value pairs; none takes those of tasks.py, or else the data set's own."""
+    system: str = "Answer with just the number."
+    """Instruction before each question; may be empty."""
+    output: Path = Path("runs/grpo")
+    """Directory of what the run leaves."""
+    seed: int = 0
+    """Of the problems, of their order, and of every answer."""
+
+    warmup_steps: int = 8
+    """Supervised steps before."""
+    warmup_batch_size: int = 32
+    """Problems in a batch of these."""
+    warmup_lr: float = 2e-5
+    """Learning rate of these."""
+
+    steps: int = 12
+    """Batches of rollouts."""
+    groups: int = 8
+    """Problems in a batch."""
+    group_size: int = 8
+    """Answers to each problem."""
+    max_staleness: int = 0
+    """Updates by which the weights that began an answer may be older than those it trains; above 0 the next batch is written while
+    this one trains."""
+    minibatches: int = 1
+    """Optimizer steps for each batch."""
+    lr: float = 1e-5
+    """Learning rate of AdamW."""
+    kl_coef: float = 0.0
+    """Weight of the distance to the model after the warm-up; 0 keeps no second copy of it."""
+    temperature: float = 1.0
+    """Of the answers that are learned from."""
+    max_new_tokens: int = 8
+    """Longest answer."""
+    max_tokens_per_mb: int = 1024
+    """Tokens in a packed micro-batch."""
+    shuffle_rewards: bool = False
+    """A control: every answer gets the reward of a random one, so that there is nothing to learn."""
+
+    eval_size: int = 400
+    """Held-out problems."""
+    max_p_value: float | None = None
+    """Fail unless accuracy on held-out problems rises above that after the warm-up with a smaller p-value than this."""
+    min_p_value: float | None = None
+    """Fail if it rises with a smaller one than this: for the control."""
+
+    @property
+    def compute_dtype(self) -> Literal["bfloat16", "float32"]:
+        """What ``dtype`` means on this machine."""
+        return fast_dtype() if self.dtype == "auto" else self.dtype
+
+    def engine(self, *, trained: bool = True, path: str | None = None, value_head: bool = False) -> TrainEngineConfig:
+        """What of it is an engine's."""
+        return TrainEngineConfig(
+            path=path or self.model,
+            backend=self.backend,
+            dtype=self.compute_dtype,
+            seed=self.seed,
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb),
+            optimizer=OptimizerConfig(lr=self.lr) if trained else None,
+            temperature=self.temperature,
+            value_head=value_head,
+        )
+
+    def plan(self) -> Plan:
+        """What of it is the runner's."""
+        return Plan(groups=self.groups, group_size=self.group_size, max_staleness=self.max_staleness, seed=self.seed)
+
+    def sampling(self, end: int, *, greedy: bool = False) -> Sampling:
+        """How answers are drawn, or with ``greedy`` how the model is examined."""
+        return Sampling(
+            max_new_tokens=self.max_new_tokens,
+            temperature=0.0 if greedy else self.temperature,
+            stop_token_ids=(end,),
+        )
