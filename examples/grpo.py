@@ -37,7 +37,7 @@ from areal.api import StepOutput, TensorSource
 from areal.trainer.estimators import GroupRelative, Sample
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import MismatchCorrection, grpo_objective
-from areal.trainer.ppo import PPOTrainer, Updates
+from areal.trainer.ppo import PPOTrainer
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.protocol import Completion
@@ -166,7 +166,7 @@ class Run:
             objective=objective,
             reference=reference,
             estimator=GroupRelative(shape=self.shuffled if config.shuffle_rewards else None),
-            updates=Updates(minibatches=config.minibatches),
+            updates=config.updates(),
             tracker=tracker,
         )
 

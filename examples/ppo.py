@@ -17,7 +17,7 @@ from rl_settings import RLConfig
 from areal.trainer.estimators import CriticBased
 from areal.trainer.losses import policy_objective, value_objective
 from areal.trainer.losses.surrogate import PPOClip
-from areal.trainer.ppo import Critic, PPOTrainer, Updates
+from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.tracking import Tracker
 
@@ -36,7 +36,7 @@ class CriticRun(Run):
             estimator=CriticBased(kl_coef=config.kl_coef),
             reference=self.another_engine(stack, trained=False) if config.kl_coef else None,
             critic=critic,
-            updates=Updates(minibatches=config.minibatches),
+            updates=config.updates(),
             tracker=tracker,
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.trainer.ppo import Updates
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.protocol import Sampling
 from areal.utils.platform import fast_dtype
@@ -92,6 +93,11 @@ class RLConfig:
     def plan(self) -> Plan:
         """What of it is the runner's."""
         return Plan(groups=self.groups, group_size=self.group_size, max_staleness=self.max_staleness, seed=self.seed)
+
+    def updates(self) -> Updates:
+        """How a batch becomes optimizer steps. With one of them, on what the same weights wrote, the rollout's log-probs are the old ones."""
+        off_policy = self.minibatches > 1 or self.max_staleness > 0
+        return Updates(minibatches=self.minibatches, recompute_logprobs=off_policy)
 
     def sampling(self, end: int, *, greedy: bool = False) -> Sampling:
         """How answers are drawn, or with ``greedy`` how the model is examined."""
