@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NAMES = ("chat", "checks", "history", "tasks")
+NAMES = ("chat", "checks", "history", "preferences", "significance", "tasks")
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +183,27 @@ def test_a_history_comes_back_from_json_and_from_a_checkpoint(examples, history,
 def test_the_largest_difference_is_over_common_steps(examples, history):
     other = type(history)(train_loss=[2.0, 1.1, 7.0])
     assert examples["checks"].largest_difference(history, other) == pytest.approx(0.1 / 1.1)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(10, 0), (0, 10), (7, 3), (5, 5), (0, 0)])
+def test_the_probability_of_a_rise_is_that_of_all_ways_to_change(examples, gained, lost):
+    before = [False] * gained + [True] * lost + [True, False] * 4
+    after = [True] * gained + [False] * lost + [True, False] * 4
+    ways = list(itertools.product([0, 1], repeat=gained + lost))
+    expected = sum(sum(way) >= gained for way in ways) / len(ways)
+    assert examples["significance"].p_value_of_rise(before, after) == pytest.approx(expected)
+
+
+def test_pairs_are_of_one_problem_and_told_apart_by_form(examples, tokenizer):
+    preferences, chat = examples["preferences"], examples["chat"].ChatFormat(tokenizer, "")
+    config = preferences.PreferenceConfig(steps=3, batch_size=4, eval_size=5)
+    train, held_out = preferences.make_pairs(config, chat)
+    assert (len(train), len(held_out)) == (12, 5)
+    for pair in (*train, *held_out):
+        answer = tokenizer.decode(pair.chosen).removesuffix(CLOSE)
+        assert str(int(answer)) == answer
+        assert tokenizer.decode(pair.rejected) == f"The answer is {answer}.{CLOSE}"
+        chosen, rejected = pair.samples(7)
+        assert chosen["pair_ids"] == rejected["pair_ids"] == 7
+        assert tokenizer.decode(trained_tokens(chosen)) == answer + CLOSE
+        assert trained_tokens(rejected) == list(pair.rejected)
