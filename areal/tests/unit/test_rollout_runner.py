@@ -5,15 +5,19 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from areal.trainer.rollout import protocol
 from areal.trainer.rollout.episodes import SingleTurn
-from areal.trainer.rollout.plan import Plan
+from areal.trainer.rollout.exchange import set_runner_state
+from areal.trainer.rollout.plan import Group, Plan
 from areal.trainer.rollout.protocol import Completion, Sampling
+from areal.trainer.rollout.report import RolloutReport
 from areal.trainer.rollout.runner import Runner
+from areal.utils.data import Segment
 
 ITEMS = list(range(10))
 
@@ -208,3 +212,82 @@ def test_a_sequence_becomes_a_sample() -> None:
     assert sample["versions"].tolist() == [0, 3, 3, 4, 0]
     assert sample["rewards"].item() == 0.25
     assert sample["truncated"].item() is True
+
+
+def test_what_is_wrong_with_a_sequence_fails_its_episode() -> None:
+    wrong = {
+        1: {"reward": float("nan")},
+        2: {"segments": (Segment([5], trainable=False),)},
+        3: {"segments": (Segment([5, 6], trainable=True, values={"rollout_logprobs": [0.0]}),)},
+    }
+
+    class Wrong:
+        async def run(self, client: Any, item: int) -> list[protocol.Sequence]:
+            fields = {"segments": (Segment([5, 6], trainable=True),), "reward": 1.0, **wrong.get(item, {})}
+            return [protocol.Sequence(**fields)]
+
+    with running(Client(), Wrong(), Plan(groups=5, shuffle=False)) as runner:
+        runner.advance(0)
+        groups = runner.next_batch(timeout=20)
+    assert [group.failed for group in groups] == [0, 1, 1, 1, 0]
+    for group, word in zip(groups[1:4], ("finite", "wrote", "one for each"), strict=True):
+        assert word in str(group.error)
+
+
+def test_a_report_counts_what_was_played() -> None:
+    def sequence(reward: float, tokens: int, version: int, **fields: Any) -> protocol.Sequence:
+        completion = Completion(tuple(range(3, 3 + tokens)), (-1.0,) * tokens, (version,) * tokens, "stop")
+        return replace(protocol.Sequence.single([1, 2], completion, reward), **fields)
+
+    groups = [
+        Group(0, (sequence(1.0, 2, 4), sequence(0.0, 4, 5, truncated=True)), failed=1, error="KeyError: x"),
+        Group(1, (sequence(1.0, 30, 5), sequence(1.0, 6, 3, stats={"turns": 3.0}))),
+        Group(2, ()),
+    ]
+    report = RolloutReport(groups, max_tokens=20, version=5)
+    found = report.reduce(lambda x: x)
+    assert len(report.samples) == 3
+    assert found["rollout/reward"] == pytest.approx(2 / 3)
+    assert found["rollout/reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert found["rollout/tokens"] == 4
+    assert found["rollout/staleness"] == 1
+    assert found["rollout/truncated"] == pytest.approx(1 / 3)
+    assert found["rollout/flat_groups"] == pytest.approx(2 / 3)
+    assert (found["rollout/failed"], found["rollout/overlong"], found["rollout/sequences"]) == (1, 1, 3)
+    assert found["rollout/turns"] == 3
+    with pytest.raises(RuntimeError, match="1 failed, 0 were too long; on this rank the first error was KeyError: x"):
+        RolloutReport([Group(0, (), failed=1, error="KeyError: x")], None, 0).reduce(lambda x: x)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 3)])
+def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int) -> None:
+    plan = Plan(groups=4, group_size=2, max_staleness=1)
+    whole = batches(5, plan)
+    states = []
+    for rank in range(before):
+        with running(Client(), episode(), plan, rank=rank, size=before) as runner:
+            for trained in range(2):
+                runner.advance(trained)
+                runner.next_batch(timeout=20)
+            runner.advance(2)
+            states.append(runner.state_dict())
+    rest = []
+    for rank in range(after):
+        with running(Client(), episode(), plan, rank=rank, size=after) as runner:
+            set_runner_state(runner, states)
+            found = []
+            for trained in range(2, 5):
+                runner.advance(trained)
+                found.append(tokens(runner.next_batch(timeout=20)))
+            rest.append(found)
+    assert [sorted(group for share in rest for group in share[step]) for step in range(3)] == whole[2:]
+
+
+def test_replaced_groups_cannot_go_to_other_ranks() -> None:
+    plan = Plan(groups=2, shuffle=False)
+    with running(Client(), episode(), plan, keep=lambda group: group[0].group != 0) as runner:
+        runner.advance(0)
+        runner.next_batch(timeout=20)
+        states = [runner.state_dict()]
+    with running(Client(), episode(), plan, rank=0, size=2) as runner, pytest.raises(ValueError, match="1 ranks"):
+        set_runner_state(runner, states)

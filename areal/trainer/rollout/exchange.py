@@ -23,7 +23,7 @@ def next_groups(runner: Runner, dp_rank: int, timeout: float | None = None) -> l
         groups = runner.next_batch(timeout)
     except (TimeoutError, RuntimeError) as error:
         fault = error
-    everything = _gather((dp_rank, groups, fault))
+    everything = gather((dp_rank, groups, fault))
     for rank, (_, _, found) in enumerate(everything):
         if found is not None:
             raise type(found)(f"rank {rank}: {found}") from fault
@@ -32,7 +32,7 @@ def next_groups(runner: Runner, dp_rank: int, timeout: float | None = None) -> l
 
 def runner_state(runner: Runner) -> list[dict[str, Any]]:
     """The states of all ranks' runners, in order. Collective over the world."""
-    return _gather(runner.state_dict())
+    return gather(runner.state_dict())
 
 
 def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
@@ -56,7 +56,8 @@ def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
     runner.load_state_dict(runner.share_of(states[0]["trained"], played))
 
 
-def _gather(mine: Any) -> list[Any]:
+def gather(mine: Any) -> list[Any]:
+    """What every rank of the world has, in order. Collective."""
     if not dist.is_initialized():
         return [mine]
     everything: list[Any] = [None] * dist.get_world_size()

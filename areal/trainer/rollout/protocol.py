@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -128,7 +129,10 @@ class Sequence:
         reward: of the whole.
         group: sequences of one item are compared with each other; set by who runs the episodes.
         truncated: the answer was cut off at its longest.
-        stats: numbers to be logged.
+        stats: numbers whose means are logged, as ``rollout/<name>``.
+
+    Raises:
+        ValueError: the reward is not finite, or the policy wrote nothing of it.
     """
 
     segments: tuple[Segment, ...]
@@ -136,6 +140,14 @@ class Sequence:
     group: int = 0
     truncated: bool = False
     stats: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"Sequence.reward = {self.reward}: it must be finite")
+        if not self.trained_tokens:
+            raise ValueError(
+                "a sequence has no token that the policy wrote: leave out what there is nothing to learn from"
+            )
 
     @classmethod
     def single(cls, prompt_ids: collections.abc.Sequence[int], completion: Completion, reward: float) -> Sequence:

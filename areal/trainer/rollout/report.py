@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Group
 
 SUMS = (
@@ -40,11 +41,14 @@ class RolloutReport:
         self.samples: list[dict[str, Tensor]] = []
         self.error = next((group.error for group in groups if group.error is not None), None)
         self._sums = dict.fromkeys(SUMS, 0.0)
-        self._stats: dict[str, list[float]] = {}
+        self._stats: dict[str, tuple[float, int]] = {}
         for group in groups:
             rewards = [sequence.reward for sequence in group.sequences]
             self._add(groups=1, failed=group.failed, flat_groups=len(set(rewards)) <= 1)
             for sequence in group.sequences:
+                for name, value in sequence.stats.items():
+                    total, count = self._stats.get(name, (0.0, 0))
+                    self._stats[name] = (total + value, count + 1)
                 sample = sequence.sample()
                 if max_tokens is not None and len(sample["input_ids"]) > max_tokens:
                     self._add(overlong=1)
@@ -69,6 +73,8 @@ class RolloutReport:
         ``reward`` and ``reward_std`` over sequences; ``tokens``, sampled ones to a sequence; ``staleness``, updates since the oldest token of a
         sequence was made; ``truncated`` and ``flat_groups``, shares; ``sequences``, ``failed`` (episodes) and ``overlong``, counts.
 
+        What episodes noted in ``Sequence.stats`` is there as its mean.
+
         Raises:
             RuntimeError: there is no sequence on any rank.
         """
@@ -81,7 +87,7 @@ class RolloutReport:
                 f"on this rank the first error was {self.error}"
             )
         reward = found["reward"] / n
-        return {
+        return self._mean_stats() | {
             "rollout/reward": reward,
             "rollout/reward_std": max(0.0, found["reward_squared"] / n - reward**2) ** 0.5,
             "rollout/tokens": found["tokens"] / n,
@@ -92,3 +98,10 @@ class RolloutReport:
             "rollout/failed": found["failed"],
             "rollout/overlong": found["overlong"],
         }
+
+    def _mean_stats(self) -> dict[str, float]:
+        """Ranks that share a data-parallel coordinate have the same sequences, each coordinate as many of them: a mean counts them right."""
+        everything: list[dict[str, tuple[float, int]]] = gather(self._stats)
+        names = sorted({name for stats in everything for name in stats})
+        found = {name: [stats[name] for stats in everything if name in stats] for name in names}
+        return {f"rollout/{name}": sum(t for t, _ in each) / sum(n for _, n in each) for name, each in found.items()}

@@ -220,7 +220,10 @@ class Runner:
 
     async def _timed(self, client: RolloutClient, item: Any) -> list[Sequence]:
         async with asyncio.timeout(self.plan.episode_seconds):
-            return await self._episode.run(client, item)
+            sequences = await self._episode.run(client, item)
+        for sequence in sequences:
+            sequence.sample()  # what is wrong with one fails its episode, not the run
+        return sequences
 
     def _item(self, index: int) -> Any:
         epoch, place = divmod(index, len(self._items))
