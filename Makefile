@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Worlds of ranks wait for each other much of the time: two sessions keep two cores busy.
+PYTEST_WORKERS ?= 2
 BENCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +47,7 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Data parallel, context parallel and a Me
 	  --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
 
 test: $(VENV)/.test ## Run the tests.
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.test ## Check style, format and types.
 	$(BIN)/ruff check .

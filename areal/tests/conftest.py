@@ -26,16 +26,16 @@ from areal.tests.world import World, enter, take_records
 pytest.register_assert_rewrite(*REWRITTEN)
 
 DEFAULT_TIMEOUT = 120.0
+RECORD = "areal_record"
+"""Of what a test recorded for a table: it goes with the report of the test, to wherever the tables are printed."""
 UNDER_TORCHRUN = "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 scratch_key = pytest.StashKey[Path]()
 pools_key = pytest.StashKey[Pools]()
 torchrun_key = pytest.StashKey[TorchrunWorld]()
-tables_key = pytest.StashKey[list[tuple[str, str, dict[str, str]]]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[tables_key] = []
     torch.set_num_threads(1)  # as in the workers: many processes share this machine
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         config.option.verbose = -2  # what fails on any rank is reported by all, so one may speak for them
@@ -114,8 +114,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     tables: dict[str, list[tuple[str, dict[str, str]]]] = {}
-    for table, row, columns in config.stash[tables_key]:
-        tables.setdefault(table, []).append((row, columns))
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    for report in reports:
+        if getattr(report, "when", None) == "call":
+            for _, (table, row, columns) in filter(lambda found: found[0] == RECORD, report.user_properties):
+                tables.setdefault(table, []).append((row, columns))
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         return
     for table, rows in tables.items():
@@ -149,7 +152,7 @@ def _call_in_pool(item: pytest.Function, size: int, kwargs: dict[str, Any], limi
         for rank in range(size):
             item.add_report_section("call", f"output of rank {rank}", pool.output(rank))
         pytest.fail(failure, pytrace=False)
-    item.config.stash[tables_key].extend(answers[0].records)
+    item.user_properties += [(RECORD, found) for found in answers[0].records]
     if answers[0].status == "skipped":
         pytest.skip(answers[0].text)
     if answers[0].status == "xfailed":
@@ -170,7 +173,7 @@ def _call_here(item: pytest.Function, kwargs: dict[str, Any], limit: float) -> N
     except (Exception, outcomes.Failed) as failed:
         mine, error = Outcome("failed", format_exception()), failed
     everyone = ranks.gather(mine, timeout=limit + 120)
-    item.config.stash[tables_key].extend(take_records())
+    item.user_properties += [(RECORD, found) for found in take_records()]
     if len({outcome.status for outcome in everyone}) == 1 and mine.status != "failed":
         if error is not None:
             raise error

@@ -19,7 +19,7 @@ import pytest
 from _pytest._io import TerminalWriter
 from _pytest.runner import runtestprotocol
 
-from areal.tests.conftest import pools_key, tables_key
+from areal.tests.conftest import pools_key
 from areal.tests.planted import MUTANTS, plant_in_worker
 from areal.tests.planting import Mutant, plant, traces
 from areal.tests.worker import Call
@@ -123,7 +123,6 @@ class Runner:
         caught = sum(verdict.status == "caught" for verdict in verdicts.values())
         write.line(f"{caught} of {len(verdicts)} planted bugs were caught")
         self.code = int(caught < len(verdicts))
-        session.config.stash[tables_key].clear()  # of tests that were run to fail
         return True
 
     def _sound(self, write: TerminalWriter, items: Mapping[str, pytest.Function]) -> bool:
