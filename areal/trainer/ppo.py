@@ -16,7 +16,7 @@ from areal.trainer.estimators import Estimator, GroupRelative, Sample
 from areal.trainer.losses import Objective
 from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner_state
 from areal.trainer.rollout.plan import Group
-from areal.trainer.rollout.report import RolloutReport
+from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.scalars import Clock, mean_of, scalars_of
 from areal.trainer.tracking import Tracker, Trackers
@@ -140,6 +140,7 @@ class PPOTrainer:
         scalars = report.reduce(self.engine.global_sum)
         clock.lap("wait")
         samples = self.score(report.samples)
+        scalars |= disagreement(samples, self.engine.global_sum)
         clock.lap("score")
         scalars |= mean_of([self._update(part) for part in self._parts(groups, samples)])
         clock.lap("update")

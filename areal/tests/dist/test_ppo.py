@@ -63,6 +63,7 @@ def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
     }
     record("GRPO curves of 20 steps", backend, **{name: f"{error:.0e}" for name, error in errors.items()})
     assert max(errors.values()) < 2e-3, errors
+    assert max(curve["rollout/logprob_error"]) < 1e-5, "trainer and rollout agree to rounding"
 
 
 @pytest.mark.world(2)
@@ -74,6 +75,7 @@ def test_grpo_learns_from_what_older_weights_wrote(staleness: int) -> None:
     assert max(curve["rollout/staleness"]) > 0.5
     assert max(curve["rollout/staleness"]) <= staleness
     assert curve["actor/mismatch/k3"][-1] > 0
+    assert curve["rollout/logprob_k3"][-1] > 1e-4
     assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
 
 

@@ -18,7 +18,7 @@ from areal.engine.base import BaseTrainEngine
 ROOT = Path(areal.__file__).parent
 LAYERS = {"api": 0, "utils": 1, "engine": 2, "trainer": 3, "dispatch": 3, "tinker": 4}
 SOURCES = sorted(p for p in ROOT.rglob("*.py") if "tests" not in p.relative_to(ROOT).parts)
-OPTIONAL = ("megatron", "flash_attn", "ray", "fastapi", "jax", "peft", "accelerate", "tyro", "rich", "matplotlib")
+OPTIONAL = ("httpx2", "megatron", "flash_attn", "ray", "fastapi", "jax", "peft", "accelerate", "tyro", "rich", "matplotlib")
 
 
 def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
@@ -67,6 +67,7 @@ def test_optional_dependencies_are_imported_only_where_they_are_needed() -> None
     homes = {
         "megatron": "engine/megatron",
         "flash_attn": "engine/attention_kernels.py",
+        "httpx2": "trainer/rollout/http",
         "ray": "dispatch",
         "fastapi": "tinker",
     }

@@ -1,6 +1,7 @@
 """Episodes that are played ahead of a trainer: how far ahead, in which order, with which seeds, and what becomes of failures."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from areal.trainer.rollout import protocol
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.exchange import set_runner_state
 from areal.trainer.rollout.plan import Group, Plan
 from areal.trainer.rollout.protocol import Completion, Sampling
-from areal.trainer.rollout.report import RolloutReport
+from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
 from areal.utils.data import Segment
 
@@ -291,3 +293,18 @@ def test_replaced_groups_cannot_go_to_other_ranks() -> None:
         states = [runner.state_dict()]
     with running(Client(), episode(), plan, rank=0, size=2) as runner, pytest.raises(ValueError, match="1 ranks"):
         set_runner_state(runner, states)
+
+
+def test_disagreement_is_over_the_tokens_of_the_policy() -> None:
+    samples = [
+        {
+            "loss_mask": torch.tensor([0.0, 1.0, 1.0, 0.0]),
+            "old_logprobs": torch.tensor([9.0, -1.0, -2.0, 9.0]),
+            "rollout_logprobs": torch.tensor([0.0, -1.5, -1.0, 0.0]),
+        }
+    ]
+    found = disagreement(samples, lambda x: x)
+    assert found["rollout/logprob_error"] == pytest.approx(0.75)
+    k3 = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1) - 1 + 1)) / 2
+    assert found["rollout/logprob_k3"] == pytest.approx(k3)
+    assert disagreement([], lambda x: x) == {"rollout/logprob_error": 0.0, "rollout/logprob_k3": 0.0}

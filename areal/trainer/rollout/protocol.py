@@ -15,7 +15,8 @@ from areal.api.weights import NamedTensor
 from areal.utils.data.sequences import Segment, from_segments
 
 FinishReason = Literal["stop", "length", "aborted"]
-"""A stop token was sampled (and is the last of the tokens); ``max_new_tokens`` are there; somebody ended it before."""
+"""A stop token was sampled (and is the last of the tokens); ``max_new_tokens`` are there, or all that the engine's context
+holds; somebody ended it before."""
 
 
 @dataclass(frozen=True)

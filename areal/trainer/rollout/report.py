@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -105,3 +105,21 @@ class RolloutReport:
         names = sorted({name for stats in everything for name in stats})
         found = {name: [stats[name] for stats in everything if name in stats] for name in names}
         return {f"rollout/{name}": sum(t for t, _ in each) / sum(n for _, n in each) for name, each in found.items()}
+
+
+def disagreement(
+    samples: Sequence[Mapping[str, Tensor]], sum_over_ranks: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """How far the trainer's ``old_logprobs`` are from the ``rollout_logprobs`` of the same tokens, over the global batch. Collective.
+
+    Returns:
+        ``rollout/logprob_error``, the mean absolute difference in nats, and ``rollout/logprob_k3``, an estimate of KL(rollout || trainer)
+        (k3; Schulman, "Approximating KL Divergence", 2020).
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for sample in samples:
+        keep = sample["loss_mask"] != 0
+        gap = (sample["old_logprobs"] - sample["rollout_logprobs"])[keep].double().cpu()
+        sums += torch.stack([gap.abs().sum(), (gap.expm1() - gap).sum(), keep.sum().double().cpu()])
+    error, k3, tokens = sum_over_ranks(sums).tolist()
+    return {"rollout/logprob_error": error / max(1.0, tokens), "rollout/logprob_k3": k3 / max(1.0, tokens)}
