@@ -59,17 +59,18 @@ class GroupRelative:
 class CriticBased:
     """Generalised Advantage Estimation from a critic's ``old_values``, the reward being that of the last action.
 
-    A sequence that was cut off goes on, as far as the critic knows: after its last action stands the value at its last position.
-
     Attributes:
         gamma, lam: see :func:`~areal.trainer.advantages.gae`.
         kl_coef: takes ``kl_coef * (old_logprobs - ref_logprobs)`` off the reward of each token; needs a reference.
+        bootstrap_truncated: after the last action of a sequence that was cut off stands the critic's value at its last position, as if it went
+            on; for rewards along the way. A reward for the outcome has judged the answer as it stands, and there nothing follows.
         whiten: bring the advantages of the global batch to mean 0 and deviation 1.
     """
 
     gamma: float = 1.0
     lam: float = 0.95
     kl_coef: float = 0.0
+    bootstrap_truncated: bool = False
     whiten: bool = True
 
     def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]:
@@ -93,7 +94,9 @@ class CriticBased:
         if self.kl_coef:
             kl, _ = join([sample["old_logprobs"] - sample["ref_logprobs"] for sample in samples])
             rewards = kl_penalized(rewards, kl, mask, coef=self.kl_coef)
-        truncated = torch.stack([sample["truncated"] for sample in samples])
-        bootstrap = torch.where(truncated, values[cu_seqlens[1:] - 1], 0.0)
+        bootstrap = None
+        if self.bootstrap_truncated:
+            truncated = torch.stack([sample["truncated"] for sample in samples])
+            bootstrap = torch.where(truncated, values[cu_seqlens[1:] - 1], 0.0)
         found = gae(rewards, values, mask, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
         return found.advantages, found.returns, mask, cu_seqlens

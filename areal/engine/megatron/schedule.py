@@ -46,6 +46,8 @@ class MegatronSchedule:
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
         self._p2p = P2PCommunicator(groups.pp, config) if self._stages > 1 else None
         self._config = config
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        self._dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
         self._step_follows = False
 
     def round_up(self, n: int) -> int:
@@ -80,7 +82,7 @@ class MegatronSchedule:
 
         if not forward_only:
             self._before_backward()
-        with self._reductions(forward_only):
+        with self._forgetting(), self._reductions(forward_only):
             self._run(
                 forward_step_func=forward_step,
                 data_iterator=[iter(mbs) for _ in self._chunks],
@@ -93,6 +95,20 @@ class MegatronSchedule:
                 pg_collection=self._groups,
             )
         return results
+
+    @contextlib.contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Let go of the last micro-batch's graph in the end.
+
+        Token dispatchers keep its probabilities. Their graph holds hooks of the model, in a cycle that Python's collector cannot see.
+        """
+        try:
+            yield
+        finally:
+            for dispatcher in self._dispatchers:
+                kept = [name for name, x in vars(dispatcher).items() if isinstance(x, Tensor) and x.grad_fn is not None]
+                for name in kept:
+                    setattr(dispatcher, name, None)
 
     @contextlib.contextmanager
     def _reductions(self, forward_only: bool) -> Iterator[None]:

@@ -49,7 +49,7 @@ def run(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> tuple[Cu
 
 @pytest.mark.parametrize(
     "backend",
-    layouts("fsdp:d1", "fsdp:d2", "megatron:t2", thorough=("fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2")),
+    layouts("fsdp:d2", "megatron:t2", thorough=("fsdp:d1", "fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2")),
 )
 def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
     """Rewards, losses and gradient norms of twenty steps are those in the golden file."""
@@ -67,7 +67,7 @@ def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_grpo_learns_from_what_older_weights_wrote(staleness: int) -> None:
     plan = Plan(groups=6, group_size=4, max_staleness=staleness)
     with policy("fsdp:d2") as engine:
@@ -103,7 +103,7 @@ def test_ppo_with_a_critic_learns(world_size: int) -> None:
         trainer.train(15)
         assert engine._parts.optimizer.steps == 15 * 4
     assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
-    assert sum(curve["critic/loss"][-3:]) < 0.7 * sum(curve["critic/loss"][:3])
+    assert sum(curve["critic/loss"][-3:]) < 0.5 * sum(curve["critic/loss"][:3])
 
 
 @pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:p2",)))

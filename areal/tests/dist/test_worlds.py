@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs
 from areal.engine.registry import create_engine
-from areal.tests.tiny import config, family_dir, loss, mine, process_groups, ragged, same_bits, started, weights_of
+from areal.tests.tiny import config, family_dir, layouts, loss, mine, process_groups, ragged, same_bits, started, weights_of
 from areal.tests.world import world
 
 STEPS = 50
@@ -88,16 +88,18 @@ def test_engines_beside_one_another_do_not_touch_one_another() -> None:
         assert same_bits(weights_of(one), expected)
 
 
-@pytest.mark.world(1, 2)
-def test_starting_and_destroying_again_and_again_leaves_nothing() -> None:
-    backend = f"fsdp:d{world().size}"
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("backend", layouts(1, 2, but=("fsdp:c2",), also=("megatron:e2",)))
+def test_starting_and_destroying_again_and_again_leaves_nothing(backend: str, family: str) -> None:
     groups: list[int] = []
     elements: list[int] = []
     files: list[int] = []
     for _ in range(4):
-        with started(backend) as engine:
+        with started(backend, path=family_dir("qwen3_moe" if "e2" in backend else family)) as engine:
             engine.train_batch(mine(engine, ragged()), loss)
+            model = weakref.ref(engine._parts.model)
         del engine
+        assert model() is None
         groups.append(process_groups())
         elements.append(sum(x.numel() for x in live_tensors()))
         files.append(psutil.Process().num_fds())
