@@ -79,7 +79,6 @@ def test_optional_dependencies_are_imported_only_where_they_are_needed() -> None
     homes = {
         "megatron": "engine/megatron",
         "flash_attn": "engine/attention_kernels.py",
-        "httpx2": "trainer/rollout/http",
         "ray": "dispatch",
         "fastapi": "tinker",
     }
