@@ -19,7 +19,6 @@ ROOT = Path(areal.__file__).parent
 LAYERS = {"api": 0, "utils": 1, "engine": 2, "trainer": 3, "dispatch": 3, "tinker": 4}
 SOURCES = sorted(p for p in ROOT.rglob("*.py") if "tests" not in p.relative_to(ROOT).parts)
 OPTIONAL = (
-    "httpx2",
     "megatron",
     "flash_attn",
     "ray",
