@@ -34,10 +34,10 @@ demo-sft: $(MODEL) ## Fine-tune it on right answers alone.
 	  --max-tokens-per-mb 512 --min-loss-fall 0.2 --accuracy-must-rise
 
 demo-short: $(MODEL) ## A little of both.
-	$(SFT) --backend fsdp:d2 --output runs/short-sft --steps 5 --batch-size 40 --max-tokens-per-mb 512 \
-	  --eval-size 48 --min-loss-fall 0.2
+	$(SFT) --backend fsdp:d2 --output runs/short-sft --steps 3 --batch-size 24 --max-tokens-per-mb 512 \
+	  --eval-size 32 --min-loss-fall 0.2
 	$(RUN) examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
-	  --steps 2 --groups 4 --group-size 4 --eval-size 48
+	  --steps 1 --groups 4 --group-size 4 --eval-size 32
 
 demo-layouts: $(MODEL) $(VENV)/.test ## Data parallel, context parallel and a Megatron pipeline, in float32: the same losses.
 	$(SFT) --backend fsdp:d2 --output runs/demo-d2 --dtype float32 --steps 3 --eval-size 16 --batch-size 40
