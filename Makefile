@@ -20,7 +20,7 @@ GRPO := $(RUN) examples/grpo.py --model $(MODEL)
 help: ## Say what there is to make.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-demo: $(MODEL) ## Teach a real model arithmetic by reinforcement learning on two ranks: 8 minutes on 2 cores.
+demo: $(MODEL) ## Teach a real model arithmetic by reinforcement learning on two ranks.
 	$(GRPO) --backend fsdp:d2 --output runs/demo --kl-coef 0.01 --max-p-value 0.01
 
 demo-seeds: $(MODEL) ## The same with three seeds, and with shuffled rewards, from which nothing can be learned.
