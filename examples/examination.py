@@ -10,6 +10,7 @@ import torch.distributed as dist
 from chat import ChatFormat
 from tasks import Problem, Task
 
+from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.protocol import RolloutClient, Sampling
 
 
@@ -31,9 +32,7 @@ def examine(client: RolloutClient, chat: ChatFormat, task: Task, sampling: Sampl
     share = task.held_out[rank::size]
     written = asyncio.run(answer_all(client, chat, share, dataclasses.replace(sampling, temperature=0.0)))
     mine = [task.is_right(answer, problem) for answer, problem in zip(written, share, strict=True)]
-    everybody: list[list[bool]] = [[]] * size
-    dist.all_gather_object(everybody, mine)
     right = [False] * len(task.held_out)
-    for other, found in enumerate(everybody):
+    for other, found in enumerate(gather(mine)):
         right[other::size] = found
     return right

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from chat import ChatFormat
+from settings import TaskConfig
 from tasks import Problem, Task, make_task
 
 from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.trainer.pairs import Pair
-from areal.utils.platform import fast_dtype
 
 
 @dataclass(frozen=True)
-class PreferenceConfig:
+class PreferenceConfig(TaskConfig):
     """One run on pairs."""
 
     model: str = "runs/tiny"
     """Model directory or hub name."""
-    backend: str = "fsdp:d1"
-    """Engine and layout; its degrees multiply to the number of processes."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the compute; auto takes what the machine multiplies fastest."""
-    task: str = "chain_sum"
-    """Data set of reasoning-gym."""
-    task_options: dict[str, int | float | str] = field(default_factory=dict)
-    """Options of the data set, as name and value pairs."""
-    system: str = "Answer with just the number."
-    """Instruction before each question."""
     steps: int = 20
     """Optimizer steps."""
     batch_size: int = 16
@@ -51,7 +41,7 @@ class PreferenceConfig:
         fields: dict[str, Any] = {
             "path": self.model,
             "backend": self.backend,
-            "dtype": fast_dtype() if self.dtype == "auto" else self.dtype,
+            "dtype": self.compute_dtype,
             "seed": self.seed,
             "mb_spec": MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, granularity=2),
             "optimizer": OptimizerConfig(lr=self.lr),

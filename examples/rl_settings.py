@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+
+from settings import TaskConfig
 
 from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.trainer.ppo import Updates
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.protocol import Sampling
-from areal.utils.platform import fast_dtype
 
 
 @dataclass(frozen=True)
-class RLConfig:
-    """One run."""
+class RLConfig(TaskConfig):
+    """One run of reinforcement learning."""
 
-    model: str = "runs/SmolLM2-135M-Instruct"
-    """Model directory or hub name."""
-    backend: str = "fsdp:d1"
-    """Engine and layout; its degrees multiply to the number of processes."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the compute; weights and optimizer state are float32. auto takes what the machine multiplies fastest."""
-    task: str = "chain_sum"
-    """Data set of reasoning-gym."""
-    task_options: dict[str, int | float | str] = field(default_factory=dict)
-    """Options of the data set, as name and value pairs; none takes those of tasks.py, or else the data set's own."""
-    system: str = "Answer with just the number."
-    """Instruction before each question; may be empty."""
     output: Path = Path("runs/grpo")
     """Directory of what the run leaves."""
     seed: int = 0
@@ -71,11 +59,6 @@ class RLConfig:
     """Fail unless accuracy on held-out problems rises above that after the warm-up with a smaller p-value than this."""
     min_p_value: float | None = None
     """Fail if it rises with a smaller one than this: for the control."""
-
-    @property
-    def compute_dtype(self) -> Literal["bfloat16", "float32"]:
-        """What ``dtype`` means on this machine."""
-        return fast_dtype() if self.dtype == "auto" else self.dtype
 
     def engine(self, *, trained: bool = True, path: str | None = None, value_head: bool = False) -> TrainEngineConfig:
         """What of it is an engine's."""

@@ -1,4 +1,4 @@
-"""The settings of a run of supervised fine-tuning, as the command line takes them."""
+"""The settings of a run, as the command line takes them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from areal.utils.platform import fast_dtype
 
 
 @dataclass(frozen=True)
-class SFTConfig:
-    """One run."""
+class TaskConfig:
+    """What is trained, where, and on which problems."""
 
     model: str = "runs/SmolLM2-135M-Instruct"
     """Model directory or hub name."""
@@ -26,6 +26,17 @@ class SFTConfig:
     """Options of the data set, as name and value pairs; none takes those of tasks.py, or else the data set's own."""
     system: str = "Answer with just the number."
     """Instruction before each question; may be empty."""
+
+    @property
+    def compute_dtype(self) -> Literal["bfloat16", "float32"]:
+        """What ``dtype`` means on this machine."""
+        return fast_dtype() if self.dtype == "auto" else self.dtype
+
+
+@dataclass(frozen=True)
+class SFTConfig(TaskConfig):
+    """One run of supervised fine-tuning."""
+
     steps: int = 30
     """Optimizer steps."""
     max_train_seconds: float | None = None
@@ -64,11 +75,6 @@ class SFTConfig:
     """losses.json of another run, to be drawn beside this one."""
     max_loss_difference: float | None = None
     """Largest relative difference between the training losses of this run and the compared one."""
-
-    @property
-    def compute_dtype(self) -> Literal["bfloat16", "float32"]:
-        """What ``dtype`` means on this machine."""
-        return fast_dtype() if self.dtype == "auto" else self.dtype
 
     def engine(self) -> TrainEngineConfig:
         """What of it is the engine's."""

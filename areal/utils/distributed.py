@@ -67,11 +67,14 @@ class ControlPlane:
 
     Attributes:
         rank, size: of this process among the engine's ranks.
+
+    Args:
+        alone: of this process only, whatever world it is in; then no process group is needed.
     """
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+    def __init__(self, *, alone: bool = False) -> None:
+        self.rank = 0 if alone else dist.get_rank()
+        self.size = 1 if alone else dist.get_world_size()
         self._group = dist.new_group(backend="gloo") if self.size > 1 else None
         self._roll = dist.new_group(backend="gloo") if self.size > 1 else None
         self._lost: str | None = None

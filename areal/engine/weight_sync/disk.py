@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from areal.api.weights import NamedTensor, UpdateKind, WeightUpdateMeta
 from areal.engine.collect import whole
@@ -245,15 +245,3 @@ class DiskReceiver:
                 self._replica.fill(self._replica.resolve(name, shape), files.read(name, whole(shape)))
         self._replica.version, self._sequence = int(manifest.about["version"]), manifest.sequence
         return True
-
-
-def read_version(folder: str | Path, version: int) -> dict[str, Tensor]:
-    """All tensors of a version that is kept.
-
-    Raises:
-        ValueError: it is not there, or damaged.
-    """
-    path = Path(folder) / f"version-{version:08d}"
-    verify(path)
-    with TensorFiles.of_model(path) as files:
-        return {name: files.read(name, whole(files.shape(name))) for name in files}

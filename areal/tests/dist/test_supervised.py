@@ -11,8 +11,9 @@ from torch import Tensor
 
 from areal.api import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngine
 from areal.engine.registry import create_engine
+from areal.tests import tiny
 from areal.tests.models import VOCAB, model_dir
-from areal.tests.tiny import config
+from areal.tests.rl import Curve
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.dpo import dpo_trainer
 from areal.trainer.pairs import Pair
@@ -31,12 +32,8 @@ LAYOUTS = [
 ]
 
 
-@contextmanager
-def started(backend: str, **fields: Any) -> Iterator[TrainEngine]:
-    fields = {"path": model_dir("qwen3"), "optimizer": OPTIMIZER, **fields}
-    with create_engine(config(backend, **fields)) as engine:
-        engine.initialize(FinetuneSpec(total_train_steps=40))
-        yield engine
+def started(backend: str, **fields: Any) -> Any:
+    return tiny.started(backend, **{"path": model_dir("qwen3"), "optimizer": OPTIMIZER, **fields})
 
 
 def tokens(seed: int, n: int) -> list[int]:
@@ -67,22 +64,6 @@ class Preferences:
 
 def loader(engine: TrainEngine, data: Any) -> Any:
     return sharded_loader(data, batch_size=8, dp_rank=engine.dp_rank, dp_size=engine.dp_size, seed=3)
-
-
-class Curve:
-    """Notes what is logged."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def log(self, step: int, scalars: Any) -> None:
-        self.steps.append(dict(scalars))
-
-    def close(self) -> None:
-        """Nothing to write."""
-
-    def __getitem__(self, name: str) -> list[float]:
-        return [step[name] for step in self.steps]
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)

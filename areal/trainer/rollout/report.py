@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from areal.trainer.losses import kl_k1, kl_k3
 from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Group
 
@@ -118,8 +119,9 @@ def disagreement(
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for sample in samples:
-        keep = sample["loss_mask"] != 0
-        gap = (sample["old_logprobs"] - sample["rollout_logprobs"])[keep].double().cpu()
-        sums += torch.stack([gap.abs().sum(), (gap.expm1() - gap).sum(), keep.sum().double().cpu()])
-    error, k3, tokens = sum_over_ranks(sums).tolist()
-    return {"rollout/logprob_error": error / max(1.0, tokens), "rollout/logprob_k3": k3 / max(1.0, tokens)}
+        mask, old, rollout = (sample[key].double().cpu() for key in ("loss_mask", "old_logprobs", "rollout_logprobs"))
+        error, k3 = kl_k1(old, rollout, mask).abs(), kl_k3(rollout, old, mask)
+        sums += torch.stack([error.sum(), k3.sum(), mask.count_nonzero()])
+    *found, tokens = sum_over_ranks(sums).tolist()
+    names = ("rollout/logprob_error", "rollout/logprob_k3")
+    return {name: total / max(1.0, tokens) for name, total in zip(names, found, strict=True)}

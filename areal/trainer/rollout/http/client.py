@@ -90,7 +90,7 @@ class HTTPRollout:
         self._dialect, self._timeout, self._deadline = dialect, timeout, deadline
         self._update_seconds, self._drain_seconds = update_seconds, drain_seconds
         self._folder = Path(folder).resolve()
-        self._transport = DiskTransport(_Alone(), self._folder, model=model, cast=cast)
+        self._transport = DiskTransport(ControlPlane(alone=True), self._folder, model=model, cast=cast)
         self._servers = [Server(url, version) for url in places]
         self._version = version
         self._changed = asyncio.Condition()
@@ -332,13 +332,3 @@ class _Once:
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         return self._tensors
-
-
-class _Alone(ControlPlane):
-    """Of one rank: what this engine writes is its own, whatever world the trainer runs in."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-
-    def close(self) -> None:
-        pass
