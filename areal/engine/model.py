@@ -33,6 +33,7 @@ class ModelInputs:
         layout: how attention keeps sequences apart; ``None`` runs ``rows``.
         rows: where each packed token stands in the ``[n, S]`` grid of one sequence per row (int64 ``[T]``, and ``n``, ``S``).
         outputs: what to compute per token.
+        wanted: bool ``[T]``, where log-probs, entropy and top-k are computed; ``None`` for everywhere.
         routing: for the routers of a model with experts.
     """
 
@@ -43,6 +44,7 @@ class ModelInputs:
     layout: AttentionLayout | None
     rows: tuple[Tensor, int, int] | None
     outputs: tuple[OutputName, ...]
+    wanted: Tensor | None = None
     routing: Routing | None = None
 
 
@@ -152,12 +154,27 @@ def token_outputs(
     needs_head = top is not None or bool(names & {"logits", "logprobs", "entropy"})
     if not needs_head:
         return out
-    head, options = weight(), {"temperature": inputs.temperature, **options}
+    head = weight()
     if "logits" in names:
-        out["logits"] = logits(hidden, head, **options)
+        out["logits"] = logits(hidden, head, temperature=inputs.temperature, **options)
     if top is not None or names & {"logprobs", "entropy"}:
-        targets = inputs.targets if "logprobs" in names else None
-        found = head_outputs(hidden, head, targets, entropy="entropy" in names, topk=top.k if top else None, **options)
-        given = {"logprobs": found.logprobs, "entropy": found.entropy, "topk": found.topk}
-        out |= {name: value for name, value in given.items() if value is not None}
+        options |= {"entropy": "entropy" in names, "topk": top.k if top else None}
+        out |= _of_head(hidden, head, inputs, scored="logprobs" in names, **options)
     return out
+
+
+def _of_head(hidden: Tensor, head: Tensor, inputs: ModelInputs, *, scored: bool, **options: Any) -> dict[str, Any]:
+    """Log-probs, entropy and top-k by name, 0 where they are not wanted."""
+    targets, temperature = inputs.targets if scored else None, inputs.temperature
+    rows, n_tokens = None, len(hidden)
+    if inputs.wanted is not None:
+        rows = inputs.wanted.nonzero().squeeze(1)
+        hidden = hidden.index_select(0, rows)
+        targets = targets.index_select(0, rows) if targets is not None else None
+        temperature = temperature.index_select(0, rows) if isinstance(temperature, Tensor) else temperature
+    found = head_outputs(hidden, head, targets, temperature=temperature, **options)
+    given = {"logprobs": found.logprobs, "entropy": found.entropy, "topk": found.topk}
+    out = {name: value for name, value in given.items() if value is not None}
+    if rows is None:
+        return out
+    return pytree.tree_map(lambda x: x.new_zeros(n_tokens, *x.shape[1:]).index_copy(0, rows, x), out)

@@ -41,6 +41,7 @@ def model_inputs(
         layout=None if rows else cp.layout(mb.seqlens, length, device),
         rows=grid,
         outputs=outputs,
+        wanted=cp.shard(_pad(mb.data["output_mask"], length, False)) if "output_mask" in mb.data else None,
         routing=routing.of(mb, grid, record=ROUTED_EXPERTS in outputs) if routing else None,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 from areal.api import TrainEngine
 from areal.trainer.losses import sft_objective
 from areal.trainer.supervised import SupervisedTrainer
-from areal.utils.data import ShardedLoader
+from areal.utils.data import ShardedLoader, where_trained
 
 
 def sft_trainer(engine: TrainEngine, loader: ShardedLoader, **options: Any) -> SupervisedTrainer:
@@ -18,4 +18,8 @@ def sft_trainer(engine: TrainEngine, loader: ShardedLoader, **options: Any) -> S
         loader: yields lists of samples with ``input_ids`` and perhaps ``loss_mask``; see :mod:`areal.utils.data.sequences`.
         options: of :class:`~areal.trainer.supervised.SupervisedTrainer`.
     """
-    return SupervisedTrainer(engine, sft_objective(), loader, **options)
+    return SupervisedTrainer(engine, sft_objective(), loader, **{"prepare": _only_answers} | options)
+
+
+def _only_answers(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [where_trained(sample) if "loss_mask" in sample else sample for sample in samples]

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.api import MicroBatchSpec, TokenOutputs, TopK
+from areal.api import Batch, MicroBatchSpec, TokenOutputs, TopK, TrainEngine
 from areal.tests.cases import as_input, rows
 from areal.tests.models import VOCAB
 from areal.tests.reference import Reference
 from areal.tests.tiny import Sample, family_dir, layouts, loss, mine, ragged, started, weights_of
+from areal.utils.data import where_trained
 
 EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(5))
 TOLERANCE = 2e-5
@@ -105,6 +106,48 @@ def test_several_targets_at_each_position(backend: str) -> None:
         for row, sample, expected in zip(found, samples, expected_outputs(samples, None), strict=True):
             close(row, expected.logprobs)
             assert not row[sample["target_ids"] == -100].any()
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("megatron:t2", "megatron:c2")))
+def test_what_is_not_wanted_is_zero_and_changes_nothing_else(backend: str) -> None:
+    with started(backend) as engine:
+        samples = [dict(sample) for sample in mine(engine, ragged())]
+        for i, sample in enumerate(samples):
+            mask = sample["loss_mask"]
+            sample["loss_mask"] = mask * (torch.arange(len(mask)) % 3 == 0) * (i > 0)  # of the first, nothing is wanted
+        asked = [where_trained(sample) for sample in samples]
+        names = ("logprobs", "entropy", TopK(3))
+        whole, found = engine.forward_batch(samples, outputs=names), engine.forward_batch(asked, outputs=names)
+        for i, sample in enumerate(asked):
+            wanted = sample["output_mask"]
+            for all_of, some in zip(each_of(whole, i), each_of(found, i), strict=True):
+                assert torch.allclose(some[wanted].double(), all_of[wanted].double(), rtol=1e-5, atol=1e-6)
+                assert not some[~wanted].any()
+        assert any(sample["output_mask"].any() for sample in asked)
+        assert_same_gradient(engine, samples, asked)
+
+
+def each_of(found: dict, sample: int) -> list[Tensor]:
+    """Log-probs, entropy, and the log-probs and ids of top-k of one sample."""
+    top = found["topk"]
+    return [found["logprobs"][sample], found["entropy"][sample], top.logprobs[sample], top.ids[sample]]
+
+
+def assert_same_gradient(engine: TrainEngine, *batches: list[Sample]) -> None:
+    """Of a loss that reads log-probs and entropy where it weighs them."""
+
+    def policy(out: TokenOutputs, batch: Batch) -> Tensor:
+        return -((out.logprobs.exp() + 0.1 * out.entropy) * batch["loss_mask"]).sum()
+
+    losses, gradients = [], []
+    for batch in batches:
+        losses.append(engine.forward_backward(batch, policy, outputs=("logprobs", "entropy")).loss)
+        gradients.append({name: value.double() for name, value in engine.named_gradients()})
+        engine.zero_grad()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, value in gradients[0].items():
+        assert value.any()
+        assert (gradients[1][name] - value).norm() <= 2e-5 * value.norm(), name
 
 
 @pytest.mark.world(1)

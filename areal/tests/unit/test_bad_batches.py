@@ -72,6 +72,7 @@ BAD_BATCHES: list[tuple[str, Any, dict[str, Any], str]] = [
     ("target of k", {**GOOD, "target_ids": torch.stack([IDS, IDS + 46], -1)}, {}, "sample 1 at position 0 is 50"),
     ("target dtype", {**GOOD, "target_ids": IDS.float()}, {}, "target_ids is torch.float32"),
     ("target dims", {**GOOD, "target_ids": IDS[..., None, None]}, {}, r"target_ids has \[1, 1\] targets"),
+    ("output mask dims", {**GOOD, "output_mask": IDS[..., None]}, {}, r"output_mask has \[1\] values"),
     ("temperature", {**GOOD, "temperature": torch.tensor([1.0, 0.0])}, {}, "'temperature' holds a value"),
     ("groups", GOOD, {"granularity": 3}, "granularity = 3 does not divide the batch of 2"),
     (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from areal.api.weights import NamedTensor
-from areal.utils.data.sequences import Segment, from_segments
+from areal.utils.data.sequences import Segment, from_segments, where_trained
 
 FinishReason = Literal["stop", "length", "aborted"]
 """A stop token was sampled (and is the last of the tokens); ``max_new_tokens`` are there, or all that the engine's context
@@ -161,10 +161,11 @@ class Sequence:
 
     def sample(self) -> dict[str, Tensor]:
         """As a sample of an engine's batch: ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions`` ``[S]``, position-aligned,
-        and ``rewards``, ``group_ids`` and ``truncated`` scalars, which become ``[n]`` in a batch.
+        and ``rewards``, ``group_ids`` and ``truncated`` scalars, which become ``[n]`` in a batch. Engines give log-probs and entropy
+        where it is trained on alone: ``output_mask``.
         """
         return {
-            **from_segments(self.segments),
+            **where_trained(from_segments(self.segments)),
             "rewards": torch.tensor(self.reward, dtype=torch.float32),
             "group_ids": torch.tensor(self.group, dtype=torch.int64),
             "truncated": torch.tensor(self.truncated),

@@ -7,7 +7,14 @@ from areal.utils.data.microbatch import BatchPlan, plan_batch
 from areal.utils.data.packing import pack
 from areal.utils.data.padding import from_left_padded, pad, round_up, row_lengths, unpad
 from areal.utils.data.segments import segment_mean, segment_sum
-from areal.utils.data.sequences import Segment, from_hf_labels, from_prompt_response, from_segments, to_responses
+from areal.utils.data.sequences import (
+    Segment,
+    from_hf_labels,
+    from_prompt_response,
+    from_segments,
+    to_responses,
+    where_trained,
+)
 
 __all__ = [
     "BatchPlan",
@@ -30,4 +37,5 @@ __all__ = [
     "sharded_loader",
     "to_responses",
     "unpad",
+    "where_trained",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from areal.api import BatchForm, BatchInput, MicroBatchSpec
 from areal.utils.data.padding import row_lengths
 
-PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "target_ids"})
+PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "target_ids", "output_mask"})
 """Keys that are per-token in every batch."""
 
 _RESERVED = {

@@ -15,7 +15,7 @@ from areal.utils.data.columns import Columns, read_batch
 from areal.utils.data.digest import checksum
 from areal.utils.data.packing import pack
 from areal.utils.data.padding import round_up
-from areal.utils.data.targets import add_targets, check_target_shape, check_values
+from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +152,8 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
     columns = read_batch(batch, spec)
     if "target_ids" in columns.tokens:
         check_target_shape(columns.tokens["target_ids"][0])
+    if "output_mask" in columns.tokens:
+        check_output_mask(columns.tokens["output_mask"][0])
     bins, dropped = _cut(columns.form, spec, align)
     order = [i for members in bins for i in members]
     seqlens = [columns.form.seqlens[i] for i in order]

@@ -161,6 +161,18 @@ def _column(key: str, segments: Sequence[Segment], ids: list[Tensor]) -> list[Te
     return column
 
 
+def where_trained(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask for log-probs and entropy only where a sample is trained on, which spares the output head the rest.
+
+    Args:
+        sample: with ``loss_mask`` ``[S]``; a padded batch does as well.
+
+    Returns:
+        The same with ``output_mask``, True where ``loss_mask`` is not 0.
+    """
+    return {**sample, "output_mask": sample["loss_mask"] != 0}
+
+
 @overload
 def from_hf_labels(batch: Mapping[str, Any]) -> dict[str, Any]: ...
 @overload

@@ -15,8 +15,8 @@ def add_targets(tokens: Mapping[str, Tensor], ends: Tensor) -> dict[str, Tensor]
     """Complete packed per-token keys with ``target_ids``, and force ``loss_mask`` to 0 where there is no target.
 
     Args:
-        tokens: ``input_ids`` int64 ``[T]``; perhaps ``target_ids`` ``[T]`` or ``[T, K]`` and ``loss_mask`` ``[T, ...]``
-            of any dtype.
+        tokens: ``input_ids`` int64 ``[T]``; perhaps ``target_ids`` ``[T]`` or ``[T, K]``, ``loss_mask`` ``[T, ...]`` of
+            any dtype, and ``output_mask`` ``[T]``, which leaves no target where it is 0.
         ends: int64 ``[n]``, the last position of each sequence in ``T``.
 
     Returns:
@@ -27,6 +27,10 @@ def add_targets(tokens: Mapping[str, Tensor], ends: Tensor) -> dict[str, Tensor]
     if "target_ids" not in out:
         # Made of whole sequences, before anything is sliced: a slice does not know its next token.
         out["target_ids"] = out["input_ids"].roll(-1).index_fill_(0, ends, IGNORE_INDEX)
+    if "output_mask" in out:
+        out["output_mask"] = out["output_mask"] != 0
+        wanted = out["output_mask"].view(-1, *[1] * (out["target_ids"].dim() - 1))
+        out["target_ids"] = out["target_ids"].masked_fill(~wanted, IGNORE_INDEX)
     if "loss_mask" in out:
         out["loss_mask"] = _masked(out["loss_mask"], out["target_ids"] == IGNORE_INDEX)
     return out
@@ -53,6 +57,16 @@ def check_target_shape(target_ids: Tensor) -> None:
             f"target_ids has {list(target_ids.shape[1:])} targets at a position: give one ([B, S]) or K of them ([B, "
             "S, K])"
         )
+
+
+def check_output_mask(output_mask: Tensor) -> None:
+    """Refuse an output mask that is not one number (or bool) per token.
+
+    Raises:
+        ValueError: names its shape.
+    """
+    if output_mask.dim() != 1:
+        raise ValueError(f"output_mask has {list(output_mask.shape[1:])} values at a position: give one ([B, S])")
 
 
 def check_values(
