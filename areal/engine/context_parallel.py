@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.engine.attention_kernels import Segments, packed_attention
-from areal.engine.gather_kv import GatheredKeys, all_gather_rows, gather_kv_attention, zigzag_restore, zigzag_shard
+from areal.engine.gather_kv import GatheredKeys, gather_kv_attention, zigzag_restore, zigzag_shard
+from areal.engine.row_collectives import all_gather_rows
 from areal.engine.ulysses import ulysses_attention
 
 ContextParallelMode = Literal["ulysses", "gather_kv"]

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal.engine.attention_kernels import Segments, packed_attention
-
-# torch 2.13 renamed both, and warns of the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from areal.engine.row_collectives import GatherRows
 
 
 def zigzag_shard(x: Tensor, rank: int, size: int) -> Tensor:
@@ -31,30 +27,6 @@ def zigzag_restore(x: Tensor, size: int) -> Tensor:
     """Bring ``[T, ...]``, the ranks' slices end to end, back to the order of the stream."""
     chunks = x.unflatten(0, (size, 2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
-
-
-def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[t, ...]`` of each rank end to end, ``[size * t, ...]``. Not differentiable."""
-    x = x.contiguous()
-    out = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
-    _all_gather(out, x, group=group)
-    return out
-
-
-class _GatherRows(torch.autograd.Function):
-    """All-gather whose gradient is summed over ranks: each of them used the gathered rows for queries of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0].contiguous()
-        out = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
-        _reduce_scatter(out, grad, op=dist.ReduceOp.SUM, group=ctx.group)
-        return out, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +89,6 @@ def gather_kv_attention(
         ``[T / size, Hq, Dv]``.
     """
     widths = [k.shape[2], v.shape[2]]
-    gathered = _GatherRows.apply(torch.cat([k, v], dim=-1), group)
+    gathered = GatherRows.apply(torch.cat([k, v], dim=-1), group)
     k, v = gathered.index_select(0, keys.index).split(widths, dim=-1)
     return packed_attention(q, k, v, keys.segments, scale=scale, window=window, sinks=sinks, softcap=softcap)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
@@ -51,7 +53,8 @@ class ModelInputs:
 class PackedCausalLM(nn.Module):
     """A Hugging Face causal language model that takes packed tokens and returns per-token outputs.
 
-    Parameters keep their Hugging Face names behind the prefix ``hf.``; a value head is ``value_head.weight`` ``[1, H]``.
+    Parameters keep their Hugging Face names behind the prefix ``hf.``; a value head is ``value_head.weight`` ``[1, H]``. Where the output head
+    is spread over ranks, ``vocab_group`` are these.
 
     Args:
         hf: the model, on any device.
@@ -72,6 +75,7 @@ class PackedCausalLM(nn.Module):
         self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
             getattr(text, "logits_scaling", None) or 1.0
         )
+        self.vocab_group: dist.ProcessGroup | None = None
         self._softcap = getattr(text, "final_logit_softcapping", None)
 
     @property
@@ -86,12 +90,13 @@ class PackedCausalLM(nn.Module):
         out = token_outputs(
             hidden,
             inputs,
-            lambda: head.weight,
+            lambda: _local(head.weight),
             self.value_head,
-            bias=head.bias,
+            bias=_local(head.bias),
             logit_scale=self._logit_scale,
             softcap=self._softcap,
             fp32=self._fp32_head,
+            group=self.vocab_group,
         )
         # An operation in place on a view would drop the hook that FSDP puts on what it returns.
         return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
@@ -120,6 +125,10 @@ class PackedCausalLM(nn.Module):
             **_for_routers(inputs),
         )
         return result.last_hidden_state.flatten(0, 1).index_select(0, where)
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _for_routers(inputs: ModelInputs) -> dict[str, Any]:

@@ -61,6 +61,8 @@ _EXPERTS = ("qwen3_moe", "deepseek_v3")
 _DENSE = tuple(family for family in FAMILIES if family not in _EXPERTS)
 _SPLIT = (*_NOT_MEGATRON, "smollm")
 """What tensor parallelism cannot split: smollm has 9 heads."""
+_NO_PLAN = (*_SPLIT, *_EXPERTS)
+"""What the FSDP engine cannot."""
 
 
 def _context_parallel(letters: str) -> tuple[Layout, Layout]:
@@ -81,11 +83,15 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout("fsdp:d2"),
         Layout("fsdp:r2"),
         *_context_parallel("c2"),
+        Layout("fsdp:t2", refuses=_NO_PLAN),
         Layout("fsdp:d4"),
         Layout("fsdp:r2d2"),
         *_context_parallel("d2c2"),
         *_context_parallel("c4"),
         Layout("fsdp:r2c2"),
+        Layout("fsdp:d2t2", refuses=_NO_PLAN),
+        Layout("fsdp:c2t2", "ulysses", {"fsdp": {"context_parallel": "ulysses"}}, refuses=_NO_PLAN),
+        Layout("fsdp:c2t2", "gather_kv", {"fsdp": {"context_parallel": "gather_kv"}}, refuses=_NO_PLAN),
     ),
     "megatron": (
         _megatron("d1"),

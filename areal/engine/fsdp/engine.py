@@ -26,6 +26,7 @@ from areal.engine.fsdp.memory import HostOffload
 from areal.engine.fsdp.parallelize import build_param_mesh, parallelize, transformer_layers
 from areal.engine.fsdp.router import ROUTERS, watch_routers
 from areal.engine.fsdp.shards import reshard
+from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.model import PackedCausalLM
 from areal.engine.model_folder import read_config
@@ -40,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPEngine(BaseTrainEngine):
-    """Data (``d``), replicated data (``r``) and context parallel (``c``) training of any Hugging Face causal LM."""
+    """Data (``d``), replicated data (``r``) and context parallel (``c``) training of any Hugging Face causal LM; tensor parallel (``t``) of
+    families with a plan."""
 
-    layout_letters: ClassVar[frozenset[str]] = frozenset("drc")
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drct")
 
     # ---- the three hooks
 
@@ -50,6 +52,7 @@ class FSDPEngine(BaseTrainEngine):
         config = self.config
         hf_config = read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
+        check_plan(hf_config, self.dims.tp, packed=not self._rows)
         param_mesh = build_param_mesh(self.dims, self.device.type)
         self._closers.append(functools.partial(destroy_groups, param_mesh))
         model = self._build_model(hf_config, param_mesh)
@@ -71,6 +74,7 @@ class FSDPEngine(BaseTrainEngine):
             memory=memory,
             zero_grad=memory.discard_grads,
             vocab_size=model.vocab_size,
+            token_split=self.dims.tp,
             recover=lambda: _recover(model),
             routing=ExpertRouting(
                 config.moe,
@@ -136,7 +140,8 @@ class FSDPEngine(BaseTrainEngine):
             return ContextParallel(None)
         text = hf_config.get_text_config()
         heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // self.dims.tp
+        heads //= self.dims.tp
         mode = choose_mode(self.config.fsdp.context_parallel, self.dims.cp, heads, kv_heads)
         logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", self.dims.cp, mode, heads, kv_heads)
         return ContextParallel(self.mesh["cp"].get_group(), mode)

@@ -75,5 +75,5 @@ def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(grad.placements)
-        if placement.is_shard() and mesh.size(axis) > 1
+        if not placement.is_replicate() and mesh.size(axis) > 1
     )

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
+from areal.engine.fsdp.tensor_parallel import split_tensors
 from areal.engine.model import PackedCausalLM
 from areal.utils.distributed import make_mesh
 
@@ -21,31 +22,34 @@ _mesh_numbers = itertools.count()
 
 
 def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh of a layout for what concerns parameters: an axis of replicas, and one of shards.
+    """The mesh of a layout for what concerns parameters: an axis of replicas, one of shards, and one of tensor-parallel ranks.
 
     Context-parallel ranks hold the same parameters and different tokens, so that they shard and reduce like data-parallel ones.
     """
     # DTensor answers from caches in which equal meshes are one: without names of its own, an engine's parameters could be given the
     # mesh, and the closed groups, of an earlier engine of this layout.
     number = next(_mesh_numbers)
-    shape = (dims.dp_replicate, dims.dp_shard * dims.cp)
-    return make_mesh(device_type, shape, (f"dp_replicate_{number}", f"dp_shard_cp_{number}"))
+    shape = (dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
+    return make_mesh(device_type, shape, tuple(f"{axis}_{number}" for axis in ("dp_replicate", "dp_shard_cp", "tp")))
 
 
 def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
-    """Checkpoint activations and shard parameters, in place. The model may be on the meta device.
+    """Split tensors, checkpoint activations and shard parameters, in place. The model may be on the meta device.
 
     Args:
         mesh: from :func:`build_param_mesh`.
     """
     layers = transformer_layers(model)
-    # First checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
+    replicas, shards, tp = mesh.mesh_dim_names or ()
+    # First the tensors: FSDP shards what is left of each on a rank.
+    if mesh[tp].size() > 1:
+        split_tensors(model, mesh[tp])
+    # Then checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
     if config.activation_checkpointing == "full":
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     # One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step.
-    shard_axis = (mesh.mesh_dim_names or ())[-1]
-    shard_mesh = mesh if mesh.size(0) > 1 else mesh[shard_axis]
+    shard_mesh = mesh[replicas, shards] if mesh.size(0) > 1 else mesh[shards]
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         "mesh": shard_mesh,
