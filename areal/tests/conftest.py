@@ -81,10 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.thorough)
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
-            if "megatron" in item.nodeid and "three_steps" not in item.nodeid and _world_size(item, marker) == 4:
-                item.add_marker(
-                    pytest.mark.thorough
-                )  # two ranks and the steps show each of these; this is their product
+            # Two ranks and the steps show each of these; this is their product.
+            product = (
+                any(name in item.nodeid for name in ("megatron", "fsdp:c2t2")) and "three_steps" not in item.nodeid
+            )
+            if product and _world_size(item, marker) == 4:
+                item.add_marker(pytest.mark.thorough)
     if drop:
         config.hook.pytest_deselected(items=drop)
         items[:] = keep

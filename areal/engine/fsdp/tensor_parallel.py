@@ -139,7 +139,7 @@ DENSE: Mapping[str, Kind] = {
 }
 """Pre-norm decoders with gated MLPs and any number of key heads."""
 
-PLANS: Mapping[str, Mapping[str, Kind]] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), DENSE)
+PLANS: Mapping[str, Mapping[str, Kind]] = dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
 """By model type. A plan names every module that has parameters of its own, and the blocks around them."""
 
 
