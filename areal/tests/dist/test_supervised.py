@@ -116,6 +116,7 @@ def test_dpo_moves_away_from_the_reference(backend: str) -> None:
     assert all(still.values())
 
 
+@pytest.mark.world(1)
 def test_what_would_be_wrong_is_refused() -> None:
     with started("fsdp:d1") as engine:
         with pytest.raises(ValueError, match="value_head = False"):
