@@ -8,11 +8,12 @@ BENCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := runs/SmolLM2-135M-Instruct
-# Two ranks share the cores.
-THREADS := $(shell $(PYTHON) -c 'import os; print(max(1, (os.cpu_count() or 2) // 2))')
-RUN := OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node 2
-SFT := $(RUN) examples/sft.py --model $(MODEL)
-GRPO := $(RUN) examples/grpo.py --model $(MODEL)
+CORES := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 2)')
+# Two ranks, or two runs side by side, share the cores.
+HALF := $(shell echo $$(( ($(CORES) + 1) / 2 )))
+RUN := OMP_NUM_THREADS=$(HALF) $(BIN)/torchrun --standalone --nproc-per-node
+SFT := $(RUN) 2 examples/sft.py --model $(MODEL)
+GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench setup clean
@@ -20,13 +21,13 @@ GRPO := $(RUN) examples/grpo.py --model $(MODEL)
 help: ## Say what there is to make.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-demo: $(MODEL) ## Teach a real model arithmetic by reinforcement learning on two ranks.
-	$(GRPO) --backend fsdp:d2 --output runs/demo --kl-coef 0.01 --max-p-value 0.01
+demo: $(MODEL) ## Teach a real model arithmetic by reinforcement learning.
+	OMP_NUM_THREADS=$(CORES) $(BIN)/torchrun --standalone $(GRPO) --output runs/demo --max-p-value 0.01
 
 demo-seeds: $(MODEL) ## The same with three seeds, and with shuffled rewards, from which nothing can be learned.
 	for seed in 1 2 3; do \
-	  $(GRPO) --backend fsdp:d2 --output runs/demo-$$seed --seed $$seed --max-p-value 0.01 && \
-	  $(GRPO) --backend fsdp:d2 --output runs/control-$$seed --seed $$seed --shuffle-rewards --min-p-value 0.01 || exit 1; \
+	  $(RUN) 1 $(GRPO) --output runs/control-$$seed --seed $$seed --shuffle-rewards --min-p-value 0.01 & \
+	  $(RUN) 1 $(GRPO) --output runs/demo-$$seed --seed $$seed --max-p-value 0.01 && wait $$! || exit 1; \
 	done
 
 demo-sft: $(MODEL) ## Fine-tune it on right answers alone.
@@ -36,7 +37,7 @@ demo-sft: $(MODEL) ## Fine-tune it on right answers alone.
 demo-short: $(MODEL) ## A little of both.
 	$(SFT) --backend fsdp:d2 --output runs/short-sft --steps 3 --batch-size 24 --max-tokens-per-mb 512 \
 	  --eval-size 32 --min-loss-fall 0.2
-	$(RUN) examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
+	$(RUN) 2 examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
 	  --steps 1 --groups 4 --group-size 4 --eval-size 32
 
 demo-layouts: $(MODEL) $(VENV)/.test ## Data parallel, context parallel and a Megatron pipeline, in float32: the same losses.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch.distributed as dist
 from chat import ChatFormat
@@ -12,26 +12,30 @@ from tasks import Problem, Task
 
 from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.protocol import RolloutClient, Sampling
+from areal.trainer.rollout.seeded import mixed
 
 
 async def answer_all(
-    client: RolloutClient, chat: ChatFormat, problems: Sequence[Problem], sampling: Sampling
+    client: RolloutClient, chat: ChatFormat, problems: Mapping[int, Problem], sampling: Sampling, seed: int
 ) -> list[str]:
-    """The answers to problems, in order."""
-    written = await asyncio.gather(*(client.generate(chat.prompt_ids(problem), sampling) for problem in problems))
-    return [chat.text(completion.tokens) for completion in written]
+    """The answers to numbered problems, each with noise of its own, in order."""
+    requests = (
+        client.generate(chat.prompt_ids(problem), replace(sampling, seed=mixed(seed, number)))
+        for number, problem in problems.items()
+    )
+    return [chat.text(completion.tokens) for completion in await asyncio.gather(*requests)]
 
 
-def examine(client: RolloutClient, chat: ChatFormat, task: Task, sampling: Sampling) -> list[bool]:
-    """Which held-out problems are answered right, greedily. Every rank answers its share; the same on every rank.
+def examine(client: RolloutClient, chat: ChatFormat, task: Task, sampling: Sampling, seed: int) -> list[bool]:
+    """Which held-out problems are answered right. Every rank answers its share; the same on every rank.
 
     Args:
-        sampling: its temperature is left out.
+        seed: of the noise; with the same one, two models are told apart by their weights alone.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    share = task.held_out[rank::size]
-    written = asyncio.run(answer_all(client, chat, share, dataclasses.replace(sampling, temperature=0.0)))
-    mine = [task.is_right(answer, problem) for answer, problem in zip(written, share, strict=True)]
+    share = dict(list(enumerate(task.held_out))[rank::size])
+    written = asyncio.run(answer_all(client, chat, share, sampling, seed))
+    mine = [task.is_right(answer, problem) for answer, problem in zip(written, share.values(), strict=True)]
     right = [False] * len(task.held_out)
     for other, found in enumerate(gather(mine)):
         right[other::size] = found

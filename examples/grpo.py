@@ -31,9 +31,10 @@ from tasks import Problem, make_task
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
+from warm_up import warm_up
 
 from areal import FinetuneSpec, SaveLoadMeta, TrainEngine, create_engine
-from areal.api import StepOutput, TensorSource
+from areal.api import TensorSource
 from areal.trainer.estimators import GroupRelative, Sample
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import MismatchCorrection, grpo_objective
@@ -42,10 +43,9 @@ from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.protocol import Completion
 from areal.trainer.rollout.runner import Runner
-from areal.trainer.sft import sft_trainer
 from areal.trainer.tensorboard import TensorBoard
 from areal.trainer.tracking import Tracker, Trackers
-from areal.utils.data import sharded_loader
+from areal.utils.distributed import init_default_group
 
 
 class Run:
@@ -53,12 +53,16 @@ class Run:
 
     Args:
         config: what to do.
-        engine: of the policy, initialized.
     """
 
-    def __init__(self, config: RLConfig, engine: TrainEngine) -> None:
+    engine: TrainEngine
+    """Of the policy."""
+    start: str
+    """Directory of the model that it begins with."""
+
+    def __init__(self, config: RLConfig) -> None:
         self.config = config
-        self.engine = engine
+        init_default_group()
         self.report = Report(speaks=dist.get_rank() == 0)
         self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system)
         n_warmup = config.warmup_steps * config.warmup_batch_size
@@ -67,14 +71,31 @@ class Run:
         )
         self.for_warmup, self.for_rollouts = self.task.train[:n_warmup], self.task.train[n_warmup:]
         self.end = self.chat.end_of_turn(self.task.held_out[0])
-        self.rollout = self._rollout()
         self.curves: dict[str, list[float]] = {}
         self.right: dict[int, list[bool]] = {}
+
+    def go(self) -> list[str]:
+        """Warm up, examine, learn, examine, save.
+
+        Returns:
+            What did not come about; the same on every rank.
+        """
+        config = self.config
+        config.output.mkdir(parents=True, exist_ok=True)
+        self.start = warm_up(config, self.chat, self.for_warmup, self.report)
+        with create_engine(config.engine(path=self.start)) as self.engine:
+            self.engine.initialize(FinetuneSpec(total_train_steps=config.steps * config.minibatches))
+            with self._rollout() as self.rollout:
+                self.examine(0)
+                self.learn()
+                self.examine(config.steps)
+            self.engine.save(SaveLoadMeta(config.output / "model", weight_format="hf"))
+        return self.conclude()
 
     def _rollout(self) -> LocalRollout:
         config = self.config
         dtype = getattr(torch, config.compute_dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(self.start, dtype=dtype, attn_implementation="sdpa")
         longest = max(len(self.chat.prompt_ids(problem)) for problem in (*self.for_rollouts, *self.task.held_out))
         return LocalRollout(
             model.to(self.engine.device).eval(), max_context=longest + config.max_new_tokens, max_requests=64
@@ -84,46 +105,11 @@ class Run:
         """Bring an engine's weights to this rank's replica."""
         self.rollout.update(source.named_tensors(), version)
 
-    def go(self) -> list[str]:
-        """Warm up, examine, learn, examine, save.
-
-        Returns:
-            What did not come about; the same on every rank.
-        """
-        self.config.output.mkdir(parents=True, exist_ok=True)
-        with self.rollout:
-            self.warm_up()
-            self.examine(0)
-            self.learn()
-            self.examine(self.config.steps)
-        self.engine.save(SaveLoadMeta(self.config.output / "model", weight_format="hf"))
-        return self.conclude()
-
-    def warm_up(self) -> None:
-        """Supervised steps, so that some answers are right to begin with."""
-        config, engine = self.config, self.engine
-        if not config.warmup_steps:
-            return
-        loader = sharded_loader(
-            self.chat.samples(self.for_warmup),
-            batch_size=config.warmup_batch_size,
-            dp_rank=engine.dp_rank,
-            dp_size=engine.dp_size,
-            shuffle=False,
-        )
-        engine.set_lr(config.warmup_lr)
-        with self.report.progress("warm-up", config.warmup_steps) as advance:
-
-            def tell(step: StepOutput) -> None:
-                advance(f"loss {step.loss:.3f}  {step.n_tokens} tokens  {step.seconds:.1f} s")
-
-            sft_trainer(engine, loader).train(config.warmup_steps, after_step=tell)
-        engine.set_lr(config.lr)
-
     def examine(self, step: int) -> None:
         """Accuracy on the held-out problems with the engine's weights."""
         self.sync(self.engine, self.engine.version)
-        right = examine(self.rollout, self.chat, self.task, self.config.sampling(self.end))
+        sampling = self.config.sampling(self.end, temperature=self.config.eval_temperature)
+        right = examine(self.rollout, self.chat, self.task, sampling, self.config.seed)
         self.right[step] = right
         self.report.line(f"after {step} steps: {sum(right)} of {len(right)} held-out problems right")
 
@@ -171,10 +157,8 @@ class Run:
         )
 
     def another_engine(self, stack: ExitStack, **changes: Any) -> TrainEngine:
-        """An engine with the weights after the warm-up."""
-        path = self.config.output / "warm"
-        self.engine.save(SaveLoadMeta(path, weight_format="hf"))
-        engine = stack.enter_context(create_engine(self.config.engine(path=str(path), **changes)))
+        """An engine with the weights that the policy began with."""
+        engine = stack.enter_context(create_engine(self.config.engine(path=self.start, **changes)))
         engine.initialize(FinetuneSpec(total_train_steps=self.config.steps))
         return engine
 
@@ -220,9 +204,7 @@ def main(config: RLConfig, kind: type[Run] = Run) -> int:
     """Run; the exit code."""
     if not sys.stdout.isatty():
         transformers_logging.disable_progress_bar()
-    with create_engine(config.engine()) as engine:
-        engine.initialize(FinetuneSpec(total_train_steps=config.warmup_steps + config.steps * config.minibatches))
-        return 1 if kind(config, engine).go() else 0
+    return 1 if kind(config).go() else 0
 
 
 if __name__ == "__main__":

@@ -55,20 +55,24 @@ class RLConfig(TaskConfig):
 
     eval_size: int = 400
     """Held-out problems."""
+    eval_temperature: float = 1.0
+    """Of the answers to these, drawn with the same noise before and after; 0 takes the most likely tokens."""
     max_p_value: float | None = None
     """Fail unless accuracy on held-out problems rises above that after the warm-up with a smaller p-value than this."""
     min_p_value: float | None = None
     """Fail if it rises with a smaller one than this: for the control."""
 
-    def engine(self, *, trained: bool = True, path: str | None = None, value_head: bool = False) -> TrainEngineConfig:
+    def engine(
+        self, *, path: str, lr: float | None = None, trained: bool = True, value_head: bool = False
+    ) -> TrainEngineConfig:
         """What of it is an engine's."""
         return TrainEngineConfig(
-            path=path or self.model,
+            path=path,
             backend=self.backend,
             dtype=self.compute_dtype,
             seed=self.seed,
             mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb),
-            optimizer=OptimizerConfig(lr=self.lr) if trained else None,
+            optimizer=OptimizerConfig(lr=self.lr if lr is None else lr) if trained else None,
             temperature=self.temperature,
             value_head=value_head,
         )
@@ -82,10 +86,10 @@ class RLConfig(TaskConfig):
         off_policy = self.minibatches > 1 or self.max_staleness > 0
         return Updates(minibatches=self.minibatches, recompute_logprobs=off_policy)
 
-    def sampling(self, end: int, *, greedy: bool = False) -> Sampling:
-        """How answers are drawn, or with ``greedy`` how the model is examined."""
+    def sampling(self, end: int, *, temperature: float | None = None) -> Sampling:
+        """How answers are drawn, in training where no temperature is given."""
         return Sampling(
             max_new_tokens=self.max_new_tokens,
-            temperature=0.0 if greedy else self.temperature,
+            temperature=self.temperature if temperature is None else temperature,
             stop_token_ids=(end,),
         )

@@ -342,7 +342,10 @@ def evaluation_scaled_by_ranks(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.output:Summary.add_metric", {"objective_name": "nll", "case_name": "ragged", "cut": "tokens64", "dtype": "float64"})
+@mutant(
+    "areal.engine.output:Summary.add_metric",
+    {"objective_name": "nll", "case_name": "ragged", "cut": "tokens64", "dtype": "float64"},
+)
 def metrics_averaged_per_micro_batch(right: Function) -> Function:
     """A mean counts every micro-batch alike, whatever its weight."""
 

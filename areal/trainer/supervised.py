@@ -68,7 +68,8 @@ class SupervisedTrainer:
         while self.step < steps:
             for batch in self._loader:
                 done = self._take_step(self._prepare(batch))
-                if self.step == steps or (after_step is not None and after_step(done) is False):
+                told_to_stop = after_step is not None and after_step(done) is False
+                if told_to_stop or self.step == steps:
                     return
 
     def _take_step(self, batch: list[dict[str, Any]]) -> StepOutput:

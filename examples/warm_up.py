@@ -1,0 +1,43 @@
+"""Supervised steps before reinforcement learning, so that some answers are right to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chat import ChatFormat
+from report import Report
+from rl_settings import RLConfig
+from tasks import Problem
+
+from areal import FinetuneSpec, SaveLoadMeta, create_engine
+from areal.api import StepOutput
+from areal.trainer.sft import sft_trainer
+from areal.utils.data import sharded_loader
+
+
+def warm_up(config: RLConfig, chat: ChatFormat, problems: Sequence[Problem], report: Report) -> str:
+    """Train on right answers, in an engine of its own: what learns afterwards begins without the momentum of these steps.
+
+    Returns:
+        The directory of the model to go on from.
+    """
+    if not config.warmup_steps:
+        return config.model
+    path = config.output / "warm"
+    settings = config.engine(path=config.model, lr=config.warmup_lr)
+    with create_engine(settings) as engine, report.progress("warm-up", config.warmup_steps) as advance:
+        engine.initialize(FinetuneSpec(total_train_steps=config.warmup_steps))
+        loader = sharded_loader(
+            chat.samples(problems),
+            batch_size=config.warmup_batch_size,
+            dp_rank=engine.dp_rank,
+            dp_size=engine.dp_size,
+            shuffle=False,
+        )
+
+        def tell(step: StepOutput) -> None:
+            advance(f"loss {step.loss:.3f}  {step.n_tokens} tokens  {step.seconds:.1f} s")
+
+        sft_trainer(engine, loader).train(config.warmup_steps, after_step=tell)
+        engine.save(SaveLoadMeta(path, weight_format="hf"))
+    return str(path)
