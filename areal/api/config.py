@@ -90,6 +90,10 @@ class FSDPConfig(_Config):
         default="auto",
         description="`auto` takes Ulysses where the query heads divide by `c`, else gathers keys and values.",
     )
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Dtype of AdamW's moments; bfloat16 takes half the memory, and rounds stochastically.",
+    )
     attention: Literal["auto", "packed", "rows"] = Field(
         default="auto",
         description="`packed` runs sequences end to end; `rows` one sequence per row; `auto` packs where that is known to be right.",
@@ -215,6 +219,16 @@ class TrainEngineConfig(_Config):
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r} is narrower than dtype = {self.dtype!r}: set {name}={self.dtype!r}, or a narrower dtype"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _moments_have_an_optimizer(self) -> TrainEngineConfig:
+        narrow = self.fsdp.optimizer_state_dtype == "bfloat16"
+        if narrow and self.optimizer is not None and (self.optimizer.type != "adamw" or self.master_dtype == "float64"):
+            raise ValueError(
+                f"fsdp.optimizer_state_dtype = 'bfloat16' with optimizer.type = {self.optimizer.type!r} and master_dtype = "
+                f"{self.master_dtype!r}: it is for AdamW on float32 or bfloat16 parameters; leave it out"
+            )
         return self
 
     @property

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from areal.engine.collect import Box, Slice, SliceCollector
-from areal.engine.model_folder import model_folder
+from areal.engine.model_folder import copy_beside
 from areal.engine.publish import FileRecord, record
 from areal.engine.safetensors_files import (
     INDEX_FILE,
@@ -35,25 +34,6 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest weight file, unless a single tensor is larger."""
-
-_BESIDE_WEIGHTS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
-"""What belongs to a model beside its weights and its configuration, copied from where the model came from."""
-
 
 # ---- reading
 
@@ -275,14 +255,7 @@ class _Copies:
 def _write_beside(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
     """Configuration, generation settings, tokenizer and code of the model. Returns the names of the files."""
     before = set(os.listdir(draft))
-    folder = model_folder(source)
-    names = [name for name in _BESIDE_WEIGHTS if (folder / name).is_file()]
-    names += sorted(code.name for code in folder.glob("*.py"))
-    for name in names:
-        shutil.copyfile(folder / name, draft / name)
-    if (folder / "additional_chat_templates").is_dir():
-        shutil.copytree(folder / "additional_chat_templates", draft / "additional_chat_templates")
-        names += [str(p.relative_to(draft)) for p in sorted((draft / "additional_chat_templates").iterdir())]
+    names = copy_beside(source, draft)
     config = copy.deepcopy(card.config)
     config.dtype = dtype
     config.architectures = [card.model.__name__]

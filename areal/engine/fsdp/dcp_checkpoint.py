@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from areal.engine.dcp_files import METADATA, read_tensors
-from areal.engine.fsdp.naming import stored_tensors
+from areal.engine.disk_layout import stored_tensors
 from areal.engine.fsdp.shards import empty_like, reshard
 
 _MODEL, _OPTIM = "model.", "optim."

@@ -14,13 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec, torch_dtype
+from areal.api.config import FinetuneSpec, OptimizerConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention import PACKED_ATTENTION, choose_attention
 from areal.engine.base import BaseTrainEngine
 from areal.engine.context_parallel import ContextParallel, choose_mode
 from areal.engine.fsdp import grad
+from areal.engine.fsdp.bf16_adamw import BFloat16AdamW
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.memory import HostOffload
 from areal.engine.fsdp.parallelize import build_param_mesh, parallelize, transformer_layers
@@ -128,11 +129,23 @@ class FSDPEngine(BaseTrainEngine):
             return None
         parameters = [p for p in model.parameters() if p.requires_grad]
         return ClippingOptimizer(
-            torch_optimizer(parameters, config),
+            self._torch_optimizer(parameters, config),
             config,
             spec.total_train_steps,
             global_norm=lambda: grad.global_norm(parameters),
             scale_grads=lambda factor: grad.scale(parameters, factor),
+        )
+
+    def _torch_optimizer(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+        if self.config.fsdp.optimizer_state_dtype == "float32":
+            return torch_optimizer(parameters, config)
+        return BFloat16AdamW(
+            parameters,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            seed=self.config.seed,
         )
 
     def _context_parallel(self, hf_config: PretrainedConfig) -> ContextParallel:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal.engine.fsdp.naming import transient_buffers
+from areal.engine.disk_layout import transient_buffers
 from areal.engine.fsdp.shards import empty_like, local_shard
 from areal.engine.model import PackedCausalLM
 from areal.engine.random_weights import draw

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from areal.api.weights import NamedTensor
 from areal.engine.collect import Slice, whole
+from areal.engine.disk_layout import DiskTensor, disk_layout, stored_tensors
 from areal.engine.fsdp.initialize import init_weights, materialize
-from areal.engine.fsdp.naming import DiskTensor, disk_layout, stored_tensors
 from areal.engine.fsdp.shards import full_tensor, local_shard, reshard
 from areal.engine.hf_checkpoint import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.model import PackedCausalLM

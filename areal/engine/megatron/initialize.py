@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from areal.engine.fsdp.naming import disk_layout
+from areal.engine.disk_layout import disk_layout
 from areal.engine.random_weights import draw
 
 

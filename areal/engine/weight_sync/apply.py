@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from areal.api.weights import NamedTensor
 from areal.engine.collect import whole
-from areal.engine.fsdp.naming import DiskTensor, disk_layout, stored_tensors
+from areal.engine.disk_layout import DiskTensor, disk_layout, stored_tensors
 from areal.engine.weight_sync.bucket import Piece
 
 

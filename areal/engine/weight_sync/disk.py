@@ -13,7 +13,7 @@ from torch import nn
 
 from areal.api.weights import NamedTensor, UpdateKind, WeightUpdateMeta
 from areal.engine.collect import whole
-from areal.engine.model_folder import model_folder, read_config
+from areal.engine.model_folder import copy_beside, read_config
 from areal.engine.publish import (
     FileRecord,
     Manifest,
@@ -149,16 +149,10 @@ def _main_dtype(files: dict[str, list[TensorSpec]]) -> torch.dtype:
 
 def _write_beside(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
     """Configuration, tokenizer and code of the model. Returns the names of the files."""
-    before = {entry.name for entry in draft.iterdir()}
     config = read_config(model)
     config.dtype = dtype
     config.save_pretrained(draft)
-    for pattern in ("*.json", "*.txt", "*.model", "*.jinja", "*.py"):
-        for file in model_folder(model).glob(pattern):
-            if not (draft / file.name).exists() and not file.name.endswith(".safetensors.index.json"):
-                (draft / file.name).write_bytes(file.read_bytes())
-    (draft / "manifest.json").unlink(missing_ok=True)  # of a model that was itself published so
-    return sorted({entry.name for entry in draft.iterdir()} - before)
+    return sorted({"config.json", *copy_beside(model, draft)})
 
 
 # ---- receiving

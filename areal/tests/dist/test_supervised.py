@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import contextlib
+import io
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from areal.trainer.pairs import Pair
 from areal.trainer.reward import reward_trainer
 from areal.trainer.sft import sft_trainer
 from areal.trainer.supervised import SupervisedTrainer
+from areal.trainer.tracking import Lines
 from areal.utils.data import sharded_loader
 
 PAIRS = MicroBatchSpec(max_tokens_per_mb=96, granularity=2)
@@ -85,6 +89,20 @@ def test_sft_learns_and_resumes(backend: str, tmp_path: Path) -> None:
     rest, trainer = run(12, kept)
     assert trainer.step == 12
     assert rest["train/loss"] == pytest.approx(whole["train/loss"][5:], rel=1e-5)
+
+
+@pytest.mark.world(1)
+def test_every_step_is_told_of_and_may_end_the_run() -> None:
+    written, told = io.StringIO(), list[float]()
+    with started("fsdp:d1") as engine, contextlib.redirect_stderr(written):
+        trainer = sft_trainer(engine, loader(engine, Texts()), tracker=Lines(["train/loss", "nothing"]))
+        trainer.train(3, after_step=lambda step: told.append(step.loss))
+        assert len(told) == trainer.step == 3
+        trainer.train(9, after_step=lambda step: False)
+        assert trainer.step == 4
+    lines = [line.split() for line in written.getvalue().splitlines() if line.startswith("step")]
+    assert [line[:3] for line in lines] == [["step", str(number), "train/loss"] for number in (1, 2, 3, 4)]
+    assert [float(line[3]) for line in lines[:3]] == pytest.approx(told, rel=1e-3)
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from areal.api import FinetuneSpec
-from areal.engine.fsdp import naming
-from areal.engine.fsdp.naming import disk_layout, stored_tensors
+from areal.engine import disk_layout as naming
+from areal.engine.disk_layout import disk_layout, stored_tensors
 from areal.engine.registry import create_engine
 from areal.engine.safetensors_files import TensorFiles
 from areal.tests.models import FAMILIES, model_dir
