@@ -25,7 +25,7 @@ demo: $(MODEL) ## Teach a real model arithmetic by reinforcement learning.
 	OMP_NUM_THREADS=$(CORES) $(BIN)/torchrun --standalone $(GRPO) --output runs/demo --max-p-value 0.01
 
 demo-seeds: $(MODEL) ## The same with three seeds, and with shuffled rewards, from which nothing can be learned.
-	for seed in 1 2 3; do \
+	for seed in 0 1 2; do \
 	  $(RUN) 1 $(GRPO) --output runs/control-$$seed --seed $$seed --shuffle-rewards --min-p-value 0.01 & \
 	  $(RUN) 1 $(GRPO) --output runs/demo-$$seed --seed $$seed --max-p-value 0.01 && wait $$! || exit 1; \
 	done

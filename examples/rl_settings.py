@@ -22,16 +22,16 @@ class RLConfig(TaskConfig):
     seed: int = 0
     """Of the problems, of their order, and of every answer."""
 
-    warmup_steps: int = 8
+    warmup_steps: int = 7
     """Supervised steps before."""
     warmup_batch_size: int = 32
     """Problems in a batch of these."""
     warmup_lr: float = 2e-5
     """Learning rate of these."""
 
-    steps: int = 12
+    steps: int = 10
     """Batches of rollouts."""
-    groups: int = 8
+    groups: int = 6
     """Problems in a batch."""
     group_size: int = 8
     """Answers to each problem."""
@@ -40,7 +40,7 @@ class RLConfig(TaskConfig):
     this one trains."""
     minibatches: int = 1
     """Optimizer steps for each batch."""
-    lr: float = 1e-5
+    lr: float = 1.5e-5
     """Learning rate of AdamW."""
     kl_coef: float = 0.0
     """Weight of the distance to the model after the warm-up; 0 keeps no second copy of it."""

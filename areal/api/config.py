@@ -13,6 +13,10 @@ DType = Literal["bfloat16", "float32", "float64"]
 """Dtypes of an engine. float16 is not among them: its gradients underflow without a loss scaler."""
 
 
+ActivationCheckpointing = Literal["none", "selective", "full"]
+"""What is computed again in the backward, instead of being kept."""
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of that name."""
     return getattr(torch, name)
@@ -89,6 +93,12 @@ class FSDPConfig(_Config):
     context_parallel: Literal["auto", "ulysses", "gather_kv"] = Field(
         default="auto",
         description="`auto` takes Ulysses where the query heads divide by `c`, else gathers keys and values.",
+    )
+    checkpointed_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of the layers, spread evenly, to which `activation_checkpointing` applies.",
     )
     optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -190,8 +200,9 @@ class TrainEngineConfig(_Config):
     optimizer: OptimizerConfig | None = Field(
         default=None, description="None: an engine that only evaluates, such as a reference."
     )
-    activation_checkpointing: Literal["none", "full"] = Field(
-        default="none", description="`full` recomputes every layer in the backward."
+    activation_checkpointing: ActivationCheckpointing = Field(
+        default="none",
+        description="`full` recomputes layers in the backward; `selective` all in them but matrix products and attention.",
     )
     grad_sync: Literal["call", "micro_batch"] = Field(
         default="call",

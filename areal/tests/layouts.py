@@ -116,6 +116,7 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     "fsdp": {
         "plain": {},
         "recompute": {"activation_checkpointing": "full"},
+        "selective": {"activation_checkpointing": "selective", "fsdp": {"checkpointed_share": 0.5}},
         "sync_each": {"grad_sync": "micro_batch"},
         "keep_gathered": {"fsdp": {"reshard_after_forward": False}},
         "host": {"fsdp": {"cpu_offload": True}},

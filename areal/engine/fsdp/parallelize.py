@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
+from areal.engine.fsdp.recompute import recompute_layers
 from areal.engine.fsdp.tensor_parallel import split_tensors
 from areal.engine.model import PackedCausalLM
 from areal.utils.distributed import make_mesh
@@ -45,9 +44,7 @@ def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConf
     if mesh[tp].size() > 1:
         split_tensors(model, mesh[tp])
     # Then checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
-    if config.activation_checkpointing == "full":
-        for layer in layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    recompute_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
     # One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step.
     shard_mesh = mesh[replicas, shards] if mesh.size(0) > 1 else mesh[shards]
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)

@@ -70,6 +70,10 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
     Raises:
         ValueError: names the letter, what it would have to divide, and the way out.
     """
+    if config.activation_checkpointing == "selective":
+        raise ValueError(
+            "activation_checkpointing = 'selective': the Megatron engine has 'none' and 'full'; choose one, or use an 'fsdp:' backend"
+        )
     heads, kv_heads = hf.num_attention_heads, getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
     for what, number in (
         ("query heads", heads),

@@ -185,6 +185,13 @@ def test_layouts_that_a_model_cannot_take_are_refused_on_every_rank(
     engine.destroy()
 
 
+@pytest.mark.world(1)
+def test_what_it_cannot_recompute_is_refused() -> None:
+    with create_engine(config("megatron:d1", activation_checkpointing="selective")) as engine:
+        with pytest.raises(ValueError, match="'selective': the Megatron engine has 'none' and 'full'"):
+            engine.initialize(FinetuneSpec(total_train_steps=1))
+
+
 def test_overlapped_gathers_need_what_they_overlap_with() -> None:
     with pytest.raises(ValueError, match="overlap_param_gather = True needs"):
         MegatronConfig(overlap_param_gather=True)

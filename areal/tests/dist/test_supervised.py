@@ -1,12 +1,11 @@
 """Trainers that learn from data that is there: each learns what it should, the same on any layout, and goes on from a checkpoint."""
 
+import contextlib
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import contextlib
-import io
 
 import pytest
 import torch
