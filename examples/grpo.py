@@ -98,7 +98,7 @@ class Run:
         model: Any = AutoModelForCausalLM.from_pretrained(self.start, dtype=dtype, attn_implementation="sdpa")
         longest = max(len(self.chat.prompt_ids(problem)) for problem in (*self.for_rollouts, *self.task.held_out))
         return LocalRollout(
-            model.to(self.engine.device).eval(), max_context=longest + config.max_new_tokens, max_requests=64
+            model.to(self.engine.device).eval(), max_context=longest + config.max_new_tokens, page_size=4
         )
 
     def sync(self, source: TensorSource, version: int) -> None:

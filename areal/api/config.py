@@ -204,6 +204,9 @@ class TrainEngineConfig(_Config):
         default="none",
         description="`full` recomputes layers in the backward; `selective` all in them but matrix products and attention.",
     )
+    offload_dir: str | None = Field(
+        default=None, description="Directory of files for what `offload` moves; None keeps it in host memory."
+    )
     grad_sync: Literal["call", "micro_batch"] = Field(
         default="call",
         description="Reduce gradients on the last micro-batch of a call, or on each one, which takes less memory. Same values.",

@@ -59,7 +59,7 @@ class FSDPEngine(BaseTrainEngine):
         model = self._build_model(hf_config, param_mesh)
         cp = self._context_parallel(hf_config)
         optimizer = self._build_optimizer(model, spec)
-        memory = HostOffload(model, optimizer.inner if optimizer else None)
+        memory = HostOffload(model, optimizer.inner if optimizer else None, config.offload_dir)
         return EngineParts(
             model=model,
             schedule=SequentialSchedule(

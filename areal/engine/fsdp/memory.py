@@ -16,9 +16,10 @@ class HostOffload(HostMemory):
         model: sharded and at rest. Its shards are noted now: while a module is gathered, ``model.parameters()`` are not the
             shards, and have not their gradients.
         optimizer: whose state is moved, or None.
+        folder: of :class:`~areal.engine.host_memory.HostMemory`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | None = None) -> None:
         self._model = model
         self._shards = list(model.parameters())
         super().__init__(
@@ -26,7 +27,8 @@ class HostOffload(HostMemory):
                 "params": lambda: self._shards,
                 "grads": lambda: [shard.grad for shard in self._shards if shard.grad is not None],
                 "optimizer": lambda: [] if optimizer is None else optimizer_tensors(optimizer),
-            }
+            },
+            folder,
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:

@@ -99,7 +99,7 @@ class MegatronEngine(BaseTrainEngine):
         schedule = MegatronSchedule(list(trained), megatron, groups, self._gradients.before_backward)
         cp, shared = self._context_parallel(hf), sequence_parallel(self.dims, config)
         splits = [cp, ContextParallel(groups.tp)] if shared else [cp]
-        memory = MegatronMemory(trained, chained, self._gradients)
+        memory = MegatronMemory(trained, chained, self._gradients, config.offload_dir)
         return EngineParts(
             model=nn.ModuleList(trained),
             schedule=schedule,

@@ -17,10 +17,15 @@ class MegatronMemory(HostMemory):
 
     Args:
         chunks: of this rank. optimizer: over them, or None. gradients: of them.
+        folder: of :class:`~areal.engine.host_memory.HostMemory`.
     """
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer | None, gradients: grad.Gradients
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: ChainedOptimizer | None,
+        gradients: grad.Gradients,
+        folder: str | None = None,
     ) -> None:
         self._chunks, self._gradients = chunks, gradients
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -29,7 +34,8 @@ class MegatronMemory(HostMemory):
                 "params": lambda: [p.data for chunk in chunks for p in chunk.parameters()],
                 "grads": lambda: [buffer.grad_data for buffer in buffers],
                 "optimizer": lambda: _state(optimizer),
-            }
+            },
+            folder,
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal.api import Batch, TokenOutputs, TrainEngine
-from areal.tests.tiny import family_dir, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
+from areal.engine.registry import create_engine
+from areal.tests.tiny import config, family_dir, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
 
 LARGE_VOCAB = 4096
 
@@ -194,3 +197,39 @@ def test_each_kind_is_offloaded_alone(backend: str) -> None:
             assert found == {**before, kind: 0}
             engine.onload(**{other: other == kind for other in before})
             assert bytes_on_device(engine) == before
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
+@pytest.mark.world(1)
+def test_files_take_what_is_offloaded_out_of_resident_memory(backend: str, tmp_path: Path) -> None:
+    path = family_dir("qwen3", vocab_size=300_000)  # malloc keeps smaller blocks for itself
+    with started(backend, path=path, offload_dir=str(tmp_path)) as engine:
+        batch = mine(engine, ragged())
+        engine.train_batch(batch, loss)
+        weights, expected = weights_of(engine), engine.eval_batch(batch, loss).loss
+        moved = sum(bytes_on_device(engine).values())
+        assert moved > 200e6
+        before = resident_bytes()
+        engine.offload()
+        freed = before - resident_bytes()
+        (folder,) = tmp_path.iterdir()
+        assert sum(file.stat().st_size for file in folder.iterdir()) == moved
+        assert freed == pytest.approx(moved, rel=0.1)
+        assert engine.eval_batch(batch, loss).loss == expected
+        engine.onload()
+        assert not list(folder.iterdir())
+        assert same_bits(weights_of(engine), weights)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.world(1)
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    with create_engine(config("fsdp:d1", offload_dir=missing)) as engine, pytest.raises(ValueError, match="offload_dir = .*missing"):
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssFile", "RssShmem")))
