@@ -18,12 +18,13 @@ from areal.engine.registry import create_engine
 from areal.tests.models import model_dir
 from areal.tests.tiny import config, loss, mine, ragged, same_bits, started, weights_of
 
+FOUR = [pytest.mark.world(4), pytest.mark.thorough]
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_tied"]
 
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param("fsdp:t2", marks=pytest.mark.world(2)), pytest.param("fsdp:d2t2", marks=pytest.mark.world(4))],
+    [pytest.param("fsdp:t2", marks=pytest.mark.world(2)), pytest.param("fsdp:d2t2", marks=FOUR)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reads_streams_and_saves_what_transformers_wrote(backend: str, family: str, tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_random_weights_do_not_depend_on_it() -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param("fsdp:t2", marks=pytest.mark.world(2)), pytest.param("fsdp:d2t2", marks=pytest.mark.world(4))],
+    [pytest.param("fsdp:t2", marks=pytest.mark.world(2)), pytest.param("fsdp:d2t2", marks=FOUR)],
 )
 def test_what_every_rank_holds_stays_the_same_bit_for_bit(backend: str) -> None:
     with started(backend, path=model_dir("qwen3"), grad_sync="micro_batch") as engine:
@@ -72,8 +73,8 @@ def test_what_every_rank_holds_stays_the_same_bit_for_bit(backend: str) -> None:
     [
         pytest.param("fsdp:t2", "fsdp:d2", marks=pytest.mark.world(2)),
         pytest.param("fsdp:c2", "fsdp:t2", marks=pytest.mark.world(2)),
-        pytest.param("fsdp:d4", "fsdp:d2t2", marks=pytest.mark.world(4)),
-        pytest.param("fsdp:d2t2", "fsdp:c2t2", marks=pytest.mark.world(4)),
+        pytest.param("fsdp:d4", "fsdp:d2t2", marks=FOUR),
+        pytest.param("fsdp:d2t2", "fsdp:c2t2", marks=FOUR),
     ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(write: str, read: str, tmp_path: Path) -> None:
