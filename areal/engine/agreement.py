@@ -111,13 +111,16 @@ class Agreement:
         sequences, tokens = (sum(column) for column in zip(*(counts for _, _, counts in parts), strict=True))
         return LossWeights(spoken[0][0] if spoken else True, per_mb, total, sequences, tokens)
 
-    def summary(self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, start: float, note: str) -> Summary:
+    def summary(
+        self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, start: float, note: str, onloaded: int
+    ) -> Summary:
         """The sums that every rank's micro-batches reported.
 
         Args:
             tally: what the routers of this rank's stage found.
             start: when the call began, by ``time.perf_counter``.
             note: what to add to an error.
+            onloaded: bytes that this rank brought back for the call.
 
         Raises:
             ValueError: a loss is not finite on some rank, or a metric is wrong.
@@ -129,10 +132,12 @@ class Agreement:
             local, routed = summarize(mbs, results) if self._has_losses else Summary(), tally.sums()
         except Exception as caught:
             error = caught
-        local.seconds = time.perf_counter() - start
+        local.seconds, local.onloaded = time.perf_counter() - start, onloaded
         faults, answers = self._exchange(error, (local, routed))
         raise_together(faults, error, note)
-        total = Summary(seconds=max(local.seconds for local, _ in answers))
+        total = Summary(
+            seconds=max(local.seconds for local, _ in answers), onloaded=sum(local.onloaded for local, _ in answers)
+        )
         for part, _ in self._once_per_part(answers):
             total.merge(part)
         total.add_routing([routed for (_, routed), speaks in zip(answers, self._of_stages, strict=True) if speaks])

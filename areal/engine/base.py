@@ -79,6 +79,7 @@ class BaseTrainEngine(EngineState):
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
         self._closers: list[Callable[[], None]] = []
         self._started = self._pending = self._finalized = False
+        self._onloaded = 0
 
     def initialize(self, spec: FinetuneSpec) -> None:
         if self._parts is not None:
@@ -196,7 +197,7 @@ class BaseTrainEngine(EngineState):
         check_outputs(outputs, value_head=self.config.value_head)
         faults, results, parts = Faults(), {}, self._require_parts()
         parts.routing.check_outputs(outputs)
-        parts.memory.onload(params=True, grads=not forward_only, optimizer=False)
+        self._onload(grads=not forward_only)
         try:
             results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
         except Exception as error:  # The model itself failed, perhaps on this rank alone.
@@ -209,6 +210,10 @@ class BaseTrainEngine(EngineState):
         if not forward_only:
             self._pending, self._finalized = True, False
         return [results[mb.index] for mb in mbs.real]
+
+    def _onload(self, *, grads: bool = False, optimizer: bool = False) -> None:
+        """Bring back what a call needs, which its statistics will say."""
+        self._onloaded += self._require_parts().memory.onload(params=True, grads=grads, optimizer=optimizer)
 
     def _run_schedule(
         self, mbs: MicroBatchList, process_output: ProcessOutputFn, outputs: Outputs, forward_only: bool, faults: Faults
@@ -283,6 +288,7 @@ class BaseTrainEngine(EngineState):
         self._require_optimizer()
         if self._pending:
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
+        self._onload(grads=True, optimizer=True)
         with self._require_parts().last_call():
             step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
         stats = self.optimizer_step()
@@ -328,9 +334,13 @@ class BaseTrainEngine(EngineState):
         with parts.routing.counting(divisors, loss_weight * parts.schedule.grad_scale(len(mbs))) as tally:
             results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
         with self._discarding_grads(unless=forward_only):
-            summary = self._agreement.summary(mbs, results, tally, start, "" if forward_only else _DISCARDED)
+            note, onloaded = "" if forward_only else _DISCARDED, self._onloaded
+            summary = self._agreement.summary(mbs, results, tally, start, note, onloaded)
         terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
         metrics = summary.reduced_metrics() | weights.metrics()
+        self._onloaded = 0
+        if summary.onloaded:
+            metrics["onloaded_bytes"] = float(summary.onloaded)
         if self.config.mb_spec.overlong == "drop":
             metrics["dropped_sequences"] = float(summary.dropped)
         return StepOutput(

@@ -44,12 +44,15 @@ class HostMemory:
             if wanted and kind not in self._away:
                 self._away[kind] = [self._send(storage) for storage in _storages(self._tensors[kind]())]
 
-    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
-        """Bring back what is named; what is here already stays."""
+    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
+        """Bring back what is named; what is here already stays. Returns the bytes that came."""
+        nbytes = 0
         for kind, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
             if wanted:
                 for storage, away in self._away.pop(kind, []):
                     away.bring_back(storage)
+                    nbytes += storage.nbytes()
+        return nbytes
 
     def forget(self, kind: str) -> None:
         """Leave what is away where it is: nobody will want it back."""

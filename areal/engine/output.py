@@ -189,7 +189,7 @@ class Summary:
 
     Attributes:
         terms: undivided sums. metrics: name -> (reduce, value, weight), where a mean's value is already weighted.
-        n_tokens, dropped: of this rank's batch. seconds: wall time of the call.
+        n_tokens, dropped: of this rank's batch. seconds: wall time of the call. onloaded: bytes brought back for it.
     """
 
     terms: dict[str, float] = field(default_factory=dict)
@@ -197,6 +197,7 @@ class Summary:
     n_tokens: int = 0
     dropped: int = 0
     seconds: float = 0.0
+    onloaded: int = 0
 
     def merge(self, other: Summary) -> None:
         """Add another rank's sums to these.

@@ -158,6 +158,21 @@ def test_offloaded_tensors_leave_the_device_and_come_back_bit_for_bit(backend: s
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
+def test_a_step_says_what_it_brought_back(backend: str) -> None:
+    with started(backend) as engine:
+        batch = mine(engine, ragged())
+        assert "onloaded_bytes" not in engine.train_batch(batch, loss).metrics
+        held = bytes_on_device(engine)
+        engine.offload()
+        params = engine.eval_batch(batch, loss).metrics["onloaded_bytes"]
+        rest = engine.train_batch(batch, loss).metrics["onloaded_bytes"]
+        assert "onloaded_bytes" not in engine.eval_batch(batch, loss).metrics
+        here = torch.tensor([float(held["params"]), float(sum(held.values()))])
+        torch.distributed.all_reduce(here)
+        assert [params, params + rest] == here.tolist()
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
 def test_every_verb_brings_back_what_it_needs(backend: str) -> None:
     with started(backend) as engine, started(backend) as untouched:
         batch = mine(engine, ragged())
