@@ -13,6 +13,8 @@ CORES := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 2)')
 HALF := $(shell echo $$(( ($(CORES) + 1) / 2 )))
 RUN := OMP_NUM_THREADS=$(HALF) $(BIN)/torchrun --standalone --nproc-per-node
 SFT := $(RUN) 2 examples/sft.py --model $(MODEL)
+CURVE := examples/sft.py --model $(MODEL) --dtype float32 --steps 3 --eval-size 16 --batch-size 40
+SAME := --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
 GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01
 
 .DEFAULT_GOAL := help
@@ -40,12 +42,11 @@ demo-short: $(MODEL) ## A little of both.
 	$(RUN) 2 examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
 	  --steps 1 --groups 4 --group-size 4 --eval-size 32
 
-demo-layouts: $(MODEL) $(VENV)/.test ## Data parallel, context parallel and a Megatron pipeline, in float32: the same losses.
-	$(SFT) --backend fsdp:d2 --output runs/demo-d2 --dtype float32 --steps 3 --eval-size 16 --batch-size 40
-	$(SFT) --backend fsdp:c2 --output runs/demo-c2 --dtype float32 --steps 3 --eval-size 16 --batch-size 40 \
-	  --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
-	$(SFT) --backend megatron:p2 --output runs/demo-p2 --dtype float32 --steps 3 --eval-size 16 --batch-size 40 \
-	  --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
+demo-layouts: $(MODEL) $(VENV)/.test ## Data, context and tensor parallel and a Megatron pipeline, in float32: the same losses.
+	$(RUN) 2 $(CURVE) --backend fsdp:d2 --output runs/demo-d2
+	$(RUN) 2 $(CURVE) --backend fsdp:c2 --output runs/demo-c2 $(SAME)
+	$(RUN) 3 $(CURVE) --backend fsdp:t3 --output runs/demo-t3 $(SAME)
+	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
 test: $(VENV)/.test ## Run the tests.
 	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
