@@ -60,6 +60,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     shutil.rmtree(session.config.stash[scratch_key], ignore_errors=True)
 
 
+PRODUCTS = (
+    "megatron",
+    "fsdp:c2t2",
+    "test_faults",
+    "test_bad_losses",
+    "test_interleaving",
+    "test_outputs",
+    "test_memory",
+    "test_moe",
+)
+"""What is left to the thorough set where it takes four ranks: two ranks and the steps show each of these, and this is their product."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = next(iter(metafunc.definition.iter_markers("world")), None)
     if marker is None:
@@ -82,9 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
             # Two ranks and the steps show each of these; this is their product.
-            product = (
-                any(name in item.nodeid for name in ("megatron", "fsdp:c2t2")) and "three_steps" not in item.nodeid
-            )
+            product = any(name in item.nodeid for name in PRODUCTS) and "three_steps" not in item.nodeid
             if product and _world_size(item, marker) == 4:
                 item.add_marker(pytest.mark.thorough)
     if drop:
