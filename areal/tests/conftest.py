@@ -62,7 +62,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 PRODUCTS = (
     "megatron",
-    "fsdp:c2t2",
+    "test_grid",
     "test_faults",
     "test_bad_losses",
     "test_interleaving",
