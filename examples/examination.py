@@ -12,7 +12,7 @@ from tasks import Problem, Task
 
 from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.protocol import RolloutClient, Sampling
-from areal.trainer.rollout.seeded import mixed
+from areal.utils.seeding import mixed
 
 
 async def answer_all(

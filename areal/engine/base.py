@@ -334,8 +334,8 @@ class BaseTrainEngine(EngineState):
         with parts.routing.counting(divisors, loss_weight * parts.schedule.grad_scale(len(mbs))) as tally:
             results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
         with self._discarding_grads(unless=forward_only):
-            note, onloaded = "" if forward_only else _DISCARDED, self._onloaded
-            summary = self._agreement.summary(mbs, results, tally, start, note, onloaded)
+            note = "" if forward_only else _DISCARDED
+            summary = self._agreement.summary(mbs, results, tally, start, note, self._onloaded)
         terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
         metrics = summary.reduced_metrics() | weights.metrics()
         self._onloaded = 0

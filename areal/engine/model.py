@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
@@ -21,6 +20,7 @@ from areal.api.batch import OutputName
 from areal.engine.context_parallel import AttentionLayout
 from areal.engine.moe import ROUTED_EXPERTS, Routing
 from areal.engine.output import split_outputs
+from areal.utils.distributed import local_part
 from areal.utils.functional.logprobs import head_outputs, logits
 
 
@@ -90,9 +90,9 @@ class PackedCausalLM(nn.Module):
         out = token_outputs(
             hidden,
             inputs,
-            lambda: _local(head.weight),
+            lambda: local_part(head.weight),
             self.value_head,
-            bias=_local(head.bias),
+            bias=local_part(head.bias),
             logit_scale=self._logit_scale,
             softcap=self._softcap,
             fp32=self._fp32_head,
@@ -125,10 +125,6 @@ class PackedCausalLM(nn.Module):
             **_for_routers(inputs),
         )
         return result.last_hidden_state.flatten(0, 1).index_select(0, where)
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _for_routers(inputs: ModelInputs) -> dict[str, Any]:

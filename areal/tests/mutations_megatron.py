@@ -20,7 +20,13 @@ NORM = THREE.format("*-{}")
 
 TWIN = "{}_on_megatron"
 
-OTHERS = ("areal.engine.fsdp", "torch.distributed.fsdp", "areal.engine.schedule:SequentialSchedule")
+OTHERS = (
+    "areal.engine.fsdp",
+    "torch.distributed.fsdp",
+    "areal.engine.schedule:SequentialSchedule",
+    "areal.engine.row_collectives",  # Megatron-Core has its own
+    "areal.utils.distributed:local_part",
+)
 """Where the bugs of another engine are planted."""
 
 SAME_ON_ANY_ENGINE = {

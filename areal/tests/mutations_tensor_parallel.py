@@ -12,10 +12,10 @@ LOOP = "dist/test_steps.py::test_a_loop_of_ones_own_equals_train_batch[fsdp:t2]"
 BITS = "dist/test_tensor_parallel.py::test_what_every_rank_holds_stays_the_same_bit_for_bit[fsdp:t2]"
 
 
-@mutant("areal.engine.fsdp.tensor_parallel:local", BITS)
+@mutant("areal.utils.distributed:local_part", BITS)
 def norms_of_own_tokens(right: Function) -> Function:
     """Each rank keeps the gradient of its own tokens as that of a norm."""
-    return lambda parameter, gradient=None: right(parameter)
+    return lambda tensor, gradient=None: right(tensor)
 
 
 @mutant("areal.engine.row_collectives:GatherRows.backward", LOOP)

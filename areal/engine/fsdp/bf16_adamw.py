@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from areal.engine.collect import Box
 from areal.engine.fsdp.shards import empty_like, local_shard
+from areal.utils.distributed import local_part
+from areal.utils.seeding import mixed
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -64,27 +63,20 @@ class BFloat16AdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
             for name in _MOMENTS:
                 state[name] = empty_like(parameter, dtype=torch.bfloat16)
-                _local(state[name]).zero_()
+                local_part(state[name]).zero_()
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
         weight, box = local_shard(parameter)
-        gradient = _local(parameter.grad).float()  # type: ignore[arg-type]  # there is one
-        first = _local(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
-        second = _local(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        generator = torch.Generator(weight.device).manual_seed(self._noise_of(number, step, box))
-        _round(_local(state["exp_avg"]), first, generator)
-        _round(_local(state["exp_avg_sq"]), second, generator)
+        where = [(part.start, part.stop) for part in box]
+        gradient = local_part(parameter.grad).float()  # type: ignore[arg-type]  # there is one
+        first = local_part(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
+        second = local_part(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        generator = torch.Generator(weight.device).manual_seed(mixed(self._seed, number, step, where))
+        _round(local_part(state["exp_avg"]), first, generator)
+        _round(local_part(state["exp_avg_sq"]), second, generator)
         second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.sub_(first.div_(second).mul_(group["lr"] / (1 - beta1**step)))
-
-    def _noise_of(self, number: int, step: int, box: Box) -> int:
-        where = (self._seed, number, step, [(part.start, part.stop) for part in box])
-        return int.from_bytes(hashlib.blake2b(repr(where).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _round(out: Tensor, value: Tensor, generator: torch.Generator) -> None:

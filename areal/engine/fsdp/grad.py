@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from areal.engine.optimizer import sum_of_squares
+from areal.utils.distributed import local_part
 
 
 def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
@@ -47,7 +48,7 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            by_groups[_shard_groups(parameter.grad)].append(_local(parameter.grad))
+            by_groups[_shard_groups(parameter.grad)].append(local_part(parameter.grad))
     total = torch.zeros((), dtype=torch.float64)
     for groups, grads in by_groups.items():
         squares = sum_of_squares(grads, grads[0].device)
@@ -59,12 +60,8 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def scale(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place."""
-    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(grads, factor)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:

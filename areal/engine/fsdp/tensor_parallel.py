@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from areal.engine.context_parallel import ContextParallel
 from areal.engine.model import PackedCausalLM
 from areal.engine.row_collectives import GatherRows, ReduceScatterRows
+from areal.utils.distributed import local_part
 
 
 class TensorParallel:
@@ -51,15 +52,15 @@ class TensorParallel:
     def columns(self, module: Any) -> None:
         """A linear layer of which each rank computes some outputs, of all tokens."""
         self._place(module, weight=Shard(0), bias=Shard(0))
-        module.forward = lambda x: F.linear(x, local(module.weight), local(module.bias))
+        module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
 
     def rows(self, module: Any) -> None:
         """A linear layer of which each rank has some inputs. Ranks sum what they found, and keep their own tokens of it."""
         self._place(module, weight=Shard(1), bias=Replicate())
 
         def forward(x: Tensor) -> Tensor:
-            mine = ReduceScatterRows.apply(F.linear(x, local(module.weight))[0], self.group)[None]
-            return mine if module.bias is None else mine + local(module.bias, Partial())
+            mine = ReduceScatterRows.apply(F.linear(x, local_part(module.weight))[0], self.group)[None]
+            return mine if module.bias is None else mine + local_part(module.bias, Partial())
 
         module.forward = forward
 
@@ -70,7 +71,7 @@ class TensorParallel:
 
         def forward(x: Tensor) -> Tensor:
             whole = dict(module._parameters)
-            module._parameters.update({name: local(p, Partial()) for name, p in whole.items()})  # type: ignore[misc]
+            module._parameters.update({name: local_part(p, Partial()) for name, p in whole.items()})  # type: ignore[misc]
             try:
                 return inner(x)
             finally:
@@ -89,7 +90,7 @@ class TensorParallel:
         self._place(module, weight=Shard(0))
 
         def forward(ids: Tensor) -> Tensor:
-            weight = local(module.weight)
+            weight = local_part(module.weight)
             here = ids - self.rank * len(weight)
             mine = (here >= 0) & (here < len(weight))
             # The row of the padding token gets no gradient, as in torch's own.
@@ -107,7 +108,7 @@ class TensorParallel:
     def same(self, module: Any) -> None:
         """A linear layer that every rank computes alike."""
         self._place(module, weight=Replicate(), bias=Replicate())
-        module.forward = lambda x: F.linear(x, local(module.weight), local(module.bias))
+        module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
 
     def _place(self, module: nn.Module, **placements: Placement) -> None:
         for name, placement in placements.items():
@@ -141,17 +142,6 @@ DENSE: Mapping[str, Kind] = {
 
 PLANS: Mapping[str, Mapping[str, Kind]] = dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
 """By model type. A plan names every module that has parameters of its own, and the blocks around them."""
-
-
-def local(parameter: Tensor | None, gradient: Placement | None = None) -> Any:
-    """This rank's part of a parameter; all of a plain one.
-
-    Args:
-        gradient: what this rank's gradient of it is, where not of its own part alone.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 def check_plan(config: PretrainedConfig, size: int, *, packed: bool) -> None:

@@ -19,7 +19,8 @@ import torch
 
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
 from areal.trainer.rollout.protocol import Episode, RolloutClient, Sequence
-from areal.trainer.rollout.seeded import SeededClient, mixed
+from areal.trainer.rollout.seeded import SeededClient
+from areal.utils.seeding import mixed
 
 
 class Runner:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections.abc
-import hashlib
 from dataclasses import replace
 
 from areal.trainer.rollout.protocol import Completion, RolloutClient, Sampling
+from areal.utils.seeding import mixed
 
 
 class SeededClient:
@@ -32,9 +32,3 @@ class SeededClient:
             sampling = replace(sampling, seed=mixed(*self._of, self._made))
             self._made += 1
         return await self._client.generate(prompt_ids, sampling)
-
-
-def mixed(*numbers: int) -> int:
-    """63 bits that look nothing like ``numbers``, the same on every machine."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -27,7 +27,7 @@ from areal.trainer.rollout.http.schemas import (
     VLLMResumed,
 )
 from areal.trainer.rollout.protocol import FinishReason, Sampling
-from areal.trainer.rollout.seeded import mixed
+from areal.utils.seeding import mixed
 
 R = TypeVar("R", bound=Reply, covariant=True)
 
