@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from areal.api import (
         FinetuneSpec,
         FSDPConfig,
+        LoRAConfig,
         MegatronConfig,
         MicroBatchSpec,
         MoEConfig,
@@ -26,6 +27,7 @@ _HOMES = {
     "FSDPConfig": "areal.api",
     "FSDPEngine": "areal.engine.fsdp.engine",
     "FinetuneSpec": "areal.api",
+    "LoRAConfig": "areal.api",
     "MegatronConfig": "areal.api",
     "MicroBatchSpec": "areal.api",
     "MoEConfig": "areal.api",
@@ -41,6 +43,7 @@ __all__ = [
     "FSDPConfig",
     "FSDPEngine",
     "FinetuneSpec",
+    "LoRAConfig",
     "MegatronConfig",
     "MicroBatchSpec",
     "MoEConfig",

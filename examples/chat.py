@@ -15,17 +15,19 @@ from areal.utils.data import Segment, from_segments
 class ChatFormat:
     """Renders problems for one tokenizer.
 
-    A tokenizer without a chat template (a base model's) gets plain text: instruction, question and ``Answer:``, closed
-    by the end-of-sequence token.
+    Plain text is instruction, question and ``Answer:``, closed by the end-of-sequence token. A tokenizer without a chat
+    template (a base model's) gets that in any case.
 
     Args:
         tokenizer: of the model.
         system: the instruction before the question; an empty one is left out.
+        plain: leave the chat template out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str, *, plain: bool = False) -> None:
         self.tokenizer = tokenizer
         self.system = system
+        self.plain = plain or tokenizer.chat_template is None
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         """The tokens before the answer, up to where the model is to speak."""
@@ -38,7 +40,7 @@ class ChatFormat:
             ValueError: the template does not put the answer behind the prompt.
         """
         prompt = self._prompt(problem)
-        if self.tokenizer.chat_template is None:
+        if self.plain:
             return self._ids(f" {problem.answer}{self.tokenizer.eos_token}")
         whole = self._render(
             [*self._messages(problem), {"role": "assistant", "content": problem.answer}], generate=False
@@ -73,7 +75,7 @@ class ChatFormat:
         return [*system, {"role": "user", "content": problem.question}]
 
     def _prompt(self, problem: Problem) -> str:
-        if self.tokenizer.chat_template is None:
+        if self.plain:
             return "\n".join(line for line in (self.system, problem.question, "Answer:") if line)
         return self._render(self._messages(problem), generate=True)
 

@@ -31,7 +31,9 @@ def main(config: PreferenceConfig) -> int:
         engine.initialize(spec)
         reference.initialize(spec)
         report = Report(speaks=dist.get_rank() == 0)
-        train, _ = make_pairs(config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system))
+        train, _ = make_pairs(
+            config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
+        )
         loader = sharded_loader(
             train, batch_size=config.batch_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size, seed=config.seed
         )

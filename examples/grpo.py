@@ -64,7 +64,7 @@ class Run:
         self.config = config
         init_default_group()
         self.report = Report(speaks=dist.get_rank() == 0)
-        self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system)
+        self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
         n_warmup = config.warmup_steps * config.warmup_batch_size
         self.task = make_task(
             config.task, n_warmup + config.steps * config.groups, config.eval_size, config.seed, config.task_options

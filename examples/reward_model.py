@@ -30,7 +30,9 @@ def main(config: PreferenceConfig) -> int:
     with create_engine(config.engine(value_head=True)) as engine:
         engine.initialize(FinetuneSpec(total_train_steps=config.steps))
         report = Report(speaks=dist.get_rank() == 0)
-        train, held_out = make_pairs(config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system))
+        train, held_out = make_pairs(
+            config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
+        )
         loader = sharded_loader(
             train, batch_size=config.batch_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size, seed=config.seed
         )

@@ -22,25 +22,25 @@ class RLConfig(TaskConfig):
     seed: int = 0
     """Of the problems, of their order, and of every answer."""
 
-    warmup_steps: int = 7
+    warmup_steps: int = 2
     """Supervised steps before."""
     warmup_batch_size: int = 32
     """Problems in a batch of these."""
     warmup_lr: float = 2e-5
     """Learning rate of these."""
 
-    steps: int = 10
+    steps: int = 14
     """Batches of rollouts."""
-    groups: int = 6
+    groups: int = 16
     """Problems in a batch."""
-    group_size: int = 8
+    group_size: int = 4
     """Answers to each problem."""
     max_staleness: int = 0
     """Updates by which the weights that began an answer may be older than those it trains; above 0 the next batch is written while
     this one trains."""
     minibatches: int = 1
     """Optimizer steps for each batch."""
-    lr: float = 1.5e-5
+    lr: float = 1e-5
     """Learning rate of AdamW."""
     kl_coef: float = 0.0
     """Weight of the distance to the model after the warm-up; 0 keeps no second copy of it."""

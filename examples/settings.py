@@ -26,6 +26,8 @@ class TaskConfig:
     """Options of the data set, as name and value pairs; none takes those of tasks.py, or else the data set's own."""
     system: str = "Answer with just the number."
     """Instruction before each question; may be empty."""
+    plain: bool = False
+    """Leave the chat template out: fewer tokens, and what a base model wants."""
 
     @property
     def compute_dtype(self) -> Literal["bfloat16", "float32"]:

@@ -63,7 +63,7 @@ class Run:
         self.config = config
         self.engine = engine
         self.report = Report(speaks=dist.get_rank() == 0)
-        self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system)
+        self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
         self.task: Task = make_task(
             config.task, config.steps * config.batch_size, config.eval_size, config.seed, config.task_options
         )

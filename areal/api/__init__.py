@@ -1,5 +1,6 @@
 """What users hold: configurations, dataclasses, protocols and the engine interface."""
 
+from areal.api.adapters import Adapters
 from areal.api.batch import (
     IGNORE_INDEX,
     Batch,
@@ -15,6 +16,7 @@ from areal.api.checkpoint import Checkpointer, SaveLoadMeta, Stateful
 from areal.api.config import (
     FinetuneSpec,
     FSDPConfig,
+    LoRAConfig,
     MegatronConfig,
     MicroBatchSpec,
     MoEConfig,
@@ -39,12 +41,14 @@ from areal.api.weights import (
 __all__ = [
     "IGNORE_INDEX",
     "MESH_AXES",
+    "Adapters",
     "Batch",
     "BatchForm",
     "BatchInput",
     "Checkpointer",
     "FSDPConfig",
     "FinetuneSpec",
+    "LoRAConfig",
     "LossFn",
     "LossTerms",
     "LossWeightFn",

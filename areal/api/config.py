@@ -172,6 +172,23 @@ class MoEConfig(_Config):
     statistics: bool = Field(default=False, description="Report the load of the experts, as metrics `moe/...`.")
 
 
+class LoRAConfig(_Config):
+    """Low-rank adapters on a frozen model (Hu et al., 2022): a linear layer gives ``scale * B @ A @ x`` more, where ``A`` is ``[rank, in]``,
+    ``B`` is ``[out, rank]`` and begins as zeros.
+
+    ``scale`` is ``alpha / rank``, or ``alpha / sqrt(rank)`` with ``rslora`` (Kalajdzievski, 2023). Nothing is dropped out.
+    """
+
+    rank: int = Field(default=16, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
+    target_modules: str | tuple[str, ...] = Field(
+        default="all-linear",
+        min_length=1,
+        description="Last parts of the names of linear layers, a regular expression for whole names, or `all-linear` for all but the head.",
+    )
+    rslora: bool = Field(default=False, description="Scale by the root of the rank.")
+
+
 class FinetuneSpec(_Config):
     """What the learning-rate schedule needs to know of the run."""
 
@@ -215,7 +232,7 @@ class TrainEngineConfig(_Config):
         default=False, description="Only deterministic kernels; slower on a GPU, see docs/layouts.md."
     )
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights and of dropout.")
-    lora: None = Field(default=None, description="Adapters are not available on any engine yet.")
+    lora: LoRAConfig | None = Field(default=None, description="Train adapters, and keep the model as it is.")
     moe: MoEConfig = MoEConfig()
     fsdp: FSDPConfig = FSDPConfig()
     megatron: MegatronConfig = MegatronConfig()
@@ -242,6 +259,21 @@ class TrainEngineConfig(_Config):
             raise ValueError(
                 f"fsdp.optimizer_state_dtype = 'bfloat16' with optimizer.type = {self.optimizer.type!r} and master_dtype = "
                 f"{self.master_dtype!r}: it is for AdamW on float32 or bfloat16 parameters; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> TrainEngineConfig:
+        if self.lora is not None and self.value_head:
+            raise ValueError(
+                "value_head = True with lora: a value head is not part of an adapter, and would stay as it is; leave one of the two out"
+            )
+        if self.lora is not None and "bfloat16" in (
+            self.fsdp.optimizer_state_dtype,
+            self.megatron.optimizer_state_dtype,
+        ):
+            raise ValueError(
+                "optimizer_state_dtype = 'bfloat16' with lora: the moments of adapters are float32; leave it out"
             )
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.api.adapters import Adapters
 from areal.api.batch import Batch, OptimStats, OutputName, StepOutput
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import FinetuneSpec, TrainEngineConfig
@@ -261,3 +263,22 @@ class TrainEngine(ABC):
     @abstractmethod
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         """Bring what is named back to the device, bit for bit."""
+
+    # ---- adapters
+
+    @property
+    @abstractmethod
+    def adapters(self) -> Adapters:
+        """Low-rank adapters, which are trained instead of the model.
+
+        Raises:
+            RuntimeError: ``config.lora`` is ``None``.
+        """
+
+    @abstractmethod
+    def reference(self) -> AbstractContextManager[None]:
+        """Inside, the model computes without adapters, as it was before training: for ``forward_batch`` and ``eval_batch``.
+
+        Raises:
+            RuntimeError: ``config.lora`` is ``None``.
+        """

@@ -78,7 +78,7 @@ class BaseTrainEngine(EngineState):
         self._parts: EngineParts | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
         self._closers: list[Callable[[], None]] = []
-        self._started = self._pending = self._finalized = False
+        self._started = False
         self._onloaded = 0
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -121,7 +121,6 @@ class BaseTrainEngine(EngineState):
         if self._parts is not None:
             self._parts.forget()
         self._parts, self._unusable = None, why
-        self._pending = False
         gc.collect()
         while self._closers:
             self._closers.pop()()
@@ -197,7 +196,10 @@ class BaseTrainEngine(EngineState):
         check_outputs(outputs, value_head=self.config.value_head)
         faults, results, parts = Faults(), {}, self._require_parts()
         parts.routing.check_outputs(outputs)
+        gradients = None if forward_only else parts.gradients
         self._onload(grads=not forward_only)
+        if gradients is not None:
+            parts.before_backward()
         try:
             results = self._run_schedule(mbs, process_output, outputs, forward_only, faults)
         except Exception as error:  # The model itself failed, perhaps on this rank alone.
@@ -207,8 +209,8 @@ class BaseTrainEngine(EngineState):
         parcel = pack_results(results, self._stages, faults)
         self._settle(faults.first, keep=forward_only)
         results = share_results(results, parcel, self._stages, self.device)
-        if not forward_only:
-            self._pending, self._finalized = True, False
+        if gradients is not None:
+            gradients.set(there=True)
         return [results[mb.index] for mb in mbs.real]
 
     def _onload(self, *, grads: bool = False, optimizer: bool = False) -> None:
@@ -286,7 +288,7 @@ class BaseTrainEngine(EngineState):
     ) -> StepOutput:
         start = time.perf_counter()
         self._require_optimizer()
-        if self._pending:
+        if self._require_parts().gradients.there:
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
         self._onload(grads=True, optimizer=True)
         with self._require_parts().last_call():
@@ -364,17 +366,21 @@ class BaseTrainEngine(EngineState):
 
     def _require_gradients(self) -> EngineParts:
         parts = self._require_parts()
-        if not self._pending:
+        if not parts.gradients.there:
             raise RuntimeError("no gradient is pending: call forward_backward() first")
-        if not self._finalized:
+        if not parts.gradients.final:
             parts.memory.onload(params=False, grads=True, optimizer=False)
-            self._finalize_grads()
-            self._finalized = True
+            if parts.adapters is None:
+                self._finalize_grads()
+            else:
+                parts.adapters.current.sum_gradients()
+            parts.gradients.set(there=True, final=True)
         return parts
 
     def zero_grad(self) -> None:
-        self._require_parts().zero_grad()
-        self._pending = self._finalized = False
+        parts = self._require_parts()
+        parts.zero_grad()
+        parts.gradients.set(there=False)
 
     def optimizer_step(self) -> OptimStats:
         optimizer = self._require_optimizer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,18 @@ def whole(shape: tuple[int, ...] | torch.Size) -> Box:
 
 
 @dataclass(frozen=True)
-class Slice:
+class _Placed:
+    name: str
+    box: Box
+
+    @property
+    def place(self) -> Place:
+        """Name and box."""
+        return self.name, tuple((s.start, s.stop) for s in self.box)
+
+
+@dataclass(frozen=True)
+class Slice(_Placed):
     """A part of a tensor on disk that this rank holds.
 
     Attributes:
@@ -35,14 +46,19 @@ class Slice:
         values: a view of this rank's memory in the shape of ``box``: to be read into, or written from.
     """
 
-    name: str
-    box: Box
     values: Tensor
 
+
+@dataclass(frozen=True)
+class ComputedSlice(_Placed):
+    """One whose values are computed when they are wanted, without any collective, and not kept."""
+
+    compute: Callable[[], Tensor]
+
     @property
-    def place(self) -> Place:
-        """Name and box."""
-        return self.name, tuple((s.start, s.stop) for s in self.box)
+    def values(self) -> Tensor:
+        """In the shape of ``box``."""
+        return self.compute()
 
 
 class SliceCollector:
@@ -53,8 +69,8 @@ class SliceCollector:
         slices: what this rank holds, cut in any way. Their values must not change meanwhile.
     """
 
-    def __init__(self, slices: Iterable[Slice], control: ControlPlane) -> None:
-        self._mine = {s.place: s.values for s in slices}
+    def __init__(self, slices: Iterable[Slice | ComputedSlice], control: ControlPlane) -> None:
+        self._mine = {s.place: s for s in slices}
         self._control = control
         self._held: list[dict[str, list[Bounds]]] = []
         for theirs in control.gather(list(self._mine)):
@@ -78,7 +94,7 @@ class SliceCollector:
         """
         givers, me = self._givers(spec, writer), self._control.rank
         if me != writer:
-            mine = [self._mine[spec.name, bounds] for bounds, rank in givers.items() if rank == me]
+            mine = [self._mine[spec.name, bounds].values for bounds, rank in givers.items() if rank == me]
             self._control.exchange([(_bytes(values.cpu().contiguous()), writer) for values in mine], [])
             return None
         out = torch.empty(spec.shape, dtype=spec.dtype)
@@ -86,7 +102,7 @@ class SliceCollector:
         for bounds, rank in givers.items():
             target = out[tuple(slice(*pair) for pair in bounds)]
             if rank == me:
-                target.copy_(self._mine[spec.name, bounds])
+                target.copy_(self._mine[spec.name, bounds].values)
             else:
                 arriving.append((target, torch.empty(target.shape, dtype=out.dtype), rank))
         self._control.exchange([], [(_bytes(buffer), rank) for _, buffer, rank in arriving])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from areal.engine.collect import Box, Slice, SliceCollector
+from areal.engine.collect import Box, ComputedSlice, Slice, SliceCollector
 from areal.engine.model_folder import copy_beside
 from areal.engine.publish import FileRecord, record
 from areal.engine.safetensors_files import (
@@ -146,7 +146,7 @@ class Export:
     """
 
     specs: Sequence[TensorSpec]
-    slices: Iterable[Slice]
+    slices: Iterable[Slice | ComputedSlice]
     card: ModelCard
 
 

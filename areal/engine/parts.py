@@ -13,7 +13,9 @@ from areal.api.batch import OptimStats
 from areal.api.checkpoint import Checkpointer
 from areal.api.weights import WeightSource
 from areal.engine.context_parallel import ContextParallel
+from areal.engine.lora.adapters import AdapterSet
 from areal.engine.moe import ExpertRouting, no_experts
+from areal.engine.pending import PendingGradients
 from areal.engine.schedule import Schedule
 
 
@@ -43,7 +45,8 @@ class EngineParts:
     ``zero_grad`` discards pending gradients; ``vocab_size`` bounds token ids. ``recover`` brings a model that failed halfway through a
     micro-batch back to rest, or answers False where it cannot; a plain module has nothing to bring back. Each rank's tokens are
     ``token_split`` times split once more, by sequence parallelism. Inside ``last_call()`` the optimizer step follows the next call.
-    ``routing`` is for the experts of a model that has some.
+    ``before_backward`` comes before every call that adds gradients.
+    ``routing`` is for the experts of a model that has some. ``adapters``, where there are some, are what is trained.
     """
 
     model: nn.Module
@@ -59,6 +62,18 @@ class EngineParts:
     token_split: int = 1
     routing: ExpertRouting = field(default_factory=no_experts)
     last_call: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    before_backward: Callable[[], None] = lambda: None
+    adapters: AdapterSet | None = None
+    own_gradients: PendingGradients = field(default_factory=PendingGradients)
+
+    @property
+    def gradients(self) -> PendingGradients:
+        """Of what is trained.
+
+        Raises:
+            RuntimeError: nothing is, inside ``reference()``.
+        """
+        return self.adapters.current.pending if self.adapters else self.own_gradients
 
     @property
     def align(self) -> int:

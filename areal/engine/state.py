@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
+from areal.engine.lora.adapters import AdapterSet
 from areal.engine.parts import EngineParts
 
 
@@ -51,3 +53,17 @@ class EngineState(TrainEngine):
 
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._require_parts().memory.onload(params=params, grads=grads, optimizer=optimizer)
+
+    @property
+    def adapters(self) -> AdapterSet:
+        adapters = self._require_parts().adapters
+        if adapters is None:
+            raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
+        return adapters
+
+    def reference(self) -> AbstractContextManager[None]:
+        if self._require_parts().adapters is None:
+            raise RuntimeError(
+                "the engine trains the model itself, and has no other: make a second engine without an optimizer, or set lora=LoRAConfig(...)"
+            )
+        return self.adapters.off()

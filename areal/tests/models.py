@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from areal.api import LoRAConfig
 from areal.tests.world import digest, locked, world
 
 VOCAB = 112
@@ -137,6 +139,33 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
 def value_head(path: str) -> torch.Tensor:
     """The value head ``[1, H]`` beside a model."""
     return load_file(Path(path) / VALUE_HEAD_FILE)[VALUE_HEAD]
+
+
+def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0) -> str:
+    """The directory of an adapter for a model, as peft itself draws and saves it, with neither factor zero."""
+    folder = world().cache / f"{Path(path).name}-adapter-{digest((seed, lora.model_dump()))}"
+    with locked(folder):
+        if not folder.exists():
+            partial = Path(f"{folder}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            model = AutoModelForCausalLM.from_pretrained(path)
+            experts = hasattr(model.config, "num_experts_per_tok")
+            every = r".*self_attn\..*_proj(_with_mqa)?" if experts else r".*_proj"
+            all_of_them = lora.target_modules == "all-linear"
+            targets: str | list[str] = every if all_of_them else list(lora.target_modules)
+            config = LoraConfig(
+                task_type="CAUSAL_LM",
+                r=lora.rank,
+                lora_alpha=lora.alpha,
+                target_modules=targets,
+                use_rslora=lora.rslora,
+                init_lora_weights=False,
+            )
+            with torch.random.fork_rng(), mock.patch.object(torch.distributed, "is_initialized", return_value=False):
+                torch.manual_seed(seed)
+                get_peft_model(model, config).save_pretrained(partial)
+            partial.rename(folder)
+    return str(folder)
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:

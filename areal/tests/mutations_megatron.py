@@ -24,6 +24,7 @@ OTHERS = (
     "areal.engine.fsdp",
     "torch.distributed.fsdp",
     "areal.engine.schedule:SequentialSchedule",
+    "areal.engine.lora",
     "areal.engine.row_collectives",  # Megatron-Core has its own
     "areal.utils.distributed:local_part",
 )

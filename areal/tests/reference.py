@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -47,13 +48,18 @@ class Reference:
         path: model directory.
         temperature: divides the logits of a sequence without a ``temperature`` of its own.
         value_head: ``[1, H]``; with it, there are ``values``.
+        adapter: directory of an adapter in peft's format, which peft loads, and which is trained instead of the model.
     """
 
-    def __init__(self, path: str, *, temperature: float = 1.0, value_head: Tensor | None = None) -> None:
+    def __init__(
+        self, path: str, *, temperature: float = 1.0, value_head: Tensor | None = None, adapter: str | None = None
+    ) -> None:
         with float64_everywhere():
             self.model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
             ).eval()
+            if adapter is not None:
+                self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().eval()
         self._temperature = temperature
         self._value_head = None if value_head is None else torch.nn.Parameter(value_head.detach().double().clone())
         self._optimizer: torch.optim.Optimizer | None = None
@@ -139,8 +145,10 @@ class Reference:
     # ---- weights and gradients, as they are named in files
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights by name, in memory's form."""
-        yield from self.model.named_parameters()
+        """Weights that are trained, by name, in memory's form."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield name.replace(".default.weight", ".weight"), parameter  # peft writes no names of adapters
         if self._value_head is not None:
             yield VALUE_HEAD, self._value_head
 

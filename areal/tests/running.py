@@ -47,7 +47,7 @@ class Running:
         """A fresh reference on the same weights."""
         path = self.cell.path
         head = value_head(path) if self.cell.objective.value_head else None
-        return Reference(path, temperature=self.cell.case.temperature, value_head=head)
+        return Reference(path, temperature=self.cell.case.temperature, value_head=head, adapter=self.cell.adapter)
 
     def expected(self) -> tuple[ReferenceStep, dict[str, list[Tensor]]]:
         """The step and the outputs of the global batch. Computed once in a session for all layouts, cuts and dtypes."""
@@ -58,7 +58,7 @@ class Running:
             step = reference.step(self.samples(), objective.loss_fn, objective.weight_fn)
             return step, reference.forward(self.samples(), objective.outputs)
 
-        return cached("reference", (cell.path, cell.case_name, cell.objective_name), compute)
+        return cached("reference", (cell.path, cell.adapter, cell.case_name, cell.objective_name), compute)
 
 
 @contextmanager
@@ -68,4 +68,6 @@ def running(cell: Cell, optimizer: OptimizerConfig = STAND_STILL, total_steps: i
     with float64_everywhere() if cell.dtype == "float64" else nullcontext():
         engine.initialize(FinetuneSpec(total_train_steps=total_steps))
         with engine:
+            if cell.adapter is not None:
+                engine.adapters.load(engine.adapters.selected, cell.adapter)
             yield Running(cell, engine)

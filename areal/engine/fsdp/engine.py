@@ -23,12 +23,15 @@ from areal.engine.context_parallel import ContextParallel, choose_mode
 from areal.engine.fsdp import grad
 from areal.engine.fsdp.bf16_adamw import BFloat16AdamW
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
+from areal.engine.fsdp.lora import adapter_home, attach
 from areal.engine.fsdp.memory import HostOffload
 from areal.engine.fsdp.parallelize import build_param_mesh, parallelize, transformer_layers
 from areal.engine.fsdp.router import ROUTERS, watch_routers
 from areal.engine.fsdp.shards import reshard
 from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
+from areal.engine.lora.adapters import AdapterSet
+from areal.engine.lora.parts import with_adapters
 from areal.engine.model import PackedCausalLM
 from areal.engine.model_folder import read_config
 from areal.engine.model_inputs import model_inputs
@@ -60,7 +63,8 @@ class FSDPEngine(BaseTrainEngine):
         cp = self._context_parallel(hf_config)
         optimizer = self._build_optimizer(model, spec)
         memory = HostOffload(model, optimizer.inner if optimizer else None, config.offload_dir)
-        return EngineParts(
+        weights = FSDPWeights(model)
+        parts = EngineParts(
             model=model,
             schedule=SequentialSchedule(
                 model,
@@ -71,7 +75,7 @@ class FSDPEngine(BaseTrainEngine):
             context_parallel=cp,
             optimizer=optimizer,
             checkpointer=FSDPCheckpointer(model, optimizer, self, self.control, config.path),
-            weights=FSDPWeights(model),
+            weights=weights,
             memory=memory,
             zero_grad=memory.discard_grads,
             vocab_size=model.vocab_size,
@@ -84,6 +88,11 @@ class FSDPEngine(BaseTrainEngine):
                 why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
             ),
         )
+        if config.lora is None:
+            return parts
+        adapters = AdapterSet(hf_config, adapter_home(model, param_mesh, self.device), config, spec, self.control)
+        attach(model, lambda: adapters.active)
+        return with_adapters(parts, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
@@ -114,6 +123,7 @@ class FSDPEngine(BaseTrainEngine):
             if not self._rows and hf.config._attn_implementation != PACKED_ATTENTION:
                 raise ValueError(f"{type(hf).__name__} did not take the packed attention: set fsdp.attention='rows'")
             model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
+            model.requires_grad_(config.lora is None)
         self._experts = watch_routers(transformer_layers(model))
         parallelize(model, param_mesh, config)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
@@ -128,6 +138,8 @@ class FSDPEngine(BaseTrainEngine):
         if config is None:
             return None
         parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
+            return None
         return ClippingOptimizer(
             self._torch_optimizer(parameters, config),
             config,

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from areal.engine.lora.adapters import AdapterSet
+from areal.engine.lora.parts import with_adapters
 from areal.engine.megatron import cpu
 
 if not torch.cuda.is_available():
@@ -33,6 +35,7 @@ from areal.engine.megatron import grad
 from areal.engine.megatron.checkpoint import MegatronCheckpointer
 from areal.engine.megatron.config import check_family, check_layout, sequence_parallel, transformer_config
 from areal.engine.megatron.groups import Groups
+from areal.engine.megatron.lora import adapter_home, attach
 from areal.engine.megatron.memory import MegatronMemory
 from areal.engine.megatron.model import PackedGPT
 from areal.engine.megatron.naming import Held
@@ -76,7 +79,10 @@ class MegatronEngine(BaseTrainEngine):
                 vp_stage=number if self.dims.vpp > 1 else None,
                 value_head=config.value_head,
                 fp32_head=config.fp32_head,
-            ).to(self.device)
+                adapted=config.lora is not None,
+            )
+            .to(self.device)
+            .requires_grad_(config.lora is None)
             for number in range(self.dims.vpp)
         ]
         trained = self._wrap(chunks, megatron, groups)
@@ -89,18 +95,17 @@ class MegatronEngine(BaseTrainEngine):
             gradients=lambda: _of_held(grad.gathered(trained)),
             settle=lambda: grad.settle_parameters(trained),
         )
-        chained = megatron_optimizer(trained, config.optimizer, config, groups) if config.optimizer else None
+        settings = config.optimizer if config.lora is None else None
+        chained = megatron_optimizer(trained, settings, config, groups) if settings else None
         weights.load(config, chained)
         optimizer = (
-            step_optimizer(chained, config.optimizer, spec.total_train_steps, self.device)
-            if chained and config.optimizer
-            else None
+            step_optimizer(chained, settings, spec.total_train_steps, self.device) if chained and settings else None
         )
-        schedule = MegatronSchedule(list(trained), megatron, groups, self._gradients.before_backward)
+        schedule = MegatronSchedule(list(trained), megatron, groups)
         cp, shared = self._context_parallel(hf), sequence_parallel(self.dims, config)
         splits = [cp, ContextParallel(groups.tp)] if shared else [cp]
         memory = MegatronMemory(trained, chained, self._gradients, config.offload_dir)
-        return EngineParts(
+        parts = EngineParts(
             model=nn.ModuleList(trained),
             schedule=schedule,
             context_parallel=cp,
@@ -123,7 +128,13 @@ class MegatronEngine(BaseTrainEngine):
             token_split=self.dims.tp if shared else 1,
             routing=ExpertRouting(config.moe, experts_of(megatron), splits, stages=self.dims.pp),
             last_call=schedule.last_call,
+            before_backward=self._gradients.before_backward,
         )
+        if config.lora is None:
+            return parts
+        adapters = AdapterSet(hf, adapter_home(chunks, hf, groups, self.control), config, spec, self.control)
+        attach(chunks, hf, lambda: adapters.active)
+        return with_adapters(parts, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None

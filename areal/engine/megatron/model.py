@@ -27,6 +27,7 @@ class PackedGPT(GPTModel):
         vp_stage: number of this chunk on its rank, or ``None`` where a rank has one chunk.
         value_head: add a value head ``value_head.weight`` ``[1, H]`` behind the last layer.
         fp32_head: multiply by the head's weight in float32.
+        adapted: the model will have adapters, and is not trained itself.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class PackedGPT(GPTModel):
         vp_stage: int | None,
         value_head: bool,
         fp32_head: bool,
+        adapted: bool = False,
     ) -> None:
         stage, stages, chunks = groups.pp.rank(), groups.pp.size(), config.virtual_pipeline_model_parallel_size or 1
         chunk = vp_stage or 0
         tp = groups.tp.size()
         super().__init__(
             config,
-            block_spec(config, windows(hf), pp_rank=stage, vp_stage=vp_stage),
+            block_spec(config, windows(hf), pp_rank=stage, vp_stage=vp_stage, local=adapted),
             vocab_size=-(-hf.vocab_size // tp) * tp,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=stage == 0 and chunk == 0,
@@ -63,6 +65,7 @@ class PackedGPT(GPTModel):
         self._real_vocab = hf.vocab_size
         self._padding_id = hf.pad_token_id
         self._fp32_head = fp32_head
+        self._adapted = adapted
 
     def _head_weight(self) -> Tensor:
         """This rank's rows of the output head, without those that only fill up the vocabulary."""
@@ -76,6 +79,8 @@ class PackedGPT(GPTModel):
     def forward(self, inputs: ModelInputs) -> Any:  # type: ignore[override]
         """The hidden state ``[T, 1, H]``, or behind the last layer outputs by name, each ``[T, ...]`` for this rank's tokens."""
         embedded = self._embed(inputs) if self.pre_process else None
+        if self._adapted and embedded is not None and torch.is_grad_enabled():
+            embedded.requires_grad_()  # Megatron-Core's recomputation gives gradients only where some input wants one
         angles = self.rotary(inputs.position_ids)
         hidden = self.decoder(
             hidden_states=embedded,

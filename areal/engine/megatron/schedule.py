@@ -27,7 +27,6 @@ class MegatronSchedule:
     Args:
         chunks: of this rank, each in Megatron's ``DistributedDataParallel``, or bare where nothing is trained.
         config: Megatron-Core's. groups: of the layout.
-        before_backward: called at the start of every call that adds gradients.
     """
 
     equal_lengths = False
@@ -37,10 +36,8 @@ class MegatronSchedule:
         chunks: list[nn.Module],
         config: TransformerConfig,
         groups: ProcessGroupCollection,
-        before_backward: Callable[[], None],
     ) -> None:
         self._chunks = chunks
-        self._before_backward = before_backward
         self._groups = groups
         self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
@@ -80,8 +77,6 @@ class MegatronSchedule:
 
             return forward(model, mb), loss_func
 
-        if not forward_only:
-            self._before_backward()
         with self._forgetting(), self._reductions(forward_only):
             self._run(
                 forward_step_func=forward_step,

@@ -185,13 +185,13 @@ class _AnglesOfLayout(nn.Module):
 
 
 def block_spec(
-    config: TransformerConfig, windows: Windows, *, pp_rank: int, vp_stage: int | None
+    config: TransformerConfig, windows: Windows, *, pp_rank: int, vp_stage: int | None, local: bool = False
 ) -> TransformerBlockSubmodules:
     """The layers that one model chunk builds, and the norm after them.
 
-    On a GPU with Transformer Engine its layers, and Megatron-Core's own local ones elsewhere. Attention is ours in both.
+    On a GPU with Transformer Engine its layers, and Megatron-Core's own local ones elsewhere, or where ``local``. Attention is ours in both.
     """
-    te = has_transformer_engine()
+    te = has_transformer_engine() and not local
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=te, normalization=config.normalization)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)

@@ -1,0 +1,65 @@
+"""Adapters beside the linear layers of a sharded model, which stays as it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from areal.engine.lora.adapter import Adapter, Home
+from areal.engine.lora.low_rank import Share, TensorParallelRanks
+from areal.engine.model import PackedCausalLM
+from areal.engine.row_collectives import ReduceScatterRows
+
+
+def adapter_home(model: PackedCausalLM, mesh: DeviceMesh, device: torch.device) -> Home:
+    """Where adapters of a model can be.
+
+    Args:
+        model: sharded over ``mesh``, from :func:`areal.engine.fsdp.parallelize.build_param_mesh`.
+    """
+    *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
+    dtype = next(model.parameters()).dtype
+    sites = {name: _share(linear.weight, tp) for name, linear in _linears(model).items()}
+    return Home(
+        sites=sites,
+        keys=frozenset(sites),
+        tp=TensorParallelRanks(tp),
+        replicas=[group for group in replicas if group is not None],
+        device=device,
+        dtype=torch.promote_types(dtype, torch.float32),
+    )
+
+
+def attach(model: PackedCausalLM, active: Callable[[], Adapter | None]) -> None:
+    """Let every linear layer of the decoder add what the active adapter has for it, in place."""
+    for name, linear in _linears(model).items():
+        linear.forward = functools.partial(_forward, linear.forward, name, active)
+
+
+def _forward(inner: Callable[[Tensor], Tensor], name: str, active: Callable[[], Adapter | None], x: Tensor) -> Tensor:
+    out, adapter = inner(x), active()
+    pair = None if adapter is None else adapter.pairs.get(name)
+    return out if pair is None else pair.added_to(out, x)
+
+
+def _linears(model: PackedCausalLM) -> dict[str, Any]:
+    """The head is none of them: it is multiplied with outside its own forward."""
+    head = model.hf.get_output_embeddings()
+    return {name: x for name, x in model.hf.named_modules() if isinstance(x, nn.Linear) and x is not head}
+
+
+def _share(weight: Tensor, tp: dist.ProcessGroup | None) -> Share:
+    placement = weight.placements[-1] if tp is not None and isinstance(weight, DTensor) else None
+    if not isinstance(placement, Shard):
+        return Share()
+    if placement.dim == 0:  # some outputs of all tokens
+        return Share(up_cut=0, down_summed=True)
+    # Some inputs of all tokens; the layer keeps its own tokens of the sum.
+    return Share(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))

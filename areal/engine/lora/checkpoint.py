@@ -1,0 +1,70 @@
+"""Saves and loads the adapters of an engine with all that training needs to go on: the same files on every engine and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from areal.api.checkpoint import SaveLoadMeta
+from areal.engine.checkpointer import EngineCheckpointer, FolderWeights, Run
+from areal.engine.lora.adapters import AdapterSet
+from areal.engine.publish import record
+from areal.engine.save_job import Work, Written
+from areal.utils.distributed import ControlPlane
+
+_FOLDER = "adapters"
+
+
+class AdapterCheckpointer(EngineCheckpointer):
+    """Checkpoints of an engine with adapters.
+
+    A ``"dcp"`` checkpoint has each of them in ``adapters/NAME``, in peft's format, and nothing of the model, which never changes; loading
+    one leaves those adapters and no others. ``"hf"`` saves the model with the selected adapter merged into it.
+
+    Args:
+        trained: whether adapters have optimizers.
+        weights: of the model, with what the selected adapter adds.
+    """
+
+    engine: ClassVar[str] = "lora"
+
+    def __init__(
+        self,
+        adapters: AdapterSet,
+        weights: FolderWeights,
+        run: Run,
+        control: ControlPlane,
+        source: str,
+        trained: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(None, "adapters" if trained else None, weights, run, control, source, **options)
+        self._adapters = adapters
+
+    def _prepare_dcp(
+        self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
+    ) -> Work:
+        everything = dict(files)
+        for name in self._adapters.names:
+            for file, content in self._adapters.files(name, with_optim=with_optim).items():
+                everything[f"{_FOLDER}/{name}/{file}"] = content
+
+        def write() -> Written:
+            for name, content in everything.items():
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                (draft / name).write_bytes(content)
+            return Written([record(draft, name) for name in everything])
+
+        about |= {"adapters": list(self._adapters.names), "selected": self._adapters.selected}
+        return Work(write, finish=lambda payloads: [], about=about)
+
+    def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
+        found = {name: self._adapters.read(path / _FOLDER / name, with_optim=with_optim) for name in about["adapters"]}
+        return lambda: self._adapters.replace(found, about["selected"])
+
+    def _check_folder(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        raise ValueError(
+            f"SaveLoadMeta.weight_format = 'hf' to load {meta.path} into an engine with adapters, whose model does not change: load an "
+            "adapter with engine.adapters.load, or make an engine with this path"
+        )

@@ -1,0 +1,141 @@
+"""The two factors beside one linear layer, as a rank holds them, and what they add to the layer's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from areal.engine.collect import Box, whole
+from areal.engine.lora.plan import Target
+from areal.engine.row_collectives import all_gather_rows
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Share:
+    """How tensor-parallel ranks share a linear layer, and so its two factors. The default is a layer that is not shared.
+
+    Attributes:
+        down_cut, up_cut: the dimension along which each has a part of ``A``, of ``B``; ``None`` where each has all of it.
+        down_summed, up_summed: whether a rank's gradient of it is a summand of the whole.
+        enter: what the layer's input ``[T, inputs]`` goes through first. between: likewise, between the two, ``[T, rank]``.
+    """
+
+    down_cut: int | None = None
+    up_cut: int | None = None
+    down_summed: bool = False
+    up_summed: bool = False
+    enter: Callable[[Tensor], Tensor] = _same
+    between: Callable[[Tensor], Tensor] = _same
+
+
+@dataclass(frozen=True)
+class TensorParallelRanks:
+    """The ranks that share layers; a group of ``None`` is one rank."""
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    def part(self, shape: tuple[int, ...], dim: int | None) -> Box:
+        """What this rank has of a tensor that is cut along ``dim``."""
+        box = list(whole(shape))
+        if dim is not None and self.group is not None:
+            length = shape[dim] // self.size
+            start = dist.get_rank(self.group) * length
+            box[dim] = slice(start, start + length)
+        return tuple(box)
+
+
+class Factor:
+    """One of the two matrices.
+
+    Args:
+        name: in peft's files.
+        shape: of the full matrix.
+        cut: the dimension along which tensor-parallel ranks share it; ``None`` where each has all of it.
+        summed: whether a rank's gradient is a summand of the whole.
+
+    Attributes:
+        parameter: this rank's part. box: where that lies in the full matrix.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: int | None,
+        summed: bool,
+        ranks: TensorParallelRanks,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name, self.shape, self.cut, self.summed, self._ranks = name, shape, cut, summed, ranks
+        self.box = ranks.part(shape, cut)
+        local = [part.stop - part.start for part in self.box]
+        self.parameter = nn.Parameter(torch.zeros(local, device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def fill(self, full: Tensor) -> None:
+        """Take this rank's part of the full matrix."""
+        self.parameter.copy_(full[self.box])
+
+    @torch.no_grad()
+    def full(self, part: Tensor) -> Tensor:
+        """The full matrix from every rank's ``part``. Collective."""
+        if self.cut is None or self._ranks.group is None:
+            return part.detach().clone()
+        return all_gather_rows(part.movedim(self.cut, 0), self._ranks.group).movedim(0, self.cut).contiguous()
+
+
+class LowRank:
+    """``scale * B @ A`` beside a layer.
+
+    Args:
+        share: how the layer is shared.
+    """
+
+    def __init__(
+        self, target: Target, share: Share, ranks: TensorParallelRanks, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        down, up = (target.rank, target.inputs), (target.outputs, target.rank)
+        self.target, self.scale, self._share = target, target.scale, share
+        self.down = Factor(target.down, down, share.down_cut, share.down_summed, ranks, device, dtype)
+        self.up = Factor(target.up, up, share.up_cut, share.up_summed, ranks, device, dtype)
+
+    def added_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """A layer's output with what the adapter adds, computed in the dtype of ``x``.
+
+        Args:
+            out: ``[..., outputs]`` of the layer. x: ``[..., inputs]`` that it came from.
+        """
+        low = F.linear(self._share.enter(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
+        up = self.up.parameter.to(x.dtype)
+        added = torch.addmm(out.flatten(0, -2), self._share.between(low), up.t(), alpha=self.scale)
+        return added.view(out.shape)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """``scale * up @ down``, ``[outputs, inputs]``, not multiplied out yet."""
+
+    up: Tensor
+    down: Tensor
+    scale: float
+
+    @torch.no_grad()
+    def added(self, weight: Tensor, box: Box) -> Tensor:
+        """A part of a weight, which lies at ``box``, with what the adapter adds to it, in memory of its own."""
+        rows, columns = box
+        delta = (self.up[rows] @ self.down[:, columns]) * self.scale
+        return (weight.to(delta.dtype) + delta.to(weight.device)).to(weight.dtype)

@@ -1,0 +1,137 @@
+"""What peft makes of a configuration, and its files. The one module that imports peft, which takes seconds: see :func:`load_peft_format`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from areal.api.config import LoRAConfig
+from areal.engine.lora.plan import AdapterPlan, Target
+
+logger = logging.getLogger(__name__)
+
+_NAME = "default"
+_FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
+
+
+def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
+    """Which layers of a model get an adapter.
+
+    Raises:
+        ValueError: ``target_modules`` names none, or one that cannot have any.
+    """
+    targets, model = lora.target_modules, _without_values(hf)
+    # peft's own "all-linear" takes stacked experts too.
+    names = _linear_names(model) if targets == "all-linear" else targets
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=names if isinstance(names, str) else list(names),
+        use_rslora=lora.rslora,
+        lora_dropout=0.0,
+    )
+    return _plan(model, config, f"lora.target_modules = {targets!r}")
+
+
+def files_of(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:
+    """The files of a directory in peft's format, by name.
+
+    Args:
+        weights: full, by peft's names.
+        base: directory or hub name of the model that it is for.
+    """
+    config = {**plan.config, "base_model_name_or_path": base, "inference_mode": True}
+    return {
+        CONFIG_NAME: json.dumps(config, indent=2, sort_keys=True).encode(),
+        SAFETENSORS_WEIGHTS_NAME: save({name: x.contiguous() for name, x in weights.items()}, {"format": "pt"}),
+    }
+
+
+def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[str, Tensor]]:
+    """An adapter in a directory in peft's format: what it is, and its full weights by peft's names.
+
+    Raises:
+        ValueError: it is damaged, of another model, or more than low-rank adapters of linear layers; names file and key.
+    """
+    file = folder / SAFETENSORS_WEIGHTS_NAME
+    try:
+        config = LoraConfig.from_pretrained(str(folder), local_files_only=True)
+        weights = load_file(file)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{folder} has no adapter that peft can read: {type(error).__name__}: {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"{folder / CONFIG_NAME}: an adapter of the kind {type(config).__name__}; only LoRA can be loaded"
+        )
+    if config.lora_dropout:
+        logger.warning(
+            "%s: lora_dropout = %s is left out: nothing is dropped", folder / CONFIG_NAME, config.lora_dropout
+        )
+    plan = _plan(_without_values(hf), config, str(folder / CONFIG_NAME))
+    shapes = plan.shapes
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise ValueError(f"{file} has no {name!r}, which {CONFIG_NAME} asks for: it is of another model")
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(
+                f"{file}: {name!r} has shape {list(weights[name].shape)}, but the model needs {list(shape)}"
+            )
+    extra = sorted(set(weights) - set(shapes))
+    if extra:
+        raise ValueError(f"{file} has {extra[0]!r}, which {CONFIG_NAME} does not ask for: it is of another model")
+    return plan, weights
+
+
+def _without_values(hf: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(hf))
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear layers but the head. Beside stacked experts, peft takes those of a feed-forward network for
+    the experts' own.
+    """
+    head = model.get_output_embeddings()
+    linears = [name for name, x in model.named_modules() if isinstance(x, torch.nn.Linear) and x is not head]
+    stacked = any(parameter.dim() == 3 for parameter in model.parameters())
+    return sorted({name.rpartition(".")[2] for name in linears} - (_FEED_FORWARD if stacked else set()))
+
+
+def _plan(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:
+    if config.use_dora or config.bias != "none" or config.modules_to_save or config.target_parameters:
+        raise ValueError(
+            f"{where}: only low-rank factors of linear layers are trained; leave out DoRA, biases and further modules"
+        )
+    with torch.device("meta"):
+        try:
+            model: Any = get_peft_model(bare, config, adapter_name=_NAME)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    modules: dict[str, Any] = dict(model.named_modules())
+    targets = tuple(_target(where, name, module) for name, module in modules.items() if hasattr(module, "lora_A"))
+    # What peft itself would write: names as it resolved them, sets as lists.
+    written = {key: sorted(x) if isinstance(x, set) else x for key, x in model.peft_config[_NAME].to_dict().items()}
+    return AdapterPlan(targets, json.loads(json.dumps(written, default=str)))
+
+
+def _target(where: str, name: str, module: Any) -> Target:
+    key = re.sub(r"^base_model\.model\.", "", name)
+    layer: Any = module.get_base_layer()
+    if not isinstance(module, Linear) or not isinstance(layer, torch.nn.Linear):
+        raise ValueError(f"{where} names {key}, which is not a linear layer: leave it out")
+    return Target(key, module.r[_NAME], float(module.scaling[_NAME]), layer.in_features, layer.out_features)
