@@ -15,7 +15,7 @@ RUN := OMP_NUM_THREADS=$(HALF) $(BIN)/torchrun --standalone --nproc-per-node
 SFT := $(RUN) 2 examples/sft.py --model $(MODEL)
 CURVE := examples/sft.py --model $(MODEL) --dtype float32 --steps 3 --eval-size 16 --batch-size 40
 SAME := --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
-GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --plain --system ""
+GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --skip-flat --plain --system ""
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench setup clean

@@ -13,6 +13,7 @@ exit code is not 0 if what --max-p-value or --min-p-value ask for did not come a
 from __future__ import annotations
 
 import json
+import math
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -127,11 +128,13 @@ class Run:
             advance = stack.enter_context(self.report.progress("step", config.steps))
 
             def tell(scalars: dict[str, float]) -> None:
-                for name, value in scalars.items():
-                    self.curves.setdefault(name, []).append(value)
+                taken = len(next(iter(self.curves.values()), []))
+                for name in {*self.curves, *scalars}:  # a step without an update has fewer
+                    self.curves.setdefault(name, [math.nan] * taken).append(scalars.get(name, math.nan))
+                entropy, norm = (scalars.get(name, math.nan) for name in ("actor/policy/entropy", "actor/grad_norm"))
                 advance(
-                    f"reward {scalars['rollout/reward']:.3f}  entropy {scalars['actor/policy/entropy']:.3f}  "
-                    f"grad norm {scalars['actor/grad_norm']:.2f}  {scalars['time/step']:.1f} s"
+                    f"reward {scalars['rollout/reward']:.3f}  entropy {entropy:.3f}  "
+                    f"grad norm {norm:.2f}  {scalars['time/step']:.1f} s"
                 )
 
             trainer.train(config.steps, after_step=tell)

@@ -29,9 +29,9 @@ class RLConfig(TaskConfig):
     warmup_lr: float = 2e-5
     """Learning rate of these."""
 
-    steps: int = 14
+    steps: int = 16
     """Batches of rollouts."""
-    groups: int = 16
+    groups: int = 24
     """Problems in a batch."""
     group_size: int = 4
     """Answers to each problem."""
@@ -40,6 +40,8 @@ class RLConfig(TaskConfig):
     this one trains."""
     minibatches: int = 1
     """Optimizer steps for each batch."""
+    skip_flat: bool = False
+    """Leave out groups of which all answers are right, or all wrong, when updating."""
     lr: float = 1e-5
     """Learning rate of AdamW."""
     kl_coef: float = 0.0
@@ -84,7 +86,7 @@ class RLConfig(TaskConfig):
     def updates(self) -> Updates:
         """How a batch becomes optimizer steps. With one of them, on what the same weights wrote, the rollout's log-probs are the old ones."""
         off_policy = self.minibatches > 1 or self.max_staleness > 0
-        return Updates(minibatches=self.minibatches, recompute_logprobs=off_policy)
+        return Updates(minibatches=self.minibatches, recompute_logprobs=off_policy, skip_flat=self.skip_flat)
 
     def sampling(self, end: int, *, temperature: float | None = None) -> Sampling:
         """How answers are drawn, in training where no temperature is given."""

@@ -46,6 +46,8 @@ class Updates:
         recompute_logprobs: ``old_logprobs`` are the engine's own before the first step; else they are those of the rollout, which spares
             a forward pass and leaves its rounding (and staleness) in the ratio.
         max_tokens: sequences that are longer are left out, and counted; ``None`` for no limit.
+        skip_flat: leave out groups whose rewards are all the same, once they are counted: compared with each other, they teach nothing, and
+            cost as much as others. A penalty on the distance to a reference then does not see them either.
 
     Raises:
         ValueError: a number is out of its range.
@@ -55,6 +57,7 @@ class Updates:
     minibatches: int = 1
     recompute_logprobs: bool = True
     max_tokens: int | None = None
+    skip_flat: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches", "max_tokens"):
@@ -136,7 +139,7 @@ class PPOTrainer:
         """One batch: play, score, update, sync. Returns what is logged; the same on every rank but for ``time/...``."""
         clock = Clock()
         groups = next_groups(self.runner, self.engine.dp_rank)
-        report = RolloutReport(groups, self.updates.max_tokens, self.engine.version)
+        report = RolloutReport(groups, self.updates.max_tokens, self.engine.version, skip_flat=self.updates.skip_flat)
         scalars = report.reduce(self.engine.global_sum)
         clock.lap("wait")
         samples = self.score(report.samples)

@@ -257,6 +257,9 @@ def test_a_report_counts_what_was_played() -> None:
     assert found["rollout/flat_groups"] == pytest.approx(2 / 3)
     assert (found["rollout/failed"], found["rollout/overlong"], found["rollout/sequences"]) == (1, 1, 3)
     assert found["rollout/turns"] == 3
+    fewer = RolloutReport(groups, max_tokens=20, version=5, skip_flat=True)
+    assert [int(sample["group_ids"]) for sample in fewer.samples] == [int(groups[0].sequences[0].group)] * 2
+    assert fewer.reduce(lambda x: x) == found
     with pytest.raises(RuntimeError, match="1 failed, 0 were too long; on this rank the first error was KeyError: x"):
         RolloutReport([Group(0, (), failed=1, error="KeyError: x")], None, 0).reduce(lambda x: x)
 

@@ -32,20 +32,23 @@ class RolloutReport:
         groups: of this data-parallel coordinate.
         max_tokens: sequences that are longer are left out.
         version: of the weights that are to be trained.
+        skip_flat: leave out groups whose rewards are all the same.
 
     Attributes:
         samples: for the engine, in the order of the groups.
         error: what an episode raised, if one did.
     """
 
-    def __init__(self, groups: Sequence[Group], max_tokens: int | None, version: int) -> None:
+    def __init__(
+        self, groups: Sequence[Group], max_tokens: int | None, version: int, *, skip_flat: bool = False
+    ) -> None:
         self.samples: list[dict[str, Tensor]] = []
         self.error = next((group.error for group in groups if group.error is not None), None)
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._stats: dict[str, tuple[float, int]] = {}
         for group in groups:
-            rewards = [sequence.reward for sequence in group.sequences]
-            self._add(groups=1, failed=group.failed, flat_groups=len(set(rewards)) <= 1)
+            flat = len({sequence.reward for sequence in group.sequences}) <= 1
+            self._add(groups=1, failed=group.failed, flat_groups=flat)
             for sequence in group.sequences:
                 for name, value in sequence.stats.items():
                     total, count = self._stats.get(name, (0.0, 0))
@@ -54,7 +57,8 @@ class RolloutReport:
                 if max_tokens is not None and len(sample["input_ids"]) > max_tokens:
                     self._add(overlong=1)
                     continue
-                self.samples.append(sample)
+                if not (flat and skip_flat):
+                    self.samples.append(sample)
                 self._add(
                     sequences=1,
                     truncated=sequence.truncated,
