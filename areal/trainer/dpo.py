@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.api import TrainEngine
-from areal.trainer.checks import check_granularity, check_same_parts
+from areal.trainer.checks import check_granularity
 from areal.trainer.losses import Objective, dpo_objective
 from areal.trainer.pairs import Pair, flatten
+from areal.trainer.reference import check_reference, reference_logprobs
 from areal.trainer.supervised import SupervisedTrainer
 from areal.utils.data import ShardedLoader
 
@@ -25,7 +26,8 @@ def dpo_trainer(
 
     Args:
         engine: initialized, with ``mb_spec.granularity=2``.
-        reference: the model to stay near to, initialized, without optimizer; on the same data-parallel layout.
+        reference: the model to stay near to, initialized, without optimizer; on the same data-parallel layout. The engine itself, where it has
+            adapters: its model without them.
         loader: yields lists of :class:`~areal.trainer.pairs.Pair`.
         objective: :func:`~areal.trainer.losses.dpo_objective` by default; ``ipo_objective`` is another.
         options: of :class:`~areal.trainer.supervised.SupervisedTrainer`.
@@ -34,13 +36,13 @@ def dpo_trainer(
         ValueError: the engine may split pairs, or the reference has another data-parallel layout.
     """
     check_granularity(engine)
-    check_same_parts(engine, reference)
+    check_reference(engine, reference)
 
     def prepare(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
         samples = flatten(pairs)
         return [
             sample | {"ref_logprobs": logprobs}
-            for sample, logprobs in zip(samples, reference.forward_batch(samples), strict=True)
+            for sample, logprobs in zip(samples, reference_logprobs(engine, reference, samples), strict=True)
         ]
 
     return SupervisedTrainer(engine, objective or dpo_objective(), loader, prepare=prepare, **options)

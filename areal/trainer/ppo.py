@@ -14,6 +14,7 @@ from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.checks import check_same_parts
 from areal.trainer.estimators import Estimator, GroupRelative, Sample
 from areal.trainer.losses import Objective
+from areal.trainer.reference import check_reference, reference_logprobs
 from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner_state
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
@@ -75,7 +76,8 @@ class PPOTrainer:
         runner: plays episodes; of the world's size, each rank with its own share.
         sync: brings weights to what the runner plays with.
         estimator: makes advantages.
-        reference: adds ``ref_logprobs``, where the objective or the estimator reads them; same data-parallel layout.
+        reference: adds ``ref_logprobs``, where the objective or the estimator reads them; same data-parallel layout. The engine itself,
+            where it has adapters: its model without them.
         critic: adds ``old_values``, and learns.
         updates: how many optimizer steps.
         tracker: gets numbers after each step.
@@ -102,9 +104,10 @@ class PPOTrainer:
         tracker: Tracker | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        for other in (reference, critic.engine if critic else None):
-            if other is not None:
-                check_same_parts(engine, other)
+        if critic is not None:
+            check_same_parts(engine, critic.engine)
+        if reference is not None:
+            check_reference(engine, reference)
         self.engine, self.objective, self.runner, self.sync = engine, objective, runner, sync
         self.estimator = estimator or GroupRelative()
         self.reference, self.critic = reference, critic
@@ -165,7 +168,7 @@ class PPOTrainer:
         else:
             samples = _with(samples, "old_logprobs", [sample["rollout_logprobs"] for sample in samples])
         if self.reference is not None:
-            samples = _with(samples, "ref_logprobs", self.reference.forward_batch(samples))
+            samples = _with(samples, "ref_logprobs", reference_logprobs(self.engine, self.reference, samples))
         if self.critic is not None:
             samples = _with(samples, "old_values", self.critic.engine.forward_batch(samples, outputs=("values",)))
         return self.estimator(samples, self.engine.global_sum)
@@ -226,10 +229,10 @@ class PPOTrainer:
             folder: where the weights go, in the format of Hugging Face; the same on every rank.
 
         Raises:
-            RuntimeError: there is no reference.
+            RuntimeError: there is no reference, or it is the policy's own model, which adapters never change.
         """
-        if self.reference is None:
-            raise RuntimeError("there is no reference to refresh: pass reference=")
+        if self.reference is None or self.reference is self.engine:
+            raise RuntimeError("there is no reference to refresh: pass reference= with an engine of its own")
         meta = SaveLoadMeta(folder, weight_format="hf")
         self.engine.save(meta)
         self.reference.load(meta)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,14 @@ class _Slot:
 class Replica:
     """A module whose weights are known by their Hugging Face names, also where transformers keeps them in another form.
 
-    A weight that has several names (tied embeddings) is taken under any of them, once.
+    A weight that has several names (tied embeddings) is taken under any of them, once. In a model with an adapter of peft's, that
+    adapter's weights have the names in peft's files, and the model's have theirs.
 
     Args:
         module: a transformers model, or any module whose names are those of its source. Not sharded, on any device, in any dtype.
+
+    Raises:
+        ValueError: the module has two adapters, whose names in files are the same.
 
     Attributes:
         version: of the weights in the module; ``None`` before the first update, and after one that broke off half-way in place.
@@ -42,11 +47,15 @@ class Replica:
         self.module = module
         self.version: int | None = None
         layout = disk_layout(module) if isinstance(module, PreTrainedModel) else {}
-        self._slots = {
-            piece.name: _Slot(tensor, piece)
-            for name, tensor in stored_tensors(module)
-            for piece in layout.get(name, (DiskTensor(name, whole(tensor.shape)),))
-        }
+        self._slots: dict[str, _Slot] = {}
+        for name, tensor in stored_tensors(module):
+            for piece in layout.get(name, (DiskTensor(name, whole(tensor.shape)),)):
+                slot = _Slot(tensor, replace(piece, name=_beside_adapters(piece.name)))
+                if slot.piece.name in self._slots:
+                    raise ValueError(
+                        f"{type(module).__name__} has two adapters with {slot.piece.name!r}: leave one in it"
+                    )
+                self._slots[slot.piece.name] = slot
         self._first = _first_names(module)
 
     def __iter__(self) -> Iterator[str]:
@@ -231,6 +240,17 @@ class ModuleSource:
         """All weights under their Hugging Face names, as views of the module's memory."""
         for name in self._replica:
             yield NamedTensor(name, self._replica.view(name))
+
+
+_FACTOR = re.compile(r"(.*\.lora_[AB])(?:\.[^.]+)?\.weight")
+_PREFIX = "base_model.model."
+
+
+def _beside_adapters(name: str) -> str:
+    """A name in a module with adapters as it is in files: peft's in theirs, the model's in its own."""
+    bare = name.removeprefix(_PREFIX)
+    factor = _FACTOR.fullmatch(bare)
+    return f"{_PREFIX}{factor[1]}.weight" if factor else bare.replace(".base_layer.", ".")
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api import OptimizerConfig, ParallelDims, TrainEngine
+from areal.api import LoRAConfig, OptimizerConfig, ParallelDims, TrainEngine
 from areal.tests.models import model_dir
 from areal.tests.rl import Curve, played
 from areal.tests.tiny import started, weights_of
@@ -141,3 +141,22 @@ if __name__ == "__main__":
     names = ("rollout/reward", "rollout/tokens", "actor/loss", "actor/grad_norm", "actor/kl_ref/k3")
     GOLDEN.write_text(json.dumps({name: noted[name] for name in names}, indent=1) + "\n")
     print(*(f"{name}: {noted[name]}" for name in noted.steps[0]), sep="\n")
+
+
+@pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:t2", "megatron:p2")))
+def test_adapters_learn_and_their_model_is_the_reference(backend: str) -> None:
+    """As with a second engine for the reference; the rollout gets merged weights."""
+    lora, curves = LoRAConfig(rank=8, alpha=64), []
+    for alone in (True, False):
+        with policy(backend, lora=lora) as engine, policy(backend, optimizer=None) as second:
+            curve, trainer = run(engine, PLAN, 10, reference=engine if alone else second)
+            curves.append(curve)
+        if alone:
+            with pytest.raises(RuntimeError, match="no reference to refresh"):
+                trainer.refresh_reference("nowhere")
+    assert curves[0]["actor/loss"] == curves[1]["actor/loss"]
+    assert curves[0]["rollout/reward"] == curves[1]["rollout/reward"]
+    assert curves[0]["actor/kl_ref/k3"][-1] > 1e-4 > curves[0]["actor/kl_ref/k3"][0]
+    assert max(curves[0]["rollout/logprob_error"]) < 1e-5
+    with policy(backend) as engine, pytest.raises(ValueError, match="without adapters"):
+        run(engine, PLAN, 1, reference=engine)

@@ -28,8 +28,8 @@ from areal.engine.weight_sync import (
     SharedMemoryReceiver,
     SharedMemoryTransport,
 )
-from areal.tests.layouts import TOLERANCES, Cell, Layout, all_layouts
-from areal.tests.models import model_dir
+from areal.tests.layouts import LORA, TOLERANCES, Cell, Layout, all_layouts
+from areal.tests.models import adapter_dir, model_dir
 from areal.tests.running import running
 from areal.tests.tiny import layouts, loss, mine, ragged, same_bits, started, weights_of
 from areal.tests.world import world
@@ -49,8 +49,16 @@ Found = tuple[dict[str, Tensor], list[Tensor]]
 """A replica's weights by their Hugging Face names, and its log-probs of each sequence."""
 
 
-def replica(path: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+def replica(path: str, dtype: torch.dtype = torch.float32, *, adapter: str | None = None) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if adapter is not None:
+        model.load_adapter(adapter)
+    return model.eval()
+
+
+def sent(engine: TrainEngine, adapter: str | None) -> dict[str, Any]:
+    """What a transport sends: the model, or the adapter alone."""
+    return {"source": engine} if adapter is None else {"source": engine.adapters, "select": lambda name: True}
 
 
 @torch.no_grad()
@@ -71,10 +79,10 @@ def serve(socket: str) -> None:
     with Listener(socket, family="AF_UNIX") as listener, listener.accept() as connection:
         while True:
             try:
-                way, address, path, sequences = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+                way, address, path, adapter, sequences = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
             except EOFError:
                 os._exit(0)
-            module = replica(path)
+            module = replica(path, adapter=adapter)
             kind: Any = {"broadcast": BroadcastReceiver, "ipc": SharedMemoryReceiver}[way]
             receiver = kind(address, module, timeout=60.0)
             version = receiver.receive(60.0)
@@ -116,23 +124,29 @@ def _call(path: str, process: subprocess.Popen[bytes]) -> Connection:
 # ---- ways
 
 
-def by_direct(engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path) -> Found:
-    module = replica(path)
+def by_direct(
+    engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None
+) -> Found:
+    module = replica(path, adapter=adapter)
     transport = DirectTransport(engine.control, module)  # type: ignore[attr-defined]
-    assert transport.send(engine, 5).version == transport.version == 5
+    assert transport.send(version=5, **sent(engine, adapter)).version == transport.version == 5
     return looked_at(module, sequences)
 
 
-def by_disk(engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path) -> Found:
+def by_disk(
+    engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None
+) -> Found:
     transport = DiskTransport(engine.control, folder / "weights", file_bytes=BUCKET)  # type: ignore[attr-defined]
-    transport.send(engine, 5)
-    module = replica(path)
+    transport.send(version=5, **sent(engine, adapter))
+    module = replica(path, adapter=adapter)
     receiver: WeightReceiver = DiskReceiver(folder / "weights", module)
     assert receiver.receive(0) == 5
     return looked_at(module, sequences)
 
 
-def by_other_process(way: str, engine: TrainEngine, path: str, sequences: list[Tensor]) -> Found:
+def by_other_process(
+    way: str, engine: TrainEngine, path: str, sequences: list[Tensor], adapter: str | None = None
+) -> Found:
     control: ControlPlane = engine.control  # type: ignore[attr-defined]
     sockets = tempfile.mkdtemp(prefix="areal-ws-")
     transport = (
@@ -142,8 +156,8 @@ def by_other_process(way: str, engine: TrainEngine, path: str, sequences: list[T
     )
     if world().rank == 0:
         address = transport.address if isinstance(transport, BroadcastTransport) else f"{sockets}/ipc"
-        _put(remote(), (way, address, path, sequences))
-    transport.send(engine, 5)
+        _put(remote(), (way, address, path, adapter, sequences))
+    transport.send(version=5, **sent(engine, adapter))
     answer: list[Any] = [None]
     if world().rank == 0:
         assert remote().poll(60), "the receiving process does not answer"
@@ -178,6 +192,32 @@ def test_a_replica_becomes_the_trainer(layout: Layout, tmp_path: Path) -> None:
         assert same_bits(weights, expected), way
         for found, want in zip(rows, [logprobs[i] for i in own], strict=True):
             assert (found - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("fsdp:t2", "megatron:t2")))
+def test_an_adapter_alone_goes_to_a_model_that_has_one(backend: str, tmp_path: Path) -> None:
+    path, everything = model_dir("qwen3_tied"), ragged()
+    adapter = adapter_dir(path, LORA)
+    with started(backend, path=path, lora=LORA, optimizer=LEARN) as engine:
+        engine.adapters.load("default", adapter)
+        engine.train_batch(mine(engine, everything), loss)
+        expected = {name: tensor.clone() for name, tensor in engine.adapters.named_tensors()}
+        rows = engine.forward_batch(mine(engine, everything))
+        sequences = [sample["input_ids"] for sample in mine(engine, everything)]
+        first = [everything[0]["input_ids"]]
+        shown = {
+            "direct": by_direct(engine, path, sequences, tmp_path, adapter),
+            "disk": by_disk(engine, path, sequences, tmp_path, adapter),
+        }
+        afar = {way: by_other_process(way, engine, path, first, adapter) for way in ("broadcast", "ipc")}
+    files = {name: tensor.clone() for name, tensor in ModuleSource(replica(path)).named_tensors()}
+    for way, (weights, logprobs) in {**shown, **afar}.items():
+        assert same_bits(weights, files | expected), way
+        assert way in afar or len(logprobs) == len(rows)
+        for found, want in zip(rows, logprobs if way in shown else [], strict=way in shown):
+            assert (found - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
+    rows_of_first = [found[1][0] for found in afar.values()]
+    assert torch.equal(*rows_of_first)
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))

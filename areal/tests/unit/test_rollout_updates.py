@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from areal.api.weights import NamedTensor
+from areal.engine.weight_sync.apply import ModuleSource
 from areal.tests.unit.rollouts import (
     PROMPT,
     Reading,
@@ -116,3 +119,28 @@ def test_an_update_that_breaks_off_fails_what_is_under_way_until_a_whole_one() -
         (answer,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
     assert answer.versions == (2,) * 5
     assert_logprobs(answer, plain_logprobs(model(2), PROMPT, answer.tokens, Sampling()))
+
+
+def adapted(seed: int) -> PreTrainedModel:
+    """A model of which only the adapter depends on ``seed``."""
+    replica = model()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        replica.add_adapter(LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    return replica.eval()
+
+
+def test_an_adapter_alone_is_updated() -> None:
+    new = adapted(1)
+    tensors = [named for named in ModuleSource(new).named_tensors() if ".lora_" in named.name]
+    assert len(tensors) == 2 * 2 * 2
+    with rollout(adapted(0)) as engine:
+        (before,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
+        engine.update(iter(tensors), 1, complete=False)
+        (answer,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
+    assert answer.versions == (1,) * 5
+    assert_logprobs(before, plain_logprobs(adapted(0), PROMPT, before.tokens, Sampling()))
+    assert_logprobs(answer, plain_logprobs(new, PROMPT, answer.tokens, Sampling()))
+    new.add_adapter(LoraConfig(r=3, target_modules=["q_proj"]), adapter_name="second")
+    with pytest.raises(ValueError, match=r"two adapters"):
+        ModuleSource(new)

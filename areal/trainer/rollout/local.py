@@ -135,10 +135,13 @@ class LocalRollout:
             self._manager.cancel_request(name)
             raise
 
-    def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
-        """Take new weights, all of them, in place: generation stands still for as long as the iterator runs.
+    def update(self, tensors: Iterator[NamedTensor], version: int, *, complete: bool = True) -> None:
+        """Take new weights in place: generation stands still for as long as the iterator runs.
 
         Every token after it carries the new version. The iterator is always read to its end.
+
+        Args:
+            complete: these are to be all weights of the model; otherwise the others stay, as with those of an adapter alone.
 
         Raises:
             ValueError: the tensors are not those of the model. If none was copied yet, the old weights serve on. Otherwise what is under
@@ -156,7 +159,7 @@ class LocalRollout:
         try:
             with self._updating, self._paused():
                 try:
-                    load_named(self.model, counted())
+                    load_named(self.model, counted(), complete=complete)
                 except BaseException as error:
                     if copied:
                         self._break(f"an update to version {version} ended half-way ({error})")
