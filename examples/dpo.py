@@ -10,6 +10,7 @@ Leaves model/ in the output directory.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 
 import torch.distributed as dist
 import tyro
@@ -27,9 +28,12 @@ from areal.utils.data import sharded_loader
 def main(config: PreferenceConfig) -> int:
     """Train; the exit code is 1 where the policy has not come to prefer what it should."""
     spec = FinetuneSpec(total_train_steps=config.steps)
-    with create_engine(config.engine()) as engine, create_engine(config.engine(optimizer=None)) as reference:
+    with ExitStack() as stack:
+        engine = reference = stack.enter_context(create_engine(config.engine()))
         engine.initialize(spec)
-        reference.initialize(spec)
+        if config.lora is None:
+            reference = stack.enter_context(create_engine(config.engine(optimizer=None)))
+            reference.initialize(spec)
         report = Report(speaks=dist.get_rank() == 0)
         train, _ = make_pairs(
             config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)

@@ -142,7 +142,9 @@ class Run:
     def trainer(self, runner: Runner, tracker: Tracker, stack: ExitStack) -> PPOTrainer:
         """The algorithm. Further engines are closed with ``stack``."""
         config = self.config
-        reference = self.another_engine(stack, trained=False) if config.kl_coef else None
+        reference = None
+        if config.kl_coef:
+            reference = self.engine if config.lora else self.another_engine(stack, trained=False)
         objective = grpo_objective(
             kl_coef=config.kl_coef,
             report_entropy=True,

@@ -45,6 +45,7 @@ class PreferenceConfig(TaskConfig):
             "seed": self.seed,
             "mb_spec": MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, granularity=2),
             "optimizer": OptimizerConfig(lr=self.lr),
+            "lora": self.lora,
         }
         return TrainEngineConfig(**fields | changes)
 

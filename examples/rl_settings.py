@@ -77,6 +77,7 @@ class RLConfig(TaskConfig):
             optimizer=OptimizerConfig(lr=self.lr if lr is None else lr) if trained else None,
             temperature=self.temperature,
             value_head=value_head,
+            lora=self.lora if trained and not value_head else None,
         )
 
     def plan(self) -> Plan:

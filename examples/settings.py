@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal import LoRAConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal.utils.platform import fast_dtype
 
 
@@ -28,6 +28,13 @@ class TaskConfig:
     """Instruction before each question; may be empty."""
     plain: bool = False
     """Leave the chat template out: fewer tokens, and what a base model wants."""
+    lora_rank: int = 0
+    """Rank of adapters on all linear layers, which want about ten times the learning rate; 0 trains the model itself."""
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """What ``lora_rank`` means."""
+        return LoRAConfig(rank=self.lora_rank, alpha=2.0 * self.lora_rank) if self.lora_rank else None
 
     @property
     def compute_dtype(self) -> Literal["bfloat16", "float32"]:
@@ -87,4 +94,5 @@ class SFTConfig(TaskConfig):
             seed=self.seed,
             mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb),
             optimizer=OptimizerConfig(lr=self.lr, lr_scheduler=self.lr_scheduler, warmup_steps=self.warmup_steps),
+            lora=self.lora,
         )

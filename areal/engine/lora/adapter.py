@@ -29,7 +29,7 @@ class Home:
     Attributes:
         sites: the linear layers of this rank's model that may have one, by their Hugging Face names, and how each is shared.
         tp: the ranks that share layers.
-        keys: those of all stages.
+        keys: the names of those that any stage has.
         replicas: the groups over which gradients are sums, one after the other; the first rank of each keeps what was summed.
         device, dtype: of the factors.
         stages: the ranks that have the other layers; ``None`` where this one has all.
@@ -87,7 +87,7 @@ class Adapter:
         for key, pair in self.pairs.items():
             generator = torch.Generator().manual_seed(mixed(seed, key))
             bound = 1 / math.sqrt(pair.target.inputs)
-            full = torch.empty(pair.down.shape).uniform_(-bound, bound, generator=generator)
+            full = torch.empty(pair.down.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
             pair.down.fill(full)
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
