@@ -37,10 +37,10 @@ demo-sft: $(MODEL) ## Fine-tune it on right answers alone.
 	  --max-tokens-per-mb 512 --min-loss-fall 0.2 --accuracy-must-rise
 
 demo-short: $(MODEL) ## A little of both.
-	$(SFT) --backend fsdp:d2 --output runs/short-sft --steps 2 --batch-size 24 --max-tokens-per-mb 512 \
-	  --eval-size 32 --min-loss-fall 0.2
+	$(SFT) --backend fsdp:d2 --output runs/short-sft --plain --system "" --steps 2 --batch-size 24 \
+	  --max-tokens-per-mb 512 --eval-size 32 --min-loss-fall 0.2
 	$(RUN) 2 examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
-	  --steps 1 --groups 4 --group-size 4 --eval-size 32
+	  --plain --system "" --steps 1 --groups 4 --group-size 4 --eval-size 32
 
 demo-layouts: $(MODEL) $(VENV)/.test ## Data, context and tensor parallel and a Megatron pipeline, in float32: the same losses.
 	$(RUN) 2 $(CURVE) --backend fsdp:d2 --output runs/demo-d2

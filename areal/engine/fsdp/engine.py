@@ -123,7 +123,8 @@ class FSDPEngine(BaseTrainEngine):
             if not self._rows and hf.config._attn_implementation != PACKED_ATTENTION:
                 raise ValueError(f"{type(hf).__name__} did not take the packed attention: set fsdp.attention='rows'")
             model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
-            model.requires_grad_(config.lora is None)
+            if config.lora is not None:
+                model.requires_grad_(False)
         self._experts = watch_routers(transformer_layers(model))
         parallelize(model, param_mesh, config)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device

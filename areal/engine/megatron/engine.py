@@ -80,9 +80,7 @@ class MegatronEngine(BaseTrainEngine):
                 value_head=config.value_head,
                 fp32_head=config.fp32_head,
                 adapted=config.lora is not None,
-            )
-            .to(self.device)
-            .requires_grad_(config.lora is None)
+            ).to(self.device)
             for number in range(self.dims.vpp)
         ]
         trained = self._wrap(chunks, megatron, groups)

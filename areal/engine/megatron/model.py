@@ -66,6 +66,8 @@ class PackedGPT(GPTModel):
         self._padding_id = hf.pad_token_id
         self._fp32_head = fp32_head
         self._adapted = adapted
+        if adapted:
+            self.requires_grad_(False)
 
     def _head_weight(self) -> Tensor:
         """This rank's rows of the output head, without those that only fill up the vocabulary."""
