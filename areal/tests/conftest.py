@@ -94,7 +94,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.thorough)
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
-            # Two ranks and the steps show each of these; this is their product.
             product = any(name in item.nodeid for name in PRODUCTS) and "three_steps" not in item.nodeid
             if product and _world_size(item, marker) == 4:
                 item.add_marker(pytest.mark.thorough)

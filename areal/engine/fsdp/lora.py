@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from areal.engine.lora.adapter import Adapter, Home
 from areal.engine.lora.low_rank import Share, TensorParallelRanks
+from areal.engine.lora.plan import decoder_linears
 from areal.engine.model import PackedCausalLM
 from areal.engine.row_collectives import ReduceScatterRows
 
@@ -26,7 +26,7 @@ def adapter_home(model: PackedCausalLM, mesh: DeviceMesh, device: torch.device) 
     """
     *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
     dtype = next(model.parameters()).dtype
-    sites = {name: _share(linear.weight, tp) for name, linear in _linears(model).items()}
+    sites = {name: _share(linear.weight, tp) for name, linear in decoder_linears(model.hf).items()}
     return Home(
         sites=sites,
         keys=frozenset(sites),
@@ -39,7 +39,7 @@ def adapter_home(model: PackedCausalLM, mesh: DeviceMesh, device: torch.device) 
 
 def attach(model: PackedCausalLM, active: Callable[[], Adapter | None]) -> None:
     """Let every linear layer of the decoder add what the active adapter has for it, in place."""
-    for name, linear in _linears(model).items():
+    for name, linear in decoder_linears(model.hf).items():
         linear.forward = functools.partial(_forward, linear.forward, name, active)
 
 
@@ -47,12 +47,6 @@ def _forward(inner: Callable[[Tensor], Tensor], name: str, active: Callable[[], 
     out, adapter = inner(x), active()
     pair = None if adapter is None else adapter.pairs.get(name)
     return out if pair is None else pair.added_to(out, x)
-
-
-def _linears(model: PackedCausalLM) -> dict[str, Any]:
-    """The head is none of them: it is multiplied with outside its own forward."""
-    head = model.hf.get_output_embeddings()
-    return {name: x for name, x in model.hf.named_modules() if isinstance(x, nn.Linear) and x is not head}
 
 
 def _share(weight: Tensor, tp: dist.ProcessGroup | None) -> Share:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ from areal.api.batch import OptimStats
 from areal.api.config import FinetuneSpec, LoRAConfig, TrainEngineConfig
 from areal.api.weights import NamedTensor
 from areal.engine.lora.adapter import Adapter, Home
-from areal.engine.lora.folder import adapter_files, read_training
+from areal.engine.lora.folder import adapter_files, read_training, write_files
 from areal.engine.lora.low_rank import Delta
 from areal.engine.lora.plan import AdapterPlan
-from areal.engine.publish import record
-from areal.engine.save_job import Saver, Work, Written
+from areal.engine.save_job import Saver, Work
 from areal.utils.distributed import ControlPlane
 
 FIRST = "default"
@@ -59,15 +58,13 @@ class AdapterSet:
 
     def add(self, name: str, lora: LoRAConfig | None = None, *, seed: int | None = None) -> None:
         self._check_new(name)
-        adapter, error = None, None
-        try:
+
+        def make() -> Adapter:
             adapter = self._make(peft_format().plan_adapter(self._hf, lora or self._config.lora))
-        except Exception as caught:
-            error = caught
-        self._control.settle(error, "no adapter was added")
-        if adapter is not None:
             adapter.draw(self._config.seed if seed is None else seed)
-            self._adapters[name] = adapter
+            return adapter
+
+        self._put(name, make, "no adapter was added")
 
     def select(self, name: str) -> None:
         self[name]
@@ -83,28 +80,15 @@ class AdapterSet:
         self[name]
 
         def prepare(draft: Path) -> Work:
-            files = self.files(name, with_optim=with_optim)
-
-            def write() -> Written:
-                for file, content in files.items():
-                    (draft / file).write_bytes(content)
-                return Written([record(draft, file) for file in files])
-
-            return Work(write, finish=lambda payloads: [], about={"base": self._config.path, "optimizer": with_optim})
+            about = {"base": self._config.path, "optimizer": with_optim}
+            return write_files(self.files(name, with_optim=with_optim), draft, about)
 
         Saver(self._control).save(Path(path), "peft", prepare)
 
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
         if name not in self._adapters:
             self._check_new(name)
-        adapter, error = None, None
-        try:
-            adapter = self.read(Path(path), with_optim=with_optim)
-        except Exception as caught:
-            error = caught
-        self._control.settle(error, "no adapter was loaded")
-        if adapter is not None:
-            self._adapters[name] = adapter
+        self._put(name, lambda: self.read(Path(path), with_optim=with_optim), "no adapter was loaded")
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         return self[self._selected].named_tensors()
@@ -175,6 +159,17 @@ class AdapterSet:
     def deltas(self) -> dict[str, Delta]:
         """What the adapter that computes adds to weights, by the names of layers. Collective."""
         return {} if self.active is None else self.active.deltas()
+
+    def _put(self, name: str, make: Callable[[], Adapter], note: str) -> None:
+        """Have an adapter under a name, or raise on every rank what any rank met. Collective."""
+        adapter, error = None, None
+        try:
+            adapter = make()
+        except Exception as caught:
+            error = caught
+        self._control.settle(error, note)
+        if adapter is not None:
+            self._adapters[name] = adapter
 
     def _make(self, plan: AdapterPlan) -> Adapter:
         for target in plan.targets:

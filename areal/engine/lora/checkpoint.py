@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from areal.api.checkpoint import SaveLoadMeta
 from areal.engine.checkpointer import EngineCheckpointer, FolderWeights, Run
 from areal.engine.lora.adapters import AdapterSet
-from areal.engine.publish import record
-from areal.engine.save_job import Work, Written
+from areal.engine.lora.folder import write_files
+from areal.engine.save_job import Work
 from areal.utils.distributed import ControlPlane
 
 _FOLDER = "adapters"
@@ -50,14 +50,8 @@ class AdapterCheckpointer(EngineCheckpointer):
             for file, content in self._adapters.files(name, with_optim=with_optim).items():
                 everything[f"{_FOLDER}/{name}/{file}"] = content
 
-        def write() -> Written:
-            for name, content in everything.items():
-                (draft / name).parent.mkdir(parents=True, exist_ok=True)
-                (draft / name).write_bytes(content)
-            return Written([record(draft, name) for name in everything])
-
         about |= {"adapters": list(self._adapters.names), "selected": self._adapters.selected}
-        return Work(write, finish=lambda payloads: [], about=about)
+        return write_files(everything, draft, about)
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
         found = {name: self._adapters.read(path / _FOLDER / name, with_optim=with_optim) for name in about["adapters"]}

@@ -11,7 +11,9 @@ from torch import Tensor
 from areal.engine.collect import SliceCollector
 from areal.engine.lora.adapter import Adapter
 from areal.engine.lora.plan import AdapterPlan
+from areal.engine.publish import record
 from areal.engine.run_state import read_state, to_bytes
+from areal.engine.save_job import Work, Written
 from areal.utils.distributed import ControlPlane
 
 TRAINING_FILE = "training.pt"
@@ -30,6 +32,22 @@ def adapter_files(
     if with_optim and adapter.optimizer is not None:
         files[TRAINING_FILE] = to_bytes({"schedule": adapter.optimizer.state_dict(), "moments": full})
     return files
+
+
+def write_files(files: Mapping[str, bytes], draft: Path, about: dict[str, Any]) -> Work:
+    """Writes this rank's files, by their names within the draft.
+
+    Args:
+        about: goes into the manifest.
+    """
+
+    def write() -> Written:
+        for name, content in files.items():
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            (draft / name).write_bytes(content)
+        return Written([record(draft, name) for name in files])
+
+    return Work(write, finish=lambda payloads: [], about=about)
 
 
 def _collect(adapter: Adapter, control: ControlPlane, *, with_optim: bool) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
-"""What peft makes of a configuration, and its files. The one module that imports peft, which takes seconds: see :func:`load_peft_format`."""
+"""What peft makes of a configuration, and its files. The one module that imports peft, which takes seconds: see ``adapters.peft_format``."""
 
 from __future__ import annotations
 
 import copy
 import json
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api.config import LoRAConfig
-from areal.engine.lora.plan import AdapterPlan, Target
+from areal.engine.lora.plan import PREFIX, AdapterPlan, Target, decoder_linears
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +105,8 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear layers but the head. Beside stacked experts, peft takes those of a feed-forward network for
     the experts' own.
     """
-    head = model.get_output_embeddings()
-    linears = [name for name, x in model.named_modules() if isinstance(x, torch.nn.Linear) and x is not head]
     stacked = any(parameter.dim() == 3 for parameter in model.parameters())
-    return sorted({name.rpartition(".")[2] for name in linears} - (_FEED_FORWARD if stacked else set()))
+    return sorted({name.rpartition(".")[2] for name in decoder_linears(model)} - (_FEED_FORWARD if stacked else set()))
 
 
 def _plan(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:
@@ -130,7 +127,7 @@ def _plan(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:
 
 
 def _target(where: str, name: str, module: Any) -> Target:
-    key = re.sub(r"^base_model\.model\.", "", name)
+    key = name.removeprefix(PREFIX)
     layer: Any = module.get_base_layer()
     if not isinstance(module, Linear) or not isinstance(layer, torch.nn.Linear):
         raise ValueError(f"{where} names {key}, which is not a linear layer: leave it out")

@@ -6,6 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
+PREFIX = "base_model.model."
+"""Stands before the names of layers in peft's files."""
+
+
+def decoder_linears(hf: PreTrainedModel) -> dict[str, Any]:
+    """The linear layers of a model by name, but for the output head, which is multiplied with outside its own forward."""
+    head = hf.get_output_embeddings()
+    return {name: x for name, x in hf.named_modules() if isinstance(x, nn.Linear) and x is not head}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -26,12 +38,12 @@ class Target:
     @property
     def down(self) -> str:
         """Name of ``A`` in peft's files."""
-        return f"base_model.model.{self.key}.lora_A.weight"
+        return f"{PREFIX}{self.key}.lora_A.weight"
 
     @property
     def up(self) -> str:
         """Name of ``B`` in peft's files."""
-        return f"base_model.model.{self.key}.lora_B.weight"
+        return f"{PREFIX}{self.key}.lora_B.weight"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from areal.api.weights import NamedTensor
 from areal.engine.collect import whole
 from areal.engine.disk_layout import DiskTensor, disk_layout, stored_tensors
+from areal.engine.lora.plan import PREFIX
 from areal.engine.weight_sync.bucket import Piece
 
 
@@ -243,14 +244,13 @@ class ModuleSource:
 
 
 _FACTOR = re.compile(r"(.*\.lora_[AB])(?:\.[^.]+)?\.weight")
-_PREFIX = "base_model.model."
 
 
 def _beside_adapters(name: str) -> str:
     """A name in a module with adapters as it is in files: peft's in theirs, the model's in its own."""
-    bare = name.removeprefix(_PREFIX)
+    bare = name.removeprefix(PREFIX)
     factor = _FACTOR.fullmatch(bare)
-    return f"{_PREFIX}{factor[1]}.weight" if factor else bare.replace(".base_layer.", ".")
+    return f"{PREFIX}{factor[1]}.weight" if factor else bare.replace(".base_layer.", ".")
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -135,14 +135,6 @@ def test_the_reference_is_refreshed(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], mine[name]) for name in after)
 
 
-if __name__ == "__main__":
-    with policy("fsdp:d1") as only, policy("fsdp:d1", optimizer=None) as still:
-        noted, _ = run(only, PLAN, STEPS, reference=still, updates=Updates(minibatches=2))
-    names = ("rollout/reward", "rollout/tokens", "actor/loss", "actor/grad_norm", "actor/kl_ref/k3")
-    GOLDEN.write_text(json.dumps({name: noted[name] for name in names}, indent=1) + "\n")
-    print(*(f"{name}: {noted[name]}" for name in noted.steps[0]), sep="\n")
-
-
 @pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:t2", "megatron:p2")))
 def test_adapters_learn_and_their_model_is_the_reference(backend: str) -> None:
     """As with a second engine for the reference; the rollout gets merged weights."""
@@ -160,3 +152,11 @@ def test_adapters_learn_and_their_model_is_the_reference(backend: str) -> None:
     assert max(curves[0]["rollout/logprob_error"]) < 1e-5
     with policy(backend) as engine, pytest.raises(ValueError, match="without adapters"):
         run(engine, PLAN, 1, reference=engine)
+
+
+if __name__ == "__main__":
+    with policy("fsdp:d1") as only, policy("fsdp:d1", optimizer=None) as still:
+        noted, _ = run(only, PLAN, STEPS, reference=still, updates=Updates(minibatches=2))
+    names = ("rollout/reward", "rollout/tokens", "actor/loss", "actor/grad_norm", "actor/kl_ref/k3")
+    GOLDEN.write_text(json.dumps({name: noted[name] for name in names}, indent=1) + "\n")
+    print(*(f"{name}: {noted[name]}" for name in noted.steps[0]), sep="\n")
