@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from areal.api.parallel import ParallelDims
 
@@ -83,9 +83,15 @@ class OptimizerConfig(_Config):
 class FSDPConfig(_Config):
     """Settings of the FSDP engine alone."""
 
-    reshard_after_forward: bool = Field(
-        default=True,
-        description="Free a layer's gathered weights after its forward; False keeps them for the backward.",
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="Free a layer's gathered weights after its forward; False keeps them for the backward; None keeps them in a pipeline.",
+    )
+    pipeline_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] | None = (
+        Field(default=None, description="Schedule of a pipeline; None takes 1F1B, or Interleaved1F1B with `v`.")
+    )
+    pipeline_layers: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="Layers of each pipeline stage, first to last; None spreads them evenly."
     )
     cpu_offload: bool = Field(
         default=False, description="Keep parameters, gradients and optimizer state in host memory."

@@ -26,15 +26,16 @@ class Agreement:
 
     Args:
         control: all ranks of the engine.
-        mesh: of the engine. One rank speaks for each pipeline stage of each data-parallel coordinate; that of the last stage, where losses
+        mesh: of the engine. One rank speaks for each pipeline rank of each data-parallel coordinate; that with the last stage, where losses
             are, for the coordinate.
+        last_stage: its pipeline rank.
     """
 
-    def __init__(self, control: ControlPlane, mesh: DeviceMesh) -> None:
+    def __init__(self, control: ControlPlane, mesh: DeviceMesh, last_stage: int) -> None:
         self._control = control
         at = {axis: mesh[axis].get_local_rank() for axis in ("dp", "pp", "cp", "tp")}
         of_stage = at["cp"] == at["tp"] == 0
-        self._has_losses = at["pp"] == mesh["pp"].size() - 1
+        self._has_losses = at["pp"] == last_stage
         places = control.gather((at["dp"], of_stage and self._has_losses, of_stage))
         self._dp_ranks, self._mains, self._of_stages = zip(*places, strict=True)
         self._shared = not all(self._mains)

@@ -33,7 +33,7 @@ from areal.engine.model_inputs import check_temperature
 from areal.engine.nothing import add_nothing, gather_outputs
 from areal.engine.output import LossStep, OutputStep, check_normalization, check_outputs
 from areal.engine.parts import EngineParts, StepOptimizer
-from areal.engine.stages import pack_results, share_results
+from areal.engine.stages import Stages, pack_results, share_results
 from areal.engine.state import EngineState
 from areal.utils import platform
 from areal.utils.data import BatchPlan, plan_batch
@@ -65,6 +65,11 @@ class BaseTrainEngine(EngineState):
     def _finalize_grads(self) -> None:
         """The gradient reduction still owed. Called once, from ``optimizer_step`` or ``named_gradients``."""
 
+    @property
+    def _last_stage(self) -> int:
+        """The pipeline rank that has the last stage."""
+        return self.dims.pp - 1
+
     # ---- life
 
     def __init__(self, config: TrainEngineConfig) -> None:
@@ -92,8 +97,8 @@ class BaseTrainEngine(EngineState):
         self.control, self._started = ControlPlane(), True
         self.mesh = build_mesh(self.dims, self.device.type)
         self._closers = [functools.partial(destroy_groups, self.mesh)]
-        self._stages = self.mesh["pp"]
-        self._agreement = Agreement(self.control, self.mesh)
+        self._stages = Stages(self.mesh["pp"], self._last_stage)
+        self._agreement = Agreement(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
         error: Exception | None = None
         try:

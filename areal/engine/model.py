@@ -54,7 +54,7 @@ class PackedCausalLM(nn.Module):
     """A Hugging Face causal language model that takes packed tokens and returns per-token outputs.
 
     Parameters keep their Hugging Face names behind the prefix ``hf.``; a value head is ``value_head.weight`` ``[1, H]``. Where the output head
-    is spread over ranks, ``vocab_group`` are these.
+    is spread over ranks, ``vocab_group`` are these. ``has_head`` is False for a pipeline stage before the last.
 
     Args:
         hf: the model, on any device.
@@ -76,6 +76,7 @@ class PackedCausalLM(nn.Module):
             getattr(text, "logits_scaling", None) or 1.0
         )
         self.vocab_group: dist.ProcessGroup | None = None
+        self.has_head = True
         self._softcap = getattr(text, "final_logit_softcapping", None)
 
     @property
@@ -83,9 +84,17 @@ class PackedCausalLM(nn.Module):
         """Rows of the output head."""
         return self.hf.get_output_embeddings().weight.shape[0]
 
-    def forward(self, inputs: ModelInputs) -> dict[str, Any]:
-        """Outputs by name, each ``[T, ...]`` for this rank's tokens; a dict, so that FSDP finds the tensors in it."""
-        hidden = self._rows(inputs) if inputs.layout is None else self._packed(inputs)
+    def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
+        """Outputs by name, each ``[T, ...]`` for this rank's tokens; a dict, so that FSDP finds the tensors in it. Of a pipeline stage
+        before the last, its hidden states ``[1, T, H]``.
+
+        Args:
+            hidden: of the stage before, likewise.
+        """
+        if not self.has_head:
+            states: Tensor = self._packed(inputs, hidden)
+            return states.clone() if states._is_view() else states
+        hidden = self._rows(inputs) if inputs.layout is None else self._packed(inputs, hidden)[0]
         head = self.hf.get_output_embeddings()
         out = token_outputs(
             hidden,
@@ -101,16 +110,17 @@ class PackedCausalLM(nn.Module):
         # An operation in place on a view would drop the hook that FSDP puts on what it returns.
         return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
 
-    def _packed(self, inputs: ModelInputs) -> Tensor:
+    def _packed(self, inputs: ModelInputs, hidden: Tensor | None) -> Any:
+        entry = {"input_ids": inputs.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
         result = self.hf.get_decoder()(
-            input_ids=inputs.input_ids[None],
+            **entry,
             position_ids=inputs.position_ids[None],
             attention_mask=None,
             use_cache=False,
             packed=inputs.layout,
             **_for_routers(inputs),
         )
-        return result.last_hidden_state[0]
+        return result.last_hidden_state
 
     def _rows(self, inputs: ModelInputs) -> Tensor:
         if inputs.rows is None:

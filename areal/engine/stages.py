@@ -44,10 +44,22 @@ class Parcel:
         return _Unpacker(io.BytesIO(self.content), self.tensors).load()
 
 
-def pack_results(results: dict[int, Any], stages: DeviceMesh, faults: Faults) -> Parcel | None:
+@dataclass(frozen=True)
+class Stages:
+    """The ranks of a pipeline.
+
+    Attributes:
+        last: the one with the last stage.
+    """
+
+    mesh: DeviceMesh
+    last: int
+
+
+def pack_results(results: dict[int, Any], stages: Stages, faults: Faults) -> Parcel | None:
     """The results of a call, on the last of several pipeline stages; what cannot be packed is one of the ``faults``."""
     # A model that failed may have taken the groups of its ranks with it: ask them nothing then.
-    if faults.broken or stages.size() == 1 or stages.get_local_rank() < stages.size() - 1:
+    if faults.broken or stages.mesh.size() == 1 or stages.mesh.get_local_rank() != stages.last:
         return None
     with faults.held():
         return Parcel.of(results)
@@ -55,7 +67,7 @@ def pack_results(results: dict[int, Any], stages: DeviceMesh, faults: Faults) ->
 
 
 def share_results(
-    results: dict[int, Any], parcel: Parcel | None, stages: DeviceMesh, device: torch.device
+    results: dict[int, Any], parcel: Parcel | None, stages: Stages, device: torch.device
 ) -> dict[int, Any]:
     """The results of the last stage on every stage. Collective over ``stages``.
 
@@ -63,9 +75,9 @@ def share_results(
         parcel: from :func:`pack_results`.
         device: where tensors go that are not on the CPU.
     """
-    if stages.size() == 1:
+    if stages.mesh.size() == 1:
         return results
-    group, source = stages.get_group(), stages.size() - 1
+    group, source = stages.mesh.get_group(), stages.last
     header: list[Any] = [None]
     if parcel is not None:
         header = [(parcel.content, [(x.shape, x.dtype, x.device.type) for x in parcel.tensors])]

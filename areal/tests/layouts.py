@@ -27,6 +27,7 @@ class Layout:
         options: fields of the engine's configuration.
         refuses: families that it cannot run.
         changes: fields of the model's configuration that it needs.
+        without: names of options that it has not.
     """
 
     backend: str
@@ -34,6 +35,7 @@ class Layout:
     options: Mapping[str, Any] = field(default_factory=dict)
     refuses: tuple[str, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -73,6 +75,23 @@ def _context_parallel(letters: str) -> tuple[Layout, Layout]:
     )
 
 
+_FOUR_LAYERS = {"num_hidden_layers": 4}
+
+
+def _pipeline(letters: str, schedule: str = "", *, refuses: tuple[str, ...] = ()) -> Layout:
+    options = {"fsdp": {"pipeline_schedule": schedule}} if schedule else {}
+    deep = "v" in letters or "p4" in letters
+    apart = ("recompute", "selective", "lora") if "ZeroBubble" in schedule else ()
+    return Layout(
+        f"fsdp:{letters}",
+        schedule,
+        options,
+        (*refuses, *(("gemma3_text",) if deep else ())),
+        _FOUR_LAYERS if deep else {},
+        ("sync_each", *apart),
+    )
+
+
 def _megatron(letters: str, how: str = "", *, refuses: tuple[str, ...] = _NOT_MEGATRON, **options: Any) -> Layout:
     return Layout(f"megatron:{letters}", how, {"megatron": options}, refuses)
 
@@ -84,6 +103,11 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout("fsdp:r2"),
         *_context_parallel("c2"),
         Layout("fsdp:t2", refuses=_NO_PLAN),
+        _pipeline("p2"),
+        _pipeline("p2", "GPipe"),
+        _pipeline("p2v2", "Interleaved1F1B"),
+        _pipeline("p2v2", "InterleavedZeroBubble"),
+        _pipeline("p2v2", "ZBVZeroBubble"),
         Layout("fsdp:d4"),
         Layout("fsdp:r2d2"),
         *_context_parallel("d2c2"),
@@ -92,6 +116,10 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout("fsdp:d2t2", refuses=_NO_PLAN),
         Layout("fsdp:c2t2", "ulysses", {"fsdp": {"context_parallel": "ulysses"}}, refuses=_NO_PLAN),
         Layout("fsdp:c2t2", "gather_kv", {"fsdp": {"context_parallel": "gather_kv"}}, refuses=_NO_PLAN),
+        _pipeline("d2p2"),
+        _pipeline("c2p2"),
+        _pipeline("p2t2", refuses=_NO_PLAN),
+        _pipeline("p4"),
     ),
     "megatron": (
         _megatron("d1"),
@@ -102,7 +130,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         _megatron("c2", "ulysses", refuses=_SPLIT, context_parallel="ulysses"),
         _megatron("c2", "gather_kv", context_parallel="gather_kv"),
         _megatron("e2", refuses=_DENSE),
-        Layout("megatron:p2v2", refuses=_NOT_MEGATRON, changes={"num_hidden_layers": 4}),
+        Layout("megatron:p2v2", refuses=_NOT_MEGATRON, changes=_FOUR_LAYERS),
         _megatron("d2p2"),
         _megatron("t2p2", refuses=_SPLIT),
         _megatron("c2p2"),
@@ -241,7 +269,9 @@ def fits(fields: Mapping[str, Any]) -> bool:
 
 def _takes(layout: Layout, fields: Mapping[str, Any]) -> bool:
     family, options = fields.get("family"), fields.get("options")
-    if family in layout.refuses or (options is not None and options not in all_options(layout.engine)):
+    if family in layout.refuses or options in layout.without:
+        return False
+    if options is not None and options not in all_options(layout.engine):
         return False
     objective = fields.get("objective_name")
     if options == "lora" and objective is not None and OBJECTIVES[objective].value_head:

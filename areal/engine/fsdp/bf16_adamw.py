@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     A moment moves by a small share of itself, less than half a unit of bfloat16's last place: rounded to nearest it would never move.
     Rounded up with the probability that its remainder is of that unit, it is right on average (Gupta et al., 2015). The noise comes from
-    ``seed``, the step and where a shard lies in its parameter, so that ranks with the same shard round alike, and a run that goes on from a
-    checkpoint goes on with the same noise.
+    ``seed``, the step, the parameter's name and where a shard lies in it, so that ranks with the same shard round alike, and a run that goes
+    on from a checkpoint goes on with the same noise.
 
     Args:
         parameters: plain or distributed tensors, of which each is stepped in its own dtype; arithmetic is in float32.
-        seed: of the noise.
+        seed: of the noise. names: of the parameters; their numbers where there are none.
         others: as of ``torch.optim.AdamW``.
     """
 
@@ -38,9 +38,10 @@ class BFloat16AdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
         seed: int = 0,
+        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._seed = seed
+        self._seed, self._names = seed, names
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -58,7 +59,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
             state |= {name: state[name].bfloat16() for name in _MOMENTS}
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
-        state = self.state[parameter]
+        state, name = self.state[parameter], self._names[number] if self._names else number
         if not state:
             state["step"] = torch.zeros(())
             for name in _MOMENTS:
@@ -71,7 +72,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         gradient = local_part(parameter.grad).float()  # type: ignore[arg-type]  # there is one
         first = local_part(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
         second = local_part(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        generator = torch.Generator(weight.device).manual_seed(mixed(self._seed, number, step, where))
+        generator = torch.Generator(weight.device).manual_seed(mixed(self._seed, name, step, where))
         _round(local_part(state["exp_avg"]), first, generator)
         _round(local_part(state["exp_avg_sq"]), second, generator)
         second.div_(1 - beta2**step).sqrt_().add_(group["eps"])

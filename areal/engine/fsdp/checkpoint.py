@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal.engine.checkpointer import EngineCheckpointer, Run
-from areal.engine.dcp_files import StagedPlanner, prepare_files, read_metadata, read_tensors
-from areal.engine.fsdp.dcp_checkpoint import CheckpointedOptimizer, check_tensors, read_optimizer, tensors_of
+from areal.engine.dcp_files import StagedPlanner, prepare_files, read_metadata
+from areal.engine.disk_layout import stored_tensors
+from areal.engine.fsdp.chunks import Chunks
+from areal.engine.fsdp.dcp_checkpoint import (
+    CheckpointedOptimizer,
+    check_tensors,
+    read_model,
+    read_optimizer,
+    tensors_of,
+)
 from areal.engine.fsdp.weights import FSDPWeights
-from areal.engine.model import PackedCausalLM
 from areal.engine.save_job import Work
 from areal.utils.distributed import ControlPlane
 
@@ -19,8 +26,8 @@ class FSDPCheckpointer(EngineCheckpointer):
     """Checkpoints of one engine.
 
     Args:
-        model: sharded and materialised.
-        optimizer: made over the parameters of ``model``, or None.
+        chunks: sharded and materialised.
+        optimizer: made over the parameters of ``chunks``, or None.
         others: as :class:`~areal.engine.checkpointer.EngineCheckpointer`.
     """
 
@@ -28,7 +35,7 @@ class FSDPCheckpointer(EngineCheckpointer):
 
     def __init__(
         self,
-        model: PackedCausalLM,
+        chunks: Chunks,
         optimizer: CheckpointedOptimizer | None,
         run: Run,
         control: ControlPlane,
@@ -36,8 +43,8 @@ class FSDPCheckpointer(EngineCheckpointer):
         **options: Any,
     ) -> None:
         kind = type(optimizer.inner).__name__ if optimizer else None
-        super().__init__(optimizer, kind, FSDPWeights(model), run, control, source, **options)
-        self._model = model
+        super().__init__(optimizer, kind, FSDPWeights(chunks), run, control, source, **options)
+        self._chunks = chunks
         self._optimizer = optimizer
 
     def _prepare_dcp(
@@ -46,7 +53,7 @@ class FSDPCheckpointer(EngineCheckpointer):
         optimizer = self._optimizer if with_optim else None
         tensors, error = {}, None
         try:
-            tensors = tensors_of(self._model, optimizer.inner if optimizer else None)
+            tensors = tensors_of(self._chunks.own(), optimizer.inner if optimizer else None)
         except Exception as caught:
             error = caught
         self._control.settle(error)
@@ -56,11 +63,12 @@ class FSDPCheckpointer(EngineCheckpointer):
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
         metadata = read_metadata(path)
-        check_tensors(path, metadata, tensors_of(self._model, None))
+        check_tensors(path, metadata, tensors_of(list(stored_tensors(self._chunks.whole)), None))
 
         def read() -> None:
-            read_tensors(path, metadata, tensors_of(self._model, None))
+            stored = self._chunks.stored()
+            read_model(path, metadata, stored)
             if with_optim and self._optimizer is not None:
-                read_optimizer(path, metadata, self._model, self._optimizer.inner)
+                read_optimizer(path, metadata, stored, self._optimizer.inner)
 
         return read

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from areal.engine.dcp_files import METADATA, read_tensors
-from areal.engine.disk_layout import stored_tensors
-from areal.engine.fsdp.shards import empty_like, reshard
+from areal.engine.fsdp.shards import empty_like
 
 _MODEL, _OPTIM = "model.", "optim."
 
@@ -27,12 +26,15 @@ class CheckpointedOptimizer(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Everything of a run that is a tensor, by the name in the checkpoint: shards stay shards."""
-    reshard(model)
-    tensors = {_MODEL + name: tensor.detach() for name, tensor in stored_tensors(model)}
+def tensors_of(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Everything of a run that is a tensor, by the name in the checkpoint: shards stay shards.
+
+    Args:
+        stored: tensors of the model by name, each name once.
+    """
+    tensors = {_MODEL + name: tensor.detach() for name, tensor in stored}
     if optimizer is not None:
-        for name, parameter in _optimized(model, optimizer).items():
+        for name, parameter in _optimized(stored, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{_OPTIM}{name}.{key}"] = value
@@ -47,7 +49,7 @@ def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor])
     """Compare a checkpoint with the tensors of a model, reading no values.
 
     Args:
-        tensors: the model's, from :func:`tensors_of` without an optimizer.
+        tensors: the whole model's, from :func:`tensors_of` without an optimizer.
 
     Raises:
         ValueError: it is a checkpoint of another model; names file and key.
@@ -70,13 +72,29 @@ def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor])
         )
 
 
-def empty_optimizer_state(
-    metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[nn.Parameter, dict[str, Tensor]]:
+def read_model(path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the tensors of a model by those of a checkpoint. A name may come twice."""
+    for tensors in _each_name_once(stored):
+        read_tensors(path, metadata, tensors_of(tensors, None))
+
+
+def _each_name_once(stored: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+    rounds: list[dict[str, Tensor]] = []
+    for name, tensor in stored:
+        free = next((tensors for tensors in rounds if name not in tensors), None)
+        if free is None:
+            rounds.append(free := {})
+        free[name] = tensor
+    return [list(tensors.items()) for tensors in rounds]
+
+
+def _empty_optimizer_state(
+    metadata: Metadata, optimized: Iterable[tuple[str, Tensor]]
+) -> dict[Tensor, dict[str, Tensor]]:
     """Tensors for the optimizer state that a checkpoint holds, laid out like the parameters."""
-    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    state: dict[Tensor, dict[str, Tensor]] = {}
     saved = metadata.state_dict_metadata
-    for name, parameter in _optimized(model, optimizer).items():
+    for name, parameter in optimized:
         prefix = f"{_OPTIM}{name}."
         for key, found in saved.items():
             if key.startswith(prefix) and isinstance(found, TensorStorageMetadata):
@@ -87,18 +105,25 @@ def empty_optimizer_state(
     return state
 
 
-def read_optimizer(path: Path, metadata: Metadata, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Replace an optimizer's state by that of a checkpoint. Its hyperparameters stay."""
-    names = {parameter: name for name, parameter in _optimized(model, optimizer).items()}
-    state = empty_optimizer_state(metadata, model, optimizer)
-    flat = {f"{_OPTIM}{names[p]}.{key}": value for p, values in state.items() for key, value in values.items()}
-    read_tensors(path, metadata, flat)
+def read_optimizer(
+    path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Replace an optimizer's state by that of a checkpoint. Its hyperparameters stay. A name may come twice."""
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for optimized in _each_name_once(_optimized(stored, optimizer)):
+        empty = _empty_optimizer_state(metadata, optimized)
+        names = {parameter: name for name, parameter in optimized}
+        flat = {f"{_OPTIM}{names[p]}.{key}": value for p, values in empty.items() for key, value in values.items()}
+        read_tensors(path, metadata, flat)
+        state |= empty
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     content = optimizer.state_dict()
     content["state"] = {i: state[parameter] for i, parameter in enumerate(order) if parameter in state}
     optimizer.load_state_dict(content)
 
 
-def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def _optimized(
+    stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+) -> list[tuple[str, Tensor]]:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in known}
+    return [(name, tensor) for name, tensor in stored if id(tensor) in known]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec, OptimizerConfig, torch_dtype
+from areal.api.config import FinetuneSpec, OptimizerConfig, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention import PACKED_ATTENTION, choose_attention
@@ -23,12 +23,17 @@ from areal.engine.context_parallel import ContextParallel, choose_mode
 from areal.engine.fsdp import grad
 from areal.engine.fsdp.bf16_adamw import BFloat16AdamW
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
+from areal.engine.fsdp.chunks import Chunks
 from areal.engine.fsdp.lora import adapter_home, attach
 from areal.engine.fsdp.memory import HostOffload
 from areal.engine.fsdp.parallelize import build_param_mesh, parallelize, transformer_layers
-from areal.engine.fsdp.router import ROUTERS, watch_routers
+from areal.engine.fsdp.pipeline import PipelineSchedule
+from areal.engine.fsdp.router import ROUTERS, experts_of, watch_routers
+from areal.engine.fsdp.schedules import check_packed, choose_kind
 from areal.engine.fsdp.shards import reshard
+from areal.engine.fsdp.split import plan_split
 from areal.engine.fsdp.tensor_parallel import check_plan
+from areal.engine.fsdp.tied import TiedGradients
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.lora.adapters import AdapterSet
 from areal.engine.lora.parts import with_adapters
@@ -38,7 +43,7 @@ from areal.engine.model_inputs import model_inputs
 from areal.engine.moe import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.parts import EngineParts
-from areal.engine.schedule import SequentialSchedule
+from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.distributed import destroy_groups
 
 logger = logging.getLogger(__name__)
@@ -46,9 +51,13 @@ logger = logging.getLogger(__name__)
 
 class FSDPEngine(BaseTrainEngine):
     """Data (``d``), replicated data (``r``) and context parallel (``c``) training of any Hugging Face causal LM; tensor parallel (``t``) of
-    families with a plan."""
+    families with a plan; pipelines (``p``, ``v``) of decoders that are a chain of layers."""
 
-    layout_letters: ClassVar[frozenset[str]] = frozenset("drct")
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drctpv")
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        super().__init__(config)
+        self._kind = choose_kind(config)
 
     # ---- the three hooks
 
@@ -57,58 +66,101 @@ class FSDPEngine(BaseTrainEngine):
         hf_config = read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
         check_plan(hf_config, self.dims.tp, packed=not self._rows)
+        check_packed(self.dims, packed=not self._rows)
         param_mesh = build_param_mesh(self.dims, self.device.type)
-        self._closers.append(functools.partial(destroy_groups, param_mesh))
-        model = self._build_model(hf_config, param_mesh)
+        self._closers.append(functools.partial(self._close, param_mesh))
+        chunks = self._build_chunks(hf_config, param_mesh)
         cp = self._context_parallel(hf_config)
-        optimizer = self._build_optimizer(model, spec)
-        memory = HostOffload(model, optimizer.inner if optimizer else None, config.offload_dir)
-        weights = FSDPWeights(model)
+        self._tied = TiedGradients(chunks)
+        optimizer = self._build_optimizer(chunks, spec)
+        memory = HostOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
+        weights = FSDPWeights(chunks)
+        experts = experts_of(transformer_layers(chunks.whole))
         parts = EngineParts(
-            model=model,
-            schedule=SequentialSchedule(
-                model,
-                before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
-                # A gathered weight that outlives an optimizer step would be used again, stale.
-                rest=lambda: reshard(model),
-            ),
+            model=chunks,
+            schedule=self._schedule(chunks),
             context_parallel=cp,
             optimizer=optimizer,
-            checkpointer=FSDPCheckpointer(model, optimizer, self, self.control, config.path),
+            checkpointer=FSDPCheckpointer(chunks, optimizer, self, self.control, config.path),
             weights=weights,
             memory=memory,
             zero_grad=memory.discard_grads,
-            vocab_size=model.vocab_size,
+            vocab_size=chunks.whole.vocab_size,
             token_split=self.dims.tp,
-            recover=lambda: _recover(model),
+            recover=lambda: _recover(chunks),
+            before_backward=self._tied.before_backward,
             routing=ExpertRouting(
                 config.moe,
-                self._experts,
+                experts,
                 [cp],
+                stages=self.dims.pp,
                 why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
             ),
         )
         if config.lora is None:
             return parts
-        adapters = AdapterSet(hf_config, adapter_home(model, param_mesh, self.device), config, spec, self.control)
-        attach(model, lambda: adapters.active)
+        adapters = AdapterSet(hf_config, adapter_home(chunks, param_mesh, self.device), config, spec, self.control)
+        attach(chunks, lambda: adapters.active)
         return with_adapters(parts, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
-    ) -> TokenOutputs:
+    ) -> Any:
         parts = self._require_parts()
         inputs = model_inputs(
             mb, parts.context_parallel, outputs, self.config.temperature, rows=self._rows, routing=parts.routing
         )
-        return TokenOutputs(**model(inputs))
+        out = model(inputs, hidden)
+        return out if isinstance(out, Tensor) else TokenOutputs(**out)
 
     def _finalize_grads(self) -> None:
-        """Nothing is owed: every call reduces on its last micro-batch at the latest."""
+        """Every call reduces over data-parallel ranks itself. Stages may still have to sum that of a tied embedding."""
+        self._tied.sum()
+
+    @property
+    def _last_stage(self) -> int:
+        return self._kind.rank_of(self.dims.pp * self.dims.vpp - 1, self.dims.pp)
 
     # ---- what the parts are made of
 
-    def _build_model(self, hf_config: PretrainedConfig, param_mesh: DeviceMesh) -> PackedCausalLM:
+    def _close(self, param_mesh: DeviceMesh) -> None:
+        """Connections close with the last reference to a group: let go of what holds any."""
+        self.__dict__.pop("_tied", None)
+        destroy_groups(param_mesh)
+
+    def _schedule(self, chunks: Chunks) -> Schedule:
+        config = self.config
+        if self.dims.pp > 1:
+            dtype, split = torch_dtype(config.dtype), self.dims.cp * self.dims.tp
+            return PipelineSchedule(chunks, self._kind, self.device, dtype, split)
+        model = chunks[0]
+        return SequentialSchedule(
+            model,
+            before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
+            # A gathered weight that outlives an optimizer step would be used again, stale.
+            rest=lambda: reshard(model),
+        )
+
+    def _build_chunks(self, hf_config: PretrainedConfig, param_mesh: DeviceMesh) -> Chunks:
+        config = self.config
+        whole = self._whole_model(hf_config)
+        chunks = Chunks(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
+        layers = transformer_layers(whole)
+        for stage, chunk in zip(chunks.stages, chunks, strict=True):
+            if experts_of(layers).layers:
+                before = experts_of(layers[: chunks.split.spans[stage].start]).layers
+                watch_routers(transformer_layers(chunk), before)
+            parallelize(chunk, param_mesh, config)
+        device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
+        if config.init_from_scratch:
+            init_weights(chunks, config.seed, device)
+        else:
+            load_weights(chunks, config.path, device)
+        chunks.train()
+        return chunks
+
+    def _whole_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
+        """On the meta device."""
         config = self.config
         options: dict[str, Any] = {} if self._rows else {"attn_implementation": PACKED_ATTENTION}
         if config.dtype == "float64":  # The grouped matrix product has no float64 kernel.
@@ -125,35 +177,33 @@ class FSDPEngine(BaseTrainEngine):
             model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
             if config.lora is not None:
                 model.requires_grad_(False)
-        self._experts = watch_routers(transformer_layers(model))
-        parallelize(model, param_mesh, config)
-        device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
-        if config.init_from_scratch:
-            init_weights(model, config.seed, device)
-        else:
-            load_weights(model, config.path, device)
-        return model.train()
+        return model
 
-    def _build_optimizer(self, model: nn.Module, spec: FinetuneSpec) -> ClippingOptimizer | None:
+    def _build_optimizer(self, chunks: Chunks, spec: FinetuneSpec) -> ClippingOptimizer | None:
         config = self.config.optimizer
-        if config is None:
+        named = chunks.trained()
+        if config is None or not named:
             return None
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if not parameters:
-            return None
+        copies = {id(copy) for copy in chunks.copies()}
+        parameters = [parameter for _, parameter in named]
+        counted = [parameter for parameter in parameters if id(parameter) not in copies]
         return ClippingOptimizer(
-            self._torch_optimizer(parameters, config),
+            self._torch_optimizer(named, config),
             config,
             spec.total_train_steps,
-            global_norm=lambda: grad.global_norm(parameters),
+            global_norm=lambda: grad.global_norm(counted, chunks.group),
             scale_grads=lambda factor: grad.scale(parameters, factor),
         )
 
-    def _torch_optimizer(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    def _torch_optimizer(
+        self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig
+    ) -> torch.optim.Optimizer:
+        names, parameters = zip(*named, strict=True)
         if self.config.fsdp.optimizer_state_dtype == "float32":
             return torch_optimizer(parameters, config)
         return BFloat16AdamW(
             parameters,
+            names=names,
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,

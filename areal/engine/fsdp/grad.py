@@ -40,10 +40,22 @@ def discard_unreduced(module: FSDPModule) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+def accumulate(module: FSDPModule) -> None:
+    """Move new gradients of gathered weights to their sums over micro-batches, as FSDP does after a backward of its own."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
     """L2 norm of all gradients over all ranks, each element counted once; a scalar, equal on every rank.
 
     Squares are summed in float32 (float64 for float64 gradients) per tensor, and in float64 over tensors.
+
+    Args:
+        parameters: of this rank, with none that another pipeline stage counts.
+        stages: the ranks of the pipeline, or ``None``.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -55,6 +67,9 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
         for group in groups:
             dist.all_reduce(squares, group=group)
         total = total.to(squares.device) + squares
+    if stages is not None:
+        total = total.to(parameters[0].device)
+        dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 

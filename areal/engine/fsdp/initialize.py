@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from areal.engine.collect import Box
 from areal.engine.disk_layout import transient_buffers
+from areal.engine.fsdp.chunks import Chunks
 from areal.engine.fsdp.shards import empty_like, local_shard
 from areal.engine.model import PackedCausalLM
 from areal.engine.random_weights import draw
@@ -41,27 +43,31 @@ def materialize(model: PackedCausalLM, device: torch.device) -> None:
             )
 
 
-def init_weights(model: PackedCausalLM, seed: int, device: torch.device) -> None:
+def init_weights(chunks: Chunks, seed: int, device: torch.device) -> None:
     """Materialise a model with random weights, the same on every layout. A value head gets zeros.
 
     Args:
-        model: on the meta device, sharded.
+        chunks: on the meta device, sharded.
         seed: of the weights. The generators of the process are left as they were.
 
     Raises:
         ValueError: transformers does not initialise some parameter of this model.
     """
-    materialize(model, device)
-    shards = {name: local_shard(parameter) for name, parameter in model.hf.named_parameters()}
+    for chunk in chunks:
+        materialize(chunk, device)
+    shards: dict[str, list[tuple[Tensor, Box]]] = {}
+    for name, tensor in chunks.stored():
+        shards.setdefault(name, []).append(local_shard(tensor))
 
     def take(block: dict[str, Tensor]) -> None:
         for name, full in block.items():
-            local, box = shards[name]
-            local.copy_(full[box])
+            for local, box in shards.get(f"hf.{name}", ()):
+                local.copy_(full[box])
 
-    draw(model.hf, seed, take)
-    if model.value_head is not None:
-        local_shard(model.value_head.weight)[0].zero_()
+    draw(chunks.whole.hf, seed, take)
+    for chunk in chunks:
+        if chunk.value_head is not None:
+            local_shard(chunk.value_head.weight)[0].zero_()
 
 
 def _compute_buffers(hf: PreTrainedModel) -> None:

@@ -11,36 +11,38 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from areal.engine.fsdp.chunks import Chunks
 from areal.engine.lora.adapter import Adapter, Home
 from areal.engine.lora.low_rank import Share, TensorParallelRanks
 from areal.engine.lora.plan import decoder_linears
-from areal.engine.model import PackedCausalLM
 from areal.engine.row_collectives import ReduceScatterRows
 
 
-def adapter_home(model: PackedCausalLM, mesh: DeviceMesh, device: torch.device) -> Home:
+def adapter_home(chunks: Chunks, mesh: DeviceMesh, device: torch.device) -> Home:
     """Where adapters of a model can be.
 
     Args:
-        model: sharded over ``mesh``, from :func:`areal.engine.fsdp.parallelize.build_param_mesh`.
+        chunks: sharded over ``mesh``, from :func:`areal.engine.fsdp.parallelize.build_param_mesh`.
     """
-    *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
-    dtype = next(model.parameters()).dtype
-    sites = {name: _share(linear.weight, tp) for name, linear in decoder_linears(model.hf).items()}
+    _, *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
+    dtype = next(chunks.parameters()).dtype
+    linears = {name: linear for chunk in chunks for name, linear in decoder_linears(chunk.hf).items()}
     return Home(
-        sites=sites,
-        keys=frozenset(sites),
+        sites={name: _share(linear.weight, tp) for name, linear in linears.items()},
+        keys=frozenset(decoder_linears(chunks.whole.hf)),
         tp=TensorParallelRanks(tp),
         replicas=[group for group in replicas if group is not None],
         device=device,
         dtype=torch.promote_types(dtype, torch.float32),
+        stages=chunks.group,
     )
 
 
-def attach(model: PackedCausalLM, active: Callable[[], Adapter | None]) -> None:
+def attach(chunks: Chunks, active: Callable[[], Adapter | None]) -> None:
     """Let every linear layer of the decoder add what the active adapter has for it, in place."""
-    for name, linear in decoder_linears(model.hf).items():
-        linear.forward = functools.partial(_forward, linear.forward, name, active)
+    for chunk in chunks:
+        for name, linear in decoder_linears(chunk.hf).items():
+            linear.forward = functools.partial(_forward, linear.forward, name, active)
 
 
 def _forward(inner: Callable[[Tensor], Tensor], name: str, active: Callable[[], Adapter | None], x: Tensor) -> Tensor:

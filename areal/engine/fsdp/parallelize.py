@@ -21,15 +21,16 @@ _mesh_numbers = itertools.count()
 
 
 def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh of a layout for what concerns parameters: an axis of replicas, one of shards, and one of tensor-parallel ranks.
+    """The mesh of a layout for what concerns parameters: an axis of pipeline ranks, one of replicas, one of shards, and one of
+    tensor-parallel ranks.
 
     Context-parallel ranks hold the same parameters and different tokens, so that they shard and reduce like data-parallel ones.
     """
     # DTensor answers from caches in which equal meshes are one: without names of its own, an engine's parameters could be given the
     # mesh, and the closed groups, of an earlier engine of this layout.
     number = next(_mesh_numbers)
-    shape = (dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
-    return make_mesh(device_type, shape, tuple(f"{axis}_{number}" for axis in ("dp_replicate", "dp_shard_cp", "tp")))
+    shape = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
+    return make_mesh(device_type, shape, tuple(f"{axis}_{number}" for axis in ("pp", "dp_replicate", "dp_shard_cp", "tp")))
 
 
 def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
@@ -39,18 +40,21 @@ def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConf
         mesh: from :func:`build_param_mesh`.
     """
     layers = transformer_layers(model)
-    replicas, shards, tp = mesh.mesh_dim_names or ()
+    _, replicas, shards, tp = mesh.mesh_dim_names or ()
     # First the tensors: FSDP shards what is left of each on a rank.
     if mesh[tp].size() > 1:
         split_tensors(model, mesh[tp])
     # Then checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
     recompute_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
     # One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step.
-    shard_mesh = mesh[replicas, shards] if mesh.size(0) > 1 else mesh[shards]
+    shard_mesh = mesh[replicas, shards] if mesh.size(1) > 1 else mesh[shards]
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
         "mesh": shard_mesh,
-        "reshard_after_forward": config.fsdp.reshard_after_forward,
+        # A stage runs several forwards before the first backward: by default its weights stay gathered meanwhile.
+        "reshard_after_forward": config.dims.pp == 1
+        if config.fsdp.reshard_after_forward is None
+        else config.fsdp.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if compute == master else compute,
             reduce_dtype=torch_dtype(config.grad_reduce_dtype),

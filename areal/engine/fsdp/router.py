@@ -15,26 +15,27 @@ ROUTERS = ("Qwen3MoeTopKRouter",)
 """Routers that are known: a softmax over all experts, then the ``top_k`` most likely, normalised where ``norm_topk_prob`` says so."""
 
 
-def watch_routers(layers: Sequence[nn.Module]) -> Experts:
-    """Let the layers of a model take ``routing``, and lend it to their routers for as long as their forward, or that of its recomputation,
-    runs. Before activations are checkpointed, so that what is recomputed has it too.
+def experts_of(layers: Sequence[nn.Module]) -> Experts:
+    """The experts of a model; none where no router is known."""
+    routers: list[Any] = _routers(layers)
+    return Experts(len(routers), routers[0].num_experts, routers[0].top_k) if routers else Experts()
 
-    Returns:
-        The experts of the model; none where no router is known.
+
+def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:
+    """Let layers of a model with experts take ``routing``, and lend it to their routers for as long as their forward, or that of its
+    recomputation, runs. Before activations are checkpointed, so that what is recomputed has it too.
+
+    Args:
+        before: routers in the layers before these.
     """
-    watched: list[_Watched] = []
     for layer in layers:
-        mine = [
-            _Watched(m, len(watched) + i)
-            for i, m in enumerate(x for x in layer.modules() if type(x).__name__ in ROUTERS)
-        ]
-        watched += mine
-    if not watched:
-        return Experts()
-    for layer in layers:
-        routers = [one for one in watched if any(one.router is module for module in layer.modules())]
-        layer.forward = _lending(layer.forward, routers)
-    return Experts(len(watched), watched[0].router.num_experts, watched[0].router.top_k)
+        mine = [_Watched(router, before + i) for i, router in enumerate(_routers([layer]))]
+        before += len(mine)
+        layer.forward = _lending(layer.forward, mine)
+
+
+def _routers(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    return [module for layer in layers for module in layer.modules() if type(module).__name__ in ROUTERS]
 
 
 class _Watched:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PretrainedConfig
 
 from areal.engine.context_parallel import ContextParallel
+from areal.engine.fsdp.split import Absent
 from areal.engine.model import PackedCausalLM
 from areal.engine.row_collectives import GatherRows, ReduceScatterRows
 from areal.utils.distributed import local_part
@@ -181,7 +182,7 @@ def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
     parallel, plan = TensorParallel(mesh), PLANS[model.hf.config.model_type]
     for name, module in model.hf.named_modules():
         for pattern, kind in plan.items():
-            if fnmatch.fnmatchcase(name, pattern):
+            if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, Absent):
                 kind(parallel, module)
     if model.value_head is not None:
         parallel.same(model.value_head)
