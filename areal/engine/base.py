@@ -65,17 +65,13 @@ class BaseTrainEngine(EngineState):
     def _finalize_grads(self) -> None:
         """The gradient reduction still owed. Called once, from ``optimizer_step`` or ``named_gradients``."""
 
-    @property
-    def _last_stage(self) -> int:
-        """The pipeline rank that has the last stage."""
-        return self.dims.pp - 1
-
     # ---- life
 
     def __init__(self, config: TrainEngineConfig) -> None:
         self.config = config
         self.dims = config.dims
         self.dims.check_supported(self.layout_letters)
+        self._last_stage = self.dims.pp - 1  # the pipeline rank that has it
         self.version = 0
         self.device = platform.current_device()
         self.mesh: DeviceMesh

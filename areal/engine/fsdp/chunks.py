@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,28 +21,44 @@ class Chunks(nn.ModuleList):
     to the embedding, the last stage has a copy of it.
 
     Args:
-        whole: on the meta device. pipeline: its ranks.
-
-    Attributes:
-        whole: the whole model, with no values.
+        parts: of this rank, by stage.
+        whole: the model that they are parts of; its values are not looked at.
+        rank: in the pipeline. group: the pipeline's ranks, or ``None``.
     """
 
-    def __init__(self, whole: PackedCausalLM, split: Split, pipeline: DeviceMesh) -> None:
-        self.stages = split.stages_of(pipeline.get_local_rank())
-        super().__init__(part_of(whole, split, stage) for stage in self.stages)
-        self._unlisted = (whole,)  # a module's own modules are parts of it
-        self.split = split
-        self.rank = pipeline.get_local_rank()
-        self.group: dist.ProcessGroup | None = pipeline.get_group() if pipeline.size() > 1 else None
+    def __init__(
+        self,
+        parts: Mapping[int, PackedCausalLM],
+        whole: PackedCausalLM,
+        split: Split,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(parts.values())
+        self._whole = (whole,)  # in a tuple: a module's own modules are parts of it
+        self.stages = list(parts)
+        self.split, self.rank, self.group = split, rank, group
         first: dict[int, str] = {}
         self._first_names = {
             name: first.setdefault(id(parameter), name)
             for name, parameter in whole.named_parameters(remove_duplicate=False)
         }
 
+    @classmethod
+    def cut(cls, whole: PackedCausalLM, split: Split, pipeline: DeviceMesh) -> Chunks:
+        """This rank's part of a model on the meta device."""
+        rank = pipeline.get_local_rank()
+        parts = {stage: part_of(whole, split, stage) for stage in split.stages_of(rank)}
+        return cls(parts, whole, split, rank, pipeline.get_group() if pipeline.size() > 1 else None)
+
+    @classmethod
+    def of(cls, model: PackedCausalLM) -> Chunks:
+        """A model that is all here."""
+        return cls({0: model}, model, Split.none())
+
     @property
     def whole(self) -> PackedCausalLM:
-        return self._unlisted[0]
+        return self._whole[0]
 
     def __iter__(self) -> Iterator[PackedCausalLM]:  # type: ignore[override]
         return super().__iter__()  # type: ignore[return-value]

@@ -122,8 +122,6 @@ def read_optimizer(
     optimizer.load_state_dict(content)
 
 
-def _optimized(
-    stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
-) -> list[tuple[str, Tensor]]:
+def _optimized(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [(name, tensor) for name, tensor in stored if id(tensor) in known]

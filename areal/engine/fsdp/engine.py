@@ -58,6 +58,7 @@ class FSDPEngine(BaseTrainEngine):
     def __init__(self, config: TrainEngineConfig) -> None:
         super().__init__(config)
         self._kind = choose_kind(config)
+        self._last_stage = self._kind.rank_of(self.dims.pp * self.dims.vpp - 1, self.dims.pp)
 
     # ---- the three hooks
 
@@ -117,10 +118,6 @@ class FSDPEngine(BaseTrainEngine):
         """Every call reduces over data-parallel ranks itself. Stages may still have to sum that of a tied embedding."""
         self._tied.sum()
 
-    @property
-    def _last_stage(self) -> int:
-        return self._kind.rank_of(self.dims.pp * self.dims.vpp - 1, self.dims.pp)
-
     # ---- what the parts are made of
 
     def _close(self, param_mesh: DeviceMesh) -> None:
@@ -144,7 +141,7 @@ class FSDPEngine(BaseTrainEngine):
     def _build_chunks(self, hf_config: PretrainedConfig, param_mesh: DeviceMesh) -> Chunks:
         config = self.config
         whole = self._whole_model(hf_config)
-        chunks = Chunks(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
+        chunks = Chunks.cut(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
         layers = transformer_layers(whole)
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if experts_of(layers).layers:
@@ -195,9 +192,7 @@ class FSDPEngine(BaseTrainEngine):
             scale_grads=lambda factor: grad.scale(parameters, factor),
         )
 
-    def _torch_optimizer(
-        self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig
-    ) -> torch.optim.Optimizer:
+    def _torch_optimizer(self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
         names, parameters = zip(*named, strict=True)
         if self.config.fsdp.optimizer_state_dtype == "float32":
             return torch_optimizer(parameters, config)

@@ -30,7 +30,9 @@ def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     # mesh, and the closed groups, of an earlier engine of this layout.
     number = next(_mesh_numbers)
     shape = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
-    return make_mesh(device_type, shape, tuple(f"{axis}_{number}" for axis in ("pp", "dp_replicate", "dp_shard_cp", "tp")))
+    return make_mesh(
+        device_type, shape, tuple(f"{axis}_{number}" for axis in ("pp", "dp_replicate", "dp_shard_cp", "tp"))
+    )
 
 
 def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig) -> None:

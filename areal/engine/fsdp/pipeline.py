@@ -119,6 +119,9 @@ class _Stage(PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was tried out. Torch would drop the gradients of earlier calls here."""
+
     # In a forward alone, a stage has nothing to hand to the one before it on the same rank.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:

@@ -71,12 +71,16 @@ def choose_kind(config: TrainEngineConfig) -> Kind:
     if dims.pp == 1:
         if fsdp.pipeline_schedule is not None or dims.vpp > 1:
             given = f"fsdp.pipeline_schedule = {kind.name!r}" if fsdp.pipeline_schedule else f"v{dims.vpp}"
-            raise ValueError(f"{given} with backend = '{dims}': a schedule is for pipelines; add p to the layout, or leave it out")
+            raise ValueError(
+                f"{given} with backend = '{dims}': a schedule is for pipelines; add p to the layout, or leave it out"
+            )
         return kind
     fits = {"one": dims.vpp == 1, "two": dims.vpp == 2, "several": dims.vpp > 1}[kind.chunks]
     if not fits:
         needs = {"one": "no v", "two": "v2", "several": "v2 or more"}[kind.chunks]
-        raise ValueError(f"fsdp.pipeline_schedule = {kind.name!r} with backend = '{dims}': it needs {needs} in the layout")
+        raise ValueError(
+            f"fsdp.pipeline_schedule = {kind.name!r} with backend = '{dims}': it needs {needs} in the layout"
+        )
     apart = f"fsdp.pipeline_schedule = {kind.name!r} computes gradients of weights apart from those of inputs, which"
     if kind.zero_bubble and fsdp.reshard_after_forward:
         raise ValueError(f"{apart} needs gathered weights: leave fsdp.reshard_after_forward out")

@@ -45,13 +45,18 @@ class Split:
     """How a model is spread over the stages of a pipeline. The first has the embedding too, the last the norm and the heads.
 
     Attributes:
-        spans: layers of each stage. ranks: pipeline rank of each stage.
+        spans: layers of each stage, where there are several. ranks: pipeline rank of each stage.
         decoder: the parts of the model; ``None`` where there is one stage.
     """
 
     spans: tuple[range, ...]
     ranks: tuple[int, ...]
     decoder: Decoder | None = None
+
+    @classmethod
+    def none(cls) -> Split:
+        """One stage has everything."""
+        return cls((range(0),), (0,))
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a pipeline rank holds, in order."""
@@ -87,7 +92,7 @@ def plan_split(whole: PackedCausalLM, dims: ParallelDims, kind: Kind, config: FS
             f"{layers} layers of the model"
         )
     if stages == 1:
-        return Split((range(layers),), (0,))
+        return Split.none()
     if layers < stages:
         raise ValueError(
             f"backend = '{dims}' has {stages} stages, and the model {layers} layers: every stage needs one; choose a smaller p or v"
@@ -130,7 +135,9 @@ def find_decoder(hf: PreTrainedModel) -> Decoder:
     ]
     if len(lists) != 1 or len(others) != 1:
         raise ValueError(
-            _refusal(hf, f"has lists of layers {lists} and {others} beside its embedding, instead of one list and one norm")
+            _refusal(
+                hf, f"has lists of layers {lists} and {others} beside its embedding, instead of one list and one norm"
+            )
         )
     name = next(name for name, module in hf.named_modules() if module is decoder)
     return Decoder(name, lists[0], others[0])

@@ -35,7 +35,7 @@ def test_reads_streams_and_saves_what_transformers_wrote(backend: str, family: s
         assert same_bits(weights_of(engine), on_disk)
         engine.save(SaveLoadMeta(tmp_path / "saved"))
         assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), on_disk)
-        model: Any = engine._parts.model
+        model: Any = engine._parts.model[0]
         assert all(isinstance(p, DTensor) and "tp" in str(p.device_mesh.mesh_dim_names) for p in model.parameters())
         assert (model.hf.lm_head.weight is model.hf.model.embed_tokens.weight) == (family == "qwen3_tied")
         held = sum(local_shard(p)[0].numel() for p in model.parameters() if p.dim() == 2)

@@ -16,4 +16,4 @@ def test_what_an_engine_has_not_is_left_open() -> None:
         line.split("|")[1].strip(): line.split("|")[3:-1] for line in layout_table(["fsdp", "megatron"]).splitlines()
     }
     assert [cell.strip() for cell in rows["`r`"]] == ["yes", ""]
-    assert [cell.strip() for cell in rows["`p`"]] == ["", "yes"]
+    assert [cell.strip() for cell in rows["`p`"]] == ["yes", "yes"]
