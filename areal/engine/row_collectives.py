@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of rows, each the other's gradient."""
+"""All-gather and reduce-scatter of rows, each the other's gradient, and all-to-all, its own."""
 
 from __future__ import annotations
 
@@ -53,3 +53,28 @@ class ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return all_gather_rows(grads[0], ctx.group), None
+
+
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows that the ranks send to this one, end to end. Not differentiable.
+
+    Args:
+        x: what this rank sends, end to end. sent, received: how many rows, by rank.
+    """
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+class ExchangeRows(torch.autograd.Function):
+    """All-to-all of rows, whose gradients go back the way they came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way, ctx.group = (sent, received), group
+        return exchange_rows(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        sent, received = ctx.way
+        return exchange_rows(grads[0], received, sent, ctx.group), None, None, None

@@ -24,9 +24,10 @@ from areal.engine.fsdp import grad
 from areal.engine.fsdp.bf16_adamw import BFloat16AdamW
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.chunks import Chunks
+from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import adapter_home, attach
 from areal.engine.fsdp.memory import HostOffload
-from areal.engine.fsdp.parallelize import build_param_mesh, parallelize, transformer_layers
+from areal.engine.fsdp.parallelize import build_expert_mesh, build_param_mesh, parallelize, transformer_layers
 from areal.engine.fsdp.pipeline import PipelineSchedule
 from areal.engine.fsdp.router import ROUTERS, experts_of, watch_routers
 from areal.engine.fsdp.schedules import check_packed, choose_kind
@@ -51,9 +52,10 @@ logger = logging.getLogger(__name__)
 
 class FSDPEngine(BaseTrainEngine):
     """Data (``d``), replicated data (``r``) and context parallel (``c``) training of any Hugging Face causal LM; tensor parallel (``t``) of
-    families with a plan; pipelines (``p``, ``v``) of decoders that are a chain of layers."""
+    families with a plan; pipelines (``p``, ``v``) of decoders that are a chain of layers; experts
+    spread over ranks (``e``)."""
 
-    layout_letters: ClassVar[frozenset[str]] = frozenset("drctpv")
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drctpve")
 
     def __init__(self, config: TrainEngineConfig) -> None:
         super().__init__(config)
@@ -70,7 +72,10 @@ class FSDPEngine(BaseTrainEngine):
         check_packed(self.dims, packed=not self._rows)
         param_mesh = build_param_mesh(self.dims, self.device.type)
         self._closers.append(functools.partial(self._close, param_mesh))
-        chunks = self._build_chunks(hf_config, param_mesh)
+        expert_mesh = build_expert_mesh(self.dims, self.device.type) if self.dims.ep > 1 else None
+        if expert_mesh is not None:
+            self._closers.append(functools.partial(destroy_groups, expert_mesh))
+        chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
         cp = self._context_parallel(hf_config)
         self._tied = TiedGradients(chunks)
         optimizer = self._build_optimizer(chunks, spec)
@@ -138,16 +143,19 @@ class FSDPEngine(BaseTrainEngine):
             rest=lambda: reshard(model),
         )
 
-    def _build_chunks(self, hf_config: PretrainedConfig, param_mesh: DeviceMesh) -> Chunks:
+    def _build_chunks(
+        self, hf_config: PretrainedConfig, param_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+    ) -> Chunks:
         config = self.config
         whole = self._whole_model(hf_config)
+        check_experts(hf_config, whole, self.dims)
         chunks = Chunks.cut(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
         layers = transformer_layers(whole)
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if experts_of(layers).layers:
                 before = experts_of(layers[: chunks.split.spans[stage].start]).layers
                 watch_routers(transformer_layers(chunk), before)
-            parallelize(chunk, param_mesh, config)
+            parallelize(chunk, param_mesh, config, expert_mesh)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
             init_weights(chunks, config.seed, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
+from areal.engine.fsdp.expert_parallel import spread_experts, stacked_experts
 from areal.engine.fsdp.recompute import recompute_layers
 from areal.engine.fsdp.tensor_parallel import split_tensors
 from areal.engine.model import PackedCausalLM
@@ -35,24 +38,34 @@ def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     )
 
 
-def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig) -> None:
+def build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+    """The mesh for the weights of experts, whose shards are of a part of the experts: axes for pipeline ranks, replicas, shards of the
+    same experts, and ranks that share the experts.
+    """
+    number = next(_mesh_numbers)
+    shape = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp // dims.ep, dims.ep)
+    return make_mesh(device_type, shape, tuple(f"{axis}_{number}" for axis in ("pp", "dp_replicate", "edp", "ep")))
+
+
+def parallelize(
+    model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConfig, expert_mesh: DeviceMesh | None = None
+) -> None:
     """Split tensors, checkpoint activations and shard parameters, in place. The model may be on the meta device.
 
     Args:
-        mesh: from :func:`build_param_mesh`.
+        mesh: from :func:`build_param_mesh`. expert_mesh: from :func:`build_expert_mesh`, where experts are spread over ranks.
     """
     layers = transformer_layers(model)
-    _, replicas, shards, tp = mesh.mesh_dim_names or ()
+    *_, tp = mesh.mesh_dim_names or ()
     # First the tensors: FSDP shards what is left of each on a rank.
     if mesh[tp].size() > 1:
         split_tensors(model, mesh[tp])
+    if expert_mesh is not None:
+        spread_experts(model, expert_mesh[(expert_mesh.mesh_dim_names or ())[3]])
     # Then checkpointing: it acts in a layer's own forward, inside the hooks that gather the layer's parameters.
     recompute_layers(layers, config.activation_checkpointing, config.fsdp.checkpointed_share)
-    # One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step.
-    shard_mesh = mesh[replicas, shards] if mesh.size(1) > 1 else mesh[shards]
     compute, master = torch_dtype(config.dtype), torch_dtype(config.master_dtype)
     options: dict[str, Any] = {
-        "mesh": shard_mesh,
         # A stage runs several forwards before the first backward: by default its weights stay gathered meanwhile.
         "reshard_after_forward": config.dims.pp == 1
         if config.fsdp.reshard_after_forward is None
@@ -68,16 +81,31 @@ def parallelize(model: PackedCausalLM, mesh: DeviceMesh, config: TrainEngineConf
         if config.fsdp.cpu_offload
         else OffloadPolicy(),
     }
+    if expert_mesh is not None:
+        for experts in stacked_experts(model):
+            # By rows of each expert: the experts themselves are spread already.
+            rows = functools.partial(_along, 1)
+            fully_shard(experts, mesh=_shard_mesh(expert_mesh), shard_placement_fn=rows, **options)
     # Layers before the root: what no layer claims (embedding, last norm, heads) becomes the root's group, which stays
     # gathered from the first use to the last, so that tied embeddings share one gathered weight.
     for layer in layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **{**options, "reshard_after_forward": False})
+        fully_shard(layer, mesh=_shard_mesh(mesh), **options)
+    fully_shard(model, mesh=_shard_mesh(mesh), **{**options, "reshard_after_forward": False})
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums over ranks. Gloo has no pre-multiplied sum, so the reduction itself is asked to be a plain one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """One replica needs no replicate axis: a one-dimensional mesh spares every reduction a second step."""
+    _, replicas, shards, _ = mesh.mesh_dim_names or ()
+    return mesh[replicas, shards] if mesh.size(1) > 1 else mesh[shards]
+
+
+def _along(dim: int, parameter: nn.Parameter) -> Shard:
+    return Shard(dim)
 
 
 def transformer_layers(model: PackedCausalLM) -> list[nn.Module]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from areal.api.config import ActivationCheckpointing
 
@@ -41,11 +42,30 @@ def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, 
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = _contexts
     for number, layer in enumerate(layers):
         if int((number + 1) * share) > int(number * share):
             layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
-def _policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    forward, again = create_selective_checkpoint_contexts(list(KEPT))
+    return _KeptOnly(forward), _KeptOnly(again)
+
+
+class _KeptOnly(TorchDispatchMode):
+    """Shows a mode only what is kept. Of other operations there may be more the second time: FSDP gathers the weights of a module within the
+    layer in its hooks, if they are not there."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in KEPT:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,26 @@ from torch import Tensor, nn
 
 from areal.engine.moe import Experts, Routing
 
-ROUTERS = ("Qwen3MoeTopKRouter",)
-"""Routers that are known: a softmax over all experts, then the ``top_k`` most likely, normalised where ``norm_topk_prob`` says so."""
+
+def _softmax_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = F.softmax(logits, dtype=torch.float32, dim=-1).gather(1, experts)
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype)
+
+
+def _sigmoid_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.sigmoid().gather(1, experts)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.routed_scaling_factor
+
+
+ROUTERS: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "Qwen3MoeTopKRouter": _softmax_weights,
+    "DeepseekV3TopkRouter": _sigmoid_weights,
+}
+"""Routers that are known, which give logits, weights and experts; and the weights that they give experts which they did not choose."""
 
 
 def experts_of(layers: Sequence[nn.Module]) -> Experts:
@@ -55,15 +73,12 @@ class _Watched:
             return out
         logits, weights, experts = out
         replayed = self.routing.replayed(self._number)
-        if replayed is not None:
-            experts, weights = replayed, self._weights(logits, replayed)
+        if replayed is None:
+            best = out[1].argsort(-1, descending=True)
+            weights, experts = out[1].gather(1, best), out[2].gather(1, best)
+        else:
+            weights, experts = ROUTERS[type(router).__name__](router, logits, replayed), replayed
         return logits, self.routing.watch(self._number, logits, experts, weights), experts
-
-    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
-        weights = F.softmax(logits, dtype=torch.float32, dim=-1).gather(1, experts)
-        if self.router.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(logits.dtype)
 
 
 def _lending(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Callable[..., Any]:
