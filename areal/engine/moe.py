@@ -34,11 +34,13 @@ class Experts:
 
     Attributes:
         layers: that have experts. number: experts in each of them. per_token: experts that a token goes to.
+        sigmoid: routers score experts by sigmoids, not by a softmax.
     """
 
     layers: int = 0
     number: int = 0
     per_token: int = 0
+    sigmoid: bool = False
 
 
 class Tally:
@@ -47,13 +49,15 @@ class Tally:
     Args:
         coefficients: of the terms that are wanted.
         scales: term -> what its sum over layers and sequences (or tokens) is multiplied by in the loss.
-        statistics: count the tokens of each expert.
+        statistics: count the tokens of each expert. sigmoid: of :class:`Experts`.
     """
 
-    def __init__(self, coefficients: Mapping[str, float], scales: Mapping[str, float], *, statistics: bool) -> None:
+    def __init__(
+        self, coefficients: Mapping[str, float], scales: Mapping[str, float], *, statistics: bool, sigmoid: bool = False
+    ) -> None:
         self._coefficients = coefficients
         self._scales = scales
-        self._statistics = statistics
+        self._statistics, self._sigmoid = statistics, sigmoid
         self._found: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def add(self, mb: MicroBatch, layer: int, logits: Tensor, experts: Tensor) -> Tensor | None:
@@ -68,7 +72,7 @@ class Tally:
         assigned = assignments(experts, logits.shape[-1])
         found: dict[str, Tensor] = {}
         if AUX_LOSS in self._coefficients:
-            found[AUX_LOSS] = balance_loss(logits, assigned, mb.cu_seqlens)
+            found[AUX_LOSS] = balance_loss(logits, assigned, mb.cu_seqlens, sigmoid=self._sigmoid)
         if Z_LOSS in self._coefficients:
             found[Z_LOSS] = router_z_loss(logits)
         total = torch.stack([self._scales[name] * value for name, value in found.items()]).sum() if found else None
@@ -262,7 +266,7 @@ class ExpertRouting:
             divisors: of the terms. scale: of the whole loss, and what the schedule's gradients are to be multiplied by.
         """
         scales = {name: factor * scale / divisors[name] for name, factor in self._coefficients.items()}
-        tally = Tally(self._coefficients, scales, statistics=self._statistics)
+        tally = Tally(self._coefficients, scales, statistics=self._statistics, sigmoid=self._experts.sigmoid)
         self._tally = tally if self._coefficients or self._statistics else None
         try:
             yield tally

@@ -20,7 +20,7 @@ def assignments(experts: Tensor, number: int) -> Tensor:
     return (experts[..., None] == torch.arange(number, device=experts.device)).any(1)
 
 
-def balance_loss(logits: Tensor, assigned: Tensor, cu_seqlens: Tensor) -> Tensor:
+def balance_loss(logits: Tensor, assigned: Tensor, cu_seqlens: Tensor, *, sigmoid: bool = False) -> Tensor:
     """The load-balancing loss of one layer, summed over sequences.
 
     Of a sequence it is ``E * sum_e f_e * P_e``, where ``f_e`` is the share of its ``T * K`` assignments that go to expert ``e``, without a
@@ -29,11 +29,13 @@ def balance_loss(logits: Tensor, assigned: Tensor, cu_seqlens: Tensor) -> Tensor
 
     Args:
         logits: of the router, ``[T, E]``. assigned: bool ``[T, E]``. cu_seqlens: int32 ``[n + 1]``.
+        sigmoid: probabilities are the sigmoids of a token's logits over their sum, instead of their softmax.
 
     Returns:
         A scalar, float32 or the wider dtype of ``logits``.
     """
-    probabilities = _wide(logits).softmax(-1)
+    wide = _wide(logits)
+    probabilities = wide.sigmoid() / wide.sigmoid().sum(-1, keepdim=True) if sigmoid else wide.softmax(-1)
     share = segment_mean(assigned.to(probabilities.dtype), cu_seqlens)
     share = share / share.sum(-1, keepdim=True)
     return logits.shape[-1] * (share * segment_mean(probabilities, cu_seqlens)).sum()

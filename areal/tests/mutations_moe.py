@@ -55,7 +55,7 @@ def fillers_balanced(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.moe:Routing._whole", BALANCING.format("fsdp:c2-*-cut"))
+@mutant("areal.engine.moe:Routing._whole", BALANCING.format("fsdp:c2-*"))
 def balanced_by_ranks_own_tokens(right: Function) -> Function:
     """Each context-parallel rank balances as if the tokens of the whole micro-batch were copies of its own."""
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import areal.tests.mutations
 import areal.tests.mutations_lora
 import areal.tests.mutations_moe
+import areal.tests.mutations_pipeline
 import areal.tests.mutations_tensor_parallel
 from areal.tests.planting import MUTANTS, plant
 

@@ -36,7 +36,10 @@ ROUTERS: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 def experts_of(layers: Sequence[nn.Module]) -> Experts:
     """The experts of a model; none where no router is known."""
     routers: list[Any] = _routers(layers)
-    return Experts(len(routers), routers[0].num_experts, routers[0].top_k) if routers else Experts()
+    if not routers:
+        return Experts()
+    sigmoid = ROUTERS[type(routers[0]).__name__] is _sigmoid_weights
+    return Experts(len(routers), routers[0].num_experts, routers[0].top_k, sigmoid)
 
 
 def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:

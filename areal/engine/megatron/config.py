@@ -97,11 +97,6 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
             f"backend = '{dims}': t{dims.expert_tp} of the experts does not divide moe_intermediate_size = "
             f"{hf.moe_intermediate_size}; write '(attn:…|ffn:…)' with a smaller t on the ffn side"
         )
-    if hf.model_type in LATENT and config.moe.aux_loss:
-        raise ValueError(
-            f"moe.aux_loss = {config.moe.aux_loss}: it balances routers with a softmax, and those of a {hf.model_type!r} have a sigmoid; "
-            "leave it out"
-        )
     _check_stages(hf.num_hidden_layers, dims, config)
 
 

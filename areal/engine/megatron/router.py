@@ -23,7 +23,8 @@ def experts_of(config: TransformerConfig) -> Experts:
     """The experts of the whole model."""
     if config.num_moe_experts is None:
         return Experts()
-    return Experts(sum(_sparse(config)), config.num_moe_experts, config.moe_router_topk)
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    return Experts(sum(_sparse(config)), config.num_moe_experts, config.moe_router_topk, sigmoid)
 
 
 def _sparse(config: TransformerConfig) -> list[int]:

@@ -76,7 +76,6 @@ def test_the_bias_of_a_router_is_a_weight_that_no_step_changes(dtype: str, world
         ({"rope_interleave": False}, {}, "rope_interleave = False"),
         ({"norm_topk_prob": False}, {}, "norm_topk_prob = False"),
         ({"n_group": 4, "topk_group": 2}, {}, "topk_group = 2"),
-        ({}, {"moe": {"aux_loss": 0.1}}, r"moe.aux_loss = 0.1"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -13,19 +10,16 @@ import torch
 from torch import Tensor
 
 from areal.api import OptimizerConfig, ParallelDims
-from areal.engine.moe_terms import AUX_LOSS, Z_LOSS
+from areal.engine.moe_terms import AUX_LOSS
 from areal.tests.cases import CASES, as_input, rows, samples, share
 from areal.tests.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.layouts import Cell, Layout
-from areal.tests.lift import float64_everywhere
 from areal.tests.losses import OBJECTIVES
-from areal.tests.reference import Reference, one_sequence
-from areal.tests.running import Running, running
+from areal.tests.moe_by_hand import SHAPES, TOLERANCE, assert_terms, by_hand, recorded, with_replay
+from areal.tests.running import running
 from areal.tests.tiny import family_dir, started
-from areal.tests.world import cached, world
+from areal.tests.world import world
 
-TOLERANCE = 1e-10
-COEFFICIENTS = {AUX_LOSS: 0.5, Z_LOSS: 0.25}
 MOE = {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}
 
 LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
@@ -34,6 +28,8 @@ LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
         ("fsdp:d2", ""),
         ("fsdp:c2", "ulysses"),
         ("fsdp:c2", "gather_kv"),
+        ("fsdp:e2", ""),
+        ("fsdp:p2", ""),
         ("megatron:d2", ""),
         ("megatron:t2", ""),
         ("megatron:e2", ""),
@@ -45,6 +41,8 @@ LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
     ),
     4: (
         ("fsdp:d2c2", "gather_kv"),
+        ("fsdp:d2e2", ""),
+        ("fsdp:e2p2", ""),
         ("megatron:e2t2", ""),
         ("megatron:c2p2", "gather_kv"),
         ("megatron:t2c2", "gather_kv"),
@@ -76,122 +74,6 @@ def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int) -> list[Any]:
                 cell = Cell(layout(backend, how), "qwen3_moe", "nll", case, cut, options)
                 found.append(pytest.param(cell, id=f"{backend}-{how}-{name}", marks=pytest.mark.world(size)))
     return found
-
-
-# ---- by hand
-
-
-@dataclass
-class ByHand:
-    """One global batch through transformers' own model.
-
-    Attributes:
-        loss: undivided sums of the loss and of the balancing losses. weight: of the loss.
-        experts: of each sequence, ``[S, L, K]``. load: tokens of each expert, ``[L, E]``. logprobs: of each sequence.
-    """
-
-    loss: dict[str, float]
-    divisors: dict[str, float]
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    experts: list[Tensor] = field(default_factory=list)
-    load: Tensor = field(default_factory=lambda: torch.zeros(0))
-    logprobs: list[Tensor] = field(default_factory=list)
-
-    @property
-    def grad_norm(self) -> float:
-        return sum(x.square().sum().item() for x in self.gradients.values()) ** 0.5
-
-
-def by_hand(
-    cell: Cell, *, divide_by: float | None = None, loss_weight: float = 1.0, replay: list[Tensor] | None = None
-) -> ByHand:
-    """The step of a cell's global batch."""
-
-    def compute() -> ByHand:
-        reference, objective = Reference(cell.path, temperature=cell.case.temperature), cell.objective
-        batch = samples(cell.case)
-        lengths = [len(sample["input_ids"]) for sample in batch]
-        weight = sum(float(objective.weight_fn(one_sequence(sample))) for sample in batch)
-        divisors = {"loss": weight, AUX_LOSS: float(len(batch)), Z_LOSS: float(sum(lengths))}
-        factors = {"loss": 1.0, **COEFFICIENTS}
-        found = ByHand(dict.fromkeys(divisors, 0.0), divisors)
-        for i, sample in enumerate(batch):
-            with routers(reference, None if replay is None else replay[i]) as seen, float64_everywhere():
-                outputs = reference.outputs(sample)
-                terms = {
-                    "loss": objective.loss_fn(outputs, one_sequence(sample))[0],
-                    AUX_LOSS: torch.tensor(0.0),
-                    Z_LOSS: torch.tensor(0.0),
-                }
-                for logits, experts in seen:
-                    tokens, chosen = experts.shape
-                    share_of = torch.zeros(logits.shape[1], dtype=torch.float64)
-                    for token in experts:
-                        for expert in token:
-                            share_of[expert] += 1 / (tokens * chosen)
-                    mean = torch.softmax(logits, -1).mean(0)
-                    terms[AUX_LOSS] = terms[AUX_LOSS] + logits.shape[1] * (share_of * mean).sum()
-                    terms[Z_LOSS] = terms[Z_LOSS] + (logits.exp().sum(-1).log() ** 2).sum()
-                total = sum(
-                    factors[name] * loss_weight * term / (divisors[name] if divide_by is None else divide_by)
-                    for name, term in terms.items()
-                )
-                total.backward()
-            for name, term in terms.items():
-                found.loss[name] += factors[name] * term.item()
-            found.experts.append(torch.stack([experts for _, experts in seen], 1))
-            found.logprobs.append(outputs.logprobs.detach())
-        every = torch.cat(found.experts)
-        found.load = torch.nn.functional.one_hot(every, 4).sum((0, 2)).double()
-        found.gradients = dict(reference.named_gradients())
-        return found
-
-    return cached(
-        "moe", (cell.path, cell.case_name, cell.objective_name, divide_by, loss_weight, replay is not None), compute
-    )
-
-
-@contextlib.contextmanager
-def routers(reference: Reference, replay: Tensor | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The logits and the experts of each router of the next forward, in order; ``replay`` ``[S, L, K]`` decides the experts."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def hook(router: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, experts = out
-        if replay is not None:
-            experts = replay[:, len(seen)]
-            chosen = torch.stack([torch.softmax(row, -1)[ids] for row, ids in zip(logits, experts, strict=True)])
-            weights = chosen / chosen.sum(-1, keepdim=True)
-        seen.append((logits, experts))
-        return logits, weights, experts
-
-    hooks = [
-        m.register_forward_hook(hook) for m in reference.model.modules() if type(m).__name__.endswith("TopKRouter")
-    ]
-    yield seen
-    for handle in hooks:
-        handle.remove()
-
-
-def recorded(lengths: tuple[int, ...], layers: int = 2) -> list[Tensor]:
-    """Two of four experts for each token and layer, by chance."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.rand(length, layers, 4, generator=generator).argsort(-1)[..., :2] for length in lengths]
-
-
-def with_replay(run: Running, experts: list[Tensor]) -> Any:
-    """This rank's part of the batch, with the experts that its tokens must go to."""
-    batch = [{**sample, "routed_experts": experts[i].int()} for i, sample in enumerate(run.samples())]
-    return as_input([batch[i] for i in run.mine], run.cell.case.form)
-
-
-def assert_terms(step: Any, expected: ByHand, divide_by: float | None = None, loss_weight: float = 1.0) -> None:
-    terms = {
-        name: loss_weight * value / (expected.divisors[name] if divide_by is None else divide_by)
-        for name, value in expected.loss.items()
-    }
-    assert step.terms == pytest.approx(terms, rel=TOLERANCE)
-    assert step.loss == pytest.approx(sum(terms.values()), rel=TOLERANCE)
 
 
 # ---- terms
@@ -307,6 +189,35 @@ def test_routing_is_recorded(cell: Cell) -> None:
         replayed = recorded(cell.case.lengths)
         again = rows(run.engine.forward_batch(with_replay(run, replayed), outputs=("routed_experts",)), lengths)
         assert all(torch.equal(row, replayed[i]) for row, i in zip(again, run.mine, strict=True))
+
+
+SIGMOID = ["fsdp:d1", "fsdp:e2", "fsdp:p2", "megatron:d1", "megatron:e2"]
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=pytest.mark.world(ParallelDims.parse(b).world_size)) for b in SIGMOID]
+)
+def test_routers_of_deepseek_are_watched_too(backend: str) -> None:
+    """Sigmoid scores, groups of experts and a bias for the choice: terms, replay and recording."""
+    cell = Cell(layout(backend), "deepseek_v3", "nll", "ragged", "tokens24")
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    experts = recorded(cell.case.lengths, *SHAPES["deepseek_v3"])
+    with running(cell) as run:
+        expected, lengths = by_hand(cell), [cell.case.lengths[i] for i in run.mine]
+        step = run.engine.forward_backward(run.batch(), *call)
+        assert_terms(step, expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+        assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
+        run.engine.zero_grad()
+
+        replayed = by_hand(cell, replay=experts)
+        assert abs(replayed.loss["loss"] - expected.loss["loss"]) > 1e-3, "replay must show"
+        assert_terms(run.engine.forward_backward(with_replay(run, experts), *call), replayed)
+        assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
+        if "p2" not in backend:
+            found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+            for row, i in zip(rows(found, lengths), run.mine, strict=True):
+                assert torch.equal(row.sort(-1).values, expected.experts[i].sort(-1).values)
 
 
 @pytest.mark.world(2)
