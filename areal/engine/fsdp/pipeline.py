@@ -122,6 +122,9 @@ class _Stage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was tried out. Torch would drop the gradients of earlier calls here."""
 
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Of torch before 2.13, which expects hidden states of the last stage too."""
+
     # In a forward alone, a stage has nothing to hand to the one before it on the same rank.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
