@@ -42,10 +42,11 @@ demo-short: $(MODEL) ## A little of both.
 	$(RUN) 2 examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
 	  --plain --system "" --steps 1 --groups 4 --group-size 4 --eval-size 32
 
-demo-layouts: $(MODEL) $(VENV)/.test ## Data, context and tensor parallel and a Megatron pipeline, in float32: the same losses.
+demo-layouts: $(MODEL) $(VENV)/.test ## Data, context, tensor and pipeline parallel, and a Megatron pipeline, in float32: the same losses.
 	$(RUN) 2 $(CURVE) --backend fsdp:d2 --output runs/demo-d2
 	$(RUN) 2 $(CURVE) --backend fsdp:c2 --output runs/demo-c2 $(SAME)
 	$(RUN) 3 $(CURVE) --backend fsdp:t3 --output runs/demo-t3 $(SAME)
+	$(RUN) 2 $(CURVE) --backend fsdp:p2 --output runs/demo-fsdp-p2 $(SAME)
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
 test: $(VENV)/.test ## Run the tests.

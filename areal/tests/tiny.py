@@ -34,10 +34,13 @@ Sample = dict[str, Tensor]
 
 LAYOUTS = {
     1: ("fsdp:d1", "megatron:d1"),
-    2: ("fsdp:d2", "fsdp:c2", "megatron:p2"),
+    2: ("fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:p2"),
     4: ("fsdp:d2c2", "megatron:t2p2"),
 }
 """Layouts that tests of every layout take, by world size."""
+
+THOROUGH = ("fsdp:p2",)
+"""Those that only the thorough set has, unless a test asks for one."""
 
 OPTIMIZER = OptimizerConfig(lr=0.01, lr_scheduler="linear", gradient_clipping=0.5)
 
@@ -65,9 +68,13 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
 def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:
     """The layouts of these world sizes (of one engine; without some; with others), each marked with its own."""
     known = [backend for size in sizes for backend in LAYOUTS[size] if backend.startswith(engine)]
-    chosen = [*(backend for backend in known if backend not in but), *also]
-    marked = [(backend, pytest.mark.world(ParallelDims.parse(backend).world_size)) for backend in chosen]
-    return [pytest.param(backend, id=backend, marks=mark) for backend, mark in marked]
+    chosen = [*(backend for backend in known if backend not in (*but, *also)), *also]
+
+    def marks(backend: str) -> list[Any]:
+        thorough = [pytest.mark.thorough] if backend in THOROUGH and backend not in also else []
+        return [pytest.mark.world(ParallelDims.parse(backend).world_size), *thorough]
+
+    return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in chosen]
 
 
 def ragged(seed: int = 0) -> list[Sample]:

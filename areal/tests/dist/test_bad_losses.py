@@ -59,7 +59,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[], LossFn], type[Exception], tuple[str, ..
 """What is wrong -> (makes the guilty rank's loss, the kind of error, what it says)."""
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, 4))
+@pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("fsdp:p2",)))
 def test_a_bad_loss_on_one_rank_raises_on_all(backend: str) -> None:
     with twins(backend, mb_spec={"n_mbs": 2}) as pair:
         for i, (name, (make, kind, says)) in enumerate(BAD_LOSSES.items()):

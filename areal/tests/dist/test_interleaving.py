@@ -11,7 +11,7 @@ from areal.tests.running import running
 
 OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
 CHOSEN = {
-    ("fsdp", "float64"): (("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses"), ("plain", "keep_gathered")),
+    ("fsdp", "float64"): (("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble"), ("plain", "keep_gathered")),
     ("megatron", "float64"): (("megatron:d2", "megatron:p2v2"), ("plain",)),
     ("megatron", "float32"): (("megatron:d2", "megatron:d2p2"), ("plain", "overlap")),
 }

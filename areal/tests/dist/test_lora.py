@@ -27,6 +27,7 @@ LAYOUTS = [
     pytest.param("fsdp:d2", marks=pytest.mark.world(2)),
     pytest.param("fsdp:c2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     pytest.param("fsdp:t2", marks=pytest.mark.world(2)),
+    pytest.param("fsdp:p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     pytest.param("fsdp:d2t2", marks=FOUR),
     pytest.param("megatron:d1", marks=pytest.mark.world(1)),
     pytest.param("megatron:d2", marks=[pytest.mark.world(2), pytest.mark.thorough]),

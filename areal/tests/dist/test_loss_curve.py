@@ -12,7 +12,7 @@ from areal.tests.world import record
 
 BACKENDS = {
     1: ("fsdp:d1", "megatron:d1"),
-    2: ("fsdp:d2", "fsdp:t2", "megatron:d2", "megatron:p2", "megatron:t2"),
+    2: ("fsdp:d2", "fsdp:t2", "fsdp:p2", "megatron:d2", "megatron:p2", "megatron:t2"),
     4: ("fsdp:d2c2", "megatron:d2p2"),
 }
 CASES = [pytest.param(backend, marks=pytest.mark.world(size)) for size, names in BACKENDS.items() for backend in names]

@@ -119,7 +119,7 @@ def test_a_rank_alone_goes_on_after_it_had_no_memory(backend: str, options: dict
         assert all(map(torch.equal, found, untouched.forward_batch(ragged())))
 
 
-@pytest.mark.parametrize("backend", layouts(2))
+@pytest.mark.parametrize("backend", layouts(2, also=("fsdp:p2",)))
 @pytest.mark.parametrize(
     ("act", "guilty"),
     [(no_memory, 1), (_FailsBackward.apply, 1), (broken, 0)],
