@@ -1,8 +1,9 @@
 """pytest hooks: a test marked ``@pytest.mark.world(1, 2, 4)`` is called on every rank of a world of each of these sizes.
 
 In a plain ``pytest`` the worlds are pools of worker processes. Under torchrun there is one world, that of torchrun, and tests
-of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take. A mark with one size may also stand on a
-parameter. A test gets its parameters and ``tmp_path`` (the same directory on all ranks), and ``world_size`` if it asks.
+of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take, ``world(..., thorough=(size,))`` which sizes
+are left to the thorough set. A mark with one size may also stand on a parameter. A test gets its parameters and ``tmp_path`` (the same
+directory on all ranks), and ``world_size`` if it asks.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 PRODUCTS = (
     "megatron",
     "test_grid",
+    "test_steps",
     "test_faults",
     "test_bad_losses",
     "test_interleaving",
@@ -95,7 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
             product = any(name in item.nodeid for name in PRODUCTS) and "three_steps" not in item.nodeid
-            if product and _world_size(item, marker) == 4:
+            size = _world_size(item, marker)
+            if (product and size == 4) or size in marker.kwargs.get("thorough", ()):
                 item.add_marker(pytest.mark.thorough)
     if drop:
         config.hook.pytest_deselected(items=drop)

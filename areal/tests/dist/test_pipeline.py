@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,8 @@ from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.engine.fsdp.schedules import KINDS
 from areal.engine.fsdp.split import Absent, check_chain, even_counts, find_decoder
 from areal.engine.registry import create_engine
+from areal.tests.dist import test_grid
+from areal.tests.layouts import Cell, Layout
 from areal.tests.models import VOCAB, model_dir
 from areal.tests.tiny import (
     config,
@@ -112,6 +115,21 @@ def test_layers_are_where_they_are_asked_for() -> None:
 def test_left_over_layers_go_to_the_middle_first() -> None:
     assert [even_counts(n, 4) for n in (4, 5, 6, 7)] == [[1, 1, 1, 1], [1, 2, 1, 1], [1, 2, 2, 1], [2, 2, 2, 1]]
     assert even_counts(3, 2) == [2, 1]
+
+
+PRODUCTS = [
+    Cell(Layout("fsdp:e2p2v2", "zb", {"fsdp": {"pipeline_schedule": "InterleavedZeroBubble"}}, changes=DEEP), "qwen3_moe"),
+    Cell(Layout("fsdp:e2p2v2", "zbv", {"fsdp": {"pipeline_schedule": "ZBVZeroBubble"}}, changes=DEEP), "deepseek_v3"),
+    Cell(Layout("fsdp:p2v2t2", "zbv", {"fsdp": {"pipeline_schedule": "ZBVZeroBubble"}}, changes=DEEP), "qwen3_tied"),
+    Cell(Layout("fsdp:c2p2v2", "zb", {"fsdp": {"pipeline_schedule": "InterleavedZeroBubble"}}, changes=DEEP), "qwen3"),
+    Cell(Layout("fsdp:d2p2v2", "interleaved", {"activation_checkpointing": "full"}, changes=DEEP), "qwen3_tied"),
+]
+"""Of more than two kinds of parallelism."""
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.layout.name, marks=FOUR) for cell in PRODUCTS])
+def test_schedules_combine_with_everything_else(cell: Cell) -> None:
+    test_grid.test_every_verb_agrees_with_the_reference(replace(cell, cut="tokens24"))
 
 
 # ---- reductions

@@ -79,7 +79,7 @@ def test_grpo_learns_from_what_older_weights_wrote(staleness: int) -> None:
     assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
 
 
-@pytest.mark.world(1, 2)
+@pytest.mark.world(1, 2, thorough=(2,))
 def test_ppo_with_a_critic_learns(world_size: int) -> None:
     backend, curve = f"fsdp:d{world_size}", Curve()
     updates = Updates(epochs=2, minibatches=2)
