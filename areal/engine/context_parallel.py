@@ -6,17 +6,23 @@ loss: outputs are gathered with a backward that keeps the local slice, and a ran
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
 
+from areal.api.parallel import ParallelDims
 from areal.engine.attention_kernels import Segments, packed_attention
 from areal.engine.gather_kv import GatheredKeys, gather_kv_attention, zigzag_restore, zigzag_shard
 from areal.engine.row_collectives import all_gather_rows
 from areal.engine.ulysses import ulysses_attention
+
+logger = logging.getLogger(__name__)
 
 ContextParallelMode = Literal["ulysses", "gather_kv"]
 """``ulysses`` trades tokens for heads by all-to-all; ``gather_kv`` gathers keys and values, whatever the heads."""
@@ -211,3 +217,25 @@ def _with_padding(seqlens: tuple[int, ...], padded_length: int) -> tuple[int, ..
     if padding < 0:
         raise ValueError(f"padded_length = {padded_length} is less than the {sum(seqlens)} tokens of the sequences")
     return (*seqlens, padding) if padding else tuple(seqlens)
+
+
+def context_parallel_of(
+    config: PretrainedConfig, dims: ParallelDims, requested: Literal["auto", "ulysses", "gather_kv"], ranks: DeviceMesh
+) -> ContextParallel:
+    """How the ranks of a layout share the tokens of a model.
+
+    Args:
+        requested: of the engine's configuration. ranks: the axis ``cp``.
+
+    Raises:
+        ValueError: as :func:`choose_mode`.
+    """
+    if dims.cp == 1:
+        return ContextParallel(None)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // dims.tp
+    heads //= dims.tp
+    mode = choose_mode(requested, dims.cp, heads, kv_heads)
+    logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", dims.cp, mode, heads, kv_heads)
+    return ContextParallel(ranks.get_group(), mode)

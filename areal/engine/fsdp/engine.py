@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention import PACKED_ATTENTION, choose_attention
 from areal.engine.base import BaseTrainEngine
-from areal.engine.context_parallel import ContextParallel, choose_mode
+from areal.engine.context_parallel import context_parallel_of
 from areal.engine.fsdp import grad
 from areal.engine.fsdp.bf16_adamw import BFloat16AdamW
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
@@ -46,8 +45,6 @@ from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.parts import EngineParts
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.distributed import destroy_groups
-
-logger = logging.getLogger(__name__)
 
 
 class FSDPEngine(BaseTrainEngine):
@@ -76,7 +73,7 @@ class FSDPEngine(BaseTrainEngine):
         if expert_mesh is not None:
             self._closers.append(functools.partial(destroy_groups, expert_mesh))
         chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
-        cp = self._context_parallel(hf_config)
+        cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
         self._tied = TiedGradients(chunks)
         optimizer = self._build_optimizer(chunks, spec)
         memory = HostOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
@@ -213,17 +210,6 @@ class FSDPEngine(BaseTrainEngine):
             weight_decay=config.weight_decay,
             seed=self.config.seed,
         )
-
-    def _context_parallel(self, hf_config: PretrainedConfig) -> ContextParallel:
-        if self.dims.cp == 1:
-            return ContextParallel(None)
-        text = hf_config.get_text_config()
-        heads = text.num_attention_heads
-        kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // self.dims.tp
-        heads //= self.dims.tp
-        mode = choose_mode(self.config.fsdp.context_parallel, self.dims.cp, heads, kv_heads)
-        logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", self.dims.cp, mode, heads, kv_heads)
-        return ContextParallel(self.mesh["cp"].get_group(), mode)
 
 
 def _recover(model: nn.Module) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from areal.engine.lora.adapters import AdapterSet
 from areal.engine.lora.parts import with_adapters
@@ -30,7 +28,7 @@ from areal.api.config import FinetuneSpec
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.base import BaseTrainEngine
-from areal.engine.context_parallel import ContextParallel, choose_mode
+from areal.engine.context_parallel import ContextParallel, context_parallel_of
 from areal.engine.megatron import grad
 from areal.engine.megatron.checkpoint import MegatronCheckpointer
 from areal.engine.megatron.config import check_family, check_layout, sequence_parallel, transformer_config
@@ -50,8 +48,6 @@ from areal.engine.parts import EngineParts
 
 if not torch.cuda.is_available():
     cpu.finish(random, moe_utils, token_dispatcher)
-
-logger = logging.getLogger(__name__)
 
 
 class MegatronEngine(BaseTrainEngine):
@@ -100,7 +96,10 @@ class MegatronEngine(BaseTrainEngine):
             step_optimizer(chained, settings, spec.total_train_steps, self.device) if chained and settings else None
         )
         schedule = MegatronSchedule(list(trained), megatron, groups)
-        cp, shared = self._context_parallel(hf), sequence_parallel(self.dims, config)
+        cp, shared = (
+            context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"]),
+            sequence_parallel(self.dims, config),
+        )
         splits = [cp, ContextParallel(groups.tp)] if shared else [cp]
         memory = MegatronMemory(trained, chained, self._gradients, config.offload_dir)
         parts = EngineParts(
@@ -167,15 +166,6 @@ class MegatronEngine(BaseTrainEngine):
             DistributedDataParallel(megatron, ddp, chunk, disable_bucketing=number > 0, pg_collection=groups).train()
             for number, chunk in enumerate(chunks)
         ]
-
-    def _context_parallel(self, hf: PretrainedConfig) -> ContextParallel:
-        if self.dims.cp == 1:
-            return ContextParallel(None)
-        heads = hf.num_attention_heads // self.dims.tp
-        kv_heads = (getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads) // self.dims.tp
-        mode = choose_mode(self.config.megatron.context_parallel, self.dims.cp, heads, kv_heads)
-        logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", self.dims.cp, mode, heads, kv_heads)
-        return ContextParallel(self.mesh["cp"].get_group(), mode)
 
 
 def _prepare_process() -> None:
