@@ -114,6 +114,17 @@ class FSDPConfig(_Config):
         default="auto",
         description="`packed` runs sequences end to end; `rows` one sequence per row; `auto` packs where that is known to be right.",
     )
+    compile: bool = Field(
+        default=False, description="Compile each layer with torch.compile, once for micro-batches of every length."
+    )
+    compile_backend: str = Field(default="inductor", description="Of torch.compile, by name.")
+
+    @field_validator("compile_backend")
+    @classmethod
+    def _backend_is_known(cls, value: str) -> str:
+        if value != "inductor" and value not in (known := torch.compiler.list_backends(exclude_tags=())):
+            raise ValueError(f"compile_backend = {value!r}: choose one of {', '.join(known)}")
+        return value
 
 
 class MegatronConfig(_Config):
@@ -280,6 +291,15 @@ class TrainEngineConfig(_Config):
         ):
             raise ValueError(
                 "optimizer_state_dtype = 'bfloat16' with lora: the moments of adapters are float32; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_can_be_checkpointed(self) -> TrainEngineConfig:
+        if self.fsdp.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "fsdp.compile = True with activation_checkpointing = 'selective', which chooses among operations, and cannot see those in "
+                "a compiled graph: choose 'full' or 'none'"
             )
         return self
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
@@ -202,4 +203,5 @@ def choose_attention(
     return "rows"
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)
+# Lengths of sequences are numbers to it: inside a compiled graph each batch would be one of its own.
+AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))

@@ -81,7 +81,7 @@ _FOUR_LAYERS = {"num_hidden_layers": 4}
 def _pipeline(letters: str, schedule: str = "", *, refuses: tuple[str, ...] = ()) -> Layout:
     options = {"fsdp": {"pipeline_schedule": schedule}} if schedule else {}
     deep = "v" in letters or "p4" in letters
-    apart = ("recompute", "selective", "lora") if "ZeroBubble" in schedule else ()
+    apart = ("recompute", "selective", "lora", "compile") if "ZeroBubble" in schedule else ()
     return Layout(
         f"fsdp:{letters}",
         schedule,
@@ -157,6 +157,8 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
         "keep_gathered": {"fsdp": {"reshard_after_forward": False}},
         "host": {"fsdp": {"cpu_offload": True}},
         "lora": {"lora": LORA, "activation_checkpointing": "full"},
+        # No kernels of its own, and so no C++ compiler: what is compared is what graphs compute.
+        "compile": {"fsdp": {"compile": True, "compile_backend": "aot_eager"}},
     },
     "megatron": {
         "plain": {},

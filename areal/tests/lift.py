@@ -27,7 +27,8 @@ def float64_everywhere() -> Iterator[None]:
     """Lift casts to float32, in forward, backward and recomputation, for every thread of this process.
 
     Enter it before a model is built: rotary frequencies are computed then, and are float64 only inside. Float32 and narrower tensors
-    stay what they are. Import Megatron-Core outside: on the CPU it leaves a ``Tensor.type`` of its own.
+    stay what they are. Import Megatron-Core outside: on the CPU it leaves a ``Tensor.type`` of its own. Compiled graphs have these casts
+    in them as they are: dynamo knows torch's own functions only by where it finds them.
     """
     with ExitStack() as stack:
         for name, lifted in (("float", _float), ("to", _lifted_to), ("type_as", _type_as)):
@@ -48,6 +49,7 @@ def _type_as(self: Tensor, other: Tensor) -> Tensor:
     return _lifted_to(self, other)
 
 
+@torch.compiler.allow_in_graph
 def _lifted_to(self: Tensor, *args: Any, **options: Any) -> Tensor:
     if self.dtype not in _WIDE:
         return _to(self, *args, **options)
@@ -65,6 +67,7 @@ def _lifted_to(self: Tensor, *args: Any, **options: Any) -> Tensor:
 def _lift_dtype(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same function; a float64 input is not taken to float32 by ``dtype=``."""
 
+    @torch.compiler.allow_in_graph
     @functools.wraps(function)
     def lifted(x: Tensor, *args: Any, **options: Any) -> Tensor:
         if x.dtype == torch.float64 and options.get("dtype") is torch.float32:

@@ -23,6 +23,7 @@ from areal.engine.fsdp import grad
 from areal.engine.fsdp.bf16_adamw import BFloat16AdamW
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.chunks import Chunks
+from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import adapter_home, attach
 from areal.engine.fsdp.memory import HostOffload
@@ -148,6 +149,11 @@ class FSDPEngine(BaseTrainEngine):
         check_experts(hf_config, whole, self.dims)
         chunks = Chunks.cut(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
         layers = transformer_layers(whole)
+        if config.fsdp.compile:
+            # First of all: graphs are of what layers compute, and what comes next stays outside.
+            compile_layers(
+                [layer for chunk in chunks for layer in transformer_layers(chunk)], config.fsdp.compile_backend
+            )
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if experts_of(layers).layers:
                 before = experts_of(layers[: chunks.split.spans[stage].start]).layers

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from areal.engine.fsdp.chunks import Chunks
 from areal.engine.lora.adapter import Adapter, Home
-from areal.engine.lora.low_rank import Share, TensorParallelRanks
+from areal.engine.lora.low_rank import LowRank, Share, TensorParallelRanks
 from areal.engine.lora.plan import decoder_linears
 from areal.engine.row_collectives import ReduceScatterRows
 
@@ -41,14 +42,31 @@ def adapter_home(chunks: Chunks, mesh: DeviceMesh, device: torch.device) -> Home
 def attach(chunks: Chunks, active: Callable[[], Adapter | None]) -> None:
     """Let every linear layer of the decoder add what the active adapter has for it, in place."""
     for chunk in chunks:
+        sites = {}
         for name, linear in decoder_linears(chunk.hf).items():
-            linear.forward = functools.partial(_forward, linear.forward, name, active)
+            site = sites[name] = _Site()
+            linear.forward = _beside(linear.forward, site)
+        chunk.register_forward_pre_hook(functools.partial(_fill, sites, active))
 
 
-def _forward(inner: Callable[[Tensor], Tensor], name: str, active: Callable[[], Adapter | None], x: Tensor) -> Tensor:
-    out, adapter = inner(x), active()
-    pair = None if adapter is None else adapter.pairs.get(name)
-    return out if pair is None else pair.added_to(out, x)
+class _Site:
+    """What stands beside one linear layer. Layers do not ask by name: a graph would hold one layer's name, and fit no other layer."""
+
+    pair: LowRank | None = None
+
+
+def _fill(sites: Mapping[str, _Site], active: Callable[[], Adapter | None], *called: Any) -> None:
+    adapter = active()
+    for name, site in sites.items():
+        site.pair = None if adapter is None else adapter.pairs.get(name)
+
+
+def _beside(inner: Callable[[Tensor], Tensor], site: _Site) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        out = inner(x)
+        return out if site.pair is None else site.pair.added_to(out, x)
+
+    return forward
 
 
 def _share(weight: Tensor, tp: dist.ProcessGroup | None) -> Share:

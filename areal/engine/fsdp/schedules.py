@@ -91,6 +91,8 @@ def choose_kind(config: TrainEngineConfig) -> Kind:
         )
     if kind.zero_bubble and config.lora is not None:
         raise ValueError(f"{apart} leaves adapters out: lora needs another schedule")
+    if kind.zero_bubble and fsdp.compile:
+        raise ValueError(f"{apart} the backward of a compiled graph cannot: fsdp.compile = True needs another schedule")
     if config.grad_sync == "micro_batch":
         raise ValueError(
             f"grad_sync = 'micro_batch' with backend = '{dims}': a pipeline reduces gradients once, at the end of a call; leave it out"

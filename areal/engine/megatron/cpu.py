@@ -63,8 +63,10 @@ def finish(random: ModuleType, moe_utils: ModuleType, token_dispatcher: ModuleTy
 
 
 def _map_devices_and_streams() -> None:
-    for name in ("current_device", "synchronize", "current_stream", "stream", "Event"):
+    for name in ("current_device", "current_stream", "stream", "Event"):
         setattr(torch.cuda, name, getattr(torch.cpu, name))
+    # A function of its own: dynamo has a table by function, and refuses to find one in it twice.
+    torch.cuda.synchronize = lambda device=None: torch.cpu.synchronize()
     torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
     torch.cuda.default_stream = torch.cpu.current_stream  # type: ignore[assignment]
 

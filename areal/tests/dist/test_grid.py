@@ -15,9 +15,14 @@ from areal.tests.world import record
 CELLS = [Cell(**row) for row in covering(FACTORS, fits, often={"float64": 8})]
 
 
-@pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=str(cell), marks=pytest.mark.world(cell.layout.world)) for cell in CELLS]
-)
+
+def marks(cell: Cell) -> list[pytest.MarkDecorator]:
+    # It takes ranks ten to thirty seconds to find the graphs of a cell.
+    slow = cell.options == "compile" and cell.layout.backend not in ("fsdp:d1", "fsdp:d2")
+    return [pytest.mark.world(cell.layout.world), *([pytest.mark.thorough] if slow else [])]
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in CELLS])
 def test_every_verb_agrees_with_the_reference(cell: Cell) -> None:
     objective, tolerance = cell.objective, cell.tolerance
     call = (objective.loss_fn, objective.weight_fn)
