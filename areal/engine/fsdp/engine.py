@@ -218,13 +218,13 @@ class FSDPEngine(BaseTrainEngine):
         )
 
 
-def _recover(model: nn.Module) -> bool:
+def _recover(chunks: Chunks) -> bool:
     """Drop what a failed micro-batch left in FSDP's hooks. Torch can do that from 2.13 on, but for gradients not yet reduced."""
-    reset = getattr(model, "reset_iter_state", None)
-    if reset is None:
+    if not hasattr(FSDPModule, "reset_iter_state"):
         return False
-    reset()
-    for module in model.modules():
+    for chunk in chunks:
+        chunk.reset_iter_state()  # type: ignore[operator]
+    for module in chunks.modules():
         if isinstance(module, FSDPModule):
             grad.discard_unreduced(module)
     return True

@@ -74,7 +74,7 @@ THOROUGH = [pytest.mark.world(1), pytest.mark.thorough]
         pytest.param(
             "fsdp:d1", "qwen3", "aot_eager", {"lora": LORA, "activation_checkpointing": "full"}, id="lora", marks=THOROUGH
         ),
-        pytest.param("fsdp:t2", "qwen3", "aot_eager", {}, id="t2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+        pytest.param("fsdp:t2", "qwen3", "aot_eager", {}, id="t2", marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough]),
         pytest.param("fsdp:p2", "qwen3", "aot_eager", {}, id="p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     ],
 )

@@ -15,11 +15,12 @@ from areal.tests.world import record
 CELLS = [Cell(**row) for row in covering(FACTORS, fits, often={"float64": 8})]
 
 
-
 def marks(cell: Cell) -> list[pytest.MarkDecorator]:
-    # It takes ranks ten to thirty seconds to find the graphs of a cell.
-    slow = cell.options == "compile" and cell.layout.backend not in ("fsdp:d1", "fsdp:d2")
-    return [pytest.mark.world(cell.layout.world), *([pytest.mark.thorough] if slow else [])]
+    if cell.options != "compile":
+        return [pytest.mark.world(cell.layout.world)]
+    # Ranks take ten seconds to find the graphs of a cell, and with tensor parallelism a minute.
+    often = cell.layout.backend in ("fsdp:d1", "fsdp:d2")
+    return [pytest.mark.world(cell.layout.world, timeout=400), *([] if often else [pytest.mark.thorough])]
 
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in CELLS])

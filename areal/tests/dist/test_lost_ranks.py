@@ -266,8 +266,7 @@ def test_a_layout_that_does_not_fit_is_refused_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("backend", "says"),
     [
-        ("fsdp:p2v2d0", "d0 is not a degree"),
-        ("fsdp:d2e2", r"has no e \(expert parallel\)"),
+        ("megatron:r2", r"has no r \(replicated data parallel\)"),
         ("fsdp:d4d2", "'d' stands twice"),
         ("fsdp:d0", "d0 is not a degree"),
         ("fsdp:", "expected 'engine:layout'"),
