@@ -74,6 +74,9 @@ PRODUCTS = (
 )
 """What is left to the thorough set where it takes four ranks: two ranks and the steps show each of these, and this is their product."""
 
+SCHEDULES = ("fsdp:p2-GPipe", "fsdp:p2v2-Interleaved1F1B")
+"""Of these, three steps and the tests of pipelines are not left to the thorough set: the other schedules show the rest."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = next(iter(metafunc.definition.iter_markers("world")), None)
@@ -96,7 +99,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.thorough)
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
-            product = any(name in item.nodeid for name in PRODUCTS) and "three_steps" not in item.nodeid
+            steps = "three_steps" in item.nodeid
+            product = any(name in item.nodeid for name in PRODUCTS) and not steps
+            if any(name in item.nodeid for name in SCHEDULES) and not steps:
+                item.add_marker(pytest.mark.thorough)
             size = _world_size(item, marker)
             if (product and size == 4) or size in marker.kwargs.get("thorough", ()):
                 item.add_marker(pytest.mark.thorough)

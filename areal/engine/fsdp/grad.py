@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from areal.engine.fsdp.shards import collective_device
 from areal.engine.optimizer import sum_of_squares
 from areal.utils.distributed import local_part
 
@@ -61,14 +62,14 @@ def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | 
     for parameter in parameters:
         if parameter.grad is not None:
             by_groups[_shard_groups(parameter.grad)].append(local_part(parameter.grad))
-    total = torch.zeros((), dtype=torch.float64)
+    device = collective_device(parameters[0])
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, grads in by_groups.items():
-        squares = sum_of_squares(grads, grads[0].device)
+        squares = sum_of_squares(grads, grads[0].device).to(device)
         for group in groups:
             dist.all_reduce(squares, group=group)
-        total = total.to(squares.device) + squares
+        total = total + squares
     if stages is not None:
-        total = total.to(parameters[0].device)
         dist.all_reduce(total, group=stages)
     return total.sqrt()
 

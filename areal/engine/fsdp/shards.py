@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from areal.engine.collect import Box, whole
+from areal.utils import platform
 
 
 def reshard(model: nn.Module) -> None:
@@ -48,11 +49,19 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, detached, in memory of its own, on the device of its mesh. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
-    if tensor.device.type != tensor.device_mesh.device_type:  # kept on the host, while collectives run on the device
-        tensor = _with_local(tensor, tensor.to_local().to(tensor.device_mesh.device_type))
+    device = collective_device(tensor)
+    if tensor.device != device:
+        tensor = _with_local(tensor, tensor.to_local().to(device))
     full = tensor.full_tensor().detach()
     shares = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
     return full.clone() if shares else full
+
+
+def collective_device(tensor: Tensor) -> torch.device:
+    """Where collectives over a tensor's ranks run: its shards may be kept on the host."""
+    if not isinstance(tensor, DTensor) or tensor.device.type == tensor.device_mesh.device_type:
+        return tensor.device
+    return platform.current_device()
 
 
 def _with_local(tensor: DTensor, local: Tensor) -> DTensor:

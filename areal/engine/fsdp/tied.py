@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal.engine.fsdp.chunks import Chunks
-from areal.engine.fsdp.shards import empty_like
+from areal.engine.fsdp.shards import collective_device, empty_like
 from areal.utils.distributed import local_part
 
 
@@ -25,6 +25,7 @@ class TiedGradients:
         tied = chunks.whole.hf.get_output_embeddings().weight is chunks.whole.hf.get_input_embeddings().weight
         self._mine: list[nn.Parameter] = []
         self._peer: int | None = None
+        self._summed = False
         if not tied or chunks.group is None or chunks.rank not in ends:
             return
         if chunks.rank == ends[0]:
@@ -34,7 +35,6 @@ class TiedGradients:
         self._mine = [parameter for parameter in self._mine if parameter.requires_grad]
         if ends[0] != ends[1]:
             self._peer = ends[1] if chunks.rank == ends[0] else ends[0]
-        self._summed = False
 
     def before_backward(self) -> None:
         """What is summed already is left on the first stage alone, so that the next sum does not count it again."""
@@ -54,14 +54,16 @@ class TiedGradients:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])
         else:
-            other = torch.empty_like(grads[0])
+            # Shards that are kept on the host travel by way of the device.
+            sent = grads[0].to(collective_device(self._mine[0]), copy=True)
+            other = torch.empty_like(sent)
             ops = [
-                dist.P2POp(dist.isend, grads[0].clone(), group=self._group, group_peer=self._peer),
+                dist.P2POp(dist.isend, sent, group=self._group, group_peer=self._peer),
                 dist.P2POp(dist.irecv, other, group=self._group, group_peer=self._peer),
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-            grads[0].add_(other)
+            grads[0].add_(other.to(grads[0].device))
         self._summed = True
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from areal.api.weights import NamedTensor
 from areal.engine.collect import Slice, whole
 from areal.engine.disk_layout import DiskTensor, disk_layout, stored_tensors
 from areal.engine.fsdp.chunks import Chunks
 from areal.engine.fsdp.initialize import init_weights, materialize
-from areal.engine.fsdp.shards import full_tensor, local_shard
+from areal.engine.fsdp.shards import collective_device, full_tensor, local_shard
 from areal.engine.hf_checkpoint import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.model import PackedCausalLM
 from areal.engine.model_folder import model_folder
@@ -79,12 +78,13 @@ class FSDPWeights:
 
     def _stream(self, stored: dict[str, Stored], full_value: Callable[[Tensor], Tensor]) -> Iterator[NamedTensor]:
         chunks, local = self._chunks, dict(self._chunks.own())
+        device = collective_device(next(iter(local.values())))
         for name, s in stored.items():
             owner = chunks.split.rank_of(name)
             if owner == chunks.rank:
                 full = full_value(local[name])
             else:
-                full = torch.empty(s.like.shape, dtype=s.like.dtype, device=_device(local.values()))
+                full = torch.empty(s.like.shape, dtype=s.like.dtype, device=device)
             if chunks.group is not None:
                 dist.broadcast(full, group=chunks.group, group_src=owner)
             yield from (NamedTensor(piece.name, piece.cut(full)) for piece in s.pieces)
@@ -144,13 +144,7 @@ def _stored(model: PackedCausalLM) -> dict[str, Stored]:
 def _full_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is not None:
         return full_tensor(parameter.grad)
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=_device([parameter]))
-
-
-def _device(tensors: Iterable[Tensor]) -> str | torch.device:
-    """Where full tensors are."""
-    tensor = next(iter(tensors))
-    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=collective_device(parameter))
 
 
 def _tied_names(model: PackedCausalLM) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ def marks(cell: Cell) -> list[pytest.MarkDecorator]:
     if cell.options != "compile":
         return [pytest.mark.world(cell.layout.world)]
     # Ranks take ten seconds to find the graphs of a cell, and with tensor parallelism a minute.
-    often = cell.layout.backend in ("fsdp:d1", "fsdp:d2")
+    often = cell.layout.backend == "fsdp:d1"
     return [pytest.mark.world(cell.layout.world, timeout=400), *([] if often else [pytest.mark.thorough])]
 
 

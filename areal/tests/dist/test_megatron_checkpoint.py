@@ -212,7 +212,8 @@ RUNS = {"qwen3": ["t2", "p2v2", "p2", "d2", "d1"], "qwen3_moe": ["e2", "d2", "e2
 
 @needs_own_world
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
     """One step in each layout, against as many in one that never stopped."""
     chain = RUNS[family]

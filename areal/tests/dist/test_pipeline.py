@@ -215,7 +215,9 @@ def test_looking_at_gradients_and_adding_more_counts_each_once(schedule: str) ->
     ("family", "chain"),
     [
         pytest.param("qwen3_tied", ["p2v2:ZBVZeroBubble", "d2", "p2:GPipe"], marks=pytest.mark.world(2)),
-        pytest.param("qwen3_moe", ["p2", "c2", "p2v2:Interleaved1F1B", "d2"], marks=pytest.mark.world(2)),
+        pytest.param(
+            "qwen3_moe", ["p2", "c2", "p2v2:Interleaved1F1B", "d2"], marks=[pytest.mark.world(2), pytest.mark.thorough]
+        ),
         pytest.param("qwen3_tied", ["p4", "d2p2", "p2t2", "c2p2", "d2t2"], marks=FOUR),
     ],
 )
