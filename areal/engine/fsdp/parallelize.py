@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -29,12 +28,8 @@ def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
 
     Context-parallel ranks hold the same parameters and different tokens, so that they shard and reduce like data-parallel ones.
     """
-    # DTensor answers from caches in which equal meshes are one: without names of its own, an engine's parameters could be given the
-    # mesh, and the closed groups, of an earlier engine of this layout.
-    number = next(_mesh_numbers)
-    shape = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp)
-    return make_mesh(
-        device_type, shape, tuple(f"{axis}_{number}" for axis in ("pp", "dp_replicate", "dp_shard_cp", "tp"))
+    return _own_mesh(
+        device_type, pp=dims.pp, dp_replicate=dims.dp_replicate, dp_shard_cp=dims.dp_shard * dims.cp, tp=dims.tp
     )
 
 
@@ -42,9 +37,15 @@ def build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
     """The mesh for the weights of experts, whose shards are of a part of the experts: axes for pipeline ranks, replicas, shards of the
     same experts, and ranks that share the experts.
     """
+    shards = dims.dp_shard * dims.cp // dims.ep
+    return _own_mesh(device_type, pp=dims.pp, dp_replicate=dims.dp_replicate, edp=shards, ep=dims.ep)
+
+
+def _own_mesh(device_type: str, **axes: int) -> DeviceMesh:
+    # DTensor answers from caches in which equal meshes are one: without names of its own, an engine's parameters could be given the
+    # mesh, and the closed groups, of an earlier engine of this layout.
     number = next(_mesh_numbers)
-    shape = (dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp // dims.ep, dims.ep)
-    return make_mesh(device_type, shape, tuple(f"{axis}_{number}" for axis in ("pp", "dp_replicate", "edp", "ep")))
+    return make_mesh(device_type, tuple(axes.values()), tuple(f"{axis}_{number}" for axis in axes))
 
 
 def parallelize(
@@ -84,8 +85,7 @@ def parallelize(
     if expert_mesh is not None:
         for experts in stacked_experts(model):
             # By rows of each expert: the experts themselves are spread already.
-            rows = functools.partial(_along, 1)
-            fully_shard(experts, mesh=_shard_mesh(expert_mesh), shard_placement_fn=rows, **options)
+            fully_shard(experts, mesh=_shard_mesh(expert_mesh), shard_placement_fn=_by_rows, **options)
     # Layers before the root: what no layer claims (embedding, last norm, heads) becomes the root's group, which stays
     # gathered from the first use to the last, so that tied embeddings share one gathered weight.
     for layer in layers:
@@ -104,8 +104,8 @@ def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[replicas, shards] if mesh.size(1) > 1 else mesh[shards]
 
 
-def _along(dim: int, parameter: nn.Parameter) -> Shard:
-    return Shard(dim)
+def _by_rows(parameter: nn.Parameter) -> Shard:
+    return Shard(1)
 
 
 def transformer_layers(model: PackedCausalLM) -> list[nn.Module]:

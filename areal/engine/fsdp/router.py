@@ -76,11 +76,11 @@ class _Watched:
             return out
         logits, weights, experts = out
         replayed = self.routing.replayed(self._number)
-        if replayed is None:
-            best = out[1].argsort(-1, descending=True)
-            weights, experts = out[1].gather(1, best), out[2].gather(1, best)
-        else:
+        if replayed is not None:
             weights, experts = ROUTERS[type(router).__name__](router, logits, replayed), replayed
+        elif self.routing.record:  # most likely first, and not every router sorts them
+            best = weights.argsort(-1, descending=True)
+            weights, experts = weights.gather(1, best), experts.gather(1, best)
         return logits, self.routing.watch(self._number, logits, experts, weights), experts
 
 

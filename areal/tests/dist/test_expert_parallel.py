@@ -16,6 +16,7 @@ from areal.engine.fsdp.shards import local_shard
 from areal.engine.registry import create_engine
 from areal.tests.cases import rows
 from areal.tests.compare import assert_rows, assert_tensors
+from areal.tests.going_on import assert_goes_on
 from areal.tests.layouts import Cell, Layout
 from areal.tests.models import model_dir
 from areal.tests.moe_by_hand import SHAPES, TOLERANCE, by_hand, recorded, with_replay
@@ -76,24 +77,7 @@ def test_a_rank_may_get_no_token(backend: str) -> None:
     ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(chain: list[str], tmp_path: Path) -> None:
-    path, before = model_dir("qwen3_moe"), None
-    for number, letters in enumerate(chain):
-        with started(f"fsdp:{letters}", path=path) as engine:
-            if before is not None:
-                engine.load(SaveLoadMeta(tmp_path / str(number - 1), weight_format="dcp"))
-                assert same_bits(weights_of(engine), before), letters
-            engine.train_batch(mine(engine, ragged(number)), loss)
-            engine.save(SaveLoadMeta(tmp_path / str(number), weight_format="dcp"))
-            before = weights_of(engine)
-            engine.train_batch(mine(engine, ragged(number + 1)), loss)
-            went_on = weights_of(engine)
-        with started(f"fsdp:d{dist.get_world_size()}", path=path) as engine:
-            engine.load(SaveLoadMeta(tmp_path / str(number), weight_format="dcp"))
-            assert same_bits(weights_of(engine), before), letters
-            engine.train_batch(mine(engine, ragged(number + 1)), loss)
-            for name, weight in weights_of(engine).items():
-                change = (went_on[name] - before[name]).norm()
-                assert (weight - went_on[name]).norm() <= 5e-3 * change + 1e-6, (letters, name)
+    assert_goes_on(model_dir("qwen3_moe"), chain, tmp_path, bound=5e-3)
 
 
 @pytest.mark.world(2)

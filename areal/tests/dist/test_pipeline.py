@@ -24,6 +24,7 @@ from areal.engine.fsdp.schedules import KINDS
 from areal.engine.fsdp.split import Absent, check_chain, even_counts, find_decoder
 from areal.engine.registry import create_engine
 from areal.tests.dist import test_grid
+from areal.tests.going_on import assert_goes_on
 from areal.tests.layouts import Cell, Layout
 from areal.tests.models import VOCAB, model_dir
 from areal.tests.tiny import (
@@ -40,7 +41,6 @@ from areal.utils.distributed import local_part
 
 FOUR = [pytest.mark.world(4), pytest.mark.thorough]
 DEEP = {"num_hidden_layers": 4}
-DCP = "dcp"
 
 
 def options(schedule: str, family: str = "qwen3", **changes: Any) -> dict[str, Any]:
@@ -214,35 +214,15 @@ def test_looking_at_gradients_and_adding_more_counts_each_once(schedule: str) ->
 @pytest.mark.parametrize(
     ("family", "chain"),
     [
-        pytest.param("qwen3_tied", ["p2v2:ZBVZeroBubble", "d2", "p2:GPipe"], marks=pytest.mark.world(2)),
+        pytest.param("qwen3_tied", ["p2v2/ZBVZeroBubble", "d2", "p2/GPipe"], marks=pytest.mark.world(2)),
         pytest.param(
-            "qwen3_moe", ["p2", "c2", "p2v2:Interleaved1F1B", "d2"], marks=[pytest.mark.world(2), pytest.mark.thorough]
+            "qwen3_moe", ["p2", "c2", "p2v2/Interleaved1F1B", "d2"], marks=[pytest.mark.world(2), pytest.mark.thorough]
         ),
         pytest.param("qwen3_tied", ["p4", "d2p2", "p2t2", "c2p2", "d2t2"], marks=FOUR),
     ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(family: str, chain: list[str], tmp_path: Path) -> None:
-    """Saved, and loaded by the next: weights and moments are the same bits, and so is what is saved again."""
-    path, before = model_dir(family, **DEEP), None
-    for number, backend in enumerate(chain):
-        letters, _, schedule = backend.partition(":")
-        given = {"path": path, "fsdp": {"pipeline_schedule": schedule or None}}
-        with started(f"fsdp:{letters}", **given) as engine:
-            if before is not None:
-                engine.load(SaveLoadMeta(tmp_path / str(number - 1), weight_format=DCP))
-                assert same_bits(weights_of(engine), before), backend
-            engine.train_batch(mine(engine, ragged(number)), loss)
-            engine.save(SaveLoadMeta(tmp_path / str(number), weight_format=DCP))
-            before = weights_of(engine)
-            engine.train_batch(mine(engine, ragged(number + 1)), loss)
-            went_on = weights_of(engine)
-        with started(f"fsdp:d{dist.get_world_size()}", path=path) as engine:
-            engine.load(SaveLoadMeta(tmp_path / str(number), weight_format=DCP))
-            assert same_bits(weights_of(engine), before), backend
-            engine.train_batch(mine(engine, ragged(number + 1)), loss)
-            for name, weight in weights_of(engine).items():
-                change = (went_on[name] - before[name]).norm()
-                assert (weight - went_on[name]).norm() <= 2e-3 * change + 1e-6, (backend, name)
+    assert_goes_on(model_dir(family, **DEEP), chain, tmp_path, bound=2e-3)
 
 
 @pytest.mark.world(2)
