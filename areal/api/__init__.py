@@ -25,7 +25,7 @@ from areal.api.config import (
 )
 from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weight
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
-from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList
+from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.weights import (
     NamedTensor,
@@ -65,6 +65,7 @@ __all__ = [
     "OutputName",
     "Outputs",
     "ParallelDims",
+    "PrefixTree",
     "ProcessOutputFn",
     "SaveLoadMeta",
     "SelectName",

@@ -48,6 +48,10 @@ class MicroBatchSpec(_Config):
     overlong: Literal["error", "alone", "drop"] = Field(
         default="error", description="What to do with a sequence above the budget."
     )
+    share_prefixes: bool = Field(
+        default=False,
+        description="Compute tokens at which sequences of a micro-batch begin alike once; the budget counts them once.",
+    )
     per_sequence: tuple[str, ...] = Field(
         default=(), description="Keys that hold one row per sequence, whatever their shape suggests."
     )

@@ -13,6 +13,35 @@ from torch.utils import _pytree as pytree
 from areal.api.batch import Batch
 
 
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """What the sequences of a micro-batch have in common at their beginnings, each token of which a model computes once.
+
+    The model's stream is made of branches, end to end: of each sequence, in the order of its tokens, what does not stand in the stream
+    already. Sequences that have nothing of their own have no branch. All tensors are on the host.
+
+    Attributes:
+        own: tokens of each branch, at least 1. They sum to ``S``, the length of the stream.
+        whole: tokens from the beginning of its sequence to the end of each branch.
+        paths: int64 ``[sum(whole)]``, for each branch where all these tokens stand in the stream.
+        tokens: int64 ``[S]``, the packed token that each token of the stream is taken from.
+        places: int64 ``[T]``, where each packed token stands in the stream.
+        scored: int64 ``[R]``, packed tokens that differ in where they stand, or in what is asked of them there: their outputs are computed.
+        answers: int64 ``[T]``, which of the ``R`` has the outputs of each packed token.
+    """
+
+    own: tuple[int, ...]
+    whole: tuple[int, ...]
+    paths: Tensor
+    tokens: Tensor
+    places: Tensor
+    scored: Tensor
+    answers: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Some whole sequences, packed end to end. Frozen: nothing is ever written into it.
@@ -23,8 +52,10 @@ class MicroBatch:
         seqlens: tokens of each sequence.
         cu_seqlens: int32 ``[n + 1]``, where each sequence starts; the same tensor as ``data.cu_seqlens``.
         sample_ids: position of each sequence in the caller's batch.
-        padded_length: tokens that the model sees: ``sum(seqlens)`` rounded up to what the layout needs.
+        padded_length: tokens that the model sees: ``sum(seqlens)``, or the length of ``tree``, rounded up to what the layout needs.
         filler: True for a dummy of one token, which keeps ranks in step and reaches neither loss nor results.
+        tree: what sequences share, where that is computed once.
+        wanted: bool ``[T]``, the key ``output_mask`` on the host; ``None`` without it.
     """
 
     index: int
@@ -34,6 +65,8 @@ class MicroBatch:
     sample_ids: tuple[int, ...]
     padded_length: int
     filler: bool = False
+    tree: PrefixTree | None = None
+    wanted: Tensor | None = None
 
     @property
     def n_tokens(self) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
+from areal.api.config import MicroBatchSpec
 from areal.engine.attention_probe import probe
 from areal.engine.context_parallel import AttentionLayout
 
@@ -201,6 +202,18 @@ def choose_attention(
     if requested == "auto":
         logger.warning("%s runs one sequence per row, padded, as packed ones might mix: %s", config.model_type, why)
     return "rows"
+
+
+def check_sharing(spec: MicroBatchSpec, *, packed: bool) -> None:
+    """Refuse prefixes that cannot be shared.
+
+    Raises:
+        ValueError: sequences run in rows.
+    """
+    if spec.share_prefixes and not packed:
+        raise ValueError(
+            "mb_spec.share_prefixes = True, but this model runs one sequence per row, where nothing can be shared: set it to False"
+        )
 
 
 # Lengths of sequences are numbers to it: inside a compiled graph each batch would be one of its own.

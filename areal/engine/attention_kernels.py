@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,25 +35,32 @@ _BLOCK = 512
 class Segments:
     """Where packed sequences start and end. Queries of a segment see keys of the same segment alone.
 
-    Segments stand end to end in both streams. Queries and keys of a segment are aligned at their ends: with ``a``
+    Segments stand end to end. Queries and keys of a segment are aligned at their ends: with ``a``
     queries and ``b >= a`` keys, query ``i`` stands at key ``i + b - a``. Segments without queries are left out.
 
     Attributes:
         q_lens, k_lens: queries and keys of each segment, on the host.
         cu_q, cu_k: int32 ``[n + 1]``, where each segment starts, on the device.
+        keys: int64 ``[sum(k_lens)]``, which rows of the keys and values given the segments see, on the device; ``None`` where these stand
+            end to end as well.
     """
 
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
     cu_q: Tensor
     cu_k: Tensor
+    keys: Tensor | None = None
     _masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
-        cls, q_lens: Sequence[int], k_lens: Sequence[int] | None = None, device: torch.device | str = "cpu"
+        cls,
+        q_lens: Sequence[int],
+        k_lens: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        keys: Tensor | None = None,
     ) -> Segments:
-        """Segments of these lengths; ``k_lens`` defaults to ``q_lens``.
+        """Segments of these lengths; ``k_lens`` defaults to ``q_lens``. ``keys`` may be on any device.
 
         Raises:
             ValueError: a segment has no query, or fewer keys than queries.
@@ -65,7 +73,7 @@ class Segments:
             )
         cu_q = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32).to(device)
         cu_k = cu_q if k_lens is q_lens else torch.tensor([0, *accumulate(k_lens)], dtype=torch.int32).to(device)
-        return cls(tuple(q_lens), tuple(k_lens), cu_q, cu_k)
+        return cls(tuple(q_lens), tuple(k_lens), cu_q, cu_k, None if keys is None else keys.to(device))
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -104,7 +112,7 @@ def packed_attention(
     Args:
         q, k, v: ``[Tq, Hq, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``, of one floating dtype. ``Hq`` is a multiple of
             ``Hkv``; query head ``h`` reads key head ``h // (Hq / Hkv)``.
-        segments: lengths that sum to ``Tq`` and ``Tk``, on the device of ``q``.
+        segments: lengths that sum to ``Tq`` and ``Tk``, on the device of ``q``; with ``segments.keys`` any ``Tk``.
         scale: multiplies ``q @ k``.
         window: key ``j`` is visible to query ``i`` where ``0 <= i - j < window``; ``None`` shows every earlier key.
         sinks: ``[Hq]``, a logit per head that joins the softmax's denominator and brings no value.
@@ -117,6 +125,8 @@ def packed_attention(
         ValueError: shapes, dtypes or lengths that do not fit together.
     """
     _check(q, k, v, segments, window, sinks)
+    if segments.keys is not None:
+        k, v = (TakeRows.apply(x, segments.keys) for x in (k, v))
     if _runs_varlen(q, v, sinks, softcap):
         return _varlen(q, k, v, segments, scale, window, softcap)
     runs = segments.runs
@@ -134,6 +144,22 @@ def packed_attention(
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
+class TakeRows(torch.autograd.Function):
+    """Some rows of a tensor, any of them several times; their gradients are summed in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.like = index, (x.shape, x.dtype)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        shape, dtype = ctx.like
+        wide = torch.promote_types(dtype, torch.float32)
+        total = grads[0].new_zeros(shape, dtype=wide)
+        return total.index_add_(0, ctx.index, grads[0].to(wide)).to(dtype), None
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, sinks: Tensor | None) -> None:
     if q.dim() != 3 or k.shape[2] != q.shape[2] or v.shape[:2] != k.shape[:2] or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -142,9 +168,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | No
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one dtype")
-    if sum(segments.q_lens) != q.shape[0] or sum(segments.k_lens) != k.shape[0]:
+    n_keys = sum(segments.k_lens) if segments.keys is None else k.shape[0]
+    if sum(segments.q_lens) != q.shape[0] or n_keys != k.shape[0]:
         raise ValueError(
-            f"segments of {sum(segments.q_lens)} queries and {sum(segments.k_lens)} keys do not cover the "
+            f"segments of {sum(segments.q_lens)} queries and {n_keys} keys do not cover the "
             f"{q.shape[0]} queries and {k.shape[0]} keys given; padding is a segment of its own"
         )
     if window is not None and window < 1:

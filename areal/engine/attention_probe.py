@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal.engine.context_parallel import ContextParallel, position_ids
+from areal.engine.branches import Branches
+from areal.engine.context_parallel import ContextParallel
 
 LENGTHS = (9, 1, 14, 2)
 """Sequences that the probe runs; the long ones are longer than the shrunken window."""
@@ -142,9 +143,8 @@ def _run(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
 def _packed(reference: PreTrainedModel, implementation: str, sequences: list[Tensor]) -> Tensor:
     model = _build(reference.config, implementation)
     model.load_state_dict(reference.state_dict())
-    tokens = sum(LENGTHS)
-    layout = ContextParallel(None).layout(LENGTHS, tokens)
-    positions = position_ids(LENGTHS, tokens)[None]
+    branches = Branches.of(LENGTHS, sum(LENGTHS))
+    layout, positions = ContextParallel(None).layout(branches), branches.positions()[None]
     return _run(model, torch.cat(sequences)[None], position_ids=positions, attention_mask=None, packed=layout)[0]
 
 

@@ -30,9 +30,10 @@ from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.agreement import Agreement
 from areal.engine.faults import Faults, check_loss
 from areal.engine.model_inputs import check_temperature
-from areal.engine.nothing import add_nothing, gather_outputs
+from areal.engine.nothing import add_nothing
 from areal.engine.output import LossStep, OutputStep, check_normalization, check_outputs
 from areal.engine.parts import EngineParts, StepOptimizer
+from areal.engine.scored import gather_outputs
 from areal.engine.stages import Stages, pack_results, share_results
 from areal.engine.state import EngineState
 from areal.utils import platform
@@ -230,7 +231,7 @@ class BaseTrainEngine(EngineState):
             return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
 
         def process(local: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, Any]:
-            tokens = gather_outputs(local, parts.context_parallel, mb.n_tokens)
+            tokens = gather_outputs(local, parts.context_parallel, mb)
             loss, result = None, None
             if not mb.filler and faults.first is None:
                 with faults.held():  # The others are in collectives: stay in step, add nothing, raise at the end.

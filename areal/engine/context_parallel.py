@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.attention_kernels import Segments, packed_attention
-from areal.engine.gather_kv import GatheredKeys, gather_kv_attention, zigzag_restore, zigzag_shard
+from areal.engine.branches import Branches
+from areal.engine.gather_kv import gather_kv_attention, plan_keys, zigzag_places, zigzag_restore, zigzag_shard
 from areal.engine.row_collectives import all_gather_rows
 from areal.engine.ulysses import ulysses_attention
 
@@ -56,17 +57,6 @@ def choose_mode(
     if requested == "auto":
         return "ulysses" if divides else "gather_kv"
     return requested
-
-
-def position_ids(seqlens: tuple[int, ...], padded_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """Positions that restart with each sequence, and with the padding behind them: int64 ``[padded_length]``.
-
-    Raises:
-        ValueError: the sequences are longer than ``padded_length``.
-    """
-    lengths = torch.tensor(_with_padding(seqlens, padded_length))
-    starts = lengths.cumsum(0) - lengths
-    return (torch.arange(padded_length) - starts.repeat_interleave(lengths)).to(device)
 
 
 class ContextParallel:
@@ -117,19 +107,24 @@ class ContextParallel:
         Returns:
             ``[length, ...]``.
         """
-        return x[:length] if self.size == 1 else _GatherStream.apply(x, self, length)
+        return x[:length] if self.size == 1 else _GatherStream.apply(x, self, length, True)
 
-    def layout(
-        self, seqlens: tuple[int, ...], padded_length: int, device: torch.device | str = "cpu"
-    ) -> AttentionLayout:
-        """How attention runs over sequences of these lengths, padded at their end to ``padded_length`` tokens.
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """The ranks' rows end to end, as many of each, ``[size * R, ...]``; the backward as of :meth:`gather`. Collective."""
+        return x if self.size == 1 else _GatherStream.apply(x, self, self.size * len(x), False)
+
+    def places(self, where: Tensor, length: int) -> Tensor:
+        """Where positions ``where`` of a stream of ``length`` stand in the ranks' slices end to end."""
+        return where if self.size == 1 or self.mode == "ulysses" else zigzag_places(where, length, self.size)
+
+    def layout(self, branches: Branches, device: torch.device | str = "cpu") -> AttentionLayout:
+        """How attention runs over a stream.
 
         Raises:
-            ValueError: the sequences are longer than that, or it is not a multiple of :attr:`align`.
+            ValueError: its length is not a multiple of :attr:`align`.
         """
-        self._check_aligned(padded_length)
-        lengths = _with_padding(seqlens, padded_length)
-        return AttentionLayout(self, lengths, Segments.of(lengths, device=device))
+        self._check_aligned(len(branches))
+        return AttentionLayout(self, branches, branches.segments(device))
 
     def _check_aligned(self, length: int) -> None:
         if length % self.align:
@@ -145,14 +140,13 @@ class AttentionLayout:
 
     Attributes:
         cp: the ranks that hold the stream.
-        seqlens: tokens of each sequence; padding, if there is any, is one more at the end.
-        segments: the sequences in the whole stream.
+        branches: of the whole stream, padding included. segments: the same for attention.
     """
 
     cp: ContextParallel
-    seqlens: tuple[int, ...]
+    branches: Branches
     segments: Segments
-    _keys: dict[int | None, GatheredKeys] = field(default_factory=dict, init=False, repr=False)
+    _keys: dict[int | None, Segments] = field(default_factory=dict, init=False, repr=False)
 
     def attend(
         self,
@@ -177,7 +171,7 @@ class AttentionLayout:
         Raises:
             ValueError: the tensors do not fit the layout or each other.
         """
-        expected = sum(self.seqlens) // self.cp.size
+        expected = len(self.branches) // self.cp.size
         if q.shape[0] != expected:
             raise ValueError(f"attention got {q.shape[0]} tokens where this rank's share of the layout is {expected}")
         if self.cp.group is None or self.cp.size == 1:
@@ -187,20 +181,20 @@ class AttentionLayout:
             return ulysses_attention(q, k, v, self.segments, self.cp.group, **options)
         return gather_kv_attention(q, k, v, self._keys_for(window), self.cp.group, **options)
 
-    def _keys_for(self, window: int | None) -> GatheredKeys:
+    def _keys_for(self, window: int | None) -> Segments:
         # Layers share a layout, and a model has one or two windows: each is planned and copied to the device once.
         if window not in self._keys:
             device = self.segments.cu_q.device
-            self._keys[window] = GatheredKeys.plan(self.seqlens, self.cp.rank, self.cp.size, window, device)
+            self._keys[window] = plan_keys(self.branches, self.cp.rank, self.cp.size, window, device)
         return self._keys[window]
 
 
 class _GatherStream(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: ContextParallel, length: int) -> Tensor:
-        ctx.cp, ctx.padding = cp, cp.size * x.shape[0] - length
+    def forward(ctx: Any, x: Tensor, cp: ContextParallel, length: int, in_order: bool) -> Tensor:
+        ctx.cp, ctx.padding, ctx.in_order = cp, cp.size * x.shape[0] - length, in_order
         stream = all_gather_rows(x, cp.group)  # type: ignore[arg-type]  # more than one rank, hence a group
-        if cp.mode == "gather_kv":
+        if in_order and cp.mode == "gather_kv":
             stream = zigzag_restore(stream, cp.size)
         return stream[:length].clone() if ctx.padding else stream
 
@@ -209,14 +203,8 @@ class _GatherStream(torch.autograd.Function):
         grad = grads[0]
         if ctx.padding:
             grad = torch.cat([grad, grad.new_zeros((ctx.padding, *grad.shape[1:]))])
-        return ctx.cp.shard(grad), None, None
-
-
-def _with_padding(seqlens: tuple[int, ...], padded_length: int) -> tuple[int, ...]:
-    padding = padded_length - sum(seqlens)
-    if padding < 0:
-        raise ValueError(f"padded_length = {padded_length} is less than the {sum(seqlens)} tokens of the sequences")
-    return (*seqlens, padding) if padding else tuple(seqlens)
+        mine = ctx.cp.shard(grad) if ctx.in_order else grad.chunk(ctx.cp.size)[ctx.cp.rank]
+        return mine, None, None, None
 
 
 def context_parallel_of(

@@ -6,14 +6,12 @@ sees the keys before it, so an early and a late chunk together cost every rank a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal.engine.attention_kernels import Segments, packed_attention
+from areal.engine.branches import Branches
 from areal.engine.row_collectives import GatherRows
 
 
@@ -29,48 +27,42 @@ def zigzag_restore(x: Tensor, size: int) -> Tensor:
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredKeys:
-    """Which gathered keys this rank's queries read.
+def zigzag_places(where: Tensor, length: int, size: int) -> Tensor:
+    """Where positions ``where`` of a stream of ``length`` stand in the ranks' slices end to end."""
+    chunk = length // (2 * size)
+    place, offset = where // chunk, where % chunk
+    late = place >= size
+    owner = torch.where(late, 2 * size - 1 - place, place)
+    return (2 * owner + late) * chunk + offset
 
-    Attributes:
-        segments: one for each sequence in each of the rank's two chunks: its queries there, and the keys they may see.
-        index: int64 ``[keys]``, rows of the gathered keys, ranks end to end.
+
+def plan_keys(stream: Branches, rank: int, size: int, window: int | None, device: torch.device | str) -> Segments:
+    """One segment for each branch in each of a rank's two chunks: its queries there, and which of the gathered keys they may see.
+
+    Args:
+        stream: whose length is a multiple of ``2 * size``.
     """
-
-    segments: Segments
-    index: Tensor
-
-    @classmethod
-    def plan(
-        cls, seqlens: Sequence[int], rank: int, size: int, window: int | None, device: torch.device | str
-    ) -> GatheredKeys:
-        """Keys for a stream of sequences of these lengths, which sum to a multiple of ``2 * size``."""
-        chunk = sum(seqlens) // (2 * size)
-        reach = sum(seqlens) if window is None else window - 1
-        q_lens: list[int] = []
-        keys: list[Tensor] = []
-        for begin in (rank * chunk, (2 * size - 1 - rank) * chunk):
-            start = 0
-            for length in seqlens:
-                first, last = max(start, begin), min(start + length, begin + chunk)
-                if first < last:
-                    q_lens.append(last - first)
-                    keys.append(torch.arange(max(start, first - reach), last))
-                start += length
-        where = torch.cat(keys)
-        place, offset = where // chunk, where % chunk
-        late = place >= size
-        owner = torch.where(late, 2 * size - 1 - place, place)
-        index = (2 * owner + late) * chunk + offset
-        return cls(Segments.of(q_lens, [len(key) for key in keys], device), index.to(device))
+    length = len(stream)
+    chunk, reach = length // (2 * size), length if window is None else window - 1
+    q_lens: list[int] = []
+    keys: list[Tensor] = []
+    for begin in (rank * chunk, (2 * size - 1 - rank) * chunk):
+        start = 0
+        for own, path in zip(stream.own, stream.all_paths(), strict=True):
+            first, last = max(start, begin), min(start + own, begin + chunk)
+            if first < last:
+                q_lens.append(last - first)
+                before = len(path) - own - start  # from a place in the stream to one in the path
+                keys.append(path[max(0, first + before - reach) : last + before])
+            start += own
+    return Segments.of(q_lens, [len(key) for key in keys], device, keys=zigzag_places(torch.cat(keys), length, size))
 
 
 def gather_kv_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    keys: GatheredKeys,
+    segments: Segments,
     group: dist.ProcessGroup,
     *,
     scale: float,
@@ -82,7 +74,7 @@ def gather_kv_attention(
 
     Args:
         q, k, v: ``[T / size, Hq | Hkv, D | Dv]``, this rank's zig-zag slice of the packed stream.
-        keys: planned for this stream and window.
+        segments: of :func:`plan_keys` for this stream and window.
         scale, window, sinks, softcap: as for :func:`~areal.engine.attention_kernels.packed_attention`.
 
     Returns:
@@ -90,5 +82,5 @@ def gather_kv_attention(
     """
     widths = [k.shape[2], v.shape[2]]
     gathered = GatherRows.apply(torch.cat([k, v], dim=-1), group)
-    k, v = gathered.index_select(0, keys.index).split(widths, dim=-1)
-    return packed_attention(q, k, v, keys.segments, scale=scale, window=window, sinks=sinks, softcap=softcap)
+    k, v = gathered.split(widths, dim=-1)
+    return packed_attention(q, k, v, segments, scale=scale, window=window, sinks=sinks, softcap=softcap)

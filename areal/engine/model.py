@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from areal.api.batch import OutputName
+from areal.engine.attention_kernels import TakeRows
 from areal.engine.context_parallel import AttentionLayout
 from areal.engine.moe import ROUTED_EXPERTS, Routing
 from areal.engine.output import split_outputs
@@ -30,12 +31,13 @@ class ModelInputs:
 
     Attributes:
         input_ids, position_ids: int64 ``[T]``, this rank's tokens, padding included.
-        targets: int64 ``[T]`` or ``[T, K]``.
-        temperature: a number, or one per token ``[T]``.
+        targets: int64 ``[T]`` or ``[T, K]``; of the ``R`` tokens of ``scored``, where that is given.
+        temperature: a number, or one for each of the same tokens.
         layout: how attention keeps sequences apart; ``None`` runs ``rows``.
         rows: where each packed token stands in the ``[n, S]`` grid of one sequence per row (int64 ``[T]``, and ``n``, ``S``).
         outputs: what to compute per token.
-        wanted: bool ``[T]``, where log-probs, entropy and top-k are computed; ``None`` for everywhere.
+        wanted: int64, those of the same tokens of which log-probs, entropy and top-k are computed; ``None`` for all.
+        scored: int64 ``[R]``, tokens that have outputs, some of them several times; ``None`` for each once.
         routing: for the routers of a model with experts.
     """
 
@@ -47,6 +49,7 @@ class ModelInputs:
     rows: tuple[Tensor, int, int] | None
     outputs: tuple[OutputName, ...]
     wanted: Tensor | None = None
+    scored: Tensor | None = None
     routing: Routing | None = None
 
 
@@ -85,8 +88,8 @@ class PackedCausalLM(nn.Module):
         return self.hf.get_output_embeddings().weight.shape[0]
 
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
-        """Outputs by name, each ``[T, ...]`` for this rank's tokens; a dict, so that FSDP finds the tensors in it. Of a pipeline stage
-        before the last, its hidden states ``[1, T, H]``.
+        """Outputs by name, each ``[T, ...]`` for this rank's tokens (``[R, ...]``, with ``inputs.scored``); a dict, so that FSDP finds the
+        tensors in it. Of a pipeline stage before the last, its hidden states ``[1, T, H]``.
 
         Args:
             hidden: of the stage before, likewise.
@@ -145,7 +148,7 @@ def _for_routers(inputs: ModelInputs) -> dict[str, Any]:
 def token_outputs(
     hidden: Tensor, inputs: ModelInputs, weight: Callable[[], Tensor], value_head: nn.Module | None, **options: Any
 ) -> dict[str, Any]:
-    """What ``inputs.outputs`` asks for, by name, each ``[T, ...]``, from the last hidden state.
+    """What ``inputs.outputs`` asks for, by name, each ``[T, ...]`` or ``[R, ...]``, from the last hidden state.
 
     Args:
         hidden: ``[T, H]``.
@@ -159,7 +162,8 @@ def token_outputs(
     names, top = split_outputs(inputs.outputs)
     out: dict[str, Any] = {}
     if ROUTED_EXPERTS in names and inputs.routing is not None:
-        out[ROUTED_EXPERTS] = inputs.routing.chosen()
+        out[ROUTED_EXPERTS] = _take(inputs.routing.chosen(), inputs.scored)
+    hidden = _take(hidden, inputs.scored)
     if "hidden" in names:
         out["hidden"] = hidden
     if "values" in names:
@@ -178,12 +182,15 @@ def token_outputs(
     return out
 
 
+def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else TakeRows.apply(x, rows)
+
+
 def _of_head(hidden: Tensor, head: Tensor, inputs: ModelInputs, *, scored: bool, **options: Any) -> dict[str, Any]:
     """Log-probs, entropy and top-k by name, 0 where they are not wanted."""
     targets, temperature = inputs.targets if scored else None, inputs.temperature
-    rows, n_tokens = None, len(hidden)
-    if inputs.wanted is not None:
-        rows = inputs.wanted.nonzero().squeeze(1)
+    rows, n_tokens = inputs.wanted, len(hidden)
+    if rows is not None:
         hidden = hidden.index_select(0, rows)
         targets = targets.index_select(0, rows) if targets is not None else None
         temperature = temperature.index_select(0, rows) if isinstance(temperature, Tensor) else temperature

@@ -8,9 +8,11 @@ from torch import Tensor
 from areal.api.batch import IGNORE_INDEX
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
-from areal.engine.context_parallel import ContextParallel, position_ids
+from areal.engine.branches import Branches
+from areal.engine.context_parallel import ContextParallel
 from areal.engine.model import ModelInputs
 from areal.engine.moe import ROUTED_EXPERTS, ExpertRouting
+from areal.engine.scored import ScoredRows
 from areal.utils.data import BatchPlan
 
 
@@ -30,18 +32,27 @@ def model_inputs(
         rows: run one sequence per row instead of packed.
         routing: of an engine whose model may have experts.
     """
-    device = mb.cu_seqlens.device
-    length = mb.padded_length
+    device, length = mb.cu_seqlens.device, mb.padded_length
     grid = _rows(mb.seqlens, device) if rows else None
+    branches = Branches.of(mb.seqlens, length, mb.tree)
+    ids = mb.data["input_ids"] if mb.tree is None else mb.data["input_ids"][mb.tree.tokens.to(device)]
+    scored = None if mb.tree is None else ScoredRows.of(mb.tree, length, cp)
+
+    def asked(x: Tensor, padding: float) -> Tensor:
+        """What packed tokens ``[T, ...]`` ask, by the rows that answer on this rank."""
+        return cp.shard(_pad(x, length, padding)) if scored is None else x[scored.packed.to(x.device)]
+
     return ModelInputs(
-        input_ids=cp.shard(_pad(mb.data["input_ids"], length, 0)),
-        position_ids=cp.shard(position_ids(mb.seqlens, length, device)),
-        targets=cp.shard(_pad(mb.data["target_ids"], length, IGNORE_INDEX)),
-        temperature=_temperature(mb, cp, temperature),
-        layout=None if rows else cp.layout(mb.seqlens, length, device),
+        input_ids=cp.shard(_pad(ids, length, 0)),
+        position_ids=cp.shard(branches.positions().to(device)),
+        targets=asked(mb.data["target_ids"], IGNORE_INDEX),
+        temperature=asked(_per_token(mb, "temperature"), 1.0) if "temperature" in mb.data else temperature,
+        layout=None if rows else cp.layout(branches, device),
         rows=grid,
         outputs=outputs,
-        wanted=cp.shard(_pad(mb.data["output_mask"], length, False)) if "output_mask" in mb.data else None,
+        # Found on the host: on a GPU, counting them would wait for the device.
+        wanted=None if mb.wanted is None else asked(mb.wanted, False).nonzero().squeeze(1).to(device),
+        scored=None if scored is None else scored.places.to(device),
         routing=routing.of(mb, grid, record=ROUTED_EXPERTS in outputs) if routing else None,
     )
 
@@ -63,13 +74,9 @@ def check_temperature(plan: BatchPlan) -> None:
         raise ValueError("key 'temperature' is not one number per sequence: pass [B], or a scalar in each sample")
 
 
-def _temperature(mb: MicroBatch, cp: ContextParallel, default: float) -> float | Tensor:
-    if "temperature" not in mb.data:
-        return default
-    per_sequence = mb.data["temperature"]
-    lengths = mb.cu_seqlens.diff()
-    per_token = per_sequence.repeat_interleave(lengths, output_size=mb.n_tokens)
-    return cp.shard(_pad(per_token, mb.padded_length, 1.0))
+def _per_token(mb: MicroBatch, key: str) -> Tensor:
+    """A per-sequence key ``[n]`` for each of the packed tokens."""
+    return mb.data[key].repeat_interleave(mb.cu_seqlens.diff(), output_size=mb.n_tokens)
 
 
 def _rows(seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int, int]:

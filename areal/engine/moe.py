@@ -17,6 +17,7 @@ from torch import Tensor
 
 from areal.api.config import MoEConfig
 from areal.api.microbatch import MicroBatch
+from areal.engine.attention_kernels import TakeRows
 from areal.engine.context_parallel import ContextParallel
 from areal.engine.moe_terms import AUX_LOSS, LOAD, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.utils.data import BatchPlan
@@ -159,7 +160,8 @@ class Routing:
         """All real tokens in order, from this rank's; the backward keeps this rank's."""
         if self.rows is not None:
             return x.index_select(0, self.rows[0])
-        return _gather(x, self.splits)[: self.mb.n_tokens]
+        stream, tree = _gather(x, self.splits), self.mb.tree
+        return stream[: self.mb.n_tokens] if tree is None else TakeRows.apply(stream, tree.places.to(x.device))
 
 
 class ExpertRouting:
@@ -295,6 +297,8 @@ class ExpertRouting:
         )
         if rows is not None:
             return padded.index_copy(0, rows[0], recorded.long())
+        if mb.tree is not None:
+            recorded = recorded[mb.tree.tokens.to(recorded.device)]
         padded[: len(recorded)] = recorded
         for split in self._splits:
             padded = split.shard(padded)

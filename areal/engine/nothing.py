@@ -1,4 +1,4 @@
-"""Outputs in canonical form, and the loss that takes part in every collective and adds exactly nothing."""
+"""The loss that takes part in every collective and adds exactly nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from areal.api.batch import TokenOutputs
-from areal.engine.context_parallel import ContextParallel
-
-
-def gather_outputs(local: TokenOutputs, cp: ContextParallel, length: int) -> TokenOutputs:
-    """Gathered over context-parallel ranks, in stream order, and cut to the ``length`` unpadded tokens."""
-    return pytree_map(lambda x: cp.gather(x, length), local)
 
 
 def add_nothing(outputs: TokenOutputs) -> Tensor:

@@ -5,8 +5,8 @@ Numbers that losses and weights are made of have few binary digits, so that thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Case:
         own_temperature: each sequence has a temperature of its own.
         temperature: of the engine's configuration.
         form: ``"padded"`` or ``"list"``, as the caller passes it.
+        begins_like: sequence -> an earlier one and how many tokens they have in common at their beginning.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     temperature: float = 1.0
     form: str = "padded"
     seed: int = 0
+    begins_like: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 CASES = {
@@ -55,6 +57,15 @@ CASES = {
             form="list",
         ),
         Case("starved", (4, 15, 27, 9, 21, 2, 13, 10), last_rank=(0,), temperature=0.75),
+        # Branches off branches, the same twice, a beginning of another, and one that has nothing in common with any.
+        Case(
+            "family",
+            (22, 17, 22, 19, 6, 31, 22, 8, 11, 1),
+            weightless=(1,),
+            last_rank=(2, 3, 8, 9),
+            own_temperature=True,
+            begins_like={1: (0, 9), 2: (0, 22), 3: (1, 14), 4: (0, 6), 5: (3, 18), 6: (0, 21), 8: (7, 7), 9: (0, 1)},
+        ),
     )
 }
 
@@ -63,6 +74,8 @@ CUTS = {
     "tokens24": MicroBatchSpec(max_tokens_per_mb=24, overlong="alone"),
     "tokens64": MicroBatchSpec(max_tokens_per_mb=64),
     "mbs3": MicroBatchSpec(n_mbs=3),
+    "shared": MicroBatchSpec(share_prefixes=True),
+    "shared40": MicroBatchSpec(max_tokens_per_mb=40, share_prefixes=True),
 }
 
 
@@ -74,10 +87,13 @@ def samples(case: Case, *, top_targets: bool = False, seed: int = 0) -> list[dic
         seed: another batch of the same shape.
     """
     generator = torch.Generator().manual_seed(1000 * case.seed + seed)
-    return [
+    made = [
         _sample(length, i in case.weightless, case.own_temperature, top_targets, generator)
         for i, length in enumerate(case.lengths)
     ]
+    for i, (other, shared) in case.begins_like.items():
+        made[i]["input_ids"][:shared] = made[other]["input_ids"][:shared]
+    return made
 
 
 def _sample(

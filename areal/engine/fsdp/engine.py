@@ -16,7 +16,7 @@ from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec, OptimizerConfig, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
-from areal.engine.attention import PACKED_ATTENTION, choose_attention
+from areal.engine.attention import PACKED_ATTENTION, check_sharing, choose_attention
 from areal.engine.base import BaseTrainEngine
 from areal.engine.context_parallel import context_parallel_of
 from areal.engine.fsdp import grad
@@ -66,6 +66,7 @@ class FSDPEngine(BaseTrainEngine):
         config = self.config
         hf_config = read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
+        check_sharing(config.mb_spec, packed=not self._rows)
         check_plan(hf_config, self.dims.tp, packed=not self._rows)
         check_packed(self.dims, packed=not self._rows)
         param_mesh = build_param_mesh(self.dims, self.device.type)

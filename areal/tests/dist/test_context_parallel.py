@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.engine.attention_kernels import Segments, packed_attention
-from areal.engine.context_parallel import ContextParallel, choose_mode, position_ids
+from areal.engine.branches import Branches
+from areal.engine.context_parallel import ContextParallel, choose_mode
 
 MODES = ("ulysses", "gather_kv")
 HEADS = {"mha": (4, 4), "gqa": (8, 4), "kv2": (4, 2), "kv1": (4, 1), "kv3": (12, 3), "indivisible": (9, 3)}
@@ -40,7 +41,7 @@ def padded(length: int, align: int) -> int:
 def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[int, int]) -> None:
     cp = ContextParallel(dist.group.WORLD, mode)
     if mode == "ulysses" and heads[0] % cp.size:
-        layout = cp.layout((8,), 8)
+        layout = cp.layout(Branches.of((8,), 8))
         q, k, v, _ = packed(8, heads, (4, 4), 0)
         with pytest.raises(ValueError, match=f"{heads[0]} query heads do not divide over {cp.size}"):
             layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), scale=1.0)
@@ -61,7 +62,7 @@ def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[i
         expected.backward(up)
 
         local = [cp.shard(x).clone().requires_grad_() for x in qkv] + [sinks.clone().requires_grad_()]
-        out = cp.layout(seqlens, tokens).attend(*local[:3], sinks=local[3] if has_sinks else None, **kwargs)
+        out = cp.layout(Branches.of(seqlens, tokens)).attend(*local[:3], sinks=local[3] if has_sinks else None, **kwargs)
         out.backward(cp.shard(up))
 
         assert error(out, cp.shard(expected)) <= 1e-12
@@ -104,7 +105,7 @@ def test_padding_reaches_neither_sequences_nor_gradients() -> None:
                 x = x.clone()
                 x[5:] = fill
                 local.append(cp.shard(x).clone().requires_grad_())
-            out = cp.gather(cp.layout((2, 3), 8).attend(*local, scale=1.0), 5)
+            out = cp.gather(cp.layout(Branches.of((2, 3), 8)).attend(*local, scale=1.0), 5)
             out.square().sum().backward()
             outs.append(out)
             grads.append([cp.gather(x.grad, 8) for x in local])
@@ -121,19 +122,19 @@ def test_what_does_not_fit_is_refused(mode: str) -> None:
     with pytest.raises(ValueError, match=f"pad them to a multiple of {cp.align}"):
         cp.shard(torch.zeros(cp.align + 1))
     with pytest.raises(ValueError, match=f"pad them to a multiple of {cp.align}"):
-        cp.layout((3,), 2 * cp.align + 1)
+        cp.layout(Branches.of((3,), 2 * cp.align + 1))
     with pytest.raises(ValueError, match=f"padded_length = {cp.align} is less than the {cp.align + 1} tokens"):
-        cp.layout((cp.align, 1), cp.align)
+        cp.layout(Branches.of((cp.align, 1), cp.align))
     x = torch.zeros(cp.align, 4, 2)
     with pytest.raises(ValueError, match="this rank's share of the layout"):
-        cp.layout((cp.align,), cp.align).attend(x, x, x, scale=1.0)
+        cp.layout(Branches.of((cp.align,), cp.align)).attend(x, x, x, scale=1.0)
 
 
 @pytest.mark.world(2)
 def test_positions_follow_the_tokens() -> None:
     for mode in MODES:
         cp = ContextParallel(dist.group.WORLD, mode)
-        whole = position_ids((2, 3, 1), 8)
+        whole = Branches.of((2, 3, 1), 8).positions()
         assert whole.tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
         assert torch.equal(cp.gather(cp.shard(whole), 8), whole)
 
@@ -142,7 +143,7 @@ def test_positions_follow_the_tokens() -> None:
 def test_one_layout_serves_layers_with_different_windows() -> None:
     cp = ContextParallel(dist.group.WORLD, choose_mode("auto", 2, 9, 3))
     assert cp.mode == "gather_kv"
-    layout = cp.layout((20, 12), 32)
+    layout = cp.layout(Branches.of((20, 12), 32))
     q, k, v, _ = packed(32, (9, 3), (4, 4), seed=3)
     for window in (None, 4, None, 5):
         out = layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), scale=0.5, window=window)

@@ -27,7 +27,8 @@ from transformers import (
 
 from areal.engine.attention import PACKED_ATTENTION, TESTED_FAMILIES, choose_attention, why_not_packed
 from areal.engine.attention_probe import probe
-from areal.engine.context_parallel import AttentionLayout, ContextParallel, choose_mode, position_ids
+from areal.engine.branches import Branches
+from areal.engine.context_parallel import AttentionLayout, ContextParallel, choose_mode
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -81,8 +82,8 @@ def tokens(seed: int = 0) -> list[Tensor]:
 
 def run_packed(model: PreTrainedModel, sequences: list[Tensor], layout: AttentionLayout | None = None) -> Tensor:
     ids = torch.nn.functional.pad(torch.cat(sequences), (0, PADDED - sum(LENGTHS)))
-    layout = layout or ContextParallel(None).layout(LENGTHS, PADDED)
-    positions = position_ids(LENGTHS, PADDED)
+    layout = layout or ContextParallel(None).layout(Branches.of(LENGTHS, PADDED))
+    positions = Branches.of(LENGTHS, PADDED).positions()
     logits = model(
         input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, packed=layout
     ).logits
@@ -129,7 +130,7 @@ def test_every_tested_family_is_tested() -> None:
 def test_forward_without_a_layout_or_with_a_mask_is_refused() -> None:
     model = build(FAMILIES["llama"](), PACKED_ATTENTION)
     ids = torch.ones(1, 4, dtype=torch.long)
-    layout = ContextParallel(None).layout((4,), 4)
+    layout = ContextParallel(None).layout(Branches.of((4,), 4))
     with pytest.raises(ValueError, match="packed=AttentionLayout"):
         model(input_ids=ids, use_cache=False)
     with pytest.raises(ValueError, match="2 rows"):
@@ -149,7 +150,7 @@ def test_dropout_and_bidirectional_attention_are_refused_in_the_forward() -> Non
     call = {
         "input_ids": torch.ones(1, 4, dtype=torch.long),
         "use_cache": False,
-        "packed": ContextParallel(None).layout((4,), 4),
+        "packed": ContextParallel(None).layout(Branches.of((4,), 4)),
     }
     with pytest.raises(ValueError, match=r"attention_dropout = 0\.1"):
         model(**call)
@@ -268,6 +269,6 @@ def test_one_rank_takes_part_in_no_collective() -> None:
     assert cp.shard(x) is x
     cp.gather(x, 5).sum().backward()
     assert x.grad.sum(1).tolist() == [2.0] * 5 + [0.0] * 2
-    layout = cp.layout((3, 2), 7)
-    assert layout.seqlens == (3, 2, 2)
-    assert position_ids((3, 2), 7).tolist() == [0, 1, 2, 0, 1, 0, 1]
+    layout = cp.layout(Branches.of((3, 2), 7))
+    assert layout.branches.own == (3, 2, 2)
+    assert Branches.of((3, 2), 7).positions().tolist() == [0, 1, 2, 0, 1, 0, 1]

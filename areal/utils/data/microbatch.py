@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areal.api import IGNORE_INDEX, Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec
+from areal.api import IGNORE_INDEX, Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec, PrefixTree
 from areal.utils.data.columns import Columns, read_batch
 from areal.utils.data.digest import checksum
-from areal.utils.data.packing import pack
+from areal.utils.data.packing import pack, pack_sharing
 from areal.utils.data.padding import round_up
+from areal.utils.data.prefixes import Prefixes
 from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
 
 
@@ -25,6 +26,7 @@ class BatchPlan:
     Attributes:
         form: of the caller's batch.
         bins: the samples of each micro-batch.
+        trees: for each micro-batch, what its samples share where that is computed once.
         dropped: samples left out for their length.
         align: what the length of a micro-batch is rounded up to a multiple of.
         tokens: per-token keys ``[T, ...]`` of all bins end to end.
@@ -36,6 +38,7 @@ class BatchPlan:
 
     form: BatchForm
     bins: tuple[tuple[int, ...], ...]
+    trees: tuple[PrefixTree | None, ...]
     dropped: tuple[int, ...]
     align: int
     tokens: Mapping[str, Tensor]
@@ -52,15 +55,17 @@ class BatchPlan:
     @property
     def padded_length(self) -> int:
         """The longest micro-batch, rounded up to ``align``; that of a filler when there is no other."""
-        return max((self._aligned(members) for members in self.bins), default=self.align)
+        return max((self._aligned(k) for k in range(self.n_mbs)), default=self.align)
 
     @property
     def n_tokens(self) -> int:
         """Tokens of the samples that were not dropped, unpadded."""
         return sum(self.form.seqlens[i] for members in self.bins for i in members)
 
-    def _aligned(self, members: Sequence[int]) -> int:
-        return round_up(sum(self.form.seqlens[i] for i in members), self.align)
+    def _aligned(self, k: int) -> int:
+        tree = self.trees[k]
+        length = sum(self.form.seqlens[i] for i in self.bins[k]) if tree is None else len(tree)
+        return round_up(length, self.align)
 
     def digest(self) -> int:
         """A 63-bit checksum of the names, values and order of all keys (of ``meta``, the names), padding excluded.
@@ -104,6 +109,8 @@ class BatchPlan:
         payloads = {key: iter([x.to(device) for x in payload]) for key, payload in self.payloads.items()}
         starts = [start for lengths in seqlens for start in accumulate(lengths, initial=0)]
         cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device).split([n + 1 for n in n_seqs])
+        mask = self.tokens.get("output_mask")
+        wanted = [None] * len(n_tokens) if mask is None else mask.cpu().split(n_tokens)
         for k, members in enumerate(self.bins):
             values: dict[str, Any] = {key: parts[k] for key, parts in (tokens | sequences).items()}
             values |= {key: [next(items) for _ in members] for key, items in payloads.items()}
@@ -113,7 +120,9 @@ class BatchPlan:
                 seqlens=seqlens[k],
                 cu_seqlens=cu_seqlens[k],
                 sample_ids=members,
-                padded_length=padded_length or self._aligned(members),
+                padded_length=padded_length or self._aligned(k),
+                tree=self.trees[k],
+                wanted=wanted[k],
             )
 
     def _fillers(self, indices: Iterable[int], device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
@@ -130,6 +139,7 @@ class BatchPlan:
                 sample_ids=(),
                 padded_length=padded_length or self.align,
                 filler=True,
+                wanted=torch.zeros(1, dtype=torch.bool) if "output_mask" in values else None,
             )
 
 
@@ -154,7 +164,8 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
         check_target_shape(columns.tokens["target_ids"][0])
     if "output_mask" in columns.tokens:
         check_output_mask(columns.tokens["output_mask"][0])
-    bins, dropped = _cut(columns.form, spec, align)
+    prefixes = Prefixes(columns.tokens) if spec.share_prefixes else None
+    bins, dropped = _cut(columns.form, spec, align, prefixes)
     order = [i for members in bins for i in members]
     seqlens = [columns.form.seqlens[i] for i in order]
     tokens = {key: torch.cat([rows[i] for i in order] or [rows[0][:0]]) for key, rows in columns.tokens.items()}
@@ -167,20 +178,24 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
         check_values(tokens, columns.sequences.get("temperature"), vocab_size, order, seqlens)
     tokens = add_targets(tokens, ends)
     index = torch.tensor(order, dtype=torch.int64).to(device)
+    sequences = {key: x.index_select(0, index) for key, x in columns.sequences.items()}
     return BatchPlan(
         form=columns.form,
         bins=bins,
+        trees=(None,) * len(bins) if prefixes is None else _trees(prefixes, bins, columns.form, tokens, sequences),
         dropped=dropped,
         align=align,
         tokens=tokens,
-        sequences={key: x.index_select(0, index) for key, x in columns.sequences.items()},
+        sequences=sequences,
         payloads={key: [payload[i] for i in order] for key, payload in columns.payloads.items()},
         meta=columns.meta,
         filler=_filler(tokens, columns),
     )
 
 
-def _cut(form: BatchForm, spec: MicroBatchSpec, align: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def _cut(
+    form: BatchForm, spec: MicroBatchSpec, align: int, prefixes: Prefixes | None
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Bins of samples, and the samples that were dropped."""
     size, n = spec.granularity, len(form.seqlens)
     if n % size:
@@ -188,14 +203,43 @@ def _cut(form: BatchForm, spec: MicroBatchSpec, align: int) -> tuple[tuple[tuple
             f"MicroBatchSpec.granularity = {size} does not divide the batch of {n} samples: pass whole groups, or "
             "lower it"
         )
-    lengths = [sum(form.seqlens[i : i + size]) for i in range(0, n, size)]
+    groups = [_samples([g], size) for g in range(n // size)]
+    if prefixes is None or size == 1:
+        lengths = [sum(form.seqlens[i] for i in group) for group in groups]
+    else:
+        lengths = [prefixes.length(group) for group in groups]
     fitting, overlong = _sort_out(lengths, spec, align)
     alone = overlong if spec.overlong == "alone" else []
     least = max(1, (spec.n_mbs or 1) - len(alone))
-    packed = pack([lengths[g] for g in fitting], spec.max_tokens_per_mb, min_bins=least, align=align)
-    groups = [[fitting[i] for i in members] for members in packed] + [[g] for g in alone]
+    options: dict[str, Any] = {"min_bins": least, "align": align}
+    if prefixes is None:
+        packed = pack([lengths[g] for g in fitting], spec.max_tokens_per_mb, **options)
+    else:
+        firsts = {prefixes.sort(groups[g])[0]: g for g in fitting}
+        leaders = prefixes.sort(list(firsts))
+        fitting = [firsts[i] for i in leaders]
+        shared = [0, *(prefixes.shared(a, b) for a, b in pairwise(leaders))]
+        packed = pack_sharing([lengths[g] for g in fitting], shared[: len(fitting)], spec.max_tokens_per_mb, **options)
+    bins = [sorted(fitting[i] for i in members) for members in packed] + [[g] for g in alone]
     dropped = overlong if spec.overlong == "drop" else []
-    return tuple(_samples(members, size) for members in groups), _samples(dropped, size)
+    return tuple(_samples(members, size) for members in bins), _samples(dropped, size)
+
+
+def _trees(
+    prefixes: Prefixes,
+    bins: Sequence[Sequence[int]],
+    form: BatchForm,
+    tokens: Mapping[str, Tensor],
+    sequences: Mapping[str, Tensor],
+) -> tuple[PrefixTree, ...]:
+    """For each bin the stream that the model sees. ``tokens`` and ``sequences`` are those of all bins end to end."""
+    asked = [tokens[key].cpu() for key in ("target_ids", "output_mask") if key in tokens]
+    lengths = torch.tensor([form.seqlens[i] for members in bins for i in members])
+    if "temperature" in sequences and sequences["temperature"].dim() == 1:
+        asked.append(sequences["temperature"].cpu().repeat_interleave(lengths))
+    n_tokens = [sum(form.seqlens[i] for i in members) for members in bins]
+    parts = zip(*(x.split(n_tokens) for x in asked), strict=True)
+    return tuple(prefixes.tree(members, part) for members, part in zip(bins, parts, strict=True))
 
 
 def _samples(groups: Sequence[int], size: int) -> tuple[int, ...]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+_WORTH = 16
+"""Neighbours stay together if they share at least one in so many of their tokens."""
+
 
 def pack(lengths: Sequence[int], budget: int | None, *, min_bins: int = 1, align: int = 1) -> list[list[int]]:
     """Partition positions ``0 .. n-1`` into bins whose lengths add up to no more than a budget.
@@ -42,6 +45,39 @@ def pack(lengths: Sequence[int], budget: int | None, *, min_bins: int = 1, align
         )
     bins = _first_fit_decreasing(lengths, capacity)
     return bins if len(bins) >= wanted else _split(bins, lengths, capacity, wanted)
+
+
+def pack_sharing(
+    lengths: Sequence[int], shared: Sequence[int], budget: int | None, *, min_bins: int = 1, align: int = 1
+) -> list[list[int]]:
+    """The same, where neighbours have tokens in common that a bin with both holds once.
+
+    Neighbours that share much stay together as long as they fit; such pieces are then packed like sequences.
+
+    Args:
+        lengths: tokens of each sequence.
+        shared: how many of them the sequence before has too; fewer than ``lengths``, or as many.
+
+    Returns:
+        As :func:`pack`. What a bin holds, shared tokens counted once, is no more than the budget.
+    """
+    most = budget // align * align if budget is not None else -(-(sum(lengths) - sum(shared[1:])) // min_bins)
+    pieces: list[list[int]] = []
+    size = 0
+    for i, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if pieces and common * _WORTH >= length and size + length - common <= most:
+            pieces[-1].append(i)
+            size += length - common
+        else:
+            pieces.append([i])
+            size = length
+    while len(pieces) < min(min_bins, len(lengths)):
+        longest = max(range(len(pieces)), key=lambda k: len(pieces[k]))
+        members = pieces[longest]
+        pieces[longest : longest + 1] = [members[: len(members) // 2], members[len(members) // 2 :]]
+    sizes = [sum(lengths[i] for i in piece) - sum(shared[i] for i in piece[1:]) for piece in pieces]
+    packed = pack(sizes, budget, min_bins=min_bins, align=align)
+    return [sorted(i for k in members for i in pieces[k]) for members in packed]
 
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
