@@ -191,6 +191,41 @@ def test_routing_is_recorded(cell: Cell) -> None:
         assert all(torch.equal(row, replayed[i]) for row, i in zip(again, run.mine, strict=True))
 
 
+SHARING = [("fsdp:d1", ""), ("fsdp:c2", "gather_kv"), ("fsdp:e2", ""), ("fsdp:p2", ""), ("megatron:d1", ""), ("megatron:t2", "")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [pytest.param(*one, marks=pytest.mark.world(ParallelDims.parse(one[0]).world_size)) for one in SHARING],
+)
+def test_a_shared_beginning_counts_for_each_of_its_sequences(backend: str, how: str) -> None:
+    """Terms, load, replay and recording, where a router sees what sequences share once."""
+    cell = Cell(layout(backend, how), "qwen3_moe", "nll", "family", "shared40")
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    experts = recorded(cell.case.lengths)
+    for i, (other, shared) in cell.case.begins_like.items():
+        experts[i][: shared // 2] = experts[other][: shared // 2]  # half of it went to the same experts too
+    with running(cell) as run:
+        expected, replayed = by_hand(cell), by_hand(cell, replay=experts)
+        lengths = [cell.case.lengths[i] for i in run.mine]
+        step = run.engine.forward_backward(run.batch(), *call)
+        assert_terms(step, expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+        assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
+        run.engine.zero_grad()
+
+        batch = with_replay(run, experts)
+        shared = [mb.tree is not None and len(mb.tree) < mb.n_tokens for mb in run.engine.microbatches(batch).real]
+        assert any(shared)
+        assert_rows(rows(run.engine.forward_batch(batch), lengths), replayed.logprobs, run.mine, TOLERANCE)
+        assert_terms(run.engine.forward_backward(batch, *call), replayed)
+        assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
+        if "p2" not in backend:
+            found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+            for row, i in zip(rows(found, lengths), run.mine, strict=True):
+                assert torch.equal(row, expected.experts[i])
+
+
 SIGMOID = ["fsdp:d1", "fsdp:e2", "fsdp:p2", "megatron:d1", "megatron:e2"]
 
 
