@@ -70,13 +70,15 @@ class Run:
         self.held_out = self.chat.samples(self.task.held_out)
         self.history = History()
         # In the order in which they were made, so that the batches do not depend on how many steps are asked for.
+        train = self.chat.samples(self.task.train)
         self.loader = sharded_loader(
-            self.chat.samples(self.task.train),
+            train,
             batch_size=config.batch_size,
             dp_rank=engine.dp_rank,
             dp_size=engine.dp_size,
             seed=config.seed,
             shuffle=False,
+            costs=[len(sample["input_ids"]) for sample in train],
         )
 
     def go(self) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.api import Stateful
-from areal.utils.data import ShardedLoader, sharded_loader
+from areal.utils.data import ShardedLoader, deal, sequence_cost, sharded_loader
 
 
 def loaders(n: int, dp_size: int, **kwargs: Any) -> list[ShardedLoader]:
@@ -130,9 +130,40 @@ def test_loading_leaves_the_global_generator_alone_and_collates() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_ranks_get_parts_of_the_same_cost() -> None:
+    """One long sample among short ones: the same global batches as without costs, and what is longest decides no rank's step alone."""
+    costs = [1.0 + 63 * (i % 8 == 0) for i in range(64)]
+    plain, dealt = (loaders(64, 2, batch_size=16, seed=5, costs=c) for c in (None, costs))
+    for batch, parts in zip(global_batches(plain), zip(*dealt, strict=True), strict=True):
+        assert sorted(batch) == sorted(i for part in parts for i in part)
+        sums = [sum(costs[i] for i in part) for part in parts]
+        long = sum(costs[i] > 1 for i in batch)
+        assert max(sums) - min(sums) <= (64 if long % 2 else 1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=30), st.integers(1, 6))
+def test_what_is_dealt_is_whole_and_even(costs: list[float], n: int) -> None:
+    shares = deal(costs, n)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert len(shares) == n
+    assert all(shares) or len(costs) < n
+    sums = [sum(costs[i] for i in share) for share in shares]
+    assert max(sums) - min(sums) <= max(costs) * (1 + 1e-9)
+
+
+def test_costs_that_cannot_be_dealt_are_named() -> None:
+    with pytest.raises(ValueError, match=r"costs\[1\] = 0"):
+        deal([1.0, 0.0], 2)
+    with pytest.raises(ValueError, match="n = 0"):
+        deal([1.0], 0)
+    assert sequence_cost(1000, 0.001) == 2000
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
+        ({"costs": [1.0]}, "costs has 1 numbers for a dataset of 9 samples"),
         ({"dp_rank": 2}, "dp_rank = 2 of dp_size = 2"),
         ({"batch_size": 1}, "batch_size = 1 is below dp_size = 2"),
         ({"dataset": range(1)}, "the dataset has 1 samples for dp_size = 2"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from areal.utils.data.packing import deal
 
 _STATE = ("seed", "epoch", "cursor")
 
@@ -24,13 +26,23 @@ class SizedDataset(Protocol):
 class _ShardSampler(Sampler[list[int]]):
     """The indices of this rank's part of each global batch, from wherever ``cursor`` stands."""
 
-    def __init__(self, length: int, batch_size: int, dp_rank: int, dp_size: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        shuffle: bool,
+        costs: Sequence[float] | None,
+    ) -> None:
         self.length = length
         self.batch_size = batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.seed = seed
         self.shuffle = shuffle
+        self.costs = costs
         self.epoch = 0
         self.cursor = 0
 
@@ -49,9 +61,14 @@ class _ShardSampler(Sampler[list[int]]):
         while self.cursor < self.length:
             if made != (self.seed, self.epoch):
                 made, order = (self.seed, self.epoch), self.order()
-            n = self.stop() - self.cursor
-            first, last = (self.cursor + n * r // self.dp_size for r in (self.dp_rank, self.dp_rank + 1))
-            yield order[first:last]
+            yield self.share(order[self.cursor : self.stop()])
+
+    def share(self, batch: list[int]) -> list[int]:
+        """This rank's part of a global batch."""
+        if self.costs is not None:
+            return [batch[i] for i in deal([self.costs[i] for i in batch], self.dp_size)[self.dp_rank]]
+        first, last = (len(batch) * r // self.dp_size for r in (self.dp_rank, self.dp_rank + 1))
+        return batch[first:last]
 
     def order(self) -> list[int]:
         """The epoch's order of the whole dataset; the same on every rank."""
@@ -132,14 +149,15 @@ def sharded_loader(
     dp_size: int,
     seed: int = 0,
     shuffle: bool = True,
+    costs: Sequence[float] | None = None,
     collate: Callable[[list[Any]], Any] = list,
 ) -> ShardedLoader:
     """Shard a map-style dataset by data-parallel rank, batch by batch.
 
     An epoch is one order of all samples, cut into global batches of ``batch_size``; each rank gets a contiguous part of
-    every batch, the parts differing by at most one sample. So the global batches are the same for every ``dp_size``.
-    Nothing is dropped: a last short batch is passed on, and one of fewer than ``dp_size`` samples joins the batch
-    before it.
+    every batch, the parts differing by at most one sample, or with ``costs`` parts of about the same cost. So the
+    global batches are the same for every ``dp_size``. Nothing is dropped: a last short batch is passed on, and one of
+    fewer than ``dp_size`` samples joins the batch before it.
 
     Args:
         dataset: ``len()`` and items by index.
@@ -148,6 +166,7 @@ def sharded_loader(
         dp_size: data-parallel ranks.
         seed: of the order, together with the epoch; the same on every rank.
         shuffle: whether the order is random, and another in each epoch.
+        costs: of each sample of the dataset, such as its tokens, or their :func:`~areal.utils.data.sequence_cost`: ranks wait for the slowest.
         collate: makes a batch of a list of samples; the list itself by default.
 
     Raises:
@@ -167,5 +186,7 @@ def sharded_loader(
         )
     if seed < 0:
         raise ValueError(f"seed = {seed}: a seed is 0 or above")
-    sampler = _ShardSampler(length, batch_size, dp_rank, dp_size, seed, shuffle)
+    if costs is not None and len(costs) != length:
+        raise ValueError(f"costs has {len(costs)} numbers for a dataset of {length} samples: give one for each")
+    sampler = _ShardSampler(length, batch_size, dp_rank, dp_size, seed, shuffle, costs)
     return ShardedLoader(dataset, sampler, collate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 _WORTH = 16
@@ -80,6 +81,37 @@ def pack_sharing(
     return [sorted(i for k in members for i in pieces[k]) for members in packed]
 
 
+def deal(costs: Sequence[float], n: int) -> list[list[int]]:
+    """Partition positions ``0 .. len(costs) - 1`` into ``n`` shares of about the same cost: what each of ``n`` ranks gets of a batch.
+
+    Longest processing time first (Graham, 1969): the dearest share costs at most a third more than the best partition's. No share
+    is empty where there are ``n`` positions. The same input gives the same shares.
+
+    Args:
+        costs: of each sample, such as :func:`sequence_cost`; any unit, above 0.
+
+    Raises:
+        ValueError: a cost is not above 0, or ``n`` is below 1.
+    """
+    bad = next((i for i, cost in enumerate(costs) if not 0 < cost < math.inf), None)
+    if bad is not None:
+        raise ValueError(f"costs[{bad}] = {costs[bad]}: a cost is finite and above 0; drop samples that cost nothing")
+    if n < 1:
+        raise ValueError(f"n = {n}: deal to at least 1 rank")
+    return _spread(range(len(costs)), costs, n)
+
+
+def sequence_cost(length: int, attention: float) -> float:
+    """What a sequence costs to train on, in tokens of a short one: ``length + attention * length ** 2``.
+
+    Args:
+        attention: what one more key costs a token, over what the matrix products cost it: ``layers * heads * head_dim`` over the
+            parameters that multiply every token (a causal token sees half of its sequence, and attention has two products for each
+            key where a parameter has one).
+    """
+    return length + attention * length**2
+
+
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     # A tree of maxima over the free space of all possible bins. Those not yet opened lie to the right with all their
     # capacity, so the leftmost bin with room always exists and is found in one descent.
@@ -105,14 +137,14 @@ def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[in
     return [sorted(members) for members in bins if members]
 
 
-def _longest_first(members: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def _longest_first(members: Sequence[int], lengths: Sequence[float]) -> list[int]:
     return sorted(members, key=lambda i: (-lengths[i], i))
 
 
-def _spread(members: Sequence[int], lengths: Sequence[int], n_bins: int) -> list[list[int]]:
+def _spread(members: Sequence[int], lengths: Sequence[float], n_bins: int) -> list[list[int]]:
     """Longest processing time first (Graham, 1969): the next longest goes where least is."""
     bins: list[list[int]] = [[] for _ in range(n_bins)]
-    loads = [(0, b) for b in range(n_bins)]
+    loads: list[tuple[float, int]] = [(0, b) for b in range(n_bins)]
     for i in _longest_first(members, lengths):
         load, b = loads[0]
         bins[b].append(i)

@@ -32,15 +32,18 @@ class Prefixes:
         self._rows = [_integers(parts) for parts in zip(*columns, strict=True)]
         # Bytes compare as the numbers do where the highest comes first.
         keys = [row.astype(">u4").tobytes() for row in self._rows]
-        self.order = sorted(range(len(keys)), key=keys.__getitem__)
-        self._rank = {sample: rank for rank, sample in enumerate(self.order)}
+        self._rank = {sample: rank for rank, sample in enumerate(sorted(range(len(keys)), key=keys.__getitem__))}
+        self._known: dict[tuple[int, int], int] = {}
 
     def shared(self, a: int, b: int) -> int:
         """Tokens with which samples ``a`` and ``b`` both begin."""
-        n = min(len(self._rows[a]), len(self._rows[b]))
-        differs = (self._rows[a][:n] != self._rows[b][:n]).any(1)
-        first = int(differs.argmax()) if n else 0
-        return first if n and differs[first] else n
+        if (a, b) not in self._known:
+            one, other = self._rows[a], self._rows[b]
+            n = min(len(one), len(other))
+            differs = (one[:n] != other[:n]).ravel()
+            first = int(differs.argmax())
+            self._known[a, b] = first // one.shape[1] if differs[first] else n
+        return self._known[a, b]
 
     def sort(self, samples: Sequence[int]) -> list[int]:
         """These samples in lexicographic order."""
@@ -63,26 +66,27 @@ class Prefixes:
         questions = np.concatenate([_bits(x) for x in asked], axis=1)
         place, answer = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
         own, whole, paths, tokens, scored = [], [], [], [], []
-        length, n_scored, before, after = 0, 0, slice(0), -1
+        length, n_scored, last, before = 0, 0, -1, 0
         for number in sorted(range(len(samples)), key=lambda number: self._rank[samples[number]]):
-            here = slice(starts[number], starts[number + 1])
-            common = self.shared(samples[after], samples[number]) if after >= 0 else 0
-            new = here.stop - here.start - common
-            place[here] = np.concatenate([place[before][:common], np.arange(length, length + new)])
+            start, end = starts[number], starts[number + 1]
+            fork = start + (self.shared(samples[last], samples[number]) if last >= 0 else 0)
+            common, new = fork - start, end - fork
+            place[start:fork] = place[before : before + common]
+            place[fork:end] = np.arange(length, length + new)
             if new:
                 own.append(new)
-                whole.append(common + new)
-                paths.append(place[here])
-                tokens.append(np.arange(here.stop - new, here.stop))
+                whole.append(end - start)
+                paths.append(place[start:end])
+                tokens.append(np.arange(fork, end))
                 length += new
-            fresh = np.ones(common + new, bool)
-            fresh[:common] = (questions[before][:common] != questions[here][:common]).any(1)
-            answers = np.where(fresh, n_scored + fresh.cumsum() - 1, 0)
-            answers[:common] = np.where(fresh[:common], answers[:common], answer[before][:common])
-            answer[here] = answers
-            scored.append(here.start + np.flatnonzero(fresh))
-            n_scored += len(scored[-1])
-            before, after = here, number
+            # Of the shared tokens those are scored again of which something else is asked.
+            again = (questions[before : before + common] != questions[start:fork]).any(1)
+            answer[start:fork] = answer[before : before + common]
+            fresh = np.concatenate([start + np.flatnonzero(again), np.arange(fork, end)])
+            answer[fresh] = np.arange(n_scored, n_scored + len(fresh))
+            scored.append(fresh)
+            n_scored += len(fresh)
+            last, before = number, start
         return PrefixTree(
             own=tuple(own),
             whole=tuple(whole),
