@@ -43,7 +43,7 @@ class PreferenceConfig(TaskConfig):
             "backend": self.backend,
             "dtype": self.compute_dtype,
             "seed": self.seed,
-            "mb_spec": MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, granularity=2),
+            "mb_spec": MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, granularity=2, share_prefixes=True),
             "optimizer": OptimizerConfig(lr=self.lr),
             "lora": self.lora,
         }

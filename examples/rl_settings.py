@@ -73,7 +73,7 @@ class RLConfig(TaskConfig):
             backend=self.backend,
             dtype=self.compute_dtype,
             seed=self.seed,
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb),
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, share_prefixes=True),
             optimizer=OptimizerConfig(lr=self.lr if lr is None else lr) if trained else None,
             temperature=self.temperature,
             value_head=value_head,

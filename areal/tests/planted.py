@@ -8,6 +8,7 @@ import areal.tests.mutations
 import areal.tests.mutations_lora
 import areal.tests.mutations_moe
 import areal.tests.mutations_pipeline
+import areal.tests.mutations_sharing
 import areal.tests.mutations_tensor_parallel
 from areal.tests.planting import MUTANTS, plant
 
