@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -143,6 +144,37 @@ def test_kernel_refuses_mixed_dtypes_and_empty_segments() -> None:
             Segments.of(q_lens, k_lens)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_keys_that_several_segments_see(window: int | None) -> None:
+    """Rows of the keys by index, some of them for several segments: as if each segment had copies of its own."""
+    generator = torch.Generator().manual_seed(0)
+    paths = [torch.arange(5), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 1, 2, 5, 7, 8, 9])]
+    q, k, v = (torch.randn(10, heads, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    own, whole, index = (5, 2, 3), [len(path) for path in paths], torch.cat(paths)
+    up = torch.randn(10, 4, 4, dtype=torch.float64, generator=generator)
+    found = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = [x.clone().requires_grad_() for x in (q, k, v)]
+    shared = packed_attention(*found, Segments.of(own, whole, keys=index), scale=0.5, window=window)
+    copies = (expected[1][index], expected[2][index])
+    apart = packed_attention(expected[0], *copies, Segments.of(own, whole), scale=0.5, window=window)
+    assert torch.equal(shared, apart)
+    shared.backward(up)
+    apart.backward(up)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, atol=1e-14, rtol=1e-14)
+
+
+def test_gradients_of_a_row_that_many_read_are_summed_in_float32() -> None:
+    """In bf16, 256 + 1 is 256."""
+    row = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    attention_kernels.TakeRows.apply(row, torch.zeros(512, dtype=torch.int64)).backward(
+        torch.ones(512, 1, dtype=torch.bfloat16)
+    )
+    assert row.grad is not None
+    assert row.grad.dtype == torch.bfloat16
+    assert row.grad.item() == 512
+
+
 def without_data(lengths: list[tuple[int, int]], dims: tuple[int, int]) -> tuple[list[Tensor], Segments]:
     """q, k, v and segments, under a fake tensor mode."""
     shapes = [x.shape for x in inputs(lengths, (4, 2), dims)[:3]]
@@ -174,12 +206,13 @@ def test_call_of_torch_varlen(
         pytest.skip("this torch has no enable_gqa")
     with FakeTensorMode():
         qkv, ends = without_data(LOWER_RIGHT, dims)
-        for window in (None, 3):
-            out = packed_attention(*qkv, ends, scale=0.5, window=window)
+        index = torch.empty(sum(ends.k_lens), dtype=torch.int64)
+        for segments, window in ((ends, None), (ends, 3), (dataclasses.replace(ends, keys=index), None)):
+            out = packed_attention(*qkv, segments, scale=0.5, window=window)
             assert out.shape == (qkv[0].shape[0], 4, dims[1])
             for x, grad in zip(qkv, torch.autograd.grad(out.sum(), qkv), strict=True):
                 assert grad.shape == x.shape
-    assert [call["window_size"] for call in calls] == [(-1, 0), (2, 0)]
+    assert [call["window_size"] for call in calls] == [(-1, 0), (2, 0), (-1, 0)]
     for call in calls:
         assert call["heads"] == ([4, 2, 2] if has_gqa else [4, 4, 4])
         assert call.get("enable_gqa", False) == has_gqa
