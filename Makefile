@@ -5,6 +5,8 @@ PYTEST_ARGS ?=
 # Worlds of ranks wait for each other much of the time: two sessions keep two cores busy.
 PYTEST_WORKERS ?= 2
 BENCH_ARGS ?=
+# Of the 16 of the workload `rl`: all of them take an hour.
+BENCH_PROMPTS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := runs/SmolLM2-135M-Instruct
@@ -17,8 +19,10 @@ CURVE := examples/sft.py --model $(MODEL) --dtype float32 --steps 3 --eval-size 
 SAME := --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
 GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --skip-flat --plain --system ""
 
+BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
+
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench bench-peers setup clean
 
 help: ## Say what there is to make.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -60,8 +64,13 @@ lint: $(VENV)/.test ## Check style, format and types.
 test-mutants: $(VENV)/.test ## Plant bugs one at a time and see that the tests catch each.
 	$(BIN)/python -m areal.tests.mutants
 
-bench: $(VENV)/.test ## Measure a training step beside plain loops.
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
+bench: $(VENV)/.test ## Measure a training step and a forward beside plain loops.
+	$(BENCH) --workload ragged --ranks 1 2 --rounds 5 $(BENCH_ARGS)
+	$(BENCH) --workload rl --prompts $(BENCH_PROMPTS) --ranks 1 2 --rounds 3 $(BENCH_ARGS)
+
+bench-peers: $(VENV)/.test ## The same with TRL, verl and torchtitan, where they install.
+	$(BIN)/python -m benchmarks.peers.install
+	$(BENCH) --workload ragged --peers --rounds 5 $(BENCH_ARGS)
 
 setup: $(VENV)/.demo $(VENV)/.test ## Make the virtual environment and nothing else.
 

@@ -1,0 +1,182 @@
+"""The benchmark measures what it says: its data stay the same, its loops compute the reference, and what does not is called wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import __main__ as command
+from benchmarks import workloads
+from benchmarks.loops import LOOPS, Loop, PlainRow
+from benchmarks.model import Size, write_model
+from benchmarks.ours import EngineRow
+from benchmarks.reference import STEPS, Reference, reference
+from benchmarks.rows import CEILING, Task, build, choose
+
+SIZE = Size(hidden=32, layers=2, vocabulary=96)
+KINDS = {
+    "ragged": workloads.ragged(sequences=5, tokens=60, vocabulary=96),
+    "rl": workloads.rl(2, 3, prompt_tokens=8, median=6, bounds=(2, 9), vocabulary=96, max_tokens_per_mb=40),
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
+    """A tiny workload of each kind, on a tiny model."""
+    folder = tmp_path_factory.mktemp("bench")
+    write_model(folder / "model", SIZE)
+    for name, workload in KINDS.items():
+        workload.save(folder / f"{name}.npz")
+    return {name: Task(str(folder / f"{name}.npz"), None, str(folder / "model")) for name in KINDS}
+
+
+@pytest.fixture(scope="module")
+def references(tasks: dict[str, Task], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    cache = tmp_path_factory.mktemp("cache")
+    computed = {name: reference(task, cache) for name, task in tasks.items()}
+    for name, task in tasks.items():  # from the file this time
+        assert reference(task, cache).grad_norms == computed[name].grad_norms
+    return computed
+
+
+@pytest.fixture(scope="module")
+def no_group_left() -> Iterator[None]:
+    had = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not had:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", workloads.MAKERS)
+def test_arrays_are_those_of_the_seed(name: str) -> None:
+    kept, made = workloads.load(name), workloads.MAKERS[name]()
+    assert all(map(torch.equal, kept.input_ids, made.input_ids))
+    assert replace(kept, input_ids=()) == replace(made, input_ids=())
+
+
+def test_the_workloads_are_what_the_page_says() -> None:
+    ragged, rl = workloads.load("ragged"), workloads.load("rl")
+    assert (len(ragged.lengths), ragged.tokens) == (24, 3243)
+    assert (len(rl.lengths), max(rl.groups) + 1) == (128, 16)
+    responses = [length - 512 for length in rl.lengths]
+    assert min(responses) >= 64
+    assert max(responses) <= 1024
+    assert 170 < sorted(responses)[64] < 230
+    assert torch.tensor(rl.sequence_weights).view(16, 8).mean(1).abs().max() < 1e-6
+    assert all(torch.equal(rl.input_ids[i][:512], rl.input_ids[i // 8 * 8][:512]) for i in range(128))
+
+
+def test_weights_stand_where_a_response_token_is_predicted() -> None:
+    workload = KINDS["rl"]
+    for weights, prompt, weight in zip(
+        workload.weights, workload.prompt_lengths, workload.sequence_weights, strict=True
+    ):
+        assert not weights[: prompt - 1].any()
+        assert weights[-1] == 0
+        assert weights[prompt - 1 : -1].tolist() == [pytest.approx(weight)] * (len(weights) - prompt)
+
+
+def test_ranks_share_whole_groups() -> None:
+    rl = workloads.load("rl")
+    shares = [rl.share(rank, 2) for rank in range(2)]
+    assert sorted(shares[0] + shares[1]) == list(range(128))
+    assert not {rl.groups[i] for i in shares[0]} & {rl.groups[i] for i in shares[1]}
+    tokens = [rl.take(share).tokens for share in shares]
+    assert max(tokens) < 1.1 * min(tokens)
+    with pytest.raises(ValueError, match=r"ranks = 17.*16 groups"):
+        rl.share(0, 17)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("benchmarks.ours", {}),
+        *(("benchmarks.loops", {"loop": name}) for name in ("packed", "packed, trained", "padded", "single", "stock")),
+    ],
+    ids=lambda value: value.get("loop", "areal") if isinstance(value, dict) else "",
+)
+def test_rows_agree_with_the_reference(
+    tasks: dict[str, Task],
+    references: dict[str, Reference],
+    no_group_left: None,
+    kind: str,
+    module: str,
+    options: dict[str, str],
+) -> None:
+    row = build(module, tasks[kind], options)
+    logprobs = [x[mask] for x, mask in zip(row.forward(), KINDS[kind].trained, strict=True)]
+    assert references[kind].wrong_forward(torch.cat(logprobs), "float32") is None
+    losses, norms = zip(*(row.step() for _ in range(STEPS)), strict=True)
+    assert references[kind].wrong_step(losses, norms, "float32") is None
+    if isinstance(row, EngineRow):
+        row.engine.destroy()
+
+
+def test_a_wrong_row_is_called_wrong(tasks: dict[str, Task], references: dict[str, Reference]) -> None:
+    exact = references["ragged"]
+    good = LOOPS["stock"]
+
+    def joined(model, part):
+        """As if all sequences were one, which is what a mask of ones makes of them."""
+        return good.logprobs(model, replace(part, input_ids=(torch.cat(part.input_ids),)))
+
+    row = PlainRow(tasks["ragged"], Loop(good.cut, joined))
+    assert exact.wrong_step(*zip(*(row.step() for _ in range(STEPS)), strict=True), "float32")
+    decayed = PlainRow(replace(tasks["ragged"], weight_decay=10.0), good)
+    wrong = exact.wrong_step(*zip(*(decayed.step() for _ in range(STEPS)), strict=True), "float32")
+    assert wrong is not None
+    assert "step 2" in wrong
+    nan = [float("nan")] * STEPS
+    assert exact.wrong_step(nan, exact.grad_norms, "float32")
+    assert exact.wrong_step(exact.losses, nan, "float32")
+    assert exact.wrong_step(exact.losses, exact.grad_norms, "float32") is None
+    assert exact.wrong_forward(exact.logprobs.flip(0), "float32")
+    assert exact.wrong_forward(exact.logprobs[1:], "float32")
+
+
+def test_a_run_from_end_to_end(
+    tasks: dict[str, Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no peer is installed
+    settings = command.Settings(
+        workload=(tasks["rl"].workload,),
+        rows=("stock", "torchtitan"),
+        peers=True,
+        rounds=2,
+        output=tmp_path,
+        hidden=32,
+        layers=2,
+    )
+    command.main(settings)
+    written = json.loads((tmp_path / "rl-peers-float32.json").read_text())
+    *right, missing = written["train"]
+    assert missing["row"] == "torchtitan"
+    assert "did not run: there is no" in missing["wrong"]
+    assert {entry["row"] for entry in right} == {CEILING, "transformers, packed, stock mask"}
+    for entry in [*right, *written["forward"]]:
+        assert entry["wrong"] is None
+        assert entry["ratio"]["low"] <= entry["ratio"]["median"] <= entry["ratio"]["high"]
+        assert entry["peak_mb"] > entry["rise_mb"] > 0
+    assert all(len(turns["steps"]) == len(turns["forwards"]) == 3 for turns in written["turns"][:2])
+    assert "| right" in capsys.readouterr().out
+    assert (tmp_path / "rl-peers-float32.png").stat().st_size > 5000
+
+
+def test_what_cannot_be_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"rows = 'nobody'.*in the name of no row"):
+        choose(["nobody"])
+    with pytest.raises(ValueError, match=r"workload = 'nothing': choose ragged, rl"):
+        workloads.load("nothing")
+    with pytest.raises(ValueError, match=r"prompts = 17.*has 16"):
+        workloads.load("rl").first_groups(17)
+    with pytest.raises(ValueError, match=r"ranks = \(2,\).*add 1"):
+        command.main(command.Settings(ranks=(2,)))
+    with pytest.raises(ValueError, match=r"hidden = 33.*multiple of 32"):
+        Size(hidden=33).config()

@@ -1,0 +1,96 @@
+"""Lets rows take turns, one at a time, so that whatever else the machine does meets all of them alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.contestant import Contestant
+from benchmarks.machine import gemm_rate
+from benchmarks.reference import STEPS, Reference, reference
+from benchmarks.rows import RowSpec, Task
+from benchmarks.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one interleaved run has measured.
+
+    Attributes:
+        task: of all rows but for the ranks.
+        gemm_rates: FLOP per CPU-second of a matrix product in the task's dtype, before each round.
+        contestants: with their turns. The first step and the first forward are a warm-up, and are not timed.
+    """
+
+    task: Task
+    workload: Workload
+    matrix_parameters: int
+    reference: Reference
+    gemm_rates: list[float]
+    contestants: list[Contestant]
+
+
+def say(text: str) -> None:
+    """Tell whoever watches how far it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(
+    task: Task,
+    rows: Sequence[RowSpec],
+    ranks: Sequence[int],
+    rounds: int,
+    matrix_parameters: int,
+    folder: Path,
+    cache: Path,
+) -> Run:
+    """Start a process for every row and rank, and let them take turns.
+
+    Each begins with a forward and a step that are not timed. Then come ``rounds`` rounds of a step and a forward of every row, every second
+    one in reverse order. A row that fails is out, and the others go on.
+
+    Args:
+        folder: for what the processes print.
+        cache: for the reference.
+
+    Raises:
+        ValueError: there are too few rounds for the steps that are compared.
+    """
+    if rounds < STEPS - 1:
+        raise ValueError(
+            f"rounds = {rounds}: the first {STEPS} steps are compared, one of them before the rounds; take at least {STEPS - 1}"
+        )
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    say("reference: three steps in float64, one sequence at a time")
+    exact = reference(task, cache)
+    contestants = [
+        Contestant(row, Task(**{**vars(task), "ranks": n}), folder)
+        for n in ranks
+        for row in rows
+        if n == 1 or row.scales
+    ]
+    rates = []
+    try:
+        for contestant in contestants:
+            contestant.start()
+        for contestant in contestants:
+            contestant.wait()
+        for contestant in contestants:
+            contestant.forward(save=True)
+            contestant.step()
+            say(f"{contestant.label}: {contestant.failure or 'ready'}")
+        for number in range(rounds):
+            say(f"round {number + 1} of {rounds}")
+            rates.append(gemm_rate(getattr(torch, task.dtype)))
+            for contestant in contestants if number % 2 == 0 else reversed(contestants):
+                contestant.step()
+                contestant.forward()
+    finally:
+        for contestant in contestants:
+            contestant.quit()
+    return Run(task, task.everything(), matrix_parameters, exact, rates, contestants)

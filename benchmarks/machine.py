@@ -1,0 +1,36 @@
+"""What this machine does: seconds, memory, and the rate of a matrix product."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def memory_mb(peak: bool = False) -> float:
+    """Resident memory of this process in MB (2**20 bytes), now or at most since :func:`forget_peak`; NaN where there is no ``/proc``."""
+    if not _STATUS.exists():
+        return float("nan")
+    field = "VmHWM:" if peak else "VmRSS:"
+    return next(int(line.split()[1]) / 1024 for line in _STATUS.read_text().splitlines() if line.startswith(field))
+
+
+def forget_peak() -> None:
+    """Let the high-water mark begin again at what is resident now; where that is not allowed, it stays."""
+    with suppress(OSError):
+        _CLEAR.write_text("5")
+
+
+def gemm_rate(dtype: torch.dtype, n: int = 1024, times: int = 5) -> float:
+    """FLOP per CPU-second of a product of two ``[n, n]`` matrices, the best of ``times``."""
+    a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+    seconds = []
+    for _ in range(times):
+        start = time.process_time()
+        torch.mm(a, b)
+        seconds.append(time.process_time() - start)
+    return 2 * n**3 / min(seconds)

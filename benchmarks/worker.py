@@ -1,0 +1,80 @@
+"""The process of one rank of one row: obeys the driver, a line of JSON at a time.
+
+It is told its row and task as its argument, and answers ``{"ready": true, "can_forward": ...}``. Then ``{"do": "step"}`` and
+``{"do": "forward"}`` are answered with what they took and gave, ``{"do": "quit"}`` ends it, and anything that goes wrong is ``{"error": ...}``
+and the end. Whatever else prints to the standard output is sent to the standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from benchmarks.machine import forget_peak, memory_mb
+from benchmarks.rows import Row, Task, build
+
+
+def timed(work: Callable[[], Any], before_mb: float) -> tuple[Any, dict[str, float]]:
+    """Do ``work``; returns its result, its seconds, and its peak memory in MB, in all and above ``before_mb``."""
+    forget_peak()
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    taken = {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}
+    peak = memory_mb(peak=True)
+    return result, {**taken, "peak_mb": peak, "rise_mb": peak - before_mb}
+
+
+def obey(row: Row, task: Task, command: dict[str, Any], before_mb: float) -> dict[str, Any]:
+    """Carry out one command."""
+    if command["do"] == "step":
+        (loss, norm), taken = timed(row.step, before_mb)
+        return {**taken, "loss": loss, "grad_norm": norm}
+    if command["do"] == "forward":
+        logprobs, taken = timed(row.forward, before_mb)
+        if command.get("save"):
+            trained = zip(logprobs, task.mine().trained, strict=True)
+            np.save(command["save"], torch.cat([x.float()[mask] for x, mask in trained]).numpy())
+        return taken
+    raise ValueError(f"do = {command['do']!r}: say step, forward or quit")
+
+
+def serve(job: dict[str, Any], commands: TextIO, answers: TextIO) -> int:
+    """Build the row and obey until told to quit; returns the exit code."""
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        task = Task(**job["task"])
+        row = build(job["module"], task, job["options"])
+        before_mb = memory_mb()
+        answer({"ready": True, "can_forward": row.can_forward})
+        for line in commands:
+            command = json.loads(line)
+            if command["do"] == "quit":
+                break
+            answer(obey(row, task, command, before_mb))
+    except Exception as error:
+        traceback.print_exc()
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    code = serve(json.loads(sys.argv[1]), sys.stdin, answers)
+    # Libraries leave threads and process groups behind, and peers that are gone; there is nothing here to put in order.
+    sys.stderr.flush()
+    os._exit(code)
