@@ -48,7 +48,7 @@ def main(config: PreferenceConfig) -> int:
                 margins.append(step.metrics["preference/margin"])
                 advance(f"loss {step.loss:.4f}  margin {margins[-1]:.3f}  {step.seconds:.1f} s")
 
-            dpo_trainer(engine, reference, loader).train(config.steps, after_step=tell)
+            dpo_trainer(engine, reference, loader, profile=config.profile).train(config.steps, after_step=tell)
         engine.save(SaveLoadMeta(config.output / "model", weight_format="hf"))
         report.line(f"margin {margins[0]:.3f} -> {margins[-1]:.3f}; model: {config.output / 'model'}")
         return int(margins[-1] <= margins[0])

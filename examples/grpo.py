@@ -159,6 +159,7 @@ class Run:
             estimator=GroupRelative(shape=self.shuffled if config.shuffle_rewards else None),
             updates=config.updates(),
             tracker=tracker,
+            profile=config.profile,
         )
 
     def another_engine(self, stack: ExitStack, **changes: Any) -> TrainEngine:

@@ -38,6 +38,7 @@ class CriticRun(Run):
             critic=critic,
             updates=config.updates(),
             tracker=tracker,
+            profile=config.profile,
         )
 
 

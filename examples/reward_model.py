@@ -36,7 +36,7 @@ def main(config: PreferenceConfig) -> int:
         loader = sharded_loader(
             train, batch_size=config.batch_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size, seed=config.seed
         )
-        trainer = reward_trainer(engine, loader)
+        trainer = reward_trainer(engine, loader, profile=config.profile)
         with report.progress("step", config.steps) as advance:
 
             def tell(step: StepOutput) -> None:

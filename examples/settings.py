@@ -31,6 +31,9 @@ class TaskConfig:
     lora_rank: int = 0
     """Rank of adapters on all linear layers, which want about ten times the learning rate; 0 trains the model itself."""
 
+    profile: Path | None = None
+    """Directory for a profile of the second step: a trace and a memory timeline of each rank."""
+
     @property
     def lora(self) -> LoRAConfig | None:
         """What ``lora_rank`` means."""

@@ -41,6 +41,7 @@ from areal import (
     create_engine,
 )
 from areal.api import Batch, Stateful, TokenOutputs
+from areal.trainer.profiling import StepProfile
 from areal.utils.data.loader import sharded_loader
 
 
@@ -103,9 +104,11 @@ class Run:
     def train(self) -> None:
         """Take the steps, as many as the time allows. Times are the slowest rank's, so that all stop together."""
         limit = self.config.max_train_seconds or float("inf")
+        profile = StepProfile(self.config.profile)
         with self.report.progress("step", self.config.steps, done=self.history.steps) as advance:
             for batch in self.loader:
-                step = self.engine.train_batch(batch, sft_loss)
+                with profile.step(self.engine):
+                    step = self.engine.train_batch(batch, sft_loss)
                 self.history.add(step)
                 advance(
                     f"loss {step.loss:.4f}  grad norm {step.grad_norm:.2f}  "

@@ -136,6 +136,12 @@ class StepOutput:
         grad_norm, lr, update_successful: of the optimizer step; ``None`` where none was taken.
         n_mbs: micro-batches on each rank. n_tokens: tokens of the global batch, unpadded.
         seconds: wall time of the call on the slowest rank.
+        timings: on that rank, seconds of the call by phase, summing to ``seconds``. On a GPU they are of the device, read as the call ends.
+            ``data``: checks, packing, what ranks tell each other on the host, and all that is not named here.
+            ``forward``: the model, its heads, and the loss.
+            ``backward``: and recomputed forwards; in a pipeline also the wait for other stages.
+            ``reduce``: sums of gradients over ranks, as far as they do not overlap with the backward.
+            ``optimizer``: with the norm of the gradient. Phases that did not take place are missing.
     """
 
     loss: float
@@ -147,3 +153,4 @@ class StepOutput:
     n_mbs: int = 0
     n_tokens: int = 0
     seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -281,4 +282,28 @@ class TrainEngine(ABC):
 
         Raises:
             RuntimeError: ``config.lora`` is ``None``.
+        """
+
+    # ---- profiles
+
+    @abstractmethod
+    def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
+        """Inside, all that this rank does is profiled; in the end, after an error too, files are written. Not collective.
+
+        ``trace-rank0.json.gz`` (of rank 0) is a trace of torch's profiler, for ``chrome://tracing`` or https://ui.perfetto.dev. A call with a
+        loss shows in it as ranges ``data``, ``reduce``, ``optimizer`` and ``schedule``, and in that as ``forward mb 0``, ``backward mb 0`` (in
+        Megatron's interleaved pipelines without a number) and so on for each micro-batch.
+
+        ``memory-rank0.json`` has the bytes of all tensors over time, with the phase, and their peak; ``memory-rank0.svg`` is its picture. On a
+        CPU bytes are relative to the start. On a GPU ``memory-rank0.pickle`` has each allocation, for https://pytorch.org/memory_viz.
+
+        Calls are slower inside, the first of all most.
+
+        Args:
+            folder: made where there is none; files of an earlier profile are replaced.
+            memory: write the memory timeline. stacks: note the Python stack of each operation, which costs more.
+
+        Raises:
+            RuntimeError: a profiler is on in this process already.
+            ValueError: the folder cannot be written.
         """

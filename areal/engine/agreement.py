@@ -5,7 +5,6 @@ Each is one exchange on the host that also carries any rank's fault, so that a f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
+from areal.engine.clock import Call
 from areal.engine.moe import Tally
 from areal.engine.moe_terms import RoutingSums
 from areal.engine.output import LossResult, LossWeights, Summary, local_weights, summarize
@@ -113,13 +113,13 @@ class Agreement:
         return LossWeights(spoken[0][0] if spoken else True, per_mb, total, sequences, tokens)
 
     def summary(
-        self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, start: float, note: str, onloaded: int
+        self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, call: Call, note: str, onloaded: int
     ) -> Summary:
         """The sums that every rank's micro-batches reported.
 
         Args:
             tally: what the routers of this rank's stage found.
-            start: when the call began, by ``time.perf_counter``.
+            call: that this belongs to.
             note: what to add to an error.
             onloaded: bytes that this rank brought back for the call.
 
@@ -133,11 +133,13 @@ class Agreement:
             local, routed = summarize(mbs, results) if self._has_losses else Summary(), tally.sums()
         except Exception as caught:
             error = caught
-        local.seconds, local.onloaded = time.perf_counter() - start, onloaded
+        local.seconds, local.timings = call.read()
+        local.onloaded = onloaded
         faults, answers = self._exchange(error, (local, routed))
         raise_together(faults, error, note)
+        slowest = max((local for local, _ in answers), key=lambda local: local.seconds)
         total = Summary(
-            seconds=max(local.seconds for local, _ in answers), onloaded=sum(local.onloaded for local, _ in answers)
+            seconds=slowest.seconds, timings=slowest.timings, onloaded=sum(local.onloaded for local, _ in answers)
         )
         for part, _ in self._once_per_part(answers):
             total.merge(part)

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -28,10 +27,11 @@ from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.agreement import Agreement
+from areal.engine.clock import Clock
 from areal.engine.faults import Faults, check_loss
 from areal.engine.model_inputs import check_temperature
 from areal.engine.nothing import add_nothing
-from areal.engine.output import LossStep, OutputStep, check_normalization, check_outputs
+from areal.engine.output import LossStep, OutputStep, check_normalization, check_outputs, step_output
 from areal.engine.parts import EngineParts, StepOptimizer
 from areal.engine.scored import gather_outputs
 from areal.engine.stages import Stages, pack_results, share_results
@@ -54,7 +54,7 @@ class BaseTrainEngine(EngineState):
 
     @abstractmethod
     def _build(self, spec: FinetuneSpec) -> EngineParts:
-        """Compose the parts. ``mesh``, ``control`` and ``device`` are there."""
+        """Compose the parts. ``mesh``, ``control``, ``device`` and ``clock`` are there."""
 
     @abstractmethod
     def _forward_compute_mb(
@@ -75,8 +75,8 @@ class BaseTrainEngine(EngineState):
         self._last_stage = self.dims.pp - 1  # the pipeline rank that has it
         self.version = 0
         self.device = platform.current_device()
+        self.clock = Clock(self.device)
         self.mesh: DeviceMesh
-        self.control: ControlPlane
         self._parts: EngineParts | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
         self._closers: list[Callable[[], None]] = []
@@ -223,25 +223,28 @@ class BaseTrainEngine(EngineState):
         self, mbs: MicroBatchList, process_output: ProcessOutputFn, outputs: Outputs, forward_only: bool, faults: Faults
     ) -> dict[int, Any]:
         """The two halves of a micro-batch, handed to the schedule."""
-        parts = self._require_parts()
+        parts, clock = self._require_parts(), self.clock
         scale = parts.schedule.grad_scale(len(mbs))
 
         def forward(model: nn.Module, mb: MicroBatch, hidden: Tensor | None = None) -> Any:
             faults.at = mb
-            return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
+            with clock.phase("forward", mb.index):
+                return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
 
         def process(local: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, Any]:
-            tokens = gather_outputs(local, parts.context_parallel, mb)
-            loss, result = None, None
-            if not mb.filler and faults.first is None:
-                with faults.held():  # The others are in collectives: stay in step, add nothing, raise at the end.
-                    returned, result = process_output(tokens, mb)
-                    loss = None if forward_only else check_loss(returned, mb)
-            if forward_only:
-                return None, result
-            return (add_nothing(tokens) if loss is None else loss * scale), result
+            with clock.phase("forward", mb.index):
+                tokens = gather_outputs(local, parts.context_parallel, mb)
+                loss, result = None, None
+                if not mb.filler and faults.first is None:
+                    with faults.held():  # The others are in collectives: stay in step, add nothing, raise at the end.
+                        returned, result = process_output(tokens, mb)
+                        loss = None if forward_only else check_loss(returned, mb)
+                if forward_only:
+                    return None, result
+                return (add_nothing(tokens) if loss is None else loss * scale), result
 
-        with torch.set_grad_enabled(not forward_only):
+        rest = "forward" if forward_only else "backward"  # what a schedule does beside the two halves
+        with torch.set_grad_enabled(not forward_only), clock.phase(rest, label="schedule"):
             return parts.schedule.run(mbs, forward, process, forward_only=forward_only)
 
     def _settle(self, error: Exception | None, *, keep: bool) -> None:
@@ -288,16 +291,16 @@ class BaseTrainEngine(EngineState):
         *,
         outputs: Outputs = ("logprobs",),
     ) -> StepOutput:
-        start = time.perf_counter()
         self._require_optimizer()
         if self._require_parts().gradients.there:
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
-        self._onload(grads=True, optimizer=True)
-        with self._require_parts().last_call():
-            step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
-        stats = self.optimizer_step()
-        seconds = max(self.control.gather(time.perf_counter() - start))
-        return dataclasses.replace(step, **vars(stats), seconds=seconds)
+        with self.clock.call() as call:
+            self._onload(grads=True, optimizer=True)
+            with self._require_parts().last_call():
+                step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
+            stats = self.optimizer_step()
+            seconds, timings = max(self.control.gather(call.read()), key=lambda taken: taken[0])
+        return dataclasses.replace(step, **vars(stats), seconds=seconds, timings=timings)
 
     def eval_batch(
         self,
@@ -327,34 +330,26 @@ class BaseTrainEngine(EngineState):
         *,
         forward_only: bool,
     ) -> StepOutput:
-        start, parts = time.perf_counter(), self._require_parts()
+        parts = self._require_parts()
         check_normalization(normalization, loss_weight)
-        mbs = self._prepare(batch, outputs)
-        weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
-        by_weight, number = normalization == "weight", 1.0 if isinstance(normalization, str) else float(normalization)
-        totals = parts.routing.with_terms(weights.total, weights.sequences, weights.tokens)
-        divisors = {name: total if by_weight else number for name, total in totals.items()}
-        process = LossStep(loss_fn, weights, divisors, loss_weight)
-        with parts.routing.counting(divisors, loss_weight * parts.schedule.grad_scale(len(mbs))) as tally:
-            results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
-        with self._discarding_grads(unless=forward_only):
-            note = "" if forward_only else _DISCARDED
-            summary = self._agreement.summary(mbs, results, tally, start, note, self._onloaded)
-        terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
-        metrics = summary.reduced_metrics() | weights.metrics()
+        with self.clock.call() as call:
+            mbs = self._prepare(batch, outputs)
+            weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
+            by_weight, number = (
+                normalization == "weight",
+                1.0 if isinstance(normalization, str) else float(normalization),
+            )
+            totals = parts.routing.with_terms(weights.total, weights.sequences, weights.tokens)
+            divisors = {name: total if by_weight else number for name, total in totals.items()}
+            process = LossStep(loss_fn, weights, divisors, loss_weight)
+            with parts.routing.counting(divisors, loss_weight * parts.schedule.grad_scale(len(mbs))) as tally:
+                results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
+            with self._discarding_grads(unless=forward_only):
+                note = "" if forward_only else _DISCARDED
+                summary = self._agreement.summary(mbs, results, tally, call, note, self._onloaded)
         self._onloaded = 0
-        if summary.onloaded:
-            metrics["onloaded_bytes"] = float(summary.onloaded)
-        if self.config.mb_spec.overlong == "drop":
-            metrics["dropped_sequences"] = float(summary.dropped)
-        return StepOutput(
-            loss=sum(terms.values()),
-            terms=terms,
-            metrics=metrics,
-            n_mbs=len(mbs),
-            n_tokens=summary.n_tokens,
-            seconds=summary.seconds,
-        )
+        may_drop = self.config.mb_spec.overlong == "drop"
+        return step_output(summary, weights, divisors, loss_weight, n_mbs=len(mbs), may_drop=may_drop)
 
     # ---- optimizer
 
@@ -372,10 +367,11 @@ class BaseTrainEngine(EngineState):
             raise RuntimeError("no gradient is pending: call forward_backward() first")
         if not parts.gradients.final:
             parts.memory.onload(params=False, grads=True, optimizer=False)
-            if parts.adapters is None:
-                self._finalize_grads()
-            else:
-                parts.adapters.current.sum_gradients()
+            with self.clock.phase("reduce"):
+                if parts.adapters is None:
+                    self._finalize_grads()
+                else:
+                    parts.adapters.current.sum_gradients()
             parts.gradients.set(there=True, final=True)
         return parts
 
@@ -387,8 +383,9 @@ class BaseTrainEngine(EngineState):
     def optimizer_step(self) -> OptimStats:
         optimizer = self._require_optimizer()
         self._require_gradients().memory.onload(params=True, grads=True, optimizer=True)
-        stats = optimizer.step()
-        self.zero_grad()
+        with self.clock.phase("optimizer"):
+            stats = optimizer.step()
+            self.zero_grad()
         return stats
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.api.batch import Metric, OutputName, TokenOutputs, TopK
+from areal.api.batch import Metric, OutputName, StepOutput, TokenOutputs, TopK
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.moe_terms import RoutingSums
@@ -189,7 +189,7 @@ class Summary:
 
     Attributes:
         terms: undivided sums. metrics: name -> (reduce, value, weight), where a mean's value is already weighted.
-        n_tokens, dropped: of this rank's batch. seconds: wall time of the call. onloaded: bytes brought back for it.
+        n_tokens, dropped: of this rank's batch. seconds, timings: wall time of the call, and its phases. onloaded: bytes brought back for it.
     """
 
     terms: dict[str, float] = field(default_factory=dict)
@@ -197,6 +197,7 @@ class Summary:
     n_tokens: int = 0
     dropped: int = 0
     seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
     onloaded: int = 0
 
     def merge(self, other: Summary) -> None:
@@ -211,7 +212,6 @@ class Summary:
             self.add_metric(name, *metric)
         self.n_tokens += other.n_tokens
         self.dropped += other.dropped
-        self.seconds = max(self.seconds, other.seconds)
 
     def add_routing(self, sums: Sequence[RoutingSums]) -> None:
         """Add what the routers of every stage of every part found."""
@@ -241,6 +241,38 @@ class Summary:
         for name, (reduce, value, weight) in sorted(self.metrics.items()):
             out[name] = (value / weight if weight else 0.0) if reduce == "mean" else value
         return out
+
+
+def step_output(
+    summary: Summary,
+    weights: LossWeights,
+    divisors: dict[str, float],
+    loss_weight: float,
+    *,
+    n_mbs: int,
+    may_drop: bool,
+) -> StepOutput:
+    """What a verb with a loss answers, from the sums of all ranks.
+
+    Args:
+        divisors, loss_weight: as of :class:`LossStep`.
+        n_mbs: micro-batches on each rank. may_drop: sequences may have been left out, and their number is reported.
+    """
+    terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
+    metrics = summary.reduced_metrics() | weights.metrics()
+    if summary.onloaded:
+        metrics["onloaded_bytes"] = float(summary.onloaded)
+    if may_drop:
+        metrics["dropped_sequences"] = float(summary.dropped)
+    return StepOutput(
+        loss=sum(terms.values()),
+        terms=terms,
+        metrics=metrics,
+        n_mbs=n_mbs,
+        n_tokens=summary.n_tokens,
+        seconds=summary.seconds,
+        timings=summary.timings,
+    )
 
 
 def summarize(mbs: MicroBatchList, results: list[LossResult]) -> Summary:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from areal.api.batch import TokenOutputs
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.clock import Clock
 
 ForwardFn = Callable[..., Any]
 """``forward(model, mb, hidden=None)``: a hidden state off the last stage, this rank's :class:`TokenOutputs` on it."""
@@ -50,16 +52,22 @@ class SequentialSchedule:
         before_backward: called with True when the next backward is the last of the call, else False: where an engine
             decides whether that backward reduces gradients.
         rest: called after a run without backward, where an engine frees what only a backward would have freed.
+        clock: the engine's, so that a profile names the micro-batch of each backward.
     """
 
     equal_lengths = False
 
     def __init__(
-        self, model: nn.Module, before_backward: Callable[[bool], None], rest: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        before_backward: Callable[[bool], None],
+        rest: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
     ) -> None:
         self._model = model
         self._before_backward = before_backward
         self._rest = rest
+        self._clock = clock or Clock(torch.device("cpu"))
 
     def round_up(self, n: int) -> int:
         return n
@@ -74,7 +82,8 @@ class SequentialSchedule:
                 self._before_backward(position == len(mbs) - 1)
             loss, results[mb.index] = process(forward(self._model, mb), mb)
             if loss is not None:
-                loss.backward()
+                with self._clock.phase("backward", mb.index):
+                    loss.backward()
         if forward_only:
             self._rest()
         return results

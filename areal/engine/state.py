@@ -5,16 +5,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
+from areal.engine.clock import Clock
 from areal.engine.lora.adapters import AdapterSet
 from areal.engine.parts import EngineParts
+from areal.engine.profile import profiled
+from areal.utils.distributed import ControlPlane
 
 
 class EngineState(TrainEngine):
     """Streams, saves, loads and moves what the parts hold; what is away in host memory is brought back first."""
+
+    control: ControlPlane
+    clock: Clock
 
     @abstractmethod
     def _require_parts(self) -> EngineParts:
@@ -67,3 +74,7 @@ class EngineState(TrainEngine):
                 "the engine trains the model itself, and has no other: make a second engine without an optimizer, or set lora=LoRAConfig(...)"
             )
         return self.adapters.off()
+
+    def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
+        self._require_parts()
+        return profiled(self.clock, self.device, self.control.rank, folder, memory=memory, stacks=stacks)

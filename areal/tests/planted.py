@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import areal.tests.mutations
+import areal.tests.mutations_clock
 import areal.tests.mutations_lora
 import areal.tests.mutations_moe
 import areal.tests.mutations_pipeline

@@ -14,6 +14,7 @@ from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.checks import check_same_parts
 from areal.trainer.estimators import Estimator, GroupRelative, Sample
 from areal.trainer.losses import Objective
+from areal.trainer.profiling import StepProfile
 from areal.trainer.reference import check_reference, reference_logprobs
 from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner_state
 from areal.trainer.rollout.plan import Group
@@ -82,6 +83,7 @@ class PPOTrainer:
         updates: how many optimizer steps.
         tracker: gets numbers after each step.
         checkpoints: where to resume from, and what to leave.
+        profile: folder for a profile of the second step's updates, with the policy's phases.
 
     Attributes:
         step: batches that were trained on.
@@ -103,6 +105,7 @@ class PPOTrainer:
         updates: Updates | None = None,
         tracker: Tracker | None = None,
         checkpoints: Checkpoints | None = None,
+        profile: str | Path | None = None,
     ) -> None:
         if critic is not None:
             check_same_parts(engine, critic.engine)
@@ -116,6 +119,7 @@ class PPOTrainer:
         self._synced: int | None = None
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
+        self._profile = StepProfile(profile)
 
     # ---- the run
 
@@ -148,7 +152,8 @@ class PPOTrainer:
         samples = self.score(report.samples)
         scalars |= disagreement(samples, self.engine.global_sum)
         clock.lap("score")
-        scalars |= mean_of([self._update(part) for part in self._parts(groups, samples)])
+        with self._profile.step(self.engine):
+            scalars |= mean_of([self._update(part) for part in self._parts(groups, samples)])
         clock.lap("update")
         self.step += 1
         self.engine.set_version(self.engine.version + 1)

@@ -10,8 +10,8 @@ from areal.api import StepOutput
 
 
 def scalars_of(prefix: str, step: StepOutput) -> dict[str, float]:
-    """What a step reports, each name behind ``prefix/``: loss, grad norm, learning rate, tokens, seconds, metrics; the terms of a loss
-    that has several.
+    """What a step reports, each name behind ``prefix/``: loss, grad norm, learning rate, tokens, seconds (and ``seconds/...`` of each
+    phase), metrics; the terms of a loss that has several.
     """
     found: dict[str, float] = {
         "loss": step.loss,
@@ -21,6 +21,7 @@ def scalars_of(prefix: str, step: StepOutput) -> dict[str, float]:
     }
     if step.grad_norm is not None and step.lr is not None:
         found |= {"grad_norm": step.grad_norm, "lr": step.lr, "updated": float(bool(step.update_successful))}
+    found |= {f"seconds/{phase}": seconds for phase, seconds in step.timings.items()}
     if len(step.terms) > 1:
         found |= {f"term/{name}": value for name, value in step.terms.items()}
     return {f"{prefix}/{name}": value for name, value in (found | step.metrics).items()}

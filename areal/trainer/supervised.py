@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from areal.api import StepOutput, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.losses.objective import Objective
+from areal.trainer.profiling import StepProfile
 from areal.trainer.scalars import scalars_of
 from areal.trainer.tracking import Tracker, Trackers
 from areal.utils.data import ShardedLoader
@@ -26,6 +28,7 @@ class SupervisedTrainer:
         prepare: makes samples of what it yields; by default they are samples already.
         tracker: gets ``train/...`` after each step.
         checkpoints: where to resume from, and what to leave.
+        profile: folder for a profile of the second step.
 
     Attributes:
         step: optimizer steps that were taken.
@@ -40,6 +43,7 @@ class SupervisedTrainer:
         prepare: Prepare = list,
         tracker: Tracker | None = None,
         checkpoints: Checkpoints | None = None,
+        profile: str | Path | None = None,
     ) -> None:
         self.engine = engine
         self.objective = objective
@@ -48,6 +52,7 @@ class SupervisedTrainer:
         self._prepare = prepare
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
+        self._profile = StepProfile(profile)
 
     def resume(self) -> int:
         """Go on from the newest checkpoint, if there is one. Collective.
@@ -73,9 +78,10 @@ class SupervisedTrainer:
                     return
 
     def _take_step(self, batch: list[dict[str, Any]]) -> StepOutput:
-        done = self.engine.train_batch(
-            batch, self.objective.loss_fn, self.objective.weight_fn, outputs=self.objective.outputs
-        )
+        with self._profile.step(self.engine):
+            done = self.engine.train_batch(
+                batch, self.objective.loss_fn, self.objective.weight_fn, outputs=self.objective.outputs
+            )
         self.step += 1
         self._tracker.log(self.step, scalars_of("train", done))
         if self._checkpoints is not None:

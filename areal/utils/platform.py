@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
+from torch.profiler import ProfilerActivity
 
 
 def accelerator() -> str:
@@ -53,3 +58,76 @@ def empty_cache(device: torch.device) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or the host's allocator, had no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+# ---- time and memory of a device
+
+
+class Stopwatch(Protocol):
+    """Takes marks in time."""
+
+    def mark(self) -> Any:
+        """Here."""
+
+    def laps(self, marks: Sequence[Any]) -> list[float]:
+        """Seconds between each mark and the next."""
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """Measures what ``device`` does in its current stream."""
+    return _StreamStopwatch(device) if device.type == "cuda" else _HostStopwatch()
+
+
+class _HostStopwatch:
+    """A CPU has done what it was told when the next line runs."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def laps(self, marks: Sequence[float]) -> list[float]:
+        return [after - before for before, after in pairwise(marks)]
+
+
+class _StreamStopwatch:
+    """A GPU comes to a mark when it has done what was asked before it; nobody waits until laps are asked for.
+
+    Marks are in the stream that is current when it is made, whichever is when they are taken: what other streams do counts where that
+    one waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def laps(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
+
+
+def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
+    """What a profile of work on ``device`` looks at."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+
+
+def profiled_memory(device: torch.device) -> tuple[int, int]:
+    """The type of ``device`` by which a profiler's memory events name it, and the bytes that tensors have there now. On a CPU these are not
+    known: 0.
+    """
+    return (1, torch.cuda.memory_allocated(device)) if device.type == "cuda" else (0, 0)
+
+
+def start_memory_history(device: torch.device) -> None:
+    """Note each allocation with its stack, where the allocator can."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(device=device)
+
+
+def save_memory_history(device: torch.device, path: Path) -> None:
+    """Write what was noted, for https://pytorch.org/memory_viz, and note no more."""
+    if device.type == "cuda":
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)

@@ -133,13 +133,14 @@ class FSDPEngine(BaseTrainEngine):
         config = self.config
         if self.dims.pp > 1:
             dtype, split = torch_dtype(config.dtype), self.dims.cp * self.dims.tp
-            return PipelineSchedule(chunks, self._kind, self.device, dtype, split)
+            return PipelineSchedule(chunks, self._kind, self.device, dtype, split, self.clock)
         model = chunks[0]
         return SequentialSchedule(
             model,
             before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
             # A gathered weight that outlives an optimizer step would be used again, stale.
             rest=lambda: reshard(model),
+            clock=self.clock,
         )
 
     def _build_chunks(
@@ -160,6 +161,7 @@ class FSDPEngine(BaseTrainEngine):
                 before = experts_of(layers[: chunks.split.spans[stage].start]).layers
                 watch_routers(transformer_layers(chunk), before)
             parallelize(chunk, param_mesh, config, expert_mesh)
+            grad.time_reductions(chunk, self.clock)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
             init_weights(chunks, config.seed, device)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from areal.engine.clock import Clock
 from areal.engine.fsdp.shards import collective_device
 from areal.engine.optimizer import sum_of_squares
 from areal.utils.distributed import local_part
@@ -30,6 +34,28 @@ def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
         model.set_requires_gradient_sync(last or every)
 
     return before_backward
+
+
+def time_reductions(model: nn.Module, clock: Clock) -> None:
+    """Count what FSDP does to reduce gradients as the phase ``reduce``, not as a part of the backward around it. In place.
+
+    That is the end of each group's backward, when it reduces, and the wait for what was started. It takes as long as the host needs where
+    collectives run on the host, and as the computing stream waits where they have streams of their own.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for name in ("post_backward", "finalize_backward"):
+                    setattr(group, name, _timed(getattr(group, name), group, clock))
+
+
+def _timed(inner: Callable[..., None], group: Any, clock: Clock) -> Callable[..., None]:
+    @functools.wraps(inner)
+    def timed(*args: Any) -> None:
+        with clock.phase("reduce") if group.reduce_grads else contextlib.nullcontext():
+            inner(*args)
+
+    return timed
 
 
 def discard_unreduced(module: FSDPModule) -> None:

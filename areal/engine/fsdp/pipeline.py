@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.clock import Clock
 from areal.engine.fsdp import grad
 from areal.engine.fsdp.chunks import Chunks
 from areal.engine.fsdp.schedules import Kind
@@ -27,12 +28,15 @@ class PipelineSchedule:
     Args:
         chunks: of this rank, each sharded. kind: which schedule.
         dtype: of hidden states. token_split: ranks that share the tokens of a micro-batch.
+        clock: the engine's, so that a profile names the micro-batch of each backward.
     """
 
     equal_lengths = True
 
-    def __init__(self, chunks: Chunks, kind: Kind, device: torch.device, dtype: torch.dtype, token_split: int) -> None:
-        self._chunks, self._kind = chunks, kind
+    def __init__(
+        self, chunks: Chunks, kind: Kind, device: torch.device, dtype: torch.dtype, token_split: int, clock: Clock
+    ) -> None:
+        self._chunks, self._kind, self._clock = chunks, kind, clock
         self._device, self._dtype, self._token_split = device, dtype, token_split
         self._width = chunks.whole.hf.config.get_text_config().hidden_size
 
@@ -83,7 +87,7 @@ class PipelineSchedule:
             for number, chunk in zip(self._chunks.stages, self._chunks, strict=True)
         ]
         for stage in stages:
-            stage.compute, stage.mbs = compute, mbs
+            stage.compute, stage.mbs, stage.clock = compute, mbs, self._clock
         return self._kind.torch_class(
             stages[0] if self._kind.chunks == "one" else stages, len(mbs), loss_fn=_loss, scale_grads=False
         )
@@ -99,6 +103,7 @@ class _Stage(PipelineStage):
 
     compute: Callable[[Any, MicroBatch, Tensor | None], Tensor]
     mbs: MicroBatchList
+    clock: Clock
     _at: MicroBatch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
@@ -108,8 +113,15 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, hidden: Tensor | None = None) -> Tensor:
         return self.compute(self.submod, self._at, hidden)
 
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        if not self.has_backward:
+            return
+        with self.clock.phase("backward", self.mbs[bwd_chunk_id].index):
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        with self.clock.phase("backward", self.mbs[bwd_chunk_id].index):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         # No hook of FSDP runs in this half of a backward: sums over micro-batches are to be in the dtype of the reduction.
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):

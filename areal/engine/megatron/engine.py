@@ -95,7 +95,7 @@ class MegatronEngine(BaseTrainEngine):
         optimizer = (
             step_optimizer(chained, settings, spec.total_train_steps, self.device) if chained and settings else None
         )
-        schedule = MegatronSchedule(list(trained), megatron, groups)
+        schedule = MegatronSchedule(list(trained), megatron, groups, self.clock)
         cp, shared = (
             context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"]),
             sequence_parallel(self.dims, config),

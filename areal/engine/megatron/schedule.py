@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.clock import Clock
 from areal.engine.schedule import ForwardFn, ProcessFn
 
 
@@ -26,7 +27,7 @@ class MegatronSchedule:
 
     Args:
         chunks: of this rank, each in Megatron's ``DistributedDataParallel``, or bare where nothing is trained.
-        config: Megatron-Core's. groups: of the layout.
+        config: Megatron-Core's. groups: of the layout. clock: the engine's, so that a profile shows each backward.
     """
 
     equal_lengths = False
@@ -36,8 +37,9 @@ class MegatronSchedule:
         chunks: list[nn.Module],
         config: TransformerConfig,
         groups: ProcessGroupCollection,
+        clock: Clock,
     ) -> None:
-        self._chunks = chunks
+        self._chunks, self._clock = chunks, clock
         self._groups = groups
         self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
@@ -77,7 +79,7 @@ class MegatronSchedule:
 
             return forward(model, mb), loss_func
 
-        with self._forgetting(), self._reductions(forward_only):
+        with self._forgetting(), self._reductions(forward_only), self._timed(mbs):
             self._run(
                 forward_step_func=forward_step,
                 data_iterator=[iter(mbs) for _ in self._chunks],
@@ -90,6 +92,17 @@ class MegatronSchedule:
                 pg_collection=self._groups,
             )
         return results
+
+    @contextlib.contextmanager
+    def _timed(self, mbs: MicroBatchList) -> Iterator[None]:
+        """Megatron tells its timers when a backward begins and ends."""
+        # Interleaved chunks go through micro-batches in another order, each with a backward for each of them.
+        order = None if self._virtual else iter([mb.index for mb in mbs])
+        self._config.timers = _BackwardTimer(self._clock, order)
+        try:
+            yield
+        finally:
+            self._config.timers = None
 
     @contextlib.contextmanager
     def _forgetting(self) -> Iterator[None]:
@@ -122,6 +135,33 @@ class MegatronSchedule:
                 for pause in pauses:
                     stack.enter_context(pause())
                 yield
+
+
+class _BackwardTimer:
+    """Stands for Megatron's timers, of which it asks one by name wherever it measures something.
+
+    Args:
+        order: micro-batches in the order of their backwards, or ``None`` where it is not known.
+    """
+
+    def __init__(self, clock: Clock, order: Iterator[int] | None) -> None:
+        self._clock, self._order = clock, order
+        self._running: contextlib.AbstractContextManager[None] | None = None
+        self._asked = ""
+
+    def __call__(self, name: str, log_level: int | None = None) -> _BackwardTimer:
+        self._asked = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        if self._asked == "backward-compute":
+            self._running = self._clock.phase("backward", next(self._order) if self._order else None)
+            self._running.__enter__()
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._asked == "backward-compute" and self._running is not None:
+            self._running.__exit__(None, None, None)
+            self._running = None
 
 
 _NO_TOKENS = torch.zeros((), dtype=torch.int)

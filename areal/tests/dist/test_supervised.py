@@ -90,6 +90,23 @@ def test_sft_learns_and_resumes(backend: str, tmp_path: Path) -> None:
     assert rest["train/loss"] == pytest.approx(whole["train/loss"][5:], rel=1e-5)
 
 
+@pytest.mark.world(2)
+def test_the_second_step_is_profiled_and_all_are_timed(tmp_path: Path) -> None:
+    curve = Curve()
+    with started("fsdp:d2") as engine:
+        trainer = sft_trainer(engine, loader(engine, Texts()), tracker=curve, profile=tmp_path / "profile")
+        trainer.train(1)
+        assert not (tmp_path / "profile").exists()
+        engine.control.gather(None)  # before another rank makes it
+        trainer.train(2)
+        trace = tmp_path / "profile" / f"trace-rank{engine.dp_rank}.json.gz"
+        written = trace.stat().st_mtime_ns
+        trainer.train(4)
+        assert trace.stat().st_mtime_ns == written
+    for phase in ("data", "forward", "backward", "reduce", "optimizer"):
+        assert len(curve[f"train/seconds/{phase}"]) == 4
+
+
 @pytest.mark.world(1)
 def test_every_step_is_told_of_and_may_end_the_run() -> None:
     written, told = io.StringIO(), list[float]()
