@@ -1,0 +1,72 @@
+"""Time, memory, matrix products and idleness of the device that computes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.profiler import profile
+
+from areal.utils import platform
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
+    """Wall seconds of each of ``rounds`` calls, after one that is not timed."""
+    found = []
+    for _ in range(rounds + 1):
+        finish(device)
+        start = time.perf_counter()
+        work()
+        finish(device)
+        found.append(time.perf_counter() - start)
+    return found[1:]
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    """FLOP per second of a product of two ``[n, n]`` matrices: the median of 20."""
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2 * n**3 / statistics.median(seconds(lambda: torch.mm(a, b), device, 20))
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """The most that was allocated on the device while ``work`` ran, above what was there before; ``None`` on a CPU."""
+    if device.type != "cuda":
+        work()
+        return None
+    finish(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    finish(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def idle_share(work: Callable[[], object], device: torch.device) -> float | None:
+    """The share of a call in which no kernel runs, from its first kernel to its last; ``None`` on a CPU."""
+    if device.type != "cuda":
+        return None
+    with profile(activities=platform.profiler_activities(device)) as profiler:
+        work()
+        finish(device)
+    kernels = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return idle((k.start, k.end) for k in kernels)
+
+
+def idle(spans: Iterable[tuple[float, float]]) -> float:
+    """The share of the time from the first beginning to the last end that no span covers."""
+    ordered = sorted(spans)
+    if not ordered:
+        return 1.0
+    begin, covered, until = ordered[0][0], 0.0, ordered[0][0]
+    for start, end in ordered:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1.0 - covered / (until - begin) if until > begin else 0.0
