@@ -27,7 +27,7 @@ from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.agreement import Agreement
-from areal.engine.clock import Clock
+from areal.engine.clock import Call, Clock
 from areal.engine.faults import Faults, check_loss
 from areal.engine.model_inputs import check_temperature
 from areal.engine.nothing import add_nothing
@@ -228,24 +228,23 @@ class BaseTrainEngine(EngineState):
 
         def forward(model: nn.Module, mb: MicroBatch, hidden: Tensor | None = None) -> Any:
             faults.at = mb
-            with clock.phase("forward", mb.index):
-                return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
+            return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
 
         def process(local: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, Any]:
-            with clock.phase("forward", mb.index):
-                tokens = gather_outputs(local, parts.context_parallel, mb)
-                loss, result = None, None
-                if not mb.filler and faults.first is None:
-                    with faults.held():  # The others are in collectives: stay in step, add nothing, raise at the end.
-                        returned, result = process_output(tokens, mb)
-                        loss = None if forward_only else check_loss(returned, mb)
-                if forward_only:
-                    return None, result
-                return (add_nothing(tokens) if loss is None else loss * scale), result
+            tokens = gather_outputs(local, parts.context_parallel, mb)
+            loss, result = None, None
+            if not mb.filler and faults.first is None:
+                with faults.held():  # The others are in collectives: stay in step, add nothing, raise at the end.
+                    returned, result = process_output(tokens, mb)
+                    loss = None if forward_only else check_loss(returned, mb)
+            if forward_only:
+                return None, result
+            return (add_nothing(tokens) if loss is None else loss * scale), result
 
-        rest = "forward" if forward_only else "backward"  # what a schedule does beside the two halves
+        halves = clock.timed("forward", forward), clock.timed("forward", process)
+        rest = "forward" if forward_only else "backward"  # what a schedule does beside the two
         with torch.set_grad_enabled(not forward_only), clock.phase(rest, label="schedule"):
-            return parts.schedule.run(mbs, forward, process, forward_only=forward_only)
+            return parts.schedule.run(mbs, *halves, forward_only=forward_only)
 
     def _settle(self, error: Exception | None, *, keep: bool) -> None:
         """Raise on every rank what any rank met."""
@@ -281,7 +280,10 @@ class BaseTrainEngine(EngineState):
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
     ) -> StepOutput:
-        return self._loss_batch(batch, loss_fn, loss_weight_fn, outputs, normalization, loss_weight, forward_only=False)
+        with self.clock.call() as call:
+            return self._loss_batch(
+                call, batch, loss_fn, loss_weight_fn, outputs, normalization, loss_weight, forward_only=False
+            )
 
     def train_batch(
         self,
@@ -310,8 +312,8 @@ class BaseTrainEngine(EngineState):
         *,
         outputs: Outputs = ("logprobs",),
     ) -> StepOutput:
-        with self._require_parts().evaluating():
-            return self._loss_batch(batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, forward_only=True)
+        with self.clock.call() as call, self._require_parts().evaluating():
+            return self._loss_batch(call, batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, forward_only=True)
 
     def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
         mbs = self._prepare(batch, outputs)
@@ -321,6 +323,7 @@ class BaseTrainEngine(EngineState):
 
     def _loss_batch(
         self,
+        call: Call,
         batch: BatchInput,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
@@ -332,21 +335,17 @@ class BaseTrainEngine(EngineState):
     ) -> StepOutput:
         parts = self._require_parts()
         check_normalization(normalization, loss_weight)
-        with self.clock.call() as call:
-            mbs = self._prepare(batch, outputs)
-            weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
-            by_weight, number = (
-                normalization == "weight",
-                1.0 if isinstance(normalization, str) else float(normalization),
-            )
-            totals = parts.routing.with_terms(weights.total, weights.sequences, weights.tokens)
-            divisors = {name: total if by_weight else number for name, total in totals.items()}
-            process = LossStep(loss_fn, weights, divisors, loss_weight)
-            with parts.routing.counting(divisors, loss_weight * parts.schedule.grad_scale(len(mbs))) as tally:
-                results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
-            with self._discarding_grads(unless=forward_only):
-                note = "" if forward_only else _DISCARDED
-                summary = self._agreement.summary(mbs, results, tally, call, note, self._onloaded)
+        mbs = self._prepare(batch, outputs)
+        weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
+        by_weight, number = normalization == "weight", 1.0 if isinstance(normalization, str) else float(normalization)
+        totals = parts.routing.with_terms(weights.total, weights.sequences, weights.tokens)
+        divisors = {name: total if by_weight else number for name, total in totals.items()}
+        process = LossStep(loss_fn, weights, divisors, loss_weight)
+        with parts.routing.counting(divisors, loss_weight * parts.schedule.grad_scale(len(mbs))) as tally:
+            results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
+        with self._discarding_grads(unless=forward_only):
+            note = "" if forward_only else _DISCARDED
+            summary = self._agreement.summary(mbs, results, tally, call, note, self._onloaded)
         self._onloaded = 0
         may_drop = self.config.mb_spec.overlong == "drop"
         return step_output(summary, weights, divisors, loss_weight, n_mbs=len(mbs), may_drop=may_drop)

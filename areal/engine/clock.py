@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from areal.api.microbatch import MicroBatch
 from areal.utils import platform
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
@@ -66,6 +68,15 @@ class Clock:
         finally:
             self._phase = outer
             self._mark(outer)
+
+    def timed(self, name: str, half: Callable[..., Any]) -> Callable[..., Any]:
+        """The same half of a micro-batch, ``half(what, mb, ...)``, as a phase."""
+
+        def timed(what: Any, mb: MicroBatch, *args: Any, **options: Any) -> Any:
+            with self.phase(name, mb.index):
+                return half(what, mb, *args, **options)
+
+        return timed
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
