@@ -29,8 +29,8 @@ class _Turns(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.asked.get()
 
-    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        self.grad_norm = float(logs.get("grad_norm", float("nan")))
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        self.grad_norm = float(kwargs["logs"].get("grad_norm", float("nan")))
         self.done.put(None)
 
 
