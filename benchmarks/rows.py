@@ -109,7 +109,7 @@ ROWS: tuple[RowSpec, ...] = (
 PEERS: tuple[RowSpec, ...] = (
     RowSpec("TRL SFTTrainer, padding-free", "benchmarks.peers.trl", peer="trl"),
     RowSpec("verl FSDP engine, remove padding", "benchmarks.peers.verl", peer="verl"),
-    RowSpec("torchtitan", "benchmarks.peers.torchtitan", peer="torchtitan"),
+    RowSpec("torchtitan, its attention replaced", "benchmarks.peers.torchtitan", peer="torchtitan"),
 )
 
 

@@ -20,7 +20,7 @@ HOME = Path("runs/peers")
 PACKAGES: dict[str, tuple[str, ...]] = {
     "trl": ("trl",),
     "verl": ("verl",),
-    "torchtitan": ("torchtitan",),
+    "torchtitan": ("torchtitan", "triton"),  # which it imports, and a torch for the CPU does not bring
 }
 """What pip installs for each peer."""
 

@@ -157,7 +157,7 @@ def test_a_run_from_end_to_end(
     command.main(settings)
     written = json.loads((tmp_path / "rl-peers-float32.json").read_text())
     *right, missing = written["train"]
-    assert missing["row"] == "torchtitan"
+    assert missing["row"].startswith("torchtitan")
     assert "did not run: there is no" in missing["wrong"]
     assert {entry["row"] for entry in right} == {CEILING, "transformers, packed, stock mask"}
     for entry in [*right, *written["forward"]]:

@@ -1,0 +1,26 @@
+"""What rows of other libraries have in common."""
+
+from __future__ import annotations
+
+from benchmarks.rows import Task
+from benchmarks.workloads import Workload
+
+
+def plain_workload(task: Task) -> Workload:
+    """The workload, in one micro-batch of which every token is trained alike: the supervised fine-tuning that any library has.
+
+    Raises:
+        ValueError: it is another one, or is for several ranks.
+    """
+    workload = task.everything()
+    if task.ranks > 1:
+        raise ValueError(f"ranks = {task.ranks}: rows of peers run on one rank")
+    if any(weight != 1 for weight in workload.sequence_weights) or any(n != 1 for n in workload.prompt_lengths):
+        raise ValueError(f"workload = {workload.name!r} weighs its tokens: rows of peers run on 'ragged'")
+    if workload.tokens > workload.max_tokens_per_mb:
+        raise ValueError(
+            f"workload = {workload.name!r} has {workload.tokens} tokens: more than its micro-batch; take 'ragged'"
+        )
+    if task.dtype != "float32":
+        raise ValueError(f"dtype = {task.dtype!r}: rows of peers run in float32")
+    return workload
