@@ -22,7 +22,7 @@ GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --skip-flat --plain --s
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench bench-peers setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench bench-overhead bench-gpu bench-peers setup clean
 
 help: ## Say what there is to make.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -67,6 +67,13 @@ test-mutants: $(VENV)/.test ## Plant bugs one at a time and see that the tests c
 bench: $(VENV)/.test ## Measure a training step and a forward beside plain loops.
 	$(BENCH) --workload ragged --ranks 1 2 --rounds 5 $(BENCH_ARGS)
 	$(BENCH) --workload rl --prompts $(BENCH_PROMPTS) --ranks 1 2 --rounds 3 $(BENCH_ARGS)
+
+bench-overhead: $(VENV)/.test ## Measure what an engine takes for itself, on one rank and on two.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
+	$(RUN) 2 -m benchmarks.overhead
+
+bench-gpu: $(VENV)/.test ## Measure training steps of Qwen3 shapes on a GPU.
+	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
 
 bench-peers: $(VENV)/.test ## The same with TRL, verl and torchtitan, where they install.
 	$(BIN)/python -m benchmarks.peers.install

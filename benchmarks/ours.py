@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,13 +27,12 @@ class EngineRow:
 
     def __init__(self, task: Task, engine: str, share_prefixes: bool) -> None:
         part = task.mine()
-        options: dict[str, Any] = {"share_prefixes": True} if share_prefixes else {}
         config = TrainEngineConfig(
             path=task.model,
             backend=f"{engine}:d{task.ranks}",
             dtype=task.dtype,
             optimizer=OptimizerConfig(lr=task.lr, weight_decay=task.weight_decay, gradient_clipping=task.clip),
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=part.max_tokens_per_mb, **options),
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=part.max_tokens_per_mb, share_prefixes=share_prefixes),
         )
         self.batch = [
             {"input_ids": ids, "weights": weights, "output_mask": trained}

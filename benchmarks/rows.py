@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from areal.api import MicroBatchSpec
 from benchmarks.workloads import Workload, load
 
 DType = Literal["float32", "bfloat16"]
@@ -91,13 +90,9 @@ class RowSpec:
 CEILING = "hand-written packed loop"
 """The row that ratios are to."""
 
-_SHARED = [
-    RowSpec("areal fsdp:d{ranks}, prefixes shared", "benchmarks.ours", {"share_prefixes": True}, scales=True),
-]
-
 ROWS: tuple[RowSpec, ...] = (
     RowSpec("areal fsdp:d{ranks}", "benchmarks.ours", scales=True),
-    *(_SHARED if "share_prefixes" in MicroBatchSpec.model_fields else []),
+    RowSpec("areal fsdp:d{ranks}, prefixes shared", "benchmarks.ours", {"share_prefixes": True}, scales=True),
     RowSpec("areal megatron:d{ranks}", "benchmarks.ours", {"engine": "megatron"}, scales=True),
     RowSpec(CEILING, "benchmarks.loops", {"loop": "packed"}, scales=True),
     RowSpec("hand-written, head where trained", "benchmarks.loops", {"loop": "packed, trained"}, scales=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,9 @@ import torch.distributed as dist
 
 from benchmarks import __main__ as command
 from benchmarks import workloads
+from benchmarks.gpu import __main__ as gpu_command
+from benchmarks.gpu.device import idle
+from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.loops import LOOPS, Loop, PlainRow
 from benchmarks.model import Size, write_model
 from benchmarks.ours import EngineRow
@@ -180,3 +184,37 @@ def test_what_cannot_be_asked_for() -> None:
         command.main(command.Settings(ranks=(2,)))
     with pytest.raises(ValueError, match=r"hidden = 33.*multiple of 32"):
         Size(hidden=33).config()
+
+
+# ---- on a GPU
+
+
+def test_a_step_of_a_shape_costs_what_is_counted_by_hand() -> None:
+    """One layer of one head: 6 operations for each parameter and token, 12 for each column of each pair that sees each other."""
+    shape = Shape(hidden=4, intermediate=8, layers=1, heads=1, kv_heads=1, head_dim=4, vocabulary=16)
+    parameters = 4 * 4 * 4 + 3 * 4 * 8 + 4 * 16
+    assert shape.matrix_parameters == parameters
+    assert shape.step_flop([10, 2]) == 6 * parameters * 12 + 12 * 4 * (50 + 2)
+    assert SHAPES["1.7B"].matrix_parameters == pytest.approx(1.7e9, rel=0.02)
+    assert SHAPES["8B"].matrix_parameters == pytest.approx(7.6e9, rel=0.02)
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    assert idle([(0, 4), (1, 2), (3, 6), (8, 10)]) == pytest.approx(0.2)
+    assert idle([]) == 1.0
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    settings = gpu_command.Settings(("tiny",), (96,), sequence=40, rounds=1, device="cpu", output=output)
+    if torch.cuda.is_available():
+        with pytest.raises(ValueError, match="this machine computes on 'cuda'"):
+            gpu_command.main(settings)
+        return
+    gpu_command.main(settings)
+    found = json.loads(output.read_text())
+    assert [entry["row"] for entry in found["steps"]] == ["tiny areal fsdp:d1", "tiny plain transformers"]
+    assert all(entry["mfu"] > 0 for entry in found["steps"])
+    assert [entry["head"] for entry in found["head"]] == ["chunked", "all logits"]
+    with pytest.raises(ValueError, match="there are"):
+        gpu_command.main(dataclasses.replace(settings, shapes=("9B",)))

@@ -1,0 +1,96 @@
+"""What an engine takes for itself: of a training step, and to cut a large batch.
+
+python -m benchmarks.overhead, or torchrun --nproc-per-node 2 -m benchmarks.overhead
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngineConfig, create_engine
+from areal.api import TrainEngine
+from benchmarks.model import Size, write_model
+from benchmarks.ours import trained_tokens, weighted_nll
+from benchmarks.workloads import load
+
+ROUNDS = 9
+SEQUENCES, LENGTH = 512, 2048
+
+
+def engine_of(path: str, ranks: int, spec: MicroBatchSpec, layout: str = "d") -> TrainEngine:
+    """An engine of the FSDP backend on all ranks, ready to train."""
+    config = TrainEngineConfig(
+        path=path,
+        backend=f"fsdp:{layout}{ranks}",
+        dtype="float32",
+        optimizer=OptimizerConfig(lr=1e-4),
+        mb_spec=spec,
+    )
+    engine = create_engine(config)
+    engine.initialize(FinetuneSpec(total_train_steps=1000))
+    return engine
+
+
+def median_ms(work: Callable[[], object]) -> tuple[float, float]:
+    """Median and least milliseconds of a call, after one that is not timed."""
+    work()
+    found = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        work()
+        found.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(found), min(found)
+
+
+def large_batch() -> dict[str, Tensor]:
+    """Whole sequences with three more keys, as a GRPO step has them."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 8192, (SEQUENCES, LENGTH), generator=generator)
+    floats = {key: torch.rand(SEQUENCES, LENGTH, generator=generator) for key in ("advantages", "old_logprobs")}
+    mask = torch.arange(LENGTH).expand(SEQUENCES, -1) >= 512
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask.float(), **floats}
+
+
+def main() -> None:
+    """Print both."""
+    torch.set_num_threads(1)
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    size, workload = Size(), load("ragged")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), size)
+        with engine_of(folder, ranks, MicroBatchSpec()) as engine:
+            samples = [
+                {"input_ids": ids, "weights": weights, "output_mask": trained}
+                for ids, weights, trained in zip(workload.input_ids, workload.weights, workload.trained, strict=True)
+            ]
+            steps = [engine.train_batch(samples, weighted_nll, trained_tokens) for _ in range(ROUNDS)][1:]
+            shares = sorted(step.timings["data"] / step.seconds for step in steps)
+            if rank == 0:
+                own = statistics.median(shares)
+                print(f"{ranks} ranks, {workload.tokens} tokens each: {own:.2%} of a step is the engine's own")
+        cut = MicroBatchSpec(max_tokens_per_mb=16384)
+        batch = large_batch()
+        shared = {**batch, "input_ids": batch["input_ids"].clone()}
+        shared["input_ids"][:, :512] = batch["input_ids"][::8, :512].repeat_interleave(8, 0)
+        for layout, spec, passed, what in (
+            ("d", cut, batch, "a batch of its own on each rank"),
+            ("c", cut, batch, "one batch, compared on all ranks"),
+            ("d", cut.model_copy(update={"share_prefixes": True}), shared, "groups of 8, prefixes shared"),
+        ):
+            with engine_of(folder, ranks, spec, layout) as engine:
+                median, least = median_ms(partial(engine.microbatches, passed))
+                if rank == 0:
+                    print(f"{ranks} ranks, {SEQUENCES} x {LENGTH} tokens, {what}: {median:.1f} ms (least {least:.1f})")
+
+
+if __name__ == "__main__":
+    main()
