@@ -137,6 +137,7 @@ def go_on(backend: str, read: str | None, write: str, seed: int) -> None:
 
 @needs_own_world
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_dcp_goes_on_in_other_layouts(tmp_path: Path) -> None:
     """One step in each of d4, d2, c2 and d1, against four steps in d1; and there and back without a step in between."""
     for run, chain in {"moved": ["d4", "d2", "c2", "d1"], "stayed": ["d1"] * 4}.items():

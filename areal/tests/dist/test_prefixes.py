@@ -59,9 +59,12 @@ def run(way: str, spec: MicroBatchSpec) -> tuple[dict[str, Any], dict[str, Tenso
         return found, gradients_of(engine), lengths
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(w, marks=pytest.mark.world(ParallelDims.parse(w.partition("-")[0]).world_size)) for w in WAYS]
-)
+def marked(way: str) -> Any:
+    world = ParallelDims.parse(way.partition("-")[0]).world_size
+    return pytest.param(way, marks=[pytest.mark.world(world), *([pytest.mark.thorough] if world == 4 else [])])
+
+
+@pytest.mark.parametrize("way", map(marked, WAYS))
 def test_all_outputs_and_their_gradients_are_those_without_sharing(way: str) -> None:
     plain, expected, _ = run(way, MicroBatchSpec(max_tokens_per_mb=72))
     shared, gradients, lengths = run(way, MicroBatchSpec(max_tokens_per_mb=72, share_prefixes=True))
