@@ -78,7 +78,7 @@ def accumulate(module: FSDPModule) -> None:
 def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
     """L2 norm of all gradients over all ranks, each element counted once; a scalar, equal on every rank.
 
-    Squares are summed in float32 (float64 for float64 gradients) per tensor, and in float64 over tensors.
+    Squares are summed in float64, so that the norm does not depend on how tensors are cut.
 
     Args:
         parameters: of this rank, with none that another pipeline stage counts.
