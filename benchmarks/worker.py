@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from benchmarks.machine import forget_peak, memory_mb
+from benchmarks.machine import forget_peak, give_back, memory_mb
 from benchmarks.rows import Row, Task, build
 
 
@@ -62,7 +62,9 @@ def serve(job: dict[str, Any], commands: TextIO, answers: TextIO) -> int:
             command = json.loads(line)
             if command["do"] == "quit":
                 break
-            answer(obey(row, task, command, before_mb))
+            reply = obey(row, task, command, before_mb)
+            give_back()
+            answer(reply)
     except Exception as error:
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
