@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from benchmarks.driver import Run
-from benchmarks.reference import LOGPROBS, NUMBERS
+from benchmarks.reference import LOGPROBS, LOSSES, NORMS
 from benchmarks.table import Entry, entries
 
 COLUMNS = ["row", "ranks", "ratio", "tokens/CPU-s", "GEMM share", "peak MB", "rise MB", "wall against 1 rank"]
@@ -39,7 +39,7 @@ def heading(run: Run) -> str:
 def text(run: Run) -> str:
     """The tables in Markdown."""
     train, forward = entries(run, "train"), entries(run, "forward")
-    bound, nats = NUMBERS[run.task.dtype], LOGPROBS[run.task.dtype]
+    losses, norms, nats = (bounds[run.task.dtype] for bounds in (LOSSES, NORMS, LOGPROBS))
     return "\n".join(
         [
             heading(run),
@@ -48,7 +48,7 @@ def text(run: Run) -> str:
             "",
             _markdown(COLUMNS, [_speed(entry) for entry in train]),
             "",
-            f"Its numbers, within {bound:g} of float64 or wrong.",
+            f"Its numbers, losses within {losses:g} and norms within {norms:g} of float64, or wrong.",
             "",
             _markdown(NUMBERS_COLUMNS, [_numbers(entry) for entry in train]),
             "",
