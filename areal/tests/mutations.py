@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from areal.api import IGNORE_INDEX
+from areal.engine.branches import Branches
 from areal.tests.planting import Function, mutant
 
 LOOP = "dist/test_steps.py::test_a_loop_of_ones_own_equals_train_batch[{}]"
@@ -156,7 +157,7 @@ def last_position_weighted(right: Function) -> Function:
 @mutant("areal.engine.context_parallel:ContextParallel.layout", LOOP.format("fsdp:d1"))
 def attention_leaks(right: Function) -> Function:
     """A sequence sees those packed before it."""
-    return lambda self, seqlens, *args, **kwargs: right(self, (sum(seqlens),), *args, **kwargs)
+    return lambda self, branches, *args: right(self, Branches.of((len(branches),), len(branches)), *args)
 
 
 @mutant("areal.engine.attention_kernels:packed_attention", CALLS.format("weight-fsdp:d1"))
@@ -200,10 +201,15 @@ def zigzag_not_undone(right: Function) -> Function:
     return lambda x, size: x
 
 
-@mutant("areal.engine.model_inputs:_temperature", {"objective_name": "policy", "case_name": "starved"})
+@mutant("areal.engine.model_inputs:model_inputs", {"objective_name": "policy", "case_name": "starved"})
 def temperature_ignored_in_evaluation(right: Function) -> Function:
     """Temperature is applied in training alone."""
-    return lambda *args: right(*args) if torch.is_grad_enabled() else 1.0
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        inputs = right(*args, **kwargs)
+        return inputs if torch.is_grad_enabled() else dataclasses.replace(inputs, temperature=1.0)
+
+    return wrong
 
 
 @mutant(
@@ -344,7 +350,7 @@ def evaluation_scaled_by_ranks(right: Function) -> Function:
 
 @mutant(
     "areal.engine.output:Summary.add_metric",
-    {"objective_name": "nll", "case_name": "ragged", "cut": "tokens64", "dtype": "float64"},
+    "dist/test_engine.py::test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks[fsdp:d1]",
 )
 def metrics_averaged_per_micro_batch(right: Function) -> Function:
     """A mean counts every micro-batch alike, whatever its weight."""

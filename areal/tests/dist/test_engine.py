@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal.api import OptimizerConfig, TrainEngine, default_loss_weight
+from areal.api import Batch, Metric, OptimizerConfig, TokenOutputs, TrainEngine, default_loss_weight
 from areal.tests.lift import float64_everywhere
 from areal.tests.reference import Reference
 from areal.tests.tiny import (
@@ -225,6 +225,28 @@ def test_sgd_with_clipping_is_that_of_torch() -> None:
             assert found.loss == pytest.approx(expected.loss, rel=1e-5)
             assert found.grad_norm == pytest.approx(norm.item(), rel=1e-5)
         assert relative(weights_of(engine), dict(reference.named_tensors())) < 1e-5
+
+
+# ---- metrics
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks(backend: str) -> None:
+    """Of rewards: per micro-batch a mean over its sequences, of which micro-batches have one to several."""
+
+    def with_metrics(out: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        reward = batch["reward"]
+        return loss(out, batch), {"reward": Metric(reward.mean(), len(reward)), "best": Metric(reward.max(), reduce="max")}
+
+    everything = ragged()
+    rewards = [sample["reward"].item() for sample in everything]
+    # A micro-batch without weight is not asked: give each sequence some.
+    batch = [{**sample, "loss_mask": torch.ones_like(sample["loss_mask"])} for sample in everything]
+    with started(backend) as engine:
+        step = engine.eval_batch(mine(engine, batch), with_metrics)
+        assert step.n_mbs > 1
+        assert step.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-6)
+        assert step.metrics["best"] == max(rewards)
 
 
 # ---- precision
