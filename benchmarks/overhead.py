@@ -1,4 +1,4 @@
-"""What an engine takes for itself: of a training step, and to cut a large batch.
+"""What an engine takes for itself: of a training step, and to cut a large batch; and what a step takes on one rank or several.
 
 python -m benchmarks.overhead, or torchrun --nproc-per-node 2 -m benchmarks.overhead
 """
@@ -77,6 +77,13 @@ def main() -> None:
             if rank == 0:
                 own = statistics.median(shares)
                 print(f"{ranks} ranks, {workload.tokens} tokens each: {own:.2%} of a step is the engine's own")
+            ids = torch.randint(0, size.vocabulary, (64, 128), generator=torch.Generator().manual_seed(rank))
+            whole = [{"input_ids": row, "weights": torch.ones(128), "output_mask": torch.ones(128)} for row in ids]
+            speeds = [ranks * ids.numel() / engine.train_batch(whole, weighted_nll).seconds for _ in range(6)][1:]
+            if rank == 0:
+                low, high = min(speeds), max(speeds)
+                middle = statistics.median(speeds)
+                print(f"{ranks} ranks, 8192 tokens each: {middle:,.0f} tokens per second ({low:,.0f} to {high:,.0f})")
         cut = MicroBatchSpec(max_tokens_per_mb=16384)
         batch = large_batch()
         shared = {**batch, "input_ids": batch["input_ids"].clone()}
