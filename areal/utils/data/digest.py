@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK = 1 << 17
@@ -15,8 +16,6 @@ _CHUNK = 1 << 17
 _GOLDEN = -7046029254386353131
 _PI = 2611923443488327891
 _E = -5196783011329398165
-
-_WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensors: Sequence[tuple[str, Tensor]], extra: object = "") -> int:
@@ -41,10 +40,11 @@ def checksum(tensors: Sequence[tuple[str, Tensor]], extra: object = "") -> int:
 
 
 def _words(x: Tensor) -> Tensor:
-    x = x.detach().contiguous().reshape(-1)
-    if x.dtype == torch.complex128:
-        x = torch.view_as_real(x).reshape(-1)
-    return x.view(_WORD[x.element_size()])
+    """The bits of a tensor as int64 words, zeros behind them; without a copy where they are whole words already."""
+    raw = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(raw) % 8 or raw.storage_offset() % 8:
+        raw = F.pad(raw, (0, -len(raw) % 8))
+    return raw.view(torch.int64)
 
 
 def _weights(n: int, device: torch.device) -> Tensor:
@@ -58,7 +58,7 @@ def _weights(n: int, device: torch.device) -> Tensor:
 def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
-        mixed = chunk.to(torch.int64) * _E
+        mixed = chunk * _E
         # Round floats differ only in their high bits, which a product never carries down to the low ones.
         mixed ^= mixed >> 32
         mixed *= weights[: len(mixed)]
