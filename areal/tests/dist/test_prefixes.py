@@ -64,7 +64,7 @@ def marked(way: str) -> Any:
     return pytest.param(way, marks=[pytest.mark.world(world), *([pytest.mark.thorough] if world == 4 else [])])
 
 
-@pytest.mark.parametrize("way", map(marked, WAYS))
+@pytest.mark.parametrize("way", [marked(way) for way in WAYS])
 def test_all_outputs_and_their_gradients_are_those_without_sharing(way: str) -> None:
     plain, expected, _ = run(way, MicroBatchSpec(max_tokens_per_mb=72))
     shared, gradients, lengths = run(way, MicroBatchSpec(max_tokens_per_mb=72, share_prefixes=True))
