@@ -23,7 +23,7 @@ from areal.utils import platform
 from areal.utils.functional.logprobs import head_outputs
 from benchmarks.gpu.device import idle_share, matmul_rate, peak_bytes, seconds
 from benchmarks.gpu.rows import ours, plain
-from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.shapes import SHAPES, Shape
 
 Row = Callable[[], AbstractContextManager[Callable[[], object]]]
 
@@ -33,7 +33,7 @@ class Settings:
     """What to measure."""
 
     shapes: tuple[str, ...] = ("0.6B", "1.7B", "8B")
-    """Of :data:`benchmarks.gpu.shapes.SHAPES`."""
+    """Of :data:`benchmarks.shapes.SHAPES`."""
     tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
     """Packed in a step of one micro-batch."""
     sequence: int = 2048

@@ -16,12 +16,12 @@ from benchmarks import __main__ as command
 from benchmarks import workloads
 from benchmarks.gpu import __main__ as gpu_command
 from benchmarks.gpu.device import idle
-from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.loops import LOOPS, Loop, PlainRow
 from benchmarks.model import Size, write_model
 from benchmarks.ours import EngineRow
 from benchmarks.reference import STEPS, Reference, reference
 from benchmarks.rows import CEILING, Task, build, choose
+from benchmarks.shapes import SHAPES, Shape
 
 SIZE = Size(hidden=32, layers=2, vocabulary=96)
 KINDS = {
@@ -183,7 +183,7 @@ def test_what_cannot_be_asked_for() -> None:
     with pytest.raises(ValueError, match=r"ranks = \(2,\).*add 1"):
         command.main(command.Settings(ranks=(2,)))
     with pytest.raises(ValueError, match=r"hidden = 33.*multiple of 32"):
-        Size(hidden=33).config()
+        Size(hidden=33).shape.config()
 
 
 # ---- on a GPU

@@ -204,7 +204,7 @@ def _cut(
             "lower it"
         )
     groups = [_samples([g], size) for g in range(n // size)]
-    if prefixes is None or size == 1:
+    if prefixes is None:
         lengths = [sum(form.seqlens[i] for i in group) for group in groups]
     else:
         lengths = [prefixes.length(group) for group in groups]

@@ -38,9 +38,9 @@ class Shape:
         attention = 12 * self.layers * self.heads * self.head_dim * pairs
         return 6.0 * self.matrix_parameters * sum(lengths) + attention
 
-    def write(self, folder: Path) -> str:
-        """Write ``config.json``, and no weights: engines begin with random ones. Returns the folder."""
-        config = Qwen3Config(
+    def config(self) -> Qwen3Config:
+        """The configuration that transformers builds it from."""
+        return Qwen3Config(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
@@ -49,10 +49,12 @@ class Shape:
             head_dim=self.head_dim,
             vocab_size=self.vocabulary,
             tie_word_embeddings=self.tied,
-            max_position_embeddings=40960,
-            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-            use_cache=False,
+            use_cache=False,  # with a cache, transformers lets packed sequences attend to each other
         )
+
+    def write(self, folder: Path) -> str:
+        """Write ``config.json``, and no weights: engines begin with random ones. Returns the folder."""
+        config = self.config()
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(folder)
         return str(folder)
