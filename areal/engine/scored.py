@@ -31,6 +31,8 @@ class ScoredRows:
     @classmethod
     def of(cls, tree: PrefixTree, padded_length: int, cp: ContextParallel) -> ScoredRows:
         """Each row is scored where its token stands."""
+        if cp.size == 1:
+            return cls(tree.places[tree.scored], tree.scored, tree.answers)
         width = padded_length // cp.size
         where = cp.places(tree.places[tree.scored], padded_length)
         owner = where // width

@@ -12,10 +12,9 @@ from torch import Tensor
 _CHUNK = 1 << 17
 """Words that are mixed at once: bounds the memory that a large tensor takes."""
 
-# Odd 64-bit constants without a pattern (fractions of the golden ratio, of pi and of e), as signed integers.
+# Odd 64-bit constants without a pattern (fractions of the golden ratio and of pi), as signed integers.
 _GOLDEN = -7046029254386353131
 _PI = 2611923443488327891
-_E = -5196783011329398165
 
 
 def checksum(tensors: Sequence[tuple[str, Tensor]], extra: object = "") -> int:
@@ -58,9 +57,9 @@ def _weights(n: int, device: torch.device) -> Tensor:
 def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
-        mixed = chunk * _E
         # Round floats differ only in their high bits, which a product never carries down to the low ones.
-        mixed ^= mixed >> 32
+        mixed = chunk >> 32
+        mixed ^= chunk
         mixed *= weights[: len(mixed)]
         total = total * _PI + mixed.sum()
     return total

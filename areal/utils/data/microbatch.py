@@ -34,6 +34,7 @@ class BatchPlan:
         payloads: lists of ``n`` tensors likewise.
         meta: the caller's ``meta``.
         filler: the keys of a filler micro-batch.
+        derived: keys that were made of the others.
     """
 
     form: BatchForm
@@ -46,6 +47,7 @@ class BatchPlan:
     payloads: Mapping[str, list[Tensor]]
     meta: Mapping[str, Any]
     filler: Mapping[str, Any]
+    derived: frozenset[str]
 
     @property
     def n_mbs(self) -> int:
@@ -68,11 +70,12 @@ class BatchPlan:
         return round_up(length, self.align)
 
     def digest(self) -> int:
-        """A 63-bit checksum of the names, values and order of all keys (of ``meta``, the names), padding excluded.
+        """A 63-bit checksum of the names, values and order of the keys that were given (of ``meta``, the names), padding excluded.
 
         Equal on ranks that were given the same batch; different batches agree about once in ``2**40``.
         """
-        tensors = [*self.tokens.items(), *self.sequences.items()]
+        tensors = [(key, x) for key, x in self.tokens.items() if key not in self.derived]
+        tensors += self.sequences.items()
         tensors += [(key, x) for key, payload in self.payloads.items() for x in payload]
         tensors.sort(key=lambda item: item[0])
         return checksum(tensors, (self.form.kind, self.form.seqlens, self.bins, sorted(map(str, self.meta))))
@@ -190,6 +193,7 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
         payloads={key: [payload[i] for i in order] for key, payload in columns.payloads.items()},
         meta=columns.meta,
         filler=_filler(tokens, columns),
+        derived=frozenset(tokens) - set(columns.tokens),
     )
 
 

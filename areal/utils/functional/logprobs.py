@@ -13,7 +13,8 @@ from areal.api import IGNORE_INDEX, TopKOutput
 from areal.utils.functional.chunked_head import ChunkedHead, HeadSpec
 from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput, VocabShard
 
-_CHUNK_BYTES = 32 * 2**20
+_CPU_CHUNK_BYTES = 8 * 2**20  # stays in its caches
+_CHUNK_BYTES = 512 * 2**20  # elsewhere: for each chunk the weight is read, and its gradient read and written
 _MIN_CHUNK = 128  # with fewer tokens, reading the weight takes longer than multiplying by it
 
 
@@ -72,7 +73,7 @@ def head_outputs(
         entropy: whether to return the entropy.
         topk: how many of the most likely tokens to return; at most the rows that any rank holds.
         fp32: multiply in float32 where ``hidden`` and ``weight`` are narrower.
-        chunk_size: tokens whose logits exist at a time; by default as many as fit 32 MiB, but at least 128.
+        chunk_size: tokens whose logits exist at a time; by default as many as fit 512 MiB (8 MiB on a CPU), but at least 128.
         group: ranks that hold the vocabulary between them.
 
     Raises:
@@ -162,9 +163,10 @@ def _no_autocast(like: Tensor) -> AbstractContextManager[object]:
 
 
 def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
-    """Tokens a chunk: as many as fit ``_CHUNK_BYTES``, at least ``_MIN_CHUNK``, shared out evenly."""
+    """Tokens a chunk: as many as the bytes of the device allow, at least ``_MIN_CHUNK``, shared out evenly."""
+    allowed = _CPU_CHUNK_BYTES if hidden.device.type == "cpu" else _CHUNK_BYTES
     width = 8 if torch.float64 in (hidden.dtype, weight.dtype) else 4
-    most = max(_MIN_CHUNK, _CHUNK_BYTES // (width * max(weight.shape[0], 1)))
+    most = max(_MIN_CHUNK, allowed // (width * max(weight.shape[0], 1)))
     n_chunks = max(1, -(-hidden.shape[0] // most))
     return max(1, -(-hidden.shape[0] // n_chunks))
 
