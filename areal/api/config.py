@@ -234,6 +234,11 @@ class TrainEngineConfig(_Config):
         description="Divides the logits in every verb; a per-sequence key `temperature` of the batch overrides it.",
     )
     fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 whatever `dtype` is.")
+    kept_logits_mb: int | None = Field(
+        default=None,
+        ge=0,
+        description="MiB of a micro-batch's logits that may stay for its backward, which makes the others again. None: 1024, or 128 on a CPU.",
+    )
     mb_spec: MicroBatchSpec = MicroBatchSpec()
     optimizer: OptimizerConfig | None = Field(
         default=None, description="None: an engine that only evaluates, such as a reference."
@@ -306,6 +311,11 @@ class TrainEngineConfig(_Config):
                 "a compiled graph: choose 'full' or 'none'"
             )
         return self
+
+    @property
+    def kept_logits_bytes(self) -> int | None:
+        """``kept_logits_mb`` in bytes."""
+        return None if self.kept_logits_mb is None else self.kept_logits_mb * 2**20
 
     @property
     def dims(self) -> ParallelDims:

@@ -63,16 +63,24 @@ class PackedCausalLM(nn.Module):
         hf: the model, on any device.
         value_head: add a value head.
         fp32_head: multiply by the head's weight in float32.
+        keep_bytes: of logits that may stay for the backward; as of :func:`~areal.utils.functional.logprobs.head_outputs`.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, value_head: bool = False, fp32_head: bool = False) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        *,
+        value_head: bool = False,
+        fp32_head: bool = False,
+        keep_bytes: int | None = None,
+    ) -> None:
         super().__init__()
         self.hf = hf
         like = hf.get_output_embeddings().weight
         self.value_head = (
             nn.Linear(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype) if value_head else None
         )
-        self._fp32_head = fp32_head
+        self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
         text = hf.config.get_text_config()
         # Granite divides its logits, Cohere multiplies them, Gemma caps them: properties of the model, before any temperature.
         self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
@@ -104,6 +112,7 @@ class PackedCausalLM(nn.Module):
             inputs,
             lambda: local_part(head.weight),
             self.value_head,
+            self._keep_bytes,
             bias=local_part(head.bias),
             logit_scale=self._logit_scale,
             softcap=self._softcap,
@@ -146,7 +155,12 @@ def _for_routers(inputs: ModelInputs) -> dict[str, Any]:
 
 
 def token_outputs(
-    hidden: Tensor, inputs: ModelInputs, weight: Callable[[], Tensor], value_head: nn.Module | None, **options: Any
+    hidden: Tensor,
+    inputs: ModelInputs,
+    weight: Callable[[], Tensor],
+    value_head: nn.Module | None,
+    keep_bytes: int | None,
+    **options: Any,
 ) -> dict[str, Any]:
     """What ``inputs.outputs`` asks for, by name, each ``[T, ...]`` or ``[R, ...]``, from the last hidden state.
 
@@ -154,6 +168,7 @@ def token_outputs(
         hidden: ``[T, H]``.
         weight: gives the output head's weight ``[V, H]`` (this rank's rows of it), and is called only where an output needs it.
         value_head: ``H`` to 1, or ``None``.
+        keep_bytes: of :func:`~areal.utils.functional.logprobs.head_outputs`.
         options: of :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits`` alike.
 
     Raises:
@@ -177,7 +192,7 @@ def token_outputs(
     if "logits" in names:
         out["logits"] = logits(hidden, head, temperature=inputs.temperature, **options)
     if top is not None or names & {"logprobs", "entropy"}:
-        options |= {"entropy": "entropy" in names, "topk": top.k if top else None}
+        options |= {"entropy": "entropy" in names, "topk": top.k if top else None, "keep_bytes": keep_bytes}
         out |= _of_head(hidden, head, inputs, scored="logprobs" in names, **options)
     return out
 

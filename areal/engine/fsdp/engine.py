@@ -185,7 +185,12 @@ class FSDPEngine(BaseTrainEngine):
             )
             if not self._rows and hf.config._attn_implementation != PACKED_ATTENTION:
                 raise ValueError(f"{type(hf).__name__} did not take the packed attention: set fsdp.attention='rows'")
-            model = PackedCausalLM(hf, value_head=config.value_head, fp32_head=config.fp32_head)
+            model = PackedCausalLM(
+                hf,
+                value_head=config.value_head,
+                fp32_head=config.fp32_head,
+                keep_bytes=config.kept_logits_bytes,
+            )
             if config.lora is not None:
                 model.requires_grad_(False)
         return model

@@ -75,6 +75,7 @@ class MegatronEngine(BaseTrainEngine):
                 vp_stage=number if self.dims.vpp > 1 else None,
                 value_head=config.value_head,
                 fp32_head=config.fp32_head,
+                keep_bytes=config.kept_logits_bytes,
                 adapted=config.lora is not None,
             ).to(self.device)
             for number in range(self.dims.vpp)

@@ -27,6 +27,7 @@ class PackedGPT(GPTModel):
         vp_stage: number of this chunk on its rank, or ``None`` where a rank has one chunk.
         value_head: add a value head ``value_head.weight`` ``[1, H]`` behind the last layer.
         fp32_head: multiply by the head's weight in float32.
+        keep_bytes: of logits that may stay for the backward; as of :func:`~areal.utils.functional.logprobs.head_outputs`.
         adapted: the model will have adapters, and is not trained itself.
     """
 
@@ -39,6 +40,7 @@ class PackedGPT(GPTModel):
         vp_stage: int | None,
         value_head: bool,
         fp32_head: bool,
+        keep_bytes: int | None,
         adapted: bool = False,
     ) -> None:
         stage, stages, chunks = groups.pp.rank(), groups.pp.size(), config.virtual_pipeline_model_parallel_size or 1
@@ -64,7 +66,7 @@ class PackedGPT(GPTModel):
             self.value_head = nn.Linear(config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
         self._real_vocab = hf.vocab_size
         self._padding_id = hf.pad_token_id
-        self._fp32_head = fp32_head
+        self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
         self._adapted = adapted
         if adapted:
             self.requires_grad_(False)
@@ -118,6 +120,7 @@ class PackedGPT(GPTModel):
             inputs,
             self._head_weight,
             self.value_head,
+            self._keep_bytes,
             fp32=self._fp32_head,
             group=self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
         )

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine.registry import create_engine
+from areal.utils.functional.chunked_head import _Chunks
 from areal.tests.tiny import config, family_dir, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
 
 LARGE_VOCAB = 4096
@@ -84,6 +85,19 @@ def test_no_step_allocates_tokens_times_vocabulary() -> None:
         with Largest() as largest:
             engine.forward_batch(long, outputs=("logits",))
         assert largest.found >= tokens * LARGE_VOCAB, "the measure sees logits where they are asked for"
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_logits_that_are_kept_or_made_again_give_the_same(backend: str) -> None:
+    steps, made = [], []
+    for kept in (0, None):
+        with started(backend, kept_logits_mb=kept) as engine:
+            with mock.patch.object(_Chunks, "_write", autospec=True, side_effect=_Chunks._write) as write:
+                steps.append(engine.train_batch(mine(engine, ragged()), loss))
+            made.append(write.call_count)
+    assert made[0] == 2 * made[1], "a stage without a head makes none"
+    assert steps[0].loss == steps[1].loss
+    assert steps[0].grad_norm == steps[1].grad_norm
 
 
 # Megatron-Core's stages tell each other the shape of what they send, and read it on the host.

@@ -1,18 +1,18 @@
-"""A language-model head whose logits never exist all at once: they are made a chunk of tokens at a time, twice.
+"""A language-model head whose logits are made a chunk of tokens at a time.
 
-Forward keeps only what is per token (log-sum-exp, entropy, the ids of the most likely tokens); backward makes each
-chunk's logits again and turns them into gradients in place. With ``p = softmax(z)``, ``H`` its entropy and ``y`` a
+Forward keeps what is per token (log-sum-exp, entropy, the ids of the most likely tokens) and the logits of as many chunks as fit
+a bound; backward makes those of the others again, and turns each chunk's into gradients. With ``p = softmax(z)``, ``H`` its entropy and ``y`` a
 chosen token,
 
     d log p_y / d z_j = [j = y] - p_j
     d H       / d z_j = -p_j (log p_j + H)
 
-The cost is one more matrix product than keeping the logits would take: four instead of three.
+A chunk whose logits are made again costs four matrix products instead of three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,8 @@ class HeadSpec:
         fp32: multiply in float32 (or wider).
         entropy: whether the entropy is wanted.
         topk: how many of the most likely tokens are wanted; 0 for none.
-        chunk_size: tokens whose logits exist at a time.
+        chunk_size: tokens whose logits are made at a time.
+        keep_bytes: of logits that stay for the backward.
         shard: which rows of the vocabulary are here.
     """
 
@@ -45,6 +46,7 @@ class HeadSpec:
     entropy: bool
     topk: int
     chunk_size: int
+    keep_bytes: int
     shard: VocabShard
 
     def dtypes(self, hidden: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -55,14 +57,21 @@ class HeadSpec:
 
 
 class _Chunks:
-    """The logits of ``hidden`` ``[T, H]``, chunk by chunk, in buffers that are used again for every chunk."""
+    """The logits of ``hidden`` ``[T, H]``, chunk by chunk, in buffers that are used again for every chunk.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec) -> None:
+    Args:
+        kept: logits of the first chunks, which are not made again, nor written into.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec, kept: Sequence[Tensor] = ()
+    ) -> None:
         self.compute, self.stats = spec.dtypes(hidden, weight)
         self.hidden = hidden
         self.weight = weight.to(self.compute)
         self.bias = None if bias is None else bias.to(self.compute)
         self.spec = spec
+        self.kept = list(kept)
         self._buffers: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[slice]:
@@ -86,9 +95,22 @@ class _Chunks:
         """What the logits' slope owes to the scale and the temperature: a number, or ``[rows, 1]``."""
         return self.spec.logit_scale / self.per_token(self.spec.temperature, rows)
 
+    def made(self, rows: slice) -> Tensor:
+        """The logits ``[rows, V]`` of the next chunk, which are kept if those of one more chunk fit."""
+        buffer = self.buffer("logits", rows)
+        if (len(self.kept) + 1) * self._buffers["logits"].nbytes > self.spec.keep_bytes:
+            return self._write(rows, buffer)
+        self.kept.append(self._write(rows, torch.empty_like(buffer)))
+        return self.kept[-1]
+
     def logits(self, rows: slice) -> Tensor:
-        """``[rows, V]``, after scale, softcap and temperature; the caller may overwrite it."""
-        z, h, w = self.buffer("logits", rows), self.hidden_of(rows), self.weight.t()
+        """``[rows, V]``: those that were kept, or made again."""
+        chunk = rows.start // self.spec.chunk_size
+        return self.kept[chunk] if chunk < len(self.kept) else self._write(rows, self.buffer("logits", rows))
+
+    def _write(self, rows: slice, z: Tensor) -> Tensor:
+        """Logits after scale, softcap and temperature, to ``z``."""
+        h, w = self.hidden_of(rows), self.weight.t()
         out = z if self.compute == self.stats else None
         product = torch.mm(h, w, out=out) if self.bias is None else torch.addmm(self.bias, h, w, out=out)
         if out is None:
@@ -132,7 +154,7 @@ class _Gradients:
         factor = chunks.factor(rows)
         picked = self.picked[rows] * factor
         pull = picked.sum(1, keepdim=True)
-        logp = z.sub_(lse[rows].unsqueeze(1))
+        logp = torch.sub(z, lse[rows].unsqueeze(1), out=chunks.buffer("logits", rows))
         if self.entropy is None or entropy is None:
             grad = logp.exp_().mul_(pull.neg_())
         else:
@@ -157,7 +179,7 @@ class ChunkedHead(torch.autograd.Function):
         chunks = _Chunks(hidden, weight, bias, spec)
         wanted = hidden.new_empty(hidden.shape[0], 0, dtype=torch.int64) if targets is None else targets
         local, mine = spec.shard.localize(wanted)
-        stats = [_statistics(chunks.logits(rows), chunks, rows, local[rows]) for rows in chunks]
+        stats = [_statistics(chunks.made(rows), chunks, rows, local[rows]) for rows in chunks]
         lse, entropy, picked, best, best_ids = _joined(stats, chunks, wanted.shape[1])
         lse, whole_entropy, picked = spec.shard.merge(
             lse, entropy if spec.entropy else None, picked.masked_fill(~mine, 0)
@@ -171,7 +193,7 @@ class ChunkedHead(torch.autograd.Function):
             best, topk_ids = spec.shard.merge_topk(best, best_ids + spec.shard.start)
             topk_logprobs = best - lse.unsqueeze(1)
             ctx.mark_non_differentiable(topk_ids)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, whole_entropy, topk_ids)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, whole_entropy, topk_ids, *chunks.kept)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         return logprobs, whole_entropy, topk_logprobs, topk_ids
@@ -185,10 +207,10 @@ class ChunkedHead(torch.autograd.Function):
                 "head_outputs is differentiable once: its backward keeps no graph. Call backward without create_graph=True, "
                 "or differentiate areal.utils.functional.logits twice"
             )
-        hidden, weight, bias, targets, lse, entropy, topk_ids = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, entropy, topk_ids, *kept = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         incoming = _incoming(spec.shard, (grad_logprobs, targets), (grad_topk, topk_ids), grad_entropy, lse)
-        chunks = _Chunks(hidden, weight, bias, spec)
+        chunks = _Chunks(hidden, weight, bias, spec, kept)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # Sums over chunks and ranks are made in the statistics' dtype, then rounded once.
         grad_hidden = torch.zeros_like(hidden, dtype=chunks.stats) if wants_hidden else None
@@ -218,12 +240,12 @@ _Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _statistics(z: Tensor, chunks: _Chunks, rows: slice, local: Tensor) -> _Statistics:
-    """Statistics of a chunk's logits ``z`` ``[n, V]``, which are overwritten."""
+    """Statistics of a chunk's logits ``z`` ``[n, V]``."""
     spec = chunks.spec
     picked = z.gather(1, local)
     best, best_ids = z.topk(spec.topk, dim=1) if spec.topk else (z[:, :0].clone(), local[:, :0])
     top = z.amax(1, keepdim=True)
-    z.sub_(top)
+    z = torch.sub(z, top, out=chunks.buffer("logits", rows))
     if not spec.entropy:
         log_mass = z.exp_().sum(1).log_()
         return log_mass + top.squeeze(1), torch.zeros_like(log_mass), picked, best, best_ids

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and the most likely tokens from hidden states, without ever holding all logits."""
+"""Log-probs, entropy and the most likely tokens from hidden states, without all logits at once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput
 
 _CPU_CHUNK_BYTES = 8 * 2**20  # stays in its caches
 _CHUNK_BYTES = 512 * 2**20  # elsewhere: for each chunk the weight is read, and its gradient read and written
+_CPU_KEEP_BYTES = 128 * 2**20
+_KEEP_BYTES = 2**30
 _MIN_CHUNK = 128  # with fewer tokens, reading the weight takes longer than multiplying by it
 
 
@@ -46,12 +48,13 @@ def head_outputs(
     topk: int | None = None,
     fp32: bool = False,
     chunk_size: int | None = None,
+    keep_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> HeadOutputs:
     """Log-probs, entropy and top-k of ``softmax(z)`` for the logits ``z`` of :func:`logits`, made chunk by chunk.
 
-    Peak memory is a few times ``chunk_size * V`` elements beside the gradients, whatever ``T``: backward makes the
-    logits again. It is differentiable once, in ``hidden``, ``weight`` and ``bias``; the gradient of top-k goes through
+    Peak memory is ``keep_bytes`` and a few times ``chunk_size * V`` elements beside the gradients, whatever ``T``: backward makes
+    logits again that were not kept. It is differentiable once, in ``hidden``, ``weight`` and ``bias``; the gradient of top-k goes through
     the ids as chosen. Logits are float32 (float64) as soon as they are multiplied; gradients sum over chunks in that
     dtype.
 
@@ -74,6 +77,7 @@ def head_outputs(
         topk: how many of the most likely tokens to return; at most the rows that any rank holds.
         fp32: multiply in float32 where ``hidden`` and ``weight`` are narrower.
         chunk_size: tokens whose logits exist at a time; by default as many as fit 512 MiB (8 MiB on a CPU), but at least 128.
+        keep_bytes: of logits that may stay for the backward; by default 1 GiB (128 MiB on a CPU).
         group: ranks that hold the vocabulary between them.
 
     Raises:
@@ -81,7 +85,7 @@ def head_outputs(
             accelerator, where looking would wait for the device, the log-prob of such a target is NaN instead.
     """
     _check(hidden, weight, bias, temperature, softcap)
-    _check_options(hidden, weight, targets, topk, chunk_size)
+    _check_options(hidden, weight, targets, topk, chunk_size, keep_bytes)
     if targets is None and not entropy and not topk:
         return HeadOutputs()
     shard = VocabShard.of(weight, group)
@@ -102,6 +106,7 @@ def head_outputs(
         entropy=entropy,
         topk=topk or 0,
         chunk_size=chunk_size or _default_chunk(hidden, weight),
+        keep_bytes=_kept(hidden, weight, bias, keep_bytes),
         shard=shard,
     )
     columns = targets.unsqueeze(1) if targets is not None and targets.ndim == 1 else targets
@@ -171,6 +176,14 @@ def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
     return max(1, -(-hidden.shape[0] // n_chunks))
 
 
+def _kept(hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_bytes: int | None) -> int:
+    """Bytes of logits to keep: none where there will be no backward."""
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
+        return 0
+    default = _CPU_KEEP_BYTES if hidden.device.type == "cpu" else _KEEP_BYTES
+    return default if keep_bytes is None else keep_bytes
+
+
 def _rows_with_targets(targets: Tensor) -> Tensor | None:
     """The positions with any target, or ``None`` where all have one."""
     has_target = targets != IGNORE_INDEX
@@ -203,7 +216,12 @@ def _check(
 
 
 def _check_options(
-    hidden: Tensor, weight: Tensor, targets: Tensor | None, topk: int | None, chunk_size: int | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    topk: int | None,
+    chunk_size: int | None,
+    keep_bytes: int | None,
 ) -> None:
     if targets is not None and (targets.dtype != torch.int64 or targets.ndim not in (1, 2)):
         raise ValueError(f"targets are {targets.dtype} {list(targets.shape)}: pass int64 [T] or [T, K]")
@@ -213,6 +231,8 @@ def _check_options(
         raise ValueError(f"topk = {topk}: ask for at least 1 and at most the rows of weight {list(weight.shape)}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size}: pass at least 1, or None to choose")
+    if keep_bytes is not None and keep_bytes < 0:
+        raise ValueError(f"keep_bytes = {keep_bytes}: pass 0 to keep no logits, or None to choose")
 
 
 def _check_ids(targets: Tensor, vocab_size: int) -> None:
