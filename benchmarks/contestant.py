@@ -49,7 +49,7 @@ class Contestant:
         task: of rank 0; the others differ in ``rank``.
         folder: where its processes leave their standard error, and log-probs.
         failure: why it is out, once it is.
-        steps, forwards: its turns.
+        steps, forwards: its turns. The first are a warm-up.
     """
 
     spec: RowSpec
@@ -115,16 +115,17 @@ class Contestant:
             answers = self._hear()
             self.can_forward = bool(answers) and all(answer["can_forward"] for answer in answers)
 
-    def step(self) -> None:
-        """Let it take an optimizer step."""
-        self._turn(self.steps, [{"do": "step"}] * self.task.ranks)
+    def step(self, *, give_back: bool) -> None:
+        """Let it take an optimizer step, and perhaps hand free memory back behind it."""
+        self._turn(self.steps, [{"do": "step", "give_back": give_back}] * self.task.ranks)
 
-    def forward(self, save: bool = False) -> None:
+    def forward(self, *, give_back: bool, save: bool = False) -> None:
         """Let it compute log-probs; with ``save``, keep them in ``logprobs``: ``[trained_tokens]``, in the order of the workload."""
         if not self.can_forward:
             return
         files = [str(self.folder / f"{self.slug}-{rank}.npy") for rank in range(self.task.ranks)]
-        self._turn(self.forwards, [{"do": "forward", "save": file if save else None} for file in files])
+        commands = [{"do": "forward", "give_back": give_back, "save": file if save else None} for file in files]
+        self._turn(self.forwards, commands)
         if save and self.failure is None:
             self.logprobs = self._gather(files)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.contestant import Contestant
-from benchmarks.machine import gemm_rate
+from benchmarks.machine import available_mb, gemm_rate
 from benchmarks.reference import STEPS, Reference, reference
 from benchmarks.rows import RowSpec, Task
 from benchmarks.workloads import Workload
@@ -23,7 +23,9 @@ class Run:
     Attributes:
         task: of all rows but for the ranks.
         gemm_rates: FLOP per CPU-second of a matrix product in the task's dtype, before each round.
-        contestants: with their turns. The first step and the first forward are a warm-up, and are not timed.
+        crowded: whether rows handed free memory back after each turn, because they would not all fit beside each other. Otherwise each goes
+            on with what it has, as a loop does; to be given new pages takes several per cent of a step.
+        contestants: with their turns. The first forward and the steps that are compared are a warm-up, and are not timed.
     """
 
     task: Task
@@ -31,6 +33,7 @@ class Run:
     matrix_parameters: int
     reference: Reference
     gemm_rates: list[float]
+    crowded: bool
     contestants: list[Contestant]
 
 
@@ -50,20 +53,18 @@ def measure(
 ) -> Run:
     """Start a process for every row and rank, and let them take turns.
 
-    Each begins with a forward and a step that are not timed. Then come ``rounds`` rounds of a step and a forward of every row, every second
-    one in reverse order. A row that fails is out, and the others go on.
+    After each one's warm-up come ``rounds`` rounds of a step and a forward of every row, every second one in reverse order. A
+    row that fails is out, and the others go on.
 
     Args:
         folder: for what the processes print.
         cache: for the reference.
 
     Raises:
-        ValueError: there are too few rounds for the steps that are compared.
+        ValueError: there are no rounds.
     """
-    if rounds < STEPS - 1:
-        raise ValueError(
-            f"rounds = {rounds}: the first {STEPS} steps are compared, one of them before the rounds; take at least {STEPS - 1}"
-        )
+    if rounds < 1:
+        raise ValueError(f"rounds = {rounds}: take at least 1")
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     say("reference: three steps in float64, one sequence at a time")
@@ -81,16 +82,20 @@ def measure(
         for contestant in contestants:
             contestant.wait()
         for contestant in contestants:
-            contestant.forward(save=True)
-            contestant.step()
+            contestant.forward(give_back=True, save=True)
+            for _ in range(STEPS - 1):
+                contestant.step(give_back=True)
             say(f"{contestant.label}: {contestant.failure or 'ready'}")
+        crowded = sum(c.steps[-1].rise_mb * c.task.ranks for c in contestants if c.steps) > 0.8 * available_mb()
+        for contestant in contestants:
+            contestant.step(give_back=crowded)
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
             rates.append(gemm_rate(getattr(torch, task.dtype)))
             for contestant in contestants if number % 2 == 0 else reversed(contestants):
-                contestant.step()
-                contestant.forward()
+                contestant.step(give_back=crowded)
+                contestant.forward(give_back=crowded)
     finally:
         for contestant in contestants:
             contestant.quit()
-    return Run(task, task.everything(), matrix_parameters, exact, rates, contestants)
+    return Run(task, task.everything(), matrix_parameters, exact, rates, crowded, contestants)

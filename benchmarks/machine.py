@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
 
 def memory_mb(peak: bool = False) -> float:
@@ -19,6 +19,13 @@ def memory_mb(peak: bool = False) -> float:
         return float("nan")
     field = "VmHWM:" if peak else "VmRSS:"
     return next(int(line.split()[1]) / 1024 for line in _STATUS.read_text().splitlines() if line.startswith(field))
+
+
+def available_mb() -> float:
+    """Memory of this machine that processes could still take, in MB; NaN where there is no ``/proc``."""
+    if not _MACHINE.exists():
+        return float("nan")
+    return next(int(x.split()[1]) / 1024 for x in _MACHINE.read_text().splitlines() if x.startswith("MemAvailable:"))
 
 
 def forget_peak() -> None:

@@ -29,10 +29,11 @@ NUMBERS_COLUMNS = ["row", "ranks", "loss of steps 1 to 3", "gradient norm of ste
 def heading(run: Run) -> str:
     """What was measured, in a line."""
     work = run.workload
+    crowded = "; free memory handed back after each turn" if run.crowded else ""
     return (
         f"{work.name}: {len(work.lengths)} sequences, {work.tokens:,} tokens, {work.trained_tokens:,} of them trained, "
         f"micro-batches of at most {work.max_tokens_per_mb:,}; {run.task.dtype}, {len(run.gemm_rates)} rounds, "
-        f"GEMM {statistics.median(run.gemm_rates) / 1e9:.0f} GFLOP per CPU-second"
+        f"GEMM {statistics.median(run.gemm_rates) / 1e9:.0f} GFLOP per CPU-second{crowded}"
     )
 
 
@@ -101,6 +102,7 @@ def as_json(run: Run) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
         "matrix_parameters": run.matrix_parameters,
+        "crowded": run.crowded,
         "gemm_flop_per_cpu_second": run.gemm_rates,
         "reference": {"losses": run.reference.losses, "grad_norms": run.reference.grad_norms},
         "train": [asdict(entry) for entry in entries(run, "train")],

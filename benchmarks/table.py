@@ -46,7 +46,7 @@ class Entry:
         wall_ratio: wall time of the same row on one rank over that on these.
         gemm_share: what its tokens need as matrix products in a second of the CPU, over what the CPU did alone. Work that a row spares is
             counted all the same.
-        peak_mb, rise_mb: largest resident memory of a rank, and that above what it had before its first turn.
+        peak_mb, rise_mb: largest resident memory of a rank, and that above what it had before its first turn, both in the warm-up.
         losses, grad_norms: of the first steps.
     """
 
@@ -73,7 +73,7 @@ def entries(run: Run, kind: Kind) -> list[Entry]:
 
 def _turns(contestant: Contestant, kind: Kind) -> list[Turn]:
     """The turns that are timed."""
-    return (contestant.steps if kind == "train" else contestant.forwards)[1:]
+    return contestant.steps[STEPS:] if kind == "train" else contestant.forwards[1:]
 
 
 def _wrong(run: Run, contestant: Contestant, kind: Kind) -> str | None:
@@ -93,6 +93,8 @@ def _entry(run: Run, contestant: Contestant, kind: Kind) -> Entry:
     if contestant.failure is not None:
         return Entry(contestant.label, ranks, wrong)
     turns = _turns(contestant, kind)
+    # One that began with what the row has to hold, and no more.
+    cold = contestant.steps[1] if kind == "train" else contestant.forwards[0]
     speeds = [run.workload.tokens / turn.cpu_seconds for turn in turns]
     share = FLOP[kind] * run.matrix_parameters * statistics.median(speeds) / statistics.median(run.gemm_rates)
     first = contestant.steps[:STEPS] if kind == "train" else []
@@ -106,8 +108,8 @@ def _entry(run: Run, contestant: Contestant, kind: Kind) -> Entry:
         ratio=None if wrong else _ratio(ceiling, contestant, kind, "cpu_seconds"),
         wall_ratio=None if wrong or ranks == 1 or alone is None else _ratio(alone, contestant, kind, "wall_seconds"),
         gemm_share=share,
-        peak_mb=max(turn.peak_mb for turn in turns),
-        rise_mb=max(turn.rise_mb for turn in turns),
+        peak_mb=cold.peak_mb,
+        rise_mb=cold.rise_mb,
         losses=tuple(turn.loss for turn in first),
         grad_norms=tuple(turn.grad_norm for turn in first),
     )

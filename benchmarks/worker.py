@@ -2,7 +2,8 @@
 
 It is told its row and task as its argument, and answers ``{"ready": true, "can_forward": ...}``. Then ``{"do": "step"}`` and
 ``{"do": "forward"}`` are answered with what they took and gave, ``{"do": "quit"}`` ends it, and anything that goes wrong is ``{"error": ...}``
-and the end. Whatever else prints to the standard output is sent to the standard error.
+and the end. With ``"give_back": true`` a turn ends with free memory handed back to the system. Whatever else prints to the standard
+output is sent to the standard error.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def serve(job: dict[str, Any], commands: TextIO, answers: TextIO) -> int:
             if command["do"] == "quit":
                 break
             reply = obey(row, task, command, before_mb)
-            give_back()
+            if command["give_back"]:
+                give_back()
             answer(reply)
     except Exception as error:
         traceback.print_exc()

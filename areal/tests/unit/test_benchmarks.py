@@ -168,7 +168,7 @@ def test_a_run_from_end_to_end(
         assert entry["wrong"] is None
         assert entry["ratio"]["low"] <= entry["ratio"]["median"] <= entry["ratio"]["high"]
         assert entry["peak_mb"] > entry["rise_mb"] > 0
-    assert all(len(turns["steps"]) == len(turns["forwards"]) == 3 for turns in written["turns"][:2])
+    assert all(len(turns["steps"]) == STEPS + 2 and len(turns["forwards"]) == 1 + 2 for turns in written["turns"][:2])
     assert "| right" in capsys.readouterr().out
     assert (tmp_path / "rl-peers-float32.png").stat().st_size > 5000
 
