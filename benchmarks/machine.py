@@ -15,17 +15,18 @@ _STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_re
 
 def memory_mb(peak: bool = False) -> float:
     """Resident memory of this process in MB (2**20 bytes), now or at most since :func:`forget_peak`; NaN where there is no ``/proc``."""
-    if not _STATUS.exists():
-        return float("nan")
-    field = "VmHWM:" if peak else "VmRSS:"
-    return next(int(line.split()[1]) / 1024 for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return _megabytes(_STATUS, "VmHWM:" if peak else "VmRSS:")
 
 
 def available_mb() -> float:
     """Memory of this machine that processes could still take, in MB; NaN where there is no ``/proc``."""
-    if not _MACHINE.exists():
+    return _megabytes(_MACHINE, "MemAvailable:")
+
+
+def _megabytes(file: Path, field: str) -> float:
+    if not file.exists():
         return float("nan")
-    return next(int(x.split()[1]) / 1024 for x in _MACHINE.read_text().splitlines() if x.startswith("MemAvailable:"))
+    return next(int(line.split()[1]) / 1024 for line in file.read_text().splitlines() if line.startswith(field))
 
 
 def forget_peak() -> None:

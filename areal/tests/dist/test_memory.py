@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine.registry import create_engine
-from areal.utils.functional.chunked_head import _Chunks
 from areal.tests.tiny import config, family_dir, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.utils.functional.chunked_head import _Chunks
 
 LARGE_VOCAB = 4096
 
