@@ -26,19 +26,18 @@ from areal.api.config import FinetuneSpec, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.engine.agreement import Agreement
-from areal.engine.clock import Call, Clock
-from areal.engine.faults import Faults, check_loss
-from areal.engine.model_inputs import check_temperature
-from areal.engine.nothing import add_nothing
-from areal.engine.output import LossStep, OutputStep, check_normalization, check_outputs, step_output
-from areal.engine.parts import EngineParts, StepOptimizer
-from areal.engine.scored import gather_outputs
-from areal.engine.stages import Stages, pack_results, share_results
+from areal.engine.components import EngineComponents, StepOptimizer
+from areal.engine.faults import Faults, check_loss, zero_gradient_loss
+from areal.engine.loss_step import LossStep, OutputStep, check_normalization, check_outputs, step_output
+from areal.engine.model.inputs import check_temperature
+from areal.engine.model.outputs import gather_outputs
+from areal.engine.pipeline_broadcast import Stages, broadcast_results, pack_results
 from areal.engine.state import EngineState
+from areal.engine.step_sync import StepSync
 from areal.utils import platform
 from areal.utils.data import BatchPlan, plan_batch
 from areal.utils.distributed import ControlPlane, build_mesh, destroy_groups, init_default_group
+from areal.utils.profiling.phase_timer import PhaseTimer, TimedCall
 from areal.utils.seeding import seed_everything
 
 _DISCARDED = "all pending gradients were discarded; the engine can be used for the next call"
@@ -53,8 +52,8 @@ class BaseTrainEngine(EngineState):
     # ---- hooks
 
     @abstractmethod
-    def _build(self, spec: FinetuneSpec) -> EngineParts:
-        """Compose the parts. ``mesh``, ``control``, ``device`` and ``clock`` are there."""
+    def _build(self, spec: FinetuneSpec) -> EngineComponents:
+        """Compose the parts. ``mesh``, ``control``, ``device`` and ``timer`` are there."""
 
     @abstractmethod
     def _forward_compute_mb(
@@ -75,9 +74,9 @@ class BaseTrainEngine(EngineState):
         self._last_stage = self.dims.pp - 1  # the pipeline rank that has it
         self.version = 0
         self.device = platform.current_device()
-        self.clock = Clock(self.device)
+        self.timer = PhaseTimer(self.device)
         self.mesh: DeviceMesh
-        self._parts: EngineParts | None = None
+        self._parts: EngineComponents | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
         self._closers: list[Callable[[], None]] = []
         self._started = False
@@ -95,7 +94,7 @@ class BaseTrainEngine(EngineState):
         self.mesh = build_mesh(self.dims, self.device.type)
         self._closers = [functools.partial(destroy_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
-        self._agreement = Agreement(self.control, self.mesh, self._last_stage)
+        self._agreement = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
         error: Exception | None = None
         try:
@@ -105,7 +104,7 @@ class BaseTrainEngine(EngineState):
         try:
             self.control.settle(error, "the engine was not built")
         except Exception:
-            self._drop_parts("it was not built: make another")
+            self._teardown("it was not built: make another")
             self.control.close()
             raise
 
@@ -115,11 +114,11 @@ class BaseTrainEngine(EngineState):
                 self._parts.checkpointer.wait()
         finally:
             if self._closers:
-                self._drop_parts("it was destroyed: make another")
+                self._teardown("it was destroyed: make another")
             if self._started:
                 self.control.close()
 
-    def _drop_parts(self, why: str) -> None:
+    def _teardown(self, why: str) -> None:
         if self._parts is not None:
             self._parts.forget()
         self._parts, self._unusable = None, why
@@ -129,7 +128,7 @@ class BaseTrainEngine(EngineState):
         gc.collect()  # groups are in cycles, and their connections close with the last reference
         platform.empty_cache(self.device)
 
-    def _require_parts(self) -> EngineParts:
+    def _require_components(self) -> EngineComponents:
         if self._parts is None:
             raise RuntimeError(f"the engine cannot be used: {self._unusable}")
         return self._parts
@@ -159,7 +158,7 @@ class BaseTrainEngine(EngineState):
         return self._prepare(batch, outputs=("logprobs",))
 
     def _prepare(self, batch: BatchInput, outputs: Outputs) -> MicroBatchList:
-        parts = self._require_parts()
+        parts = self._require_components()
         schedule, align = parts.schedule, parts.align
 
         def plan_here() -> BatchPlan:
@@ -196,7 +195,7 @@ class BaseTrainEngine(EngineState):
         forward_only: bool = False,
     ) -> list[Any]:
         check_outputs(outputs, value_head=self.config.value_head)
-        faults, results, parts = Faults(), {}, self._require_parts()
+        faults, results, parts = Faults(), {}, self._require_components()
         parts.routing.check_outputs(outputs)
         gradients = None if forward_only else parts.gradients
         self._onload(grads=not forward_only)
@@ -207,23 +206,23 @@ class BaseTrainEngine(EngineState):
         except Exception as error:  # The model itself failed, perhaps on this rank alone.
             faults.break_off(error)
         if faults.broken:
-            self._let_go(f"its model failed: {faults.first}")
+            self._abort_groups(f"its model failed: {faults.first}")
         parcel = pack_results(results, self._stages, faults)
         self._settle(faults.first, keep=forward_only)
-        results = share_results(results, parcel, self._stages, self.device)
+        results = broadcast_results(results, parcel, self._stages, self.device)
         if gradients is not None:
-            gradients.set(there=True)
+            gradients.set(accumulated=True)
         return [results[mb.index] for mb in mbs.real]
 
     def _onload(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back what a call needs, which its statistics will say."""
-        self._onloaded += self._require_parts().memory.onload(params=True, grads=grads, optimizer=optimizer)
+        self._onloaded += self._require_components().memory.onload(params=True, grads=grads, optimizer=optimizer)
 
     def _run_schedule(
         self, mbs: MicroBatchList, process_output: ProcessOutputFn, outputs: Outputs, forward_only: bool, faults: Faults
     ) -> dict[int, Any]:
         """The two halves of a micro-batch, handed to the schedule."""
-        parts, clock = self._require_parts(), self.clock
+        parts, timer = self._require_components(), self.timer
         scale = parts.schedule.grad_scale(len(mbs))
 
         def forward(model: nn.Module, mb: MicroBatch, hidden: Tensor | None = None) -> Any:
@@ -239,11 +238,11 @@ class BaseTrainEngine(EngineState):
                     loss = None if forward_only else check_loss(returned, mb)
             if forward_only:
                 return None, result
-            return (add_nothing(tokens) if loss is None else loss * scale), result
+            return (zero_gradient_loss(tokens) if loss is None else loss * scale), result
 
-        halves = clock.timed("forward", forward), clock.timed("forward", process)
+        halves = timer.timed("forward", forward), timer.timed("forward", process)
         rest = "forward" if forward_only else "backward"  # what a schedule does beside the two
-        with torch.set_grad_enabled(not forward_only), clock.phase(rest, label="schedule"):
+        with torch.set_grad_enabled(not forward_only), timer.phase(rest, label="schedule"):
             return parts.schedule.run(mbs, *halves, forward_only=forward_only)
 
     def _settle(self, error: Exception | None, *, keep: bool) -> None:
@@ -262,10 +261,10 @@ class BaseTrainEngine(EngineState):
                 self.zero_grad()
             raise
 
-    def _let_go(self, why: str) -> None:
+    def _abort_groups(self, why: str) -> None:
         """Peers may wait in collectives that this rank will not reach: close its groups, and they fail at once too."""
-        if self.dims.world_size > 1 or not self._require_parts().recover():
-            self._drop_parts(why)
+        if self.dims.world_size > 1 or not self._require_components().recover():
+            self._teardown(why)
         platform.empty_cache(self.device)
 
     # ---- thin wrappers
@@ -280,7 +279,7 @@ class BaseTrainEngine(EngineState):
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
     ) -> StepOutput:
-        with self.clock.call() as call:
+        with self.timer.call() as call:
             return self._loss_batch(
                 call, batch, loss_fn, loss_weight_fn, outputs, normalization, loss_weight, forward_only=False
             )
@@ -294,11 +293,11 @@ class BaseTrainEngine(EngineState):
         outputs: Outputs = ("logprobs",),
     ) -> StepOutput:
         self._require_optimizer()
-        if self._require_parts().gradients.there:
+        if self._require_components().gradients.accumulated:
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
-        with self.clock.call() as call:
+        with self.timer.call() as call:
             self._onload(grads=True, optimizer=True)
-            with self._require_parts().last_call():
+            with self._require_components().last_call():
                 step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
             stats = self.optimizer_step()
             seconds, timings = max(self.control.gather(call.read()), key=lambda taken: taken[0])
@@ -312,18 +311,18 @@ class BaseTrainEngine(EngineState):
         *,
         outputs: Outputs = ("logprobs",),
     ) -> StepOutput:
-        with self.clock.call() as call, self._require_parts().evaluating():
+        with self.timer.call() as call, self._require_components().evaluating():
             return self._loss_batch(call, batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, forward_only=True)
 
     def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
         mbs = self._prepare(batch, outputs)
-        with self._require_parts().evaluating():
+        with self._require_components().evaluating():
             results = self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
         return mbs.restore(results)
 
     def _loss_batch(
         self,
-        call: Call,
+        call: TimedCall,
         batch: BatchInput,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
@@ -333,7 +332,7 @@ class BaseTrainEngine(EngineState):
         *,
         forward_only: bool,
     ) -> StepOutput:
-        parts = self._require_parts()
+        parts = self._require_components()
         check_normalization(normalization, loss_weight)
         mbs = self._prepare(batch, outputs)
         weights = self._agreement.weights(mbs, loss_weight_fn, required=normalization == "weight")
@@ -353,36 +352,36 @@ class BaseTrainEngine(EngineState):
     # ---- optimizer
 
     def _require_optimizer(self) -> StepOptimizer:
-        optimizer = self._require_parts().optimizer
+        optimizer = self._require_components().optimizer
         if optimizer is None:
             raise RuntimeError(
                 "the engine has no optimizer: set TrainEngineConfig.optimizer=OptimizerConfig(...) to train"
             )
         return optimizer
 
-    def _require_gradients(self) -> EngineParts:
-        parts = self._require_parts()
-        if not parts.gradients.there:
+    def _require_gradients(self) -> EngineComponents:
+        parts = self._require_components()
+        if not parts.gradients.accumulated:
             raise RuntimeError("no gradient is pending: call forward_backward() first")
-        if not parts.gradients.final:
+        if not parts.gradients.reduced:
             parts.memory.onload(params=False, grads=True, optimizer=False)
-            with self.clock.phase("reduce"):
+            with self.timer.phase("reduce"):
                 if parts.adapters is None:
                     self._finalize_grads()
                 else:
                     parts.adapters.current.sum_gradients()
-            parts.gradients.set(there=True, final=True)
+            parts.gradients.set(accumulated=True, reduced=True)
         return parts
 
     def zero_grad(self) -> None:
-        parts = self._require_parts()
+        parts = self._require_components()
         parts.zero_grad()
-        parts.gradients.set(there=False)
+        parts.gradients.set(accumulated=False)
 
     def optimizer_step(self) -> OptimStats:
         optimizer = self._require_optimizer()
         self._require_gradients().memory.onload(params=True, grads=True, optimizer=True)
-        with self.clock.phase("optimizer"):
+        with self.timer.phase("optimizer"):
             stats = optimizer.step()
             self.zero_grad()
         return stats

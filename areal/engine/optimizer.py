@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -11,6 +12,23 @@ from torch import Tensor, nn
 
 from areal.api.batch import OptimStats
 from areal.api.config import OptimizerConfig
+
+
+@dataclass
+class GradientState:
+    """State of the gradients between calls.
+
+    Attributes:
+        accumulated: gradients wait for an optimizer step.
+        reduced: their reduction over ranks is complete.
+    """
+
+    accumulated: bool = False
+    reduced: bool = False
+
+    def set(self, *, accumulated: bool, reduced: bool = False) -> None:
+        """Set both."""
+        self.accumulated, self.reduced = accumulated, reduced
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -54,7 +72,7 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device | str) -> Tenso
     return torch.stack([norm.to(device, torch.float64) for norm in norms]).square().sum()
 
 
-class Updates(Protocol):
+class InnerOptimizer(Protocol):
     """What is left to an optimizer once gradients are clipped and the learning rate is known."""
 
     @property
@@ -63,7 +81,7 @@ class Updates(Protocol):
     def step(self) -> Any: ...
 
 
-Inner = TypeVar("Inner", bound=Updates)
+Inner = TypeVar("Inner", bound=InnerOptimizer)
 
 
 class ClippingOptimizer(Generic[Inner]):

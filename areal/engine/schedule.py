@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from areal.api.batch import TokenOutputs
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.engine.clock import Clock
+from areal.utils.profiling.phase_timer import PhaseTimer
 
 ForwardFn = Callable[..., Any]
 """``forward(model, mb, hidden=None)``: a hidden state off the last stage, this rank's :class:`TokenOutputs` on it."""
@@ -52,7 +52,7 @@ class SequentialSchedule:
         before_backward: called with True when the next backward is the last of the call, else False: where an engine
             decides whether that backward reduces gradients.
         rest: called after a run without backward, where an engine frees what only a backward would have freed.
-        clock: the engine's, so that a profile names the micro-batch of each backward.
+        timer: the engine's, so that a profile names the micro-batch of each backward.
     """
 
     equal_lengths = False
@@ -62,12 +62,12 @@ class SequentialSchedule:
         model: nn.Module,
         before_backward: Callable[[bool], None],
         rest: Callable[[], None] = lambda: None,
-        clock: Clock | None = None,
+        timer: PhaseTimer | None = None,
     ) -> None:
         self._model = model
         self._before_backward = before_backward
         self._rest = rest
-        self._clock = clock or Clock(torch.device("cpu"))
+        self._timer = timer or PhaseTimer(torch.device("cpu"))
 
     def round_up(self, n: int) -> int:
         return n
@@ -82,7 +82,7 @@ class SequentialSchedule:
                 self._before_backward(position == len(mbs) - 1)
             loss, results[mb.index] = process(forward(self._model, mb), mb)
             if loss is not None:
-                with self._clock.phase("backward", mb.index):
+                with self._timer.phase("backward", mb.index):
                     loss.backward()
         if forward_only:
             self._rest()

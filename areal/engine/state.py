@@ -10,29 +10,29 @@ from pathlib import Path
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
-from areal.engine.clock import Clock
-from areal.engine.lora.adapters import AdapterSet
-from areal.engine.parts import EngineParts
-from areal.engine.profile import profiled
+from areal.engine.components import EngineComponents
+from areal.engine.lora.adapter_set import AdapterSet
 from areal.utils.distributed import ControlPlane
+from areal.utils.profiling.phase_timer import PhaseTimer
+from areal.utils.profiling.profiler import profiled
 
 
 class EngineState(TrainEngine):
     """Streams, saves, loads and moves what the parts hold; what is away in host memory is brought back first."""
 
     control: ControlPlane
-    clock: Clock
+    timer: PhaseTimer
 
     @abstractmethod
-    def _require_parts(self) -> EngineParts:
+    def _require_components(self) -> EngineComponents:
         """The parts, or a ``RuntimeError`` where there are none."""
 
     @abstractmethod
-    def _require_gradients(self) -> EngineParts:
+    def _require_gradients(self) -> EngineComponents:
         """The parts, with gradients that are complete."""
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        parts = self._require_parts()
+        parts = self._require_components()
         parts.memory.onload(params=True, grads=False, optimizer=False)
         return parts.weights.named_tensors()
 
@@ -42,39 +42,39 @@ class EngineState(TrainEngine):
         return parts.weights.named_gradients()
 
     def save(self, meta: SaveLoadMeta) -> None:
-        parts = self._require_parts()
+        parts = self._require_components()
         parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
         parts.checkpointer.save(meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
-        parts = self._require_parts()
+        parts = self._require_components()
         parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
         self.zero_grad()
         parts.checkpointer.load(meta)
 
     def wait_for_checkpoint(self) -> None:
-        self._require_parts().checkpointer.wait()
+        self._require_components().checkpointer.wait()
 
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._require_parts().memory.offload(params=params, grads=grads, optimizer=optimizer)
+        self._require_components().memory.offload(params=params, grads=grads, optimizer=optimizer)
 
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._require_parts().memory.onload(params=params, grads=grads, optimizer=optimizer)
+        self._require_components().memory.onload(params=params, grads=grads, optimizer=optimizer)
 
     @property
     def adapters(self) -> AdapterSet:
-        adapters = self._require_parts().adapters
+        adapters = self._require_components().adapters
         if adapters is None:
             raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
         return adapters
 
     def reference(self) -> AbstractContextManager[None]:
-        if self._require_parts().adapters is None:
+        if self._require_components().adapters is None:
             raise RuntimeError(
                 "the engine trains the model itself, and has no other: make a second engine without an optimizer, or set lora=LoRAConfig(...)"
             )
         return self.adapters.off()
 
     def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
-        self._require_parts()
-        return profiled(self.clock, self.device, self.control.rank, folder, memory=memory, stacks=stacks)
+        self._require_components()
+        return profiled(self.timer, self.device, self.control.rank, folder, memory=memory, stacks=stacks)

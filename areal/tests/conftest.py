@@ -19,10 +19,10 @@ import pytest
 import torch
 from _pytest import outcomes
 
-from areal.tests.pool import Pools, WorldFailure
-from areal.tests.torchrun import Outcome, TorchrunWorld, time_limit
-from areal.tests.worker import REWRITTEN, Call, format_exception
-from areal.tests.world import World, enter, take_records
+from areal.tests.harness.pool import Pools, WorldFailure
+from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
+from areal.tests.harness.worker import REWRITTEN, Call, format_exception
+from areal.tests.harness.world import World, enter, take_records
 
 pytest.register_assert_rewrite(*REWRITTEN)
 

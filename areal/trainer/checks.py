@@ -18,7 +18,7 @@ def check_granularity(engine: TrainEngine) -> None:
         )
 
 
-def check_same_parts(engine: TrainEngine, other: TrainEngine) -> None:
+def check_same_shards(engine: TrainEngine, other: TrainEngine) -> None:
     """See that two engines have the same part of a batch on this rank.
 
     Raises:

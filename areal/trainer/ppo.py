@@ -11,7 +11,7 @@ import torch
 
 from areal.api import SaveLoadMeta, StepOutput, TensorSource, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
-from areal.trainer.checks import check_same_parts
+from areal.trainer.checks import check_same_shards
 from areal.trainer.estimators import Estimator, GroupRelative, Sample
 from areal.trainer.losses import Objective
 from areal.trainer.profiling import StepProfile
@@ -20,7 +20,7 @@ from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
-from areal.trainer.scalars import Clock, mean_of, scalars_of
+from areal.trainer.scalars import StepTimer, mean_of, scalars_of
 from areal.trainer.tracking import Tracker, Trackers
 
 Sync = Callable[[TensorSource, int], object]
@@ -108,7 +108,7 @@ class PPOTrainer:
         profile: str | Path | None = None,
     ) -> None:
         if critic is not None:
-            check_same_parts(engine, critic.engine)
+            check_same_shards(engine, critic.engine)
         if reference is not None:
             check_reference(engine, reference)
         self.engine, self.objective, self.runner, self.sync = engine, objective, runner, sync
@@ -144,22 +144,22 @@ class PPOTrainer:
 
     def take_step(self) -> dict[str, float]:
         """One batch: play, score, update, sync. Returns what is logged; the same on every rank but for ``time/...``."""
-        clock = Clock()
+        timer = StepTimer()
         groups = next_groups(self.runner, self.engine.dp_rank)
         report = RolloutReport(groups, self.updates.max_tokens, self.engine.version, skip_flat=self.updates.skip_flat)
         scalars = report.reduce(self.engine.global_sum)
-        clock.lap("wait")
+        timer.lap("wait")
         samples = self.score(report.samples)
         scalars |= disagreement(samples, self.engine.global_sum)
-        clock.lap("score")
+        timer.lap("score")
         with self._profile.step(self.engine):
             scalars |= mean_of([self._update(part) for part in self._parts(groups, samples)])
-        clock.lap("update")
+        timer.lap("update")
         self.step += 1
         self.engine.set_version(self.engine.version + 1)
         self._sync()
-        clock.lap("sync")
-        return scalars | clock.scalars()
+        timer.lap("sync")
+        return scalars | timer.scalars()
 
     def _sync(self) -> None:
         self.sync(self.engine, self.engine.version)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from areal.api import TrainEngine
-from areal.trainer.checks import check_same_parts
+from areal.trainer.checks import check_same_shards
 
 
 def check_reference(engine: TrainEngine, reference: TrainEngine) -> None:
@@ -15,7 +15,7 @@ def check_reference(engine: TrainEngine, reference: TrainEngine) -> None:
     Raises:
         ValueError: it is on another data-parallel layout, or it is the engine itself, which has no adapters.
     """
-    check_same_parts(engine, reference)
+    check_same_shards(engine, reference)
     if reference is engine and engine.config.lora is None:
         raise ValueError("reference is the engine that is trained, without adapters: pass a second engine, or set lora")
 

@@ -36,7 +36,7 @@ def mean_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-class Clock:
+class StepTimer:
     """Where the seconds of this rank go."""
 
     def __init__(self) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 
 from areal.api.parallel import ParallelDims
 from areal.utils import platform
@@ -60,17 +58,6 @@ def destroy_groups(mesh: DeviceMesh) -> None:
         group = groups.pop()
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-def local_part(tensor: Tensor | None, gradient: Placement | None = None) -> Any:
-    """This rank's part of a distributed tensor; all of a plain one.
-
-    Args:
-        gradient: what this rank's gradient of it is, where not of its own part alone.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local(grad_placements=None if gradient is None else [gradient])
 
 
 class ControlPlane:

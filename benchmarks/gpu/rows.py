@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from areal import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEngineConfig, create_engine
 from areal.api import Batch, TokenOutputs
-from areal.engine.attention_kernels import Segments, packed_attention
+from areal.engine.attention.kernels import Segments, packed_attention
 
 LR = 1e-5
 CHUNK = 1024

@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from areal.engine.checkpointer import EngineCheckpointer, Run
-from areal.engine.dcp_files import StagedPlanner, prepare_files, read_metadata
-from areal.engine.disk_layout import stored_tensors
-from areal.engine.fsdp.chunks import Chunks
-from areal.engine.fsdp.dcp_checkpoint import (
+from areal.engine.checkpoint.async_save import Work
+from areal.engine.checkpoint.checkpointer import EngineCheckpointer, Run
+from areal.engine.checkpoint.dcp import StagedPlanner, prepare_files, read_metadata
+from areal.engine.checkpoint.tensor_layout import stored_tensors
+from areal.engine.fsdp.dist_checkpoint import (
     CheckpointedOptimizer,
     check_tensors,
     read_model,
     read_optimizer,
     tensors_of,
 )
+from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.weights import FSDPWeights
-from areal.engine.save_job import Work
 from areal.utils.distributed import ControlPlane
 
 
@@ -28,14 +28,14 @@ class FSDPCheckpointer(EngineCheckpointer):
     Args:
         chunks: sharded and materialised.
         optimizer: made over the parameters of ``chunks``, or None.
-        others: as :class:`~areal.engine.checkpointer.EngineCheckpointer`.
+        others: as :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
     """
 
     engine: ClassVar[str] = "fsdp"
 
     def __init__(
         self,
-        chunks: Chunks,
+        chunks: ModelChunks,
         optimizer: CheckpointedOptimizer | None,
         run: Run,
         control: ControlPlane,

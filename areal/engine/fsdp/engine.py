@@ -16,36 +16,36 @@ from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec, OptimizerConfig, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
-from areal.engine.attention import PACKED_ATTENTION, check_sharing, choose_attention
+from areal.engine.attention.context_parallel import context_parallel_of
+from areal.engine.attention.huggingface import PACKED_ATTENTION, check_sharing, choose_attention
 from areal.engine.base import BaseTrainEngine
-from areal.engine.context_parallel import context_parallel_of
-from areal.engine.fsdp import grad
-from areal.engine.fsdp.bf16_adamw import BFloat16AdamW
+from areal.engine.components import EngineComponents
+from areal.engine.fsdp import gradients as grad
 from areal.engine.fsdp.checkpoint import FSDPCheckpointer
-from areal.engine.fsdp.chunks import Chunks
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
-from areal.engine.fsdp.lora import adapter_home, attach
-from areal.engine.fsdp.memory import HostOffload
+from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
+from areal.engine.fsdp.offload import HostOffload
 from areal.engine.fsdp.parallelize import build_expert_mesh, build_param_mesh, parallelize, transformer_layers
-from areal.engine.fsdp.pipeline import PipelineSchedule
-from areal.engine.fsdp.router import ROUTERS, experts_of, watch_routers
-from areal.engine.fsdp.schedules import check_packed, choose_kind
-from areal.engine.fsdp.shards import reshard
-from areal.engine.fsdp.split import plan_split
+from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
+from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
+from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
+from areal.engine.fsdp.pipeline.split import plan_split
+from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
+from areal.engine.fsdp.router import ROUTERS, find_experts, watch_routers
 from areal.engine.fsdp.tensor_parallel import check_plan
-from areal.engine.fsdp.tied import TiedGradients
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
-from areal.engine.lora.adapters import AdapterSet
-from areal.engine.lora.parts import with_adapters
-from areal.engine.model import PackedCausalLM
-from areal.engine.model_folder import read_config
-from areal.engine.model_inputs import model_inputs
-from areal.engine.moe import ExpertRouting
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.components import with_adapters
+from areal.engine.model.hub import read_config
+from areal.engine.model.inputs import model_inputs
+from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
-from areal.engine.parts import EngineParts
 from areal.engine.schedule import Schedule, SequentialSchedule
+from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.distributed import destroy_groups
+from areal.utils.dtensor import reshard
 
 
 class FSDPEngine(BaseTrainEngine):
@@ -57,18 +57,18 @@ class FSDPEngine(BaseTrainEngine):
 
     def __init__(self, config: TrainEngineConfig) -> None:
         super().__init__(config)
-        self._kind = choose_kind(config)
+        self._kind = choose_schedule(config)
         self._last_stage = self._kind.rank_of(self.dims.pp * self.dims.vpp - 1, self.dims.pp)
 
     # ---- the three hooks
 
-    def _build(self, spec: FinetuneSpec) -> EngineParts:
+    def _build(self, spec: FinetuneSpec) -> EngineComponents:
         config = self.config
         hf_config = read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
         check_sharing(config.mb_spec, packed=not self._rows)
         check_plan(hf_config, self.dims.tp, packed=not self._rows)
-        check_packed(self.dims, packed=not self._rows)
+        check_pipeline_attention(self.dims, packed=not self._rows)
         param_mesh = build_param_mesh(self.dims, self.device.type)
         self._closers.append(functools.partial(self._close, param_mesh))
         expert_mesh = build_expert_mesh(self.dims, self.device.type) if self.dims.ep > 1 else None
@@ -80,8 +80,8 @@ class FSDPEngine(BaseTrainEngine):
         optimizer = self._build_optimizer(chunks, spec)
         memory = HostOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
         weights = FSDPWeights(chunks)
-        experts = experts_of(transformer_layers(chunks.whole))
-        parts = EngineParts(
+        experts = find_experts(transformer_layers(chunks.whole))
+        parts = EngineComponents(
             model=chunks,
             schedule=self._schedule(chunks),
             context_parallel=cp,
@@ -104,14 +104,16 @@ class FSDPEngine(BaseTrainEngine):
         )
         if config.lora is None:
             return parts
-        adapters = AdapterSet(hf_config, adapter_home(chunks, param_mesh, self.device), config, spec, self.control)
-        attach(chunks, lambda: adapters.active)
+        adapters = AdapterSet(
+            hf_config, fsdp_adapter_layout(chunks, param_mesh, self.device), config, spec, self.control
+        )
+        attach_fsdp_adapters(chunks, lambda: adapters.active)
         return with_adapters(parts, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> Any:
-        parts = self._require_parts()
+        parts = self._require_components()
         inputs = model_inputs(
             mb, parts.context_parallel, outputs, self.config.temperature, rows=self._rows, routing=parts.routing
         )
@@ -129,27 +131,27 @@ class FSDPEngine(BaseTrainEngine):
         self.__dict__.pop("_tied", None)
         destroy_groups(param_mesh)
 
-    def _schedule(self, chunks: Chunks) -> Schedule:
+    def _schedule(self, chunks: ModelChunks) -> Schedule:
         config = self.config
         if self.dims.pp > 1:
             dtype, split = torch_dtype(config.dtype), self.dims.cp * self.dims.tp
-            return PipelineSchedule(chunks, self._kind, self.device, dtype, split, self.clock)
+            return PipelineSchedule(chunks, self._kind, self.device, dtype, split, self.timer)
         model = chunks[0]
         return SequentialSchedule(
             model,
             before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
             # A gathered weight that outlives an optimizer step would be used again, stale.
             rest=lambda: reshard(model),
-            clock=self.clock,
+            timer=self.timer,
         )
 
     def _build_chunks(
         self, hf_config: PretrainedConfig, param_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
-    ) -> Chunks:
+    ) -> ModelChunks:
         config = self.config
         whole = self._whole_model(hf_config)
         check_experts(hf_config, whole, self.dims)
-        chunks = Chunks.cut(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
+        chunks = ModelChunks.cut(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
         layers = transformer_layers(whole)
         if config.fsdp.compile:
             # First of all: graphs are of what layers compute, and what comes next stays outside.
@@ -157,11 +159,11 @@ class FSDPEngine(BaseTrainEngine):
                 [layer for chunk in chunks for layer in transformer_layers(chunk)], config.fsdp.compile_backend
             )
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
-            if experts_of(layers).layers:
-                before = experts_of(layers[: chunks.split.spans[stage].start]).layers
+            if find_experts(layers).layers:
+                before = find_experts(layers[: chunks.split.spans[stage].start]).layers
                 watch_routers(transformer_layers(chunk), before)
             parallelize(chunk, param_mesh, config, expert_mesh)
-            grad.time_reductions(chunk, self.clock)
+            grad.time_reductions(chunk, self.timer)
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
             init_weights(chunks, config.seed, device)
@@ -195,7 +197,7 @@ class FSDPEngine(BaseTrainEngine):
                 model.requires_grad_(False)
         return model
 
-    def _build_optimizer(self, chunks: Chunks, spec: FinetuneSpec) -> ClippingOptimizer | None:
+    def _build_optimizer(self, chunks: ModelChunks, spec: FinetuneSpec) -> ClippingOptimizer | None:
         config = self.config.optimizer
         named = chunks.trained()
         if config is None or not named:
@@ -226,7 +228,7 @@ class FSDPEngine(BaseTrainEngine):
         )
 
 
-def _recover(chunks: Chunks) -> bool:
+def _recover(chunks: ModelChunks) -> bool:
     """Drop what a failed micro-batch left in FSDP's hooks. Torch can do that from 2.13 on, but for gradients not yet reduced."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         return False

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
-from areal.engine.row_collectives import ExchangeRows, exchange_rows
-from areal.utils.distributed import local_part
+from areal.utils.collectives import ExchangeRows, exchange_rows
+from areal.utils.dtensor import local_part
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the stacked weights of experts, ``[E, 2 I, H]`` and ``[E, H, I]``, as transformers has them."""

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from areal.engine.fsdp.chunks import Chunks
-from areal.engine.lora.adapter import Adapter, Home
-from areal.engine.lora.low_rank import LowRank, Share, TensorParallelRanks
+from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
+from areal.engine.lora.adapter import Adapter, AdapterLayout
+from areal.engine.lora.low_rank import LowRank, TensorParallelRanks, TensorParallelSplit
 from areal.engine.lora.plan import decoder_linears
-from areal.engine.row_collectives import ReduceScatterRows
+from areal.utils.collectives import ReduceScatterRows
 
 
-def adapter_home(chunks: Chunks, mesh: DeviceMesh, device: torch.device) -> Home:
+def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.device) -> AdapterLayout:
     """Where adapters of a model can be.
 
     Args:
@@ -28,7 +28,7 @@ def adapter_home(chunks: Chunks, mesh: DeviceMesh, device: torch.device) -> Home
     _, *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
     dtype = next(chunks.parameters()).dtype
     linears = {name: linear for chunk in chunks for name, linear in decoder_linears(chunk.hf).items()}
-    return Home(
+    return AdapterLayout(
         sites={name: _share(linear.weight, tp) for name, linear in linears.items()},
         keys=frozenset(decoder_linears(chunks.whole.hf)),
         tp=TensorParallelRanks(tp),
@@ -39,7 +39,7 @@ def adapter_home(chunks: Chunks, mesh: DeviceMesh, device: torch.device) -> Home
     )
 
 
-def attach(chunks: Chunks, active: Callable[[], Adapter | None]) -> None:
+def attach_fsdp_adapters(chunks: ModelChunks, active: Callable[[], Adapter | None]) -> None:
     """Let every linear layer of the decoder add what the active adapter has for it, in place."""
     for chunk in chunks:
         sites = {}
@@ -69,11 +69,11 @@ def _beside(inner: Callable[[Tensor], Tensor], site: _Site) -> Callable[[Tensor]
     return forward
 
 
-def _share(weight: Tensor, tp: dist.ProcessGroup | None) -> Share:
+def _share(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
     placement = weight.placements[-1] if tp is not None and isinstance(weight, DTensor) else None
     if not isinstance(placement, Shard):
-        return Share()
+        return TensorParallelSplit()
     if placement.dim == 0:  # some outputs of all tokens
-        return Share(up_cut=0, down_summed=True)
+        return TensorParallelSplit(up_cut=0, down_summed=True)
     # Some inputs of all tokens; the layer keeps its own tokens of the sum.
-    return Share(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))
+    return TensorParallelSplit(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Shard
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.parallel import ParallelDims
+from areal.engine.fsdp.activation_checkpointing import recompute_layers
 from areal.engine.fsdp.expert_parallel import spread_experts, stacked_experts
-from areal.engine.fsdp.recompute import recompute_layers
 from areal.engine.fsdp.tensor_parallel import split_tensors
-from areal.engine.model import PackedCausalLM
+from areal.engine.model.packed_lm import PackedCausalLM
 from areal.utils.distributed import make_mesh
 
 _mesh_numbers = itertools.count()

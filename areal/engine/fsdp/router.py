@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from areal.engine.moe import Experts, Routing
+from areal.engine.moe.routing import Experts, Routing
 
 
 def _softmax_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ ROUTERS: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 """Routers that are known, which give logits, weights and experts; and the weights that they give experts which they did not choose."""
 
 
-def experts_of(layers: Sequence[nn.Module]) -> Experts:
+def find_experts(layers: Sequence[nn.Module]) -> Experts:
     """The experts of a model; none where no router is known."""
     routers: list[Any] = _routers(layers)
     if not routers:
@@ -52,7 +52,7 @@ def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:
     for layer in layers:
         mine = [_Watched(router, before + i) for i, router in enumerate(_routers([layer]))]
         before += len(mine)
-        layer.forward = _lending(layer.forward, mine)
+        layer.forward = _exposing(layer.forward, mine)
 
 
 def _routers(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -84,7 +84,7 @@ class _Watched:
         return logits, self.routing.watch(self._number, logits, experts, weights), experts
 
 
-def _lending(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Callable[..., Any]:
+def _exposing(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Callable[..., Any]:
     def lending(*args: Any, routing: Routing | None = None, **options: Any) -> Any:
         for router in routers:
             router.routing = routing

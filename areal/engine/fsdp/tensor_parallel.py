@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig
 
-from areal.engine.context_parallel import ContextParallel
-from areal.engine.fsdp.split import Absent
-from areal.engine.model import PackedCausalLM
-from areal.engine.row_collectives import GatherRows, ReduceScatterRows
-from areal.utils.distributed import local_part
+from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.fsdp.pipeline.split import Absent
+from areal.engine.model.packed_lm import PackedCausalLM
+from areal.utils.collectives import GatherRows, ReduceScatterRows
+from areal.utils.dtensor import local_part
 
 
 class TensorParallel:
@@ -122,9 +122,9 @@ class TensorParallel:
             module._parameters[name] = self._placed[id(parameter)][1]
 
 
-Kind = Callable[[TensorParallel, Any], None]
+ParallelStyle = Callable[[TensorParallel, Any], None]
 
-DENSE: Mapping[str, Kind] = {
+DENSE: Mapping[str, ParallelStyle] = {
     "model.embed_tokens": TensorParallel.embedding,
     "model.layers.*.input_layernorm": TensorParallel.norm,
     "model.layers.*.self_attn": TensorParallel.block,
@@ -141,7 +141,7 @@ DENSE: Mapping[str, Kind] = {
 }
 """Pre-norm decoders with gated MLPs and any number of key heads."""
 
-PLANS: Mapping[str, Mapping[str, Kind]] = dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
+PLANS: Mapping[str, Mapping[str, ParallelStyle]] = dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
 """By model type. A plan names every module that has parameters of its own, and the blocks around them."""
 
 

@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.weights import NamedTensor
-from areal.engine.collect import Slice, whole
-from areal.engine.disk_layout import DiskTensor, disk_layout, stored_tensors
-from areal.engine.fsdp.chunks import Chunks
-from areal.engine.fsdp.initialize import init_weights, materialize
-from areal.engine.fsdp.shards import collective_device, full_tensor, local_shard
-from areal.engine.hf_checkpoint import VALUE_HEAD, Export, HFWeights, ModelCard
-from areal.engine.model import PackedCausalLM
-from areal.engine.model_folder import model_folder
-from areal.engine.safetensors_files import TensorSpec
+from areal.engine.checkpoint.gather_slices import Slice
+from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
+from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, stored_tensors
+from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
+from areal.engine.fsdp.random_init import init_weights, materialize
+from areal.engine.model.hub import model_folder
+from areal.engine.model.packed_lm import PackedCausalLM
+from areal.utils.dtensor import collective_device, full_box, full_tensor, local_shard
 
 __all__ = ["FSDPWeights", "init_weights", "load_weights"]
 
 
-def load_weights(chunks: Chunks, path: str | Path, device: torch.device) -> None:
+def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) -> None:
     """Materialise a model with the weights of a model directory. Each rank reads its own slices.
 
     Args:
@@ -62,7 +62,7 @@ class FSDPWeights:
         chunks: sharded, and materialised but for :meth:`check`.
     """
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: ModelChunks) -> None:
         self._chunks = chunks
         self._stored = _stored(chunks.whole)
 
@@ -137,7 +137,7 @@ def _stored(model: PackedCausalLM) -> dict[str, Stored]:
     tensors = {f"hf.{name}": tensor for name, tensor in stored_tensors(model.hf)}
     if model.value_head is not None:
         weight = tensors[VALUE_HEAD] = model.value_head.weight
-        layout[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, whole(weight.shape)),)
+        layout[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, full_box(weight.shape)),)
     return {name: Stored(tensor, layout[name], id(tensor) in parameters) for name, tensor in tensors.items()}
 
 

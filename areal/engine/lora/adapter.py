@@ -13,17 +13,16 @@ from torch import Tensor
 
 from areal.api.config import FinetuneSpec, OptimizerConfig
 from areal.api.weights import NamedTensor
-from areal.engine.collect import Slice
-from areal.engine.lora.low_rank import Delta, Factor, LowRank, Share, TensorParallelRanks
+from areal.engine.checkpoint.gather_slices import Slice
+from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.lora.low_rank import Delta, Factor, LowRank, TensorParallelRanks, TensorParallelSplit
 from areal.engine.lora.plan import AdapterPlan
-from areal.engine.optimizer import ClippingOptimizer, sum_of_squares, torch_optimizer
-from areal.engine.pending import PendingGradients
-from areal.engine.safetensors_files import TensorSpec
+from areal.engine.optimizer import ClippingOptimizer, GradientState, sum_of_squares, torch_optimizer
 from areal.utils.seeding import mixed
 
 
 @dataclass(frozen=True)
-class Home:
+class AdapterLayout:
     """Where an engine's adapters live.
 
     Attributes:
@@ -35,7 +34,7 @@ class Home:
         stages: the ranks that have the other layers; ``None`` where this one has all.
     """
 
-    sites: Mapping[str, Share]
+    sites: Mapping[str, TensorParallelSplit]
     keys: frozenset[str]
     tp: TensorParallelRanks
     replicas: Sequence[dist.ProcessGroup]
@@ -55,7 +54,9 @@ class Adapter:
         pairs: by the name of the layer. pending: of its gradients.
     """
 
-    def __init__(self, plan: AdapterPlan, home: Home, config: OptimizerConfig | None, spec: FinetuneSpec) -> None:
+    def __init__(
+        self, plan: AdapterPlan, home: AdapterLayout, config: OptimizerConfig | None, spec: FinetuneSpec
+    ) -> None:
         self.plan, self._home = plan, home
         self.pairs = {
             target.key: LowRank(target, home.sites[target.key], home.tp, home.device, home.dtype)
@@ -65,7 +66,7 @@ class Adapter:
         # Gradients that are summed over tensor-parallel ranks stand first.
         self.factors = sorted(self._in_order(), key=lambda factor: not factor.summed)
         self.parameters = [factor.parameter for factor in self.factors]
-        self.pending = PendingGradients()
+        self.pending = GradientState()
         self._summed = False
         self.optimizer = self._make_optimizer(config, spec) if config else None
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal.api.checkpoint import SaveLoadMeta
-from areal.engine.checkpointer import EngineCheckpointer, FolderWeights, Run
-from areal.engine.lora.adapters import AdapterSet
-from areal.engine.lora.folder import write_files
-from areal.engine.save_job import Work
+from areal.engine.checkpoint.async_save import Work
+from areal.engine.checkpoint.checkpointer import EngineCheckpointer, FolderWeights, Run
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.files import write_files
 from areal.utils.distributed import ControlPlane
 
 _FOLDER = "adapters"

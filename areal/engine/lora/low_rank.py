@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from areal.engine.collect import Box, whole
 from areal.engine.lora.plan import Target
-from areal.engine.row_collectives import all_gather_rows
+from areal.utils.collectives import all_gather_rows
+from areal.utils.dtensor import Box, full_box
 
 
 def _same(x: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorParallelSplit:
     """How tensor-parallel ranks share a linear layer, and so its two factors. The default is a layer that is not shared.
 
     Attributes:
@@ -49,7 +49,7 @@ class TensorParallelRanks:
 
     def part(self, shape: tuple[int, ...], dim: int | None) -> Box:
         """What this rank has of a tensor that is cut along ``dim``."""
-        box = list(whole(shape))
+        box = list(full_box(shape))
         if dim is not None and self.group is not None:
             length = shape[dim] // self.size
             start = dist.get_rank(self.group) * length
@@ -106,7 +106,12 @@ class LowRank:
     """
 
     def __init__(
-        self, target: Target, share: Share, ranks: TensorParallelRanks, device: torch.device, dtype: torch.dtype
+        self,
+        target: Target,
+        share: TensorParallelSplit,
+        ranks: TensorParallelRanks,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         down, up = (target.rank, target.inputs), (target.outputs, target.rank)
         self.target, self.scale, self._share = target, target.scale, share

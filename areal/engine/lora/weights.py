@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.api.weights import NamedTensor, WeightSource
-from areal.engine.checkpointer import FolderWeights
-from areal.engine.collect import ComputedSlice, Slice, whole
-from areal.engine.hf_checkpoint import Export
-from areal.engine.lora.adapters import AdapterSet
+from areal.engine.checkpoint.checkpointer import FolderWeights
+from areal.engine.checkpoint.gather_slices import ComputedSlice, Slice
+from areal.engine.checkpoint.huggingface import Export
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.utils.dtensor import full_box
 
 
 class ModelWeights(WeightSource, FolderWeights, Protocol):
@@ -34,7 +35,7 @@ class AdaptedWeights:
         deltas = self._adapters.deltas()
         for name, tensor in self._weights.named_tensors():
             delta = deltas.get(_layer(name))
-            yield NamedTensor(name, tensor if delta is None else delta.added(tensor, whole(tensor.shape)))
+            yield NamedTensor(name, tensor if delta is None else delta.added(tensor, full_box(tensor.shape)))
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """Those of the adapter that is trained, under the names in peft's files. Collective."""

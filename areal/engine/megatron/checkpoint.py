@@ -19,30 +19,30 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from areal.api.checkpoint import SaveLoadMeta
-from areal.engine.checkpointer import EngineCheckpointer, Run
-from areal.engine.dcp_files import METADATA, prepare_files, read_metadata, read_tensors
-from areal.engine.megatron import grad
+from areal.engine.checkpoint.async_save import Work
+from areal.engine.checkpoint.checkpointer import EngineCheckpointer, Run
+from areal.engine.checkpoint.dcp import METADATA, prepare_files, read_metadata, read_tensors
+from areal.engine.checkpoint.run_state import to_bytes
+from areal.engine.megatron import gradients as grad
 from areal.engine.megatron.dist_checkpoint import (
     FORMAT,
     MAINS,
     OPTIMIZER,
-    HeldState,
+    ParameterState,
     Pieces,
     SavePlanner,
     common_state,
-    held_by,
     model_pieces,
-    optimizer_tensors,
+    optimizer_states,
     parts_of,
     set_step,
+    state_boxes,
     store,
     to_load,
     to_save,
 )
 from areal.engine.megatron.weights import MegatronWeights
 from areal.engine.optimizer import ClippingOptimizer
-from areal.engine.run_state import to_bytes
-from areal.engine.save_job import Work
 from areal.utils.distributed import ControlPlane
 
 _EXTRA_STATE = "_extra_state"
@@ -59,7 +59,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         chained: Megatron-Core's optimizer over them, and ``schedule`` around it, or None for both.
         weights: of the same chunks. groups: of the layout.
         vocab_size: rows of the vocabulary, without those that only fill it up.
-        others: as :class:`~areal.engine.checkpointer.EngineCheckpointer`.
+        others: as :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
     """
 
     engine: ClassVar[str] = "megatron"
@@ -127,9 +127,9 @@ class MegatronCheckpointer(EngineCheckpointer):
 
     def _optimizer_tensors(self, pieces: Pieces) -> Iterator[ShardedTensor]:
         for part in parts_of(self._chained) if self._chained is not None else ():
-            for held in held_by(part):
+            for held in optimizer_states(part):
                 for name in held.states:
-                    yield from optimizer_tensors(held, pieces[held.parameter], name, f"{OPTIMIZER}{name}.{{}}")
+                    yield from state_boxes(held, pieces[held.parameter], name, f"{OPTIMIZER}{name}.{{}}")
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
         metadata = read_metadata(path)
@@ -138,7 +138,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         saved.check_model(pieces, self._keys, self._vocab_size)
         if with_optim and self._chained is not None:
             for part in parts_of(self._chained):
-                for held in held_by(part):
+                for held in optimizer_states(part):
                     saved.check_optimizer(held, pieces[held.parameter])
 
         def read() -> None:
@@ -160,7 +160,7 @@ class MegatronCheckpointer(EngineCheckpointer):
             return
         parts = parts_of(self._chained)
         # Copies of a precision-aware optimizer's states are filled before they are put back.
-        found = [(part, held) for part in parts for held in held_by(part)]
+        found = [(part, held) for part in parts for held in optimizer_states(part)]
         wanted = [
             tensor
             for _, held in found
@@ -208,7 +208,7 @@ class _Saved:
                 f"{self.path / METADATA} has {extra[0]!r}, which the model has not: it is of another model"
             )
 
-    def check_optimizer(self, held: HeldState, pieces: Sequence[ShardedTensor]) -> None:
+    def check_optimizer(self, held: ParameterState, pieces: Sequence[ShardedTensor]) -> None:
         """Raises ValueError where a state of a parameter is missing; names file and key."""
         for name in held.states:
             for piece in pieces:
@@ -233,13 +233,13 @@ class _Saved:
         mains = [key for key in self._mains(piece) if key in self._tensors]
         return replace(piece, key=mains[0]) if mains else piece
 
-    def state_of(self, held: HeldState, pieces: Sequence[ShardedTensor], name: str) -> Iterator[ShardedTensor]:
+    def state_of(self, held: ParameterState, pieces: Sequence[ShardedTensor], name: str) -> Iterator[ShardedTensor]:
         """From where a state is read. Where no main parameters were kept, they are what the model's parameters were."""
         for piece in pieces:
             keys = [f"{OPTIMIZER}{name}.{piece.key}"]
             if name == held.main:
                 keys = [key for key in self._mains(piece) if key in self._tensors] or [piece.key]
-            yield from optimizer_tensors(held, [piece], name, keys[0])
+            yield from state_boxes(held, [piece], name, keys[0])
 
     def _mains(self, piece: ShardedTensor) -> list[str]:
         return [f"{OPTIMIZER}{name}.{piece.key}" for name in MAINS]

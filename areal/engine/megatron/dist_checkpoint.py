@@ -27,8 +27,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from areal.engine.dcp_files import StagedPlanner
-from areal.engine.megatron.model import PackedGPT
+from areal.engine.checkpoint.dcp import StagedPlanner
+from areal.engine.megatron.model.packed_gpt import PackedGPT
 
 OPTIMIZER = "optimizer.state."
 """With what the keys of optimizer state begin; behind it stand the state's name and the key of its parameter."""
@@ -83,7 +83,7 @@ def _sharded_state(chunk: PackedGPT, groups: ProcessGroupCollection) -> dict[str
 
 
 @dataclass(frozen=True)
-class HeldState:
+class ParameterState:
     """Optimizer state of a parameter on this rank.
 
     Attributes:
@@ -119,7 +119,7 @@ def parts_of(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
     return parts
 
 
-def held_by(part: MegatronOptimizer) -> Iterator[HeldState]:
+def optimizer_states(part: MegatronOptimizer) -> Iterator[ParameterState]:
     """The state of each parameter that an optimizer updates on this rank."""
     state = part.optimizer.state
     if isinstance(part, DistributedOptimizer):
@@ -127,7 +127,7 @@ def held_by(part: MegatronOptimizer) -> Iterator[HeldState]:
             start = part._get_model_param_range_map(parameter)["param"].start
             states = _tensors(part._get_main_param_and_optimizer_states(parameter))
             view = parameter.dtype == torch.float32
-            yield HeldState(parameter, start, states, split=True, main="param", main_is_view=view)
+            yield ParameterState(parameter, start, states, split=True, main="param", main_is_view=view)
         return
     mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in part.get_parameters()]
     if isinstance(part, Float16OptimizerWithFloat16Params):
@@ -138,7 +138,7 @@ def held_by(part: MegatronOptimizer) -> Iterator[HeldState]:
         states = _tensors(state[main])
         if name is not None:
             states[name] = main.detach()
-        yield HeldState(parameter, 0, states, split=False, main=name)
+        yield ParameterState(parameter, 0, states, split=False, main=name)
 
 
 def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -146,8 +146,8 @@ def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in states.items() if isinstance(value, Tensor) and name != "step"}
 
 
-def store(part: MegatronOptimizer, held: HeldState) -> None:
-    """Put states where the optimizer keeps them, if :func:`held_by` gave copies: a precision-aware optimizer's."""
+def store(part: MegatronOptimizer, held: ParameterState) -> None:
+    """Put states where the optimizer keeps them, if :func:`optimizer_states` gave copies: a precision-aware optimizer's."""
     if isinstance(part, DistributedOptimizer) and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         part._set_main_param_and_optimizer_states(held.parameter, held.states)
 
@@ -179,7 +179,7 @@ def common_state(chained: ChainedOptimizer) -> dict[Any, Any]:
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def optimizer_tensors(held: HeldState, pieces: Sequence[ShardedTensor], name: str, key: str) -> Iterator[ShardedTensor]:
+def state_boxes(held: ParameterState, pieces: Sequence[ShardedTensor], name: str, key: str) -> Iterator[ShardedTensor]:
     """One state of a parameter, as boxes of the checkpoint's tensors, sharing its memory.
 
     Args:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from areal.engine.lora.adapters import AdapterSet
-from areal.engine.lora.parts import with_adapters
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.components import with_adapters
 from areal.engine.megatron import cpu
 
 if not torch.cuda.is_available():
@@ -27,24 +27,24 @@ from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
+from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
 from areal.engine.base import BaseTrainEngine
-from areal.engine.context_parallel import ContextParallel, context_parallel_of
-from areal.engine.megatron import grad
+from areal.engine.components import EngineComponents
+from areal.engine.megatron import gradients as grad
 from areal.engine.megatron.checkpoint import MegatronCheckpointer
-from areal.engine.megatron.config import check_family, check_layout, sequence_parallel, transformer_config
-from areal.engine.megatron.groups import Groups
-from areal.engine.megatron.lora import adapter_home, attach
-from areal.engine.megatron.memory import MegatronMemory
-from areal.engine.megatron.model import PackedGPT
-from areal.engine.megatron.naming import Held
+from areal.engine.megatron.lora import attach_megatron_adapters, megatron_adapter_layout
+from areal.engine.megatron.model.config import check_family, check_layout, sequence_parallel, transformer_config
+from areal.engine.megatron.model.packed_gpt import PackedGPT
+from areal.engine.megatron.offload import MegatronMemory
 from areal.engine.megatron.optimizer import distributed, megatron_optimizer, overlaps_gather, step_optimizer
-from areal.engine.megatron.router import experts_of
+from areal.engine.megatron.process_groups import ProcessGroups
+from areal.engine.megatron.router import megatron_experts
 from areal.engine.megatron.schedule import MegatronSchedule
+from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.megatron.weights import MegatronWeights
-from areal.engine.model_folder import read_config
-from areal.engine.model_inputs import model_inputs
-from areal.engine.moe import ExpertRouting
-from areal.engine.parts import EngineParts
+from areal.engine.model.hub import read_config
+from areal.engine.model.inputs import model_inputs
+from areal.engine.moe.routing import ExpertRouting
 
 if not torch.cuda.is_available():
     cpu.finish(random, moe_utils, token_dispatcher)
@@ -57,12 +57,12 @@ class MegatronEngine(BaseTrainEngine):
 
     # ---- the three hooks
 
-    def _build(self, spec: FinetuneSpec) -> EngineParts:
+    def _build(self, spec: FinetuneSpec) -> EngineComponents:
         config = self.config
         hf = read_config(config.path)
         check_family(hf)
         check_layout(hf, self.dims, config)
-        made = Groups(self.dims)
+        made = ProcessGroups(self.dims)
         self._closers.append(functools.partial(self._close, made))
         groups = made.collection
         _prepare_process()
@@ -96,14 +96,14 @@ class MegatronEngine(BaseTrainEngine):
         optimizer = (
             step_optimizer(chained, settings, spec.total_train_steps, self.device) if chained and settings else None
         )
-        schedule = MegatronSchedule(list(trained), megatron, groups, self.clock)
+        schedule = MegatronSchedule(list(trained), megatron, groups, self.timer)
         cp, shared = (
             context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"]),
             sequence_parallel(self.dims, config),
         )
         splits = [cp, ContextParallel(groups.tp)] if shared else [cp]
         memory = MegatronMemory(trained, chained, self._gradients, config.offload_dir)
-        parts = EngineParts(
+        parts = EngineComponents(
             model=nn.ModuleList(trained),
             schedule=schedule,
             context_parallel=cp,
@@ -124,20 +124,20 @@ class MegatronEngine(BaseTrainEngine):
             zero_grad=memory.discard_grads,
             vocab_size=hf.vocab_size,
             token_split=self.dims.tp if shared else 1,
-            routing=ExpertRouting(config.moe, experts_of(megatron), splits, stages=self.dims.pp),
+            routing=ExpertRouting(config.moe, megatron_experts(megatron), splits, stages=self.dims.pp),
             last_call=schedule.last_call,
             before_backward=self._gradients.before_backward,
         )
         if config.lora is None:
             return parts
-        adapters = AdapterSet(hf, adapter_home(chunks, hf, groups, self.control), config, spec, self.control)
-        attach(chunks, hf, lambda: adapters.active)
+        adapters = AdapterSet(hf, megatron_adapter_layout(chunks, hf, groups, self.control), config, spec, self.control)
+        attach_megatron_adapters(chunks, hf, lambda: adapters.active)
         return with_adapters(parts, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> Any:
-        parts = self._require_parts()
+        parts = self._require_components()
         cp, temperature = parts.context_parallel, self.config.temperature
         out = model(model_inputs(mb, cp, outputs, temperature, rows=False, routing=parts.routing))
         return TokenOutputs(**out) if isinstance(out, dict) else out
@@ -147,7 +147,7 @@ class MegatronEngine(BaseTrainEngine):
 
     # ---- what the parts are made of
 
-    def _close(self, groups: Groups) -> None:
+    def _close(self, groups: ProcessGroups) -> None:
         """Connections close with the last reference to a group: let go of what holds any."""
         self.__dict__.pop("_gradients", None)
         groups.close()
@@ -176,5 +176,5 @@ def _prepare_process() -> None:
     random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _of_held(value: Callable[[nn.Parameter], Tensor]) -> Callable[[Held], Tensor]:
+def _of_held(value: Callable[[nn.Parameter], Tensor]) -> Callable[[LocalParameter], Tensor]:
     return lambda held: value(held.parameter)

@@ -16,18 +16,18 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from areal.engine.lora.adapter import Adapter, Home
-from areal.engine.lora.low_rank import Share, TensorParallelRanks
-from areal.engine.megatron.model import PackedGPT
-from areal.engine.megatron.naming import Held, held_by
-from areal.engine.megatron.spec import WholeLinear
-from areal.engine.row_collectives import GatherRows, ReduceScatterRows
+from areal.engine.lora.adapter import Adapter, AdapterLayout
+from areal.engine.lora.low_rank import TensorParallelRanks, TensorParallelSplit
+from areal.engine.megatron.model.layer_spec import WholeLinear
+from areal.engine.megatron.model.packed_gpt import PackedGPT
+from areal.engine.megatron.weight_mapping import LocalParameter, local_parameters
+from areal.utils.collectives import GatherRows, ReduceScatterRows
 from areal.utils.distributed import ControlPlane
 
 
-def adapter_home(
+def megatron_adapter_layout(
     chunks: Sequence[PackedGPT], hf: PretrainedConfig, groups: ProcessGroupCollection, control: ControlPlane
-) -> Home:
+) -> AdapterLayout:
     """Where adapters of a model can be. Collective.
 
     Args:
@@ -37,7 +37,7 @@ def adapter_home(
         key: _share(layer, groups.tp) for chunk in chunks for layer, held in _linears(chunk, hf) for key in _keys(held)
     }
     parameter = next(chunks[0].parameters())
-    return Home(
+    return AdapterLayout(
         sites=sites,
         keys=frozenset(key for theirs in control.gather(list(sites)) for key in theirs),
         tp=TensorParallelRanks(_or_none(groups.tp)),
@@ -48,7 +48,9 @@ def adapter_home(
     )
 
 
-def attach(chunks: Sequence[PackedGPT], hf: PretrainedConfig, active: Callable[[], Adapter | None]) -> None:
+def attach_megatron_adapters(
+    chunks: Sequence[PackedGPT], hf: PretrainedConfig, active: Callable[[], Adapter | None]
+) -> None:
     """Let every linear layer of the decoder add what the active adapter has for it, in place."""
     for chunk in chunks:
         for layer, held in _linears(chunk, hf):
@@ -58,7 +60,7 @@ def attach(chunks: Sequence[PackedGPT], hf: PretrainedConfig, active: Callable[[
 class _Adapted:
     """The forward of a layer whose outputs are those of one Hugging Face layer, or of several in turns."""
 
-    def __init__(self, inner: Callable[..., Any], held: Held, active: Callable[[], Adapter | None]) -> None:
+    def __init__(self, inner: Callable[..., Any], held: LocalParameter, active: Callable[[], Adapter | None]) -> None:
         self._inner, self._active = inner, active
         self._keys = _keys(held)
         columns = [
@@ -81,9 +83,9 @@ class _Adapted:
         return torch.cat(added, -1).index_select(-1, self._back), bias
 
 
-def _linears(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[tuple[Any, Held]]:
+def _linears(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[tuple[Any, LocalParameter]]:
     """The output head is none of them: it is multiplied with outside its own forward."""
-    for held in held_by(chunk, hf):
+    for held in local_parameters(chunk, hf):
         owner, _, kind = held.name.rpartition(".")
         layer = chunk.get_submodule(owner)
         is_linear = isinstance(layer, ColumnParallelLinear | RowParallelLinear | WholeLinear)
@@ -91,23 +93,25 @@ def _linears(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[tuple[Any, Held
             yield layer, held
 
 
-def _keys(held: Held) -> list[str]:
+def _keys(held: LocalParameter) -> list[str]:
     return [name.removesuffix(".weight") for name in held.names]
 
 
-def _share(layer: Any, tp: dist.ProcessGroup) -> Share:
+def _share(layer: Any, tp: dist.ProcessGroup) -> TensorParallelSplit:
     if tp.size() == 1:
-        return Share()
+        return TensorParallelSplit()
     if isinstance(layer, WholeLinear):
         own_tokens: bool = layer.weight.sequence_parallel  # type: ignore[attr-defined]
-        return Share(down_summed=own_tokens, up_summed=own_tokens)
+        return TensorParallelSplit(down_summed=own_tokens, up_summed=own_tokens)
     if isinstance(layer, ColumnParallelLinear):
         if layer.sequence_parallel:
-            return Share(up_cut=0, down_summed=True, between=lambda low: GatherRows.apply(low, tp))
-        return Share(up_cut=0, down_summed=True, enter=lambda x: copy_to_tensor_model_parallel_region(x, group=tp))
+            return TensorParallelSplit(up_cut=0, down_summed=True, between=lambda low: GatherRows.apply(low, tp))
+        return TensorParallelSplit(
+            up_cut=0, down_summed=True, enter=lambda x: copy_to_tensor_model_parallel_region(x, group=tp)
+        )
     if layer.sequence_parallel:
-        return Share(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))
-    return Share(down_cut=1, between=lambda low: reduce_from_tensor_model_parallel_region(low, group=tp))
+        return TensorParallelSplit(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))
+    return TensorParallelSplit(down_cut=1, between=lambda low: reduce_from_tensor_model_parallel_region(low, group=tp))
 
 
 def _range(start: int, rows: slice) -> Tensor:

@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from areal.engine.moe import Experts, Routing
+from areal.engine.moe.routing import Experts, Routing
 
 
-def experts_of(config: TransformerConfig) -> Experts:
+def megatron_experts(config: TransformerConfig) -> Experts:
     """The experts of the whole model."""
     if config.num_moe_experts is None:
         return Experts()

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.engine.clock import Clock
 from areal.engine.schedule import ForwardFn, ProcessFn
+from areal.utils.profiling.phase_timer import PhaseTimer
 
 
 class MegatronSchedule:
@@ -27,7 +27,7 @@ class MegatronSchedule:
 
     Args:
         chunks: of this rank, each in Megatron's ``DistributedDataParallel``, or bare where nothing is trained.
-        config: Megatron-Core's. groups: of the layout. clock: the engine's, so that a profile shows each backward.
+        config: Megatron-Core's. groups: of the layout. timer: the engine's, so that a profile shows each backward.
     """
 
     equal_lengths = False
@@ -37,9 +37,9 @@ class MegatronSchedule:
         chunks: list[nn.Module],
         config: TransformerConfig,
         groups: ProcessGroupCollection,
-        clock: Clock,
+        timer: PhaseTimer,
     ) -> None:
-        self._chunks, self._clock = chunks, clock
+        self._chunks, self._timer = chunks, timer
         self._groups = groups
         self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
@@ -98,7 +98,7 @@ class MegatronSchedule:
         """Megatron tells its timers when a backward begins and ends."""
         # Interleaved chunks go through micro-batches in another order, each with a backward for each of them.
         order = None if self._virtual else iter([mb.index for mb in mbs])
-        self._config.timers = _BackwardTimer(self._clock, order)
+        self._config.timers = _BackwardTimer(self._timer, order)
         try:
             yield
         finally:
@@ -144,8 +144,8 @@ class _BackwardTimer:
         order: micro-batches in the order of their backwards, or ``None`` where it is not known.
     """
 
-    def __init__(self, clock: Clock, order: Iterator[int] | None) -> None:
-        self._clock, self._order = clock, order
+    def __init__(self, timer: PhaseTimer, order: Iterator[int] | None) -> None:
+        self._timer, self._order = timer, order
         self._running: contextlib.AbstractContextManager[None] | None = None
         self._asked = ""
 
@@ -155,7 +155,7 @@ class _BackwardTimer:
 
     def start(self, barrier: bool = False) -> None:
         if self._asked == "backward-compute":
-            self._running = self._clock.phase("backward", next(self._order) if self._order else None)
+            self._running = self._timer.phase("backward", next(self._order) if self._order else None)
             self._running.__enter__()
 
     def stop(self, barrier: bool = False) -> None:

@@ -17,14 +17,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.weights import NamedTensor
-from areal.engine.collect import Box, Place, Slice
-from areal.engine.hf_checkpoint import VALUE_HEAD, Export, HFWeights, ModelCard
-from areal.engine.megatron.initialize import draw_weights
-from areal.engine.megatron.model import PackedGPT
-from areal.engine.megatron.naming import EMBEDDING, Held, held_by
-from areal.engine.model_folder import model_folder
-from areal.engine.safetensors_files import TensorSpec
+from areal.engine.checkpoint.gather_slices import Place, Slice
+from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
+from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.megatron.model.packed_gpt import PackedGPT
+from areal.engine.megatron.random_init import draw_weights
+from areal.engine.megatron.weight_mapping import EMBEDDING, LocalParameter, local_parameters
+from areal.engine.model.hub import model_folder
 from areal.utils.distributed import ControlPlane
+from areal.utils.dtensor import Box
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes of full tensors that are streamed at once, unless one tensor is larger."""
@@ -50,10 +51,10 @@ class MegatronWeights:
         hf: PretrainedConfig,
         groups: ProcessGroupCollection,
         control: ControlPlane,
-        gradients: Callable[[], Callable[[Held], Tensor]],
+        gradients: Callable[[], Callable[[LocalParameter], Tensor]],
         settle: Callable[[], None],
     ) -> None:
-        self.held = [held for chunk in chunks for held in held_by(chunk, hf)]
+        self.held = [held for chunk in chunks for held in local_parameters(chunk, hf)]
         self._hf, self._group = hf, _whole_model(groups)
         self._gradients, self._settle = gradients, settle
         self._optimizer: ChainedOptimizer | None = None
@@ -89,7 +90,7 @@ class MegatronWeights:
                 for place in places:
                     speaker.setdefault(place, rank)
         self._spoken = {place for place, rank in speaker.items() if rank == control.rank}
-        self._holders: dict[str, list[Held]] = {}
+        self._holders: dict[str, list[LocalParameter]] = {}
         for held in own:
             for name in held.names:
                 self._holders.setdefault(name, []).append(held)
@@ -154,7 +155,7 @@ class MegatronWeights:
                 self._mains[parameter][0].zero_()
 
     @torch.no_grad()
-    def _fill(self, held: Held, values: Values) -> None:
+    def _fill(self, held: LocalParameter, values: Values) -> None:
         parameter = held.parameter
         local = torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32))
         for part in held.slices(local.view(-1)):
@@ -207,7 +208,7 @@ class MegatronWeights:
 
     @torch.no_grad()
     def _stream(
-        self, value: Callable[[Held], Tensor], dtype: torch.dtype | None = None, *, trained: bool = False
+        self, value: Callable[[LocalParameter], Tensor], dtype: torch.dtype | None = None, *, trained: bool = False
     ) -> Iterator[NamedTensor]:
         """Full tensors, bucket by bucket: each part is put where it belongs by the one rank that speaks for it, and integers are summed,
         so that the others' zeros change no bit.

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal.tests.models import model_dir
-from areal.tests.world import cached, world
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.world import cached, world
 
 
 @pytest.mark.world(1, 2, 4)

@@ -49,7 +49,7 @@ def find_actions(action_mask: Tensor, cu_seqlens: Tensor | None) -> Actions:
         cu_seqlens: integers ``[n + 1]``, where each sequence starts in ``T``; ``None`` for padded data.
 
     Raises:
-        ValueError: shapes do not agree; see :func:`check_packed`.
+        ValueError: shapes do not agree; see :func:`check_cu_seqlens`.
     """
     flat = (action_mask != 0).reshape(-1)
     positions = flat.nonzero().squeeze(1)
@@ -60,12 +60,12 @@ def find_actions(action_mask: Tensor, cu_seqlens: Tensor | None) -> Actions:
                 "cu_seqlens with packed ones"
             )
         return Actions(positions, positions // max(1, action_mask.shape[1]), len(action_mask))
-    check_packed(action_mask, cu_seqlens)
+    check_cu_seqlens(action_mask, cu_seqlens)
     ends = cu_seqlens[1:].to(device=positions.device, dtype=torch.int64)
     return Actions(positions, torch.searchsorted(ends, positions, right=True), len(ends))
 
 
-def check_packed(x: Tensor, cu_seqlens: Tensor) -> None:
+def check_cu_seqlens(x: Tensor, cu_seqlens: Tensor) -> None:
     """Check that ``x`` is ``[T]`` and ``cu_seqlens`` covers it. One host read.
 
     Raises:

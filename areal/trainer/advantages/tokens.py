@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal.trainer.advantages.scan import check_packed, find_actions
+from areal.trainer.advantages.scan import check_cu_seqlens, find_actions
 
 
 def to_tokens(x: Tensor, action_mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -88,7 +88,7 @@ def split(x: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     Raises:
         ValueError: shapes do not agree.
     """
-    check_packed(x, cu_seqlens)
+    check_cu_seqlens(x, cu_seqlens)
     return list(x.split(cu_seqlens.diff().tolist()))
 
 

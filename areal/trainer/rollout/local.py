@@ -19,9 +19,9 @@ from transformers.generation import ContinuousBatchingConfig, ContinuousBatching
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from areal.api.weights import NamedTensor
-from areal.engine.weight_sync.apply import load_named
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.sampler import Request, RequestSampler
+from areal.weight_sync.apply import load_named
 
 _POLL = 0.2
 """Seconds after which the collecting thread looks whether generation, and this process's main thread, still run."""

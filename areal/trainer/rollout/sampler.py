@@ -66,7 +66,7 @@ def noise_size(vocab: int) -> int:
     return -(-vocab // run) + run
 
 
-def draw(logprobs: Tensor, noise: Tensor) -> Tensor:
+def sample_tokens(logprobs: Tensor, noise: Tensor) -> Tensor:
     """Draw a token of each row by the Gumbel-max trick (Gumbel, 1954; Maddison, Tarlow and Minka, "A* Sampling", 2014).
 
     The token with the largest ``p / e`` is a draw from ``p`` if the ``e`` are independent draws from Exp(1). It is done twice: for a
@@ -196,7 +196,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         size = noise_size(logits.shape[1])
         greedy = [sampling.temperature == 0 for sampling in samplings]
         noise = np.stack([np.ones(size) if g else r.noise(size) for g, r in zip(greedy, requests, strict=True)])
-        tokens = draw(logprobs, torch.from_numpy(noise).to(logits.device))
+        tokens = sample_tokens(logprobs, torch.from_numpy(noise).to(logits.device))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
         chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from areal.trainer.rollout.http.dialects import Piece
+from areal.trainer.rollout.http.dialects import ReplyPart
 from areal.trainer.rollout.protocol import Completion, FinishReason, Sampling
 
 
@@ -27,7 +27,7 @@ class Answer:
         self.finish: FinishReason | None = None
         self.deadline: float | None = None
 
-    def add(self, piece: Piece, version: int) -> None:
+    def add(self, piece: ReplyPart, version: int) -> None:
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.versions += [version] * len(piece.tokens)

@@ -16,13 +16,13 @@ from typing import Any, Self, TypeVar
 import torch
 
 from areal.api.weights import NamedTensor
-from areal.engine.weight_sync.disk import DiskTransport
 from areal.trainer.rollout.http.answer import Answer
-from areal.trainer.rollout.http.dialects import Dialect, Piece
-from areal.trainer.rollout.http.schemas import Reply
+from areal.trainer.rollout.http.dialects import Dialect, ReplyPart
+from areal.trainer.rollout.http.schemas import ReplyBody
 from areal.trainer.rollout.http.server import Server, Unavailable
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.utils.distributed import ControlPlane
+from areal.weight_sync.disk import DiskTransport
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ class HTTPRollout:
             self._tasks.discard(task)
         return answer.completion()
 
-    async def _piece(self, answer: Answer) -> tuple[Piece, int]:
+    async def _piece(self, answer: Answer) -> tuple[ReplyPart, int]:
         """More of an answer, and the version that made it: attempts until one brings a token, or the deadline is over."""
         answer.deadline = None
         fault = "no server could be asked"
@@ -273,7 +273,7 @@ class HTTPRollout:
     def _settled(self) -> bool:
         return all(server.is_open for server in self._servers)
 
-    async def _fly(self, server: Server, answer: Answer, seconds: float) -> Piece | None:
+    async def _fly(self, server: Server, answer: Answer, seconds: float) -> ReplyPart | None:
         """One request; ``None`` where an update threw it away."""
         name = uuid.uuid4().hex
         call = self._dialect.generate(
@@ -295,7 +295,7 @@ class HTTPRollout:
             server.flights.discard(flight)
         if flight.cancelled():
             return None
-        reply: Reply = flight.result()
+        reply: ReplyBody = flight.result()
         try:
             piece = self._dialect.piece(reply)
             if len(piece.tokens) > answer.sampling.max_new_tokens - len(answer.tokens):

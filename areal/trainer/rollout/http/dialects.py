@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeVar
 from areal.trainer.rollout.http.schemas import (
     Anything,
     Empty,
-    Reply,
-    Request,
+    ReplyBody,
+    RequestBody,
     SGLangAbort,
     SGLangGenerate,
     SGLangGenerated,
@@ -29,21 +29,21 @@ from areal.trainer.rollout.http.schemas import (
 from areal.trainer.rollout.protocol import FinishReason, Sampling
 from areal.utils.seeding import mixed
 
-R = TypeVar("R", bound=Reply, covariant=True)
+R = TypeVar("R", bound=ReplyBody, covariant=True)
 
 
 @dataclass(frozen=True)
-class Call(Generic[R]):
+class HTTPCall(Generic[R]):
     """One request: where to, with what, and what is to come back. Posted with a body, got without."""
 
     route: str
-    body: Request | None
+    body: RequestBody | None
     reply: type[R]
     query: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReplyPart:
     """What one request brought of an answer.
 
     Attributes:
@@ -69,14 +69,14 @@ class Dialect(Protocol):
     """
 
     @property
-    def health(self) -> Call[Reply]: ...
+    def health(self) -> HTTPCall[ReplyBody]: ...
 
     @property
-    def pause(self) -> Call[Reply]:
+    def pause(self) -> HTTPCall[ReplyBody]:
         """Take up no request any more, and send back what is under way, with what there is of it."""
 
     @property
-    def resume(self) -> Call[Reply]: ...
+    def resume(self) -> HTTPCall[ReplyBody]: ...
 
     def check(self, sampling: Sampling) -> None:
         """See that the server's log-probs are those of the distribution that it draws from.
@@ -85,7 +85,9 @@ class Dialect(Protocol):
             ValueError: they are not.
         """
 
-    def generate(self, name: str, prompt: Sequence[int], made: int, sampling: Sampling, seed: int) -> Call[Reply]:
+    def generate(
+        self, name: str, prompt: Sequence[int], made: int, sampling: Sampling, seed: int
+    ) -> HTTPCall[ReplyBody]:
         """Ask for what is left of an answer.
 
         Args:
@@ -94,14 +96,14 @@ class Dialect(Protocol):
             made: how many of its last tokens were made.
         """
 
-    def piece(self, reply: Reply) -> Piece: ...
+    def piece(self, reply: ReplyBody) -> ReplyPart: ...
 
-    def abort(self, name: str) -> Call[Reply] | None:
+    def abort(self, name: str) -> HTTPCall[ReplyBody] | None:
         """End a request; ``None`` where closing its connection does."""
 
-    def load(self, folder: str, version: int) -> Call[Reply]: ...
+    def load(self, folder: str, version: int) -> HTTPCall[ReplyBody]: ...
 
-    def check_loaded(self, reply: Reply) -> None: ...
+    def check_loaded(self, reply: ReplyBody) -> None: ...
 
 
 class SGLang:
@@ -113,9 +115,9 @@ class SGLang:
     With stop tokens, the model's own end-of-sequence tokens end a request too: the answer is then gone on with.
     """
 
-    health = Call("/health", None, Anything)
-    pause = Call("/pause_generation", SGLangPause(), Anything)
-    resume = Call("/continue_generation", Empty(), Anything)
+    health = HTTPCall("/health", None, Anything)
+    pause = HTTPCall("/pause_generation", SGLangPause(), Anything)
+    resume = HTTPCall("/continue_generation", Empty(), Anything)
 
     def check(self, sampling: Sampling) -> None:
         if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
@@ -126,7 +128,7 @@ class SGLang:
 
     def generate(
         self, name: str, prompt: Sequence[int], made: int, sampling: Sampling, seed: int
-    ) -> Call[SGLangGenerated]:
+    ) -> HTTPCall[SGLangGenerated]:
         drawn = SGLangSampling(
             max_new_tokens=sampling.max_new_tokens - made,
             temperature=sampling.temperature,
@@ -137,9 +139,9 @@ class SGLang:
             sampling_seed=seed,  # the server mixes it with the position
         )
         body = SGLangGenerate(rid=name, input_ids=list(prompt), sampling_params=drawn)
-        return Call("/generate", body, SGLangGenerated)
+        return HTTPCall("/generate", body, SGLangGenerated)
 
-    def piece(self, reply: Reply) -> Piece:
+    def piece(self, reply: ReplyBody) -> ReplyPart:
         meta = _as(SGLangGenerated, reply).meta_info
         finish: FinishReason = "aborted" if meta.finish_reason.type == "abort" else meta.finish_reason.type
         entries = meta.output_token_logprobs
@@ -149,21 +151,21 @@ class SGLang:
             raise ValueError(
                 f"meta_info.completion_tokens = {meta.completion_tokens}, and output_token_logprobs has {len(entries)} entries"
             )
-        return Piece(
+        return ReplyPart(
             tuple(token for _, token, _ in entries or ()),
             tuple(logprob for logprob, _, _ in entries or ()),
             finish,
             meta.weight_version,
         )
 
-    def abort(self, name: str) -> Call[Reply]:
-        return Call("/abort_request", SGLangAbort(rid=name), Anything)
+    def abort(self, name: str) -> HTTPCall[ReplyBody]:
+        return HTTPCall("/abort_request", SGLangAbort(rid=name), Anything)
 
-    def load(self, folder: str, version: int) -> Call[SGLangUpdated]:
+    def load(self, folder: str, version: int) -> HTTPCall[SGLangUpdated]:
         body = SGLangUpdateFromDisk(model_path=folder, weight_version=str(version))
-        return Call("/update_weights_from_disk", body, SGLangUpdated)
+        return HTTPCall("/update_weights_from_disk", body, SGLangUpdated)
 
-    def check_loaded(self, reply: Reply) -> None:
+    def check_loaded(self, reply: ReplyBody) -> None:
         updated = _as(SGLangUpdated, reply)
         if not updated.success:
             raise ValueError(f"success is false: {updated.message}")
@@ -179,9 +181,9 @@ class VLLM:
         model: name of the served model, or of an adapter; ``None`` for the model itself.
     """
 
-    health = Call("/health", None, Anything)
-    pause = Call("/pause", Empty(), VLLMPaused, {"mode": "abort"})
-    resume = Call("/resume", Empty(), VLLMResumed)
+    health = HTTPCall("/health", None, Anything)
+    pause = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "abort"})
+    resume = HTTPCall("/resume", Empty(), VLLMResumed)
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model
@@ -191,7 +193,7 @@ class VLLM:
 
     def generate(
         self, name: str, prompt: Sequence[int], made: int, sampling: Sampling, seed: int
-    ) -> Call[VLLMCompleted]:
+    ) -> HTTPCall[VLLMCompleted]:
         body = VLLMCompletion(
             model=self._model,
             prompt=list(prompt),
@@ -203,32 +205,32 @@ class VLLM:
             seed=mixed(seed, made) if made else seed,  # the same seed would draw with the same numbers again
             request_id=name,
         )
-        return Call("/v1/completions", body, VLLMCompleted)
+        return HTTPCall("/v1/completions", body, VLLMCompleted)
 
-    def piece(self, reply: Reply) -> Piece:
+    def piece(self, reply: ReplyBody) -> ReplyPart:
         choice = _as(VLLMCompleted, reply).choices[0]
         finish: FinishReason = "aborted" if choice.finish_reason == "abort" else choice.finish_reason
         if choice.logprobs is None and choice.token_ids:
             raise ValueError("choices[0].logprobs is missing")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        return Piece(tuple(choice.token_ids), tuple(logprobs), finish)
+        return ReplyPart(tuple(choice.token_ids), tuple(logprobs), finish)
 
     def abort(self, name: str) -> None:
         return None
 
-    def load(self, folder: str, version: int) -> Call[VLLMReloaded]:
+    def load(self, folder: str, version: int) -> HTTPCall[VLLMReloaded]:
         body = VLLMReload(kwargs=VLLMReloadArguments(weights_path=folder))
-        return Call("/collective_rpc", body, VLLMReloaded)
+        return HTTPCall("/collective_rpc", body, VLLMReloaded)
 
-    def check_loaded(self, reply: Reply) -> None:
+    def check_loaded(self, reply: ReplyBody) -> None:
         if not _as(VLLMReloaded, reply).results:
             raise ValueError("results is empty: no worker loaded anything")
 
 
-S = TypeVar("S", bound=Reply)
+S = TypeVar("S", bound=ReplyBody)
 
 
-def _as(kind: type[S], reply: Reply) -> S:
+def _as(kind: type[S], reply: ReplyBody) -> S:
     if not isinstance(reply, kind):
         raise TypeError(f"a {type(reply).__name__} came where a {kind.__name__} was asked for")
     return reply

@@ -22,30 +22,30 @@ TokenId = Annotated[int, Field(ge=0, strict=True)]
 LogProb = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Request(BaseModel):
+class RequestBody(BaseModel):
     """What is sent."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Reply(BaseModel):
+class ReplyBody(BaseModel):
     """What comes back."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Empty(Request):
+class Empty(RequestBody):
     """``{}``, for routes that take nothing."""
 
 
-class Anything(Reply):
+class Anything(ReplyBody):
     """A reply of which nothing is used but that it came."""
 
 
 # ---- SGLang
 
 
-class SGLangSampling(Request):
+class SGLangSampling(RequestBody):
     """``sampling_params`` of ``/generate``. What is left out would be taken from the model's ``generation_config.json``."""
 
     max_new_tokens: int = Field(ge=1)
@@ -63,7 +63,7 @@ class SGLangSampling(Request):
     sampling_seed: int = Field(ge=0)
 
 
-class SGLangGenerate(Request):
+class SGLangGenerate(RequestBody):
     """``POST /generate``."""
 
     rid: str
@@ -74,14 +74,14 @@ class SGLangGenerate(Request):
     stream: Literal[False] = False
 
 
-class SGLangFinish(Reply):
+class SGLangFinish(ReplyBody):
     """``meta_info.finish_reason``. ``message`` says why a request was aborted."""
 
     type: Literal["stop", "length", "abort"]
     message: str | None = None
 
 
-class SGLangMeta(Reply):
+class SGLangMeta(ReplyBody):
     """``meta_info``. ``output_token_logprobs`` has for each token its log-prob, its id, and its text or nothing; an aborted request may come
     without. ``weight_version`` is the label that was given with the last update, ``"default"`` before.
     """
@@ -92,19 +92,19 @@ class SGLangMeta(Reply):
     weight_version: str | None = None
 
 
-class SGLangGenerated(Reply):
-    """Reply of ``/generate`` to one prompt."""
+class SGLangGenerated(ReplyBody):
+    """ReplyBody of ``/generate`` to one prompt."""
 
     meta_info: SGLangMeta
 
 
-class SGLangPause(Request):
+class SGLangPause(RequestBody):
     """``POST /pause_generation``: ``"abort"`` sends back what is under way, with what there is of it."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class SGLangUpdateFromDisk(Request):
+class SGLangUpdateFromDisk(RequestBody):
     """``POST /update_weights_from_disk``."""
 
     model_path: str
@@ -113,14 +113,14 @@ class SGLangUpdateFromDisk(Request):
     abort_all_requests: bool = False
 
 
-class SGLangUpdated(Reply):
-    """Reply of ``/update_weights_from_disk``, with status 400 if it was no success."""
+class SGLangUpdated(ReplyBody):
+    """ReplyBody of ``/update_weights_from_disk``, with status 400 if it was no success."""
 
     success: bool
     message: str
 
 
-class SGLangAbort(Request):
+class SGLangAbort(RequestBody):
     """``POST /abort_request``."""
 
     rid: str
@@ -130,7 +130,7 @@ class SGLangAbort(Request):
 # ---- vLLM
 
 
-class VLLMCompletion(Request):
+class VLLMCompletion(RequestBody):
     """``POST /v1/completions`` with a prompt of token ids. What is left out would be taken from the model's ``generation_config.json``.
 
     ``logprobs = 0`` asks for those of the sampled tokens alone.
@@ -157,13 +157,13 @@ class VLLMCompletion(Request):
     request_id: str
 
 
-class VLLMLogProbs(Reply):
+class VLLMLogProbs(ReplyBody):
     """``choices[].logprobs``."""
 
     token_logprobs: list[LogProb]
 
 
-class VLLMChoice(Reply):
+class VLLMChoice(ReplyBody):
     """``choices[]``. A request that was aborted before its first token may come without log-probs."""
 
     finish_reason: Literal["stop", "length", "abort"]
@@ -171,38 +171,38 @@ class VLLMChoice(Reply):
     logprobs: VLLMLogProbs | None
 
 
-class VLLMCompleted(Reply):
-    """Reply of ``/v1/completions``."""
+class VLLMCompleted(ReplyBody):
+    """ReplyBody of ``/v1/completions``."""
 
     choices: list[VLLMChoice] = Field(min_length=1, max_length=1)
 
 
-class VLLMPaused(Reply):
-    """Reply of ``POST /pause?mode=abort``."""
+class VLLMPaused(ReplyBody):
+    """ReplyBody of ``POST /pause?mode=abort``."""
 
     status: Literal["paused"]
 
 
-class VLLMResumed(Reply):
-    """Reply of ``POST /resume``."""
+class VLLMResumed(ReplyBody):
+    """ReplyBody of ``POST /resume``."""
 
     status: Literal["resumed"]
 
 
-class VLLMReloadArguments(Request):
+class VLLMReloadArguments(RequestBody):
     """Arguments of the workers' method ``reload_weights``: the directory to load from in place of the model's own."""
 
     weights_path: str
 
 
-class VLLMReload(Request):
+class VLLMReload(RequestBody):
     """``POST /collective_rpc``: a method of every worker."""
 
     method: Literal["reload_weights"] = "reload_weights"
     kwargs: VLLMReloadArguments
 
 
-class VLLMReloaded(Reply):
-    """Reply of ``/collective_rpc``: what the method returned on each worker, which is nothing for ``reload_weights``."""
+class VLLMReloaded(ReplyBody):
+    """ReplyBody of ``/collective_rpc``: what the method returned on each worker, which is nothing for ``reload_weights``."""
 
     results: list[None]

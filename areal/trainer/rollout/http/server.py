@@ -11,10 +11,10 @@ from typing import TypeVar
 import httpx2
 from pydantic import ValidationError
 
-from areal.trainer.rollout.http.dialects import Call, Dialect
-from areal.trainer.rollout.http.schemas import Reply
+from areal.trainer.rollout.http.dialects import Dialect, HTTPCall
+from areal.trainer.rollout.http.schemas import ReplyBody
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=ReplyBody)
 
 _CONNECT_SECONDS = 10.0
 _FIRST_REST, _LONGEST_REST = 0.1, 5.0
@@ -43,7 +43,7 @@ class Server:
         self.version: int | None = version
         self.label: str | None = None
         self.is_open = True
-        self.flights: set[asyncio.Task[Reply]] = set()
+        self.flights: set[asyncio.Task[ReplyBody]] = set()
         self.why = ""
         self.rests_until = 0.0
         self._faults = 0
@@ -53,7 +53,7 @@ class Server:
             trust_env=False,  # a proxy of the outside world does not stand before it
         )
 
-    async def send(self, call: Call[R], seconds: float) -> R:
+    async def send(self, call: HTTPCall[R], seconds: float) -> R:
         """One attempt.
 
         Raises:
@@ -86,7 +86,7 @@ class Server:
         self._faults = 0
         return self._read(call, answer.content)
 
-    async def insist(self, call: Call[R], deadline: float) -> R:
+    async def insist(self, call: HTTPCall[R], deadline: float) -> R:
         """:meth:`send`, again and again until ``deadline`` on the monotonic clock."""
         while True:
             try:
@@ -133,7 +133,7 @@ class Server:
     async def close(self) -> None:
         await self._http.aclose()
 
-    def _read(self, call: Call[R], content: bytes) -> R:
+    def _read(self, call: HTTPCall[R], content: bytes) -> R:
         if not call.reply.model_fields:
             return call.reply()
         try:

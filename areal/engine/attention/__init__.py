@@ -1,0 +1,1 @@
+"""Packed attention and context parallelism: kernels, their registration with transformers, and exchange over ranks."""

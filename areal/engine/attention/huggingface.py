@@ -1,0 +1,220 @@
+"""The packed attention that Hugging Face models run: registered with transformers under :data:`PACKED_ATTENTION`.
+
+A model is built with ``attn_implementation=PACKED_ATTENTION`` and called with ``packed=layout``, ``attention_mask=None`` and
+``use_cache=False``; transformers hands ``packed`` through to every attention layer. No mask function is registered under the
+name, so transformers builds no mask: the layout says which tokens see each other.
+
+A model whose layers cannot keep packed sequences apart runs ``rows`` instead, one sequence per row under its own attention and
+mask; one for which that is wrong too is refused. :func:`choose_attention` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from areal.api.config import MicroBatchSpec
+from areal.engine.attention.context_parallel import AttentionLayout
+from areal.engine.attention.probe import probe
+
+logger = logging.getLogger(__name__)
+
+PACKED_ATTENTION = "areal_packed"
+"""Name of the attention implementation."""
+
+TESTED_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
+"""Model types whose packed numbers the test suite pins. Others are generic: a probe decides whether they are packed."""
+
+_PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "layer_idx",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Arguments that models hand to attention without a bearing on its result here. Any other is refused unless it is unset."""
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: AttentionLayout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        query, key, value: ``[1, Hq | Hkv, T, D | Dv]``, this rank's tokens.
+        attention_mask: must be ``None``.
+        packed: the layout, as it was passed to the model's forward.
+        scaling: defaults to ``D ** -0.5``.
+        sliding_window: a key is visible to a query less than this many positions behind it, and to itself.
+        s_aux: attention sinks ``[Hq]``.
+
+    Returns:
+        ``[1, T, Hq, Dv]``, and no attention weights.
+
+    Raises:
+        ValueError: there is no layout, there is a mask or dropout, the model is not causal, or it asks for something that packed
+            attention does not know. Each is named.
+    """
+    if packed is None:
+        raise ValueError(
+            f"{PACKED_ATTENTION!r} attention needs packed=AttentionLayout in the call of the model's forward"
+        )
+    _check_supported(
+        attention_mask, dropout, getattr(module, "is_causal", True) if is_causal is None else is_causal, kwargs
+    )
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"query has {query.shape[0]} rows: packed attention takes one row with all sequences end to end"
+        )
+    out = packed.attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        sinks=s_aux,
+        softcap=softcap,
+    )
+    return out.unsqueeze(0), None
+
+
+def _check_supported(attention_mask: Tensor | None, dropout: float, is_causal: bool, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask: packed attention keeps sequences apart by its layout; pass attention_mask=None"
+        )
+    if dropout:
+        raise ValueError(f"attention_dropout = {dropout}: packed attention has none; set it to 0 in the model's config")
+    if not is_causal:
+        raise ValueError(
+            "is_causal = False: packed attention is causal; a bidirectional model cannot be trained with it"
+        )
+    unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and not _is_unset(value))
+    if unknown:
+        raise ValueError(
+            f"packed attention does not know {', '.join(unknown)}, which the model passes; pack no sequences for it"
+        )
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or value is False
+
+
+def why_not_packed(config: PretrainedConfig) -> str | None:
+    """Why a model cannot keep packed sequences apart, or ``None`` where it is known to.
+
+    Known by name for :data:`TESTED_FAMILIES`, and otherwise by running a tiny copy; see :mod:`areal.engine.attention.probe`.
+
+    Raises:
+        ValueError: a model that cannot be trained on next tokens, whatever the layout: an encoder-decoder, or one that looks ahead.
+    """
+    if config.is_encoder_decoder:
+        raise ValueError(f"model_type = {config.model_type!r} is an encoder-decoder; engines train decoder-only models")
+    if getattr(config.get_text_config(), "use_bidirectional_attention", False):
+        raise ValueError("use_bidirectional_attention is set: tokens would see the targets they predict; clear it")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+        raise ValueError(
+            f"rope_type = {rope['rope_type']!r}: its frequencies depend on the longest sequence beside a token, so that the "
+            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
+        )
+    if config.get_text_config() is not config:
+        return f"model_type = {config.model_type!r} has parts beside its language model"
+    declared = _declared_obstacle(config)
+    if config.model_type in TESTED_FAMILIES:
+        return declared
+    found = probe(config, None if declared else PACKED_ATTENTION)
+    if found.causal or found.rows:
+        raise ValueError(
+            f"model_type = {config.model_type!r} cannot be trained on next tokens: "
+            + (
+                f"after a later token changed, {found.causal}"
+                if found.causal
+                else f"beside right padding, {found.rows}"
+            )
+        )
+    return declared or found.packed
+
+
+def _declared_obstacle(config: PretrainedConfig) -> str | None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
+    if others:
+        return f"its layer_types has {', '.join(others)}"
+    rates = {name: getattr(config, name, None) for name in _DROPOUTS}
+    dropout = next((f"{name} = {rate}" for name, rate in rates.items() if rate), None)
+    return f"{dropout}, which packed attention has not (with 0 in its config.json it packs)" if dropout else None
+
+
+def choose_attention(
+    config: PretrainedConfig, requested: Literal["auto", "packed", "rows"], cp: int
+) -> Literal["packed", "rows"]:
+    """How a model keeps sequences apart: end to end under packed attention, or one per row under its own.
+
+    Args:
+        config: of the model.
+        requested: what the user asked for; ``"auto"`` packs where that is known to be right, and warns where it is not.
+        cp: context-parallel ranks, which need packed attention.
+
+    Raises:
+        ValueError: the model cannot be trained, or not as asked for.
+    """
+    why = why_not_packed(config)
+    if requested == "packed" and why:
+        raise ValueError(f"attention = 'packed', but {config.model_type!r} would mix sequences: {why}; use 'auto'")
+    if requested != "rows" and why is None:
+        return "packed"
+    if cp > 1:
+        reason = why or "attention = 'rows' was asked for"
+        raise ValueError(f"context parallelism over {cp} ranks needs packed attention, but {reason}; use c1")
+    if requested == "auto":
+        logger.warning("%s runs one sequence per row, padded, as packed ones might mix: %s", config.model_type, why)
+    return "rows"
+
+
+def check_sharing(spec: MicroBatchSpec, *, packed: bool) -> None:
+    """Refuse prefixes that cannot be shared.
+
+    Raises:
+        ValueError: sequences run in rows.
+    """
+    if spec.share_prefixes and not packed:
+        raise ValueError(
+            "mb_spec.share_prefixes = True, but this model runs one sequence per row, where nothing can be shared: set it to False"
+        )
+
+
+# Lengths of sequences are numbers to it: inside a compiled graph each batch would be one of its own.
+AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))

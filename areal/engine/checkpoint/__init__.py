@@ -1,0 +1,1 @@
+"""Atomic checkpoint directories in the Hugging Face and the distributed format."""

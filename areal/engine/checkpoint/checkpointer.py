@@ -1,0 +1,230 @@
+"""Saves and loads an engine: what all engines do alike, around what each knows of its own tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from areal.api.checkpoint import SaveLoadMeta, Stateful
+from areal.api.parallel import ParallelDims
+from areal.engine.checkpoint.async_save import Observe, Saver, Work, ignore
+from areal.engine.checkpoint.atomic_dir import Manifest, is_complete, verify
+from areal.engine.checkpoint.huggingface import MAX_FILE_BYTES, Export, prepare_hf
+from areal.engine.checkpoint.run_state import STATE_FILE, read_state, rng_file, state_of, to_bytes
+from areal.engine.model.hub import model_folder
+from areal.utils.distributed import ControlPlane
+from areal.utils.seeding import rng_state, set_rng_state
+
+
+class Run(Protocol):
+    """What a checkpoint keeps of an engine beside its model and optimizer."""
+
+    version: int
+    dims: ParallelDims
+
+
+class FolderWeights(Protocol):
+    """A model's weights, to and from a directory in the format of Hugging Face."""
+
+    def export(self) -> Export:
+        """What is to be written. Collective."""
+
+    def check(self, folder: Path) -> None:
+        """Compare a model directory with the model, changing nothing. No collective.
+
+        Raises:
+            ValueError: it is of another model; names file and key.
+        """
+
+    def read(self, folder: Path) -> None:
+        """Take the weights of a directory that :meth:`check` has accepted. Collective."""
+
+
+class EngineCheckpointer(ABC):
+    """Checkpoints of one engine. Every method is collective, and errors are raised on every rank.
+
+    ``"dcp"`` checkpoints hold the model, and with ``with_optim`` the optimizer's moments, the schedule and each rank's random state, which
+    is brought back where the layout is the one that saved it and left alone elsewhere. Hyperparameters come from the configuration,
+    but for the base learning rate, which ``set_lr`` may have changed. ``"hf"`` checkpoints hold the weights that are trained, in their own
+    dtype, so that nothing is lost; ``config.json`` names that dtype.
+
+    Args:
+        schedule: the state of the learning-rate schedule, or None where nothing is trained.
+        optimizer_kind: name of what keeps the moments, or None.
+        weights: of the model.
+        run: gives and takes the version; its layout is noted.
+        control: over all ranks.
+        source: directory or hub name from which tokenizer files are copied.
+        observe: told of every stage of a save.
+        max_file_bytes: largest weight file of an ``"hf"`` checkpoint.
+    """
+
+    engine: ClassVar[str]
+    """Whose ``"dcp"`` files these are: each engine has its own names for tensors."""
+
+    def __init__(
+        self,
+        schedule: Stateful | None,
+        optimizer_kind: str | None,
+        weights: FolderWeights,
+        run: Run,
+        control: ControlPlane,
+        source: str,
+        *,
+        observe: Observe = ignore,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        self._schedule = schedule
+        self._optimizer_kind = optimizer_kind
+        self._folder = weights
+        self._run = run
+        self._source = source
+        self._max_file_bytes = max_file_bytes
+        self._control = control
+        self._observe = observe
+        self._saver = Saver(control, observe)
+
+    # ---- what an engine knows
+
+    @abstractmethod
+    def _prepare_dcp(
+        self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
+    ) -> Work:
+        """The engine's own tensors, beside ``files`` of this rank. Collective."""
+
+    @abstractmethod
+    def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
+        """Compare a checkpoint with the model, changing nothing; what reads it. No collective.
+
+        Args:
+            about: from the manifest.
+
+        Raises:
+            ValueError: it is of another model; names file and key.
+        """
+
+    # ---- the interface
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a checkpoint. See :class:`~areal.api.checkpoint.SaveLoadMeta`."""
+        prepare = {"hf": self._prepare_hf, "dcp": self._prepare_run}[meta.weight_format]
+        self._saver.save(
+            Path(meta.path),
+            meta.weight_format,
+            lambda draft: prepare(meta, draft),
+            keep_last=meta.keep_last,
+            asynchronous=meta.asynchronous,
+        )
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Load a checkpoint written in any layout, or with ``"hf"`` any model directory of the same architecture.
+
+        Raises:
+            ValueError: there is none, or it is damaged or of another model; nothing was changed. Names file and key.
+        """
+        self.wait()
+        error, apply = None, None
+        try:
+            apply = self._check_run(meta) if meta.weight_format == "dcp" else self._check_folder(meta)
+        except Exception as caught:
+            error = caught
+        self._control.settle(error, "nothing was loaded")
+        try:
+            if apply is not None:
+                apply()
+        except Exception as caught:
+            error = caught
+        self._control.settle(error, "the engine holds parts of the checkpoint: load one again before going on")
+
+    def wait(self) -> None:
+        """Return when an asynchronous save is published; raise what it raised."""
+        self._saver.wait()
+
+    # ---- saving
+
+    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> Work:
+        return prepare_hf(
+            self._folder.export(),
+            self._control,
+            self._source,
+            draft,
+            asynchronous=meta.asynchronous,
+            observe=self._observe,
+            max_file_bytes=self._max_file_bytes,
+        )
+
+    def _prepare_run(self, meta: SaveLoadMeta, draft: Path) -> Work:
+        with_optim = meta.with_optim and self._optimizer_kind is not None
+        files, error = {}, None
+        try:
+            files[rng_file(self._control.rank)] = to_bytes(rng_state())
+            state = {
+                "version": self._run.version,
+                "schedule": self._schedule.state_dict() if with_optim and self._schedule is not None else None,
+                "stateful": state_of(meta.stateful),
+            }
+            if self._control.rank == 0:
+                files[STATE_FILE] = to_bytes(state)
+        except Exception as caught:
+            error = caught
+        self._control.settle(error)
+        about = {
+            "engine": self.engine,
+            "layout": str(self._run.dims),
+            "world_size": self._control.size,
+            "optimizer": self._optimizer_kind if with_optim else None,
+        }
+        return self._prepare_dcp(files, draft, with_optim=with_optim, asynchronous=meta.asynchronous, about=about)
+
+    # ---- loading: first everything that can be wrong, then a function that changes the engine
+
+    def _check_folder(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        folder = model_folder(meta.path)
+        if is_complete(folder):
+            self._verify(folder, "hf")
+        self._folder.check(folder)
+        return lambda: self._folder.read(folder)
+
+    def _check_run(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        path = Path(meta.path).resolve()
+        about = self._verify(path, "dcp").about
+        if about.get("engine", "fsdp") != self.engine:
+            raise ValueError(
+                f"{path} was saved with weight_format='dcp' by the engine {about.get('engine', 'fsdp')!r}, which names its tensors "
+                f"otherwise than {self.engine!r}: save with weight_format='hf' there, and load that"
+            )
+        with_optim, saved = meta.with_optim and self._optimizer_kind is not None, about["optimizer"]
+        if with_optim and saved != self._optimizer_kind:
+            raise ValueError(
+                f"{path} was saved with {f'the optimizer {saved}' if saved else 'no optimizer state'}, and this engine has "
+                f"{self._optimizer_kind}: load with with_optim=False"
+            )
+        read = self._check_dcp(path, about, with_optim=with_optim)
+        state = read_state(path / STATE_FILE)
+        unknown = sorted(set(meta.stateful) - set(state["stateful"]))
+        if unknown:
+            raise ValueError(
+                f"{path / STATE_FILE} has no state for SaveLoadMeta.stateful[{unknown[0]!r}]; it has {sorted(state['stateful'])}"
+            )
+        same_layout = about["layout"] == str(self._run.dims)
+        rng = read_state(path / rng_file(self._control.rank)) if with_optim and same_layout else None
+
+        def apply() -> None:
+            if with_optim and self._schedule is not None:
+                self._schedule.load_state_dict(state["schedule"])
+            read()
+            if rng is not None:
+                set_rng_state(rng)
+            self._run.version = state["version"]
+            for name, thing in meta.stateful.items():
+                thing.load_state_dict(state["stateful"][name])
+
+        return apply
+
+    def _verify(self, path: Path, kind: str) -> Manifest:
+        manifest = verify(path, part=self._control.rank, parts=self._control.size)
+        if manifest.kind != kind:
+            raise ValueError(f"{path} was saved with weight_format={manifest.kind!r}: load it with that")
+        return manifest

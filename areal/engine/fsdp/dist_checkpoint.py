@@ -1,0 +1,127 @@
+"""The tensors of a sharded model and its optimizer in a checkpoint that a run goes on from, in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from areal.engine.checkpoint.dcp import METADATA, read_tensors
+from areal.utils.dtensor import empty_like
+
+_MODEL, _OPTIM = "model.", "optim."
+
+
+class CheckpointedOptimizer(Protocol):
+    """An optimizer as a checkpoint sees it: the torch optimizer with its moments, and the state of the schedule around it."""
+
+    inner: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def tensors_of(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Everything of a run that is a tensor, by the name in the checkpoint: shards stay shards.
+
+    Args:
+        stored: tensors of the model by name, each name once.
+    """
+    tensors = {_MODEL + name: tensor.detach() for name, tensor in stored}
+    if optimizer is not None:
+        for name, parameter in _optimized(stored, optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{_OPTIM}{name}.{key}"] = value
+                elif value is not None:
+                    raise ValueError(
+                        f"optimizer state {key!r} of {name} is a {type(value).__name__}; only tensors are saved"
+                    )
+    return tensors
+
+
+def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Compare a checkpoint with the tensors of a model, reading no values.
+
+    Args:
+        tensors: the whole model's, from :func:`tensors_of` without an optimizer.
+
+    Raises:
+        ValueError: it is a checkpoint of another model; names file and key.
+    """
+    saved = {key: value for key, value in metadata.state_dict_metadata.items() if key.startswith(_MODEL)}
+    for key, tensor in tensors.items():
+        found = saved.get(key)
+        if not isinstance(found, TensorStorageMetadata):
+            raise ValueError(
+                f"{path / METADATA} has no {key.removeprefix(_MODEL)!r}, which the model needs: it is of another model"
+            )
+        if found.size != tensor.shape:
+            raise ValueError(
+                f"{path / METADATA}: {key.removeprefix(_MODEL)!r} has shape {list(found.size)}, but the model needs {list(tensor.shape)}"
+            )
+    extra = sorted(set(saved) - set(tensors))
+    if extra:
+        raise ValueError(
+            f"{path / METADATA} has {extra[0].removeprefix(_MODEL)!r}, which the model has not: it is of another model"
+        )
+
+
+def read_model(path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the tensors of a model by those of a checkpoint. A name may come twice."""
+    for tensors in _each_name_once(stored):
+        read_tensors(path, metadata, tensors_of(tensors, None))
+
+
+def _each_name_once(stored: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+    rounds: list[dict[str, Tensor]] = []
+    for name, tensor in stored:
+        free = next((tensors for tensors in rounds if name not in tensors), None)
+        if free is None:
+            rounds.append(free := {})
+        free[name] = tensor
+    return [list(tensors.items()) for tensors in rounds]
+
+
+def _empty_optimizer_state(
+    metadata: Metadata, optimized: Iterable[tuple[str, Tensor]]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Tensors for the optimizer state that a checkpoint holds, laid out like the parameters."""
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    saved = metadata.state_dict_metadata
+    for name, parameter in optimized:
+        prefix = f"{_OPTIM}{name}."
+        for key, found in saved.items():
+            if key.startswith(prefix) and isinstance(found, TensorStorageMetadata):
+                dtype = found.properties.dtype
+                like_parameter = found.size == parameter.shape
+                empty = empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(found.size, dtype=dtype)
+                state.setdefault(parameter, {})[key.removeprefix(prefix)] = empty
+    return state
+
+
+def read_optimizer(
+    path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+) -> None:
+    """Replace an optimizer's state by that of a checkpoint. Its hyperparameters stay. A name may come twice."""
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for optimized in _each_name_once(_optimized(stored, optimizer)):
+        empty = _empty_optimizer_state(metadata, optimized)
+        names = {parameter: name for name, parameter in optimized}
+        flat = {f"{_OPTIM}{names[p]}.{key}": value for p, values in empty.items() for key, value in values.items()}
+        read_tensors(path, metadata, flat)
+        state |= empty
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    content = optimizer.state_dict()
+    content["state"] = {i: state[parameter] for i, parameter in enumerate(order) if parameter in state}
+    optimizer.load_state_dict(content)
+
+
+def _optimized(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [(name, tensor) for name, tensor in stored if id(tensor) in known]

@@ -1,0 +1,43 @@
+"""Parameters, gradients and optimizer state of a sharded model between the device and host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from areal.utils.dtensor import reshard
+from areal.utils.offload import HostMemory, optimizer_tensors
+
+
+class HostOffload(HostMemory):
+    """Moves shards.
+
+    Args:
+        model: sharded and at rest. Its shards are noted now: while a module is gathered, ``model.parameters()`` are not the
+            shards, and have not their gradients.
+        optimizer: whose state is moved, or None.
+        folder: of :class:`~areal.utils.offload.HostMemory`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | None = None) -> None:
+        self._model = model
+        self._shards = list(model.parameters())
+        super().__init__(
+            {
+                "params": lambda: self._shards,
+                "grads": lambda: [shard.grad for shard in self._shards if shard.grad is not None],
+                "optimizer": lambda: [] if optimizer is None else optimizer_tensors(optimizer),
+            },
+            folder,
+        )
+
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        if params:
+            reshard(self._model)
+        super().offload(params=params, grads=grads, optimizer=optimizer)
+
+    def discard_grads(self) -> None:
+        """Forget pending gradients, here or away."""
+        self.forget("grads")
+        for shard in self._shards:
+            shard.grad = None

@@ -1,0 +1,1 @@
+"""Pipeline parallelism of the FSDP engine on ``torch.distributed.pipelining``."""

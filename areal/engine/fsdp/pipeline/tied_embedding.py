@@ -1,0 +1,74 @@
+"""A tied embedding in a pipeline: the first stage looks tokens up in it, and the last multiplies with a copy."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
+from areal.utils.dtensor import collective_device, empty_like, local_part
+
+
+class TiedGradients:
+    """The gradients of a tied weight on both stages. Their sum is the weight's, and with it both copies take the same steps.
+
+    Args:
+        chunks: sharded and at rest.
+    """
+
+    def __init__(self, chunks: ModelChunks) -> None:
+        self._copies = [parameter for parameter in chunks.copies() if parameter.requires_grad]
+        self._group = chunks.group
+        ends = (chunks.split.ranks[0], chunks.split.ranks[-1])
+        tied = chunks.whole.hf.get_output_embeddings().weight is chunks.whole.hf.get_input_embeddings().weight
+        self._mine: list[nn.Parameter] = []
+        self._peer: int | None = None
+        self._summed = False
+        if not tied or chunks.group is None or chunks.rank not in ends:
+            return
+        if chunks.rank == ends[0]:
+            self._mine.append(chunks[0].hf.get_input_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
+        if chunks.rank == ends[1]:
+            self._mine.append(chunks[len(chunks) - 1].hf.get_output_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
+        self._mine = [parameter for parameter in self._mine if parameter.requires_grad]
+        if ends[0] != ends[1]:
+            self._peer = ends[1] if chunks.rank == ends[0] else ends[0]
+
+    def before_backward(self) -> None:
+        """What is summed already is left on the first stage alone, so that the next sum does not count it again."""
+        if self._mine and self._summed:
+            for parameter in self._copies:
+                if parameter.grad is not None:
+                    local_part(parameter.grad).zero_()
+            self._summed = False
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Give both copies the sum of their gradients, bit for bit the same. Collective over the two stages."""
+        if not self._mine:
+            return
+        grads = [_gradient(parameter) for parameter in self._mine]
+        if self._peer is None:
+            grads[0].add_(grads[1])
+            grads[1].copy_(grads[0])
+        else:
+            # Shards that are kept on the host travel by way of the device.
+            sent = grads[0].to(collective_device(self._mine[0]), copy=True)
+            other = torch.empty_like(sent)
+            ops = [
+                dist.P2POp(dist.isend, sent, group=self._group, group_peer=self._peer),
+                dist.P2POp(dist.irecv, other, group=self._group, group_peer=self._peer),
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            grads[0].add_(other.to(grads[0].device))
+        self._summed = True
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = empty_like(parameter)
+        local_part(parameter.grad).zero_()
+    local: Tensor = local_part(parameter.grad)
+    return local

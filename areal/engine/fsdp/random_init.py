@@ -1,0 +1,108 @@
+"""Values for a model that was built without any: buffers that it computes, and random weights.
+
+Both come from transformers' own initialisation. Weights are drawn on the CPU, one block at a time and in full, and each rank keeps
+its slices: the same seed gives the same model on every layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from areal.engine.checkpoint.tensor_layout import transient_buffers
+from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
+from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.model.random_init import draw
+from areal.utils.dtensor import Box, empty_like, local_shard
+
+
+def materialize(model: PackedCausalLM, device: torch.device) -> None:
+    """Give a model on the meta device memory, and its computed buffers (rotary frequencies, scales) their values.
+
+    Parameters have no values yet. Shared parameters stay shared.
+
+    Raises:
+        ValueError: the model has a buffer that neither a file nor its initialisation fills.
+    """
+    ties = list(_owners_by_parameter(model).values())
+    model._apply(lambda tensor: empty_like(tensor, device))
+    for (first, name), *others in ties:
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.fill_(_mark(buffer))
+    _compute_buffers(model.hf)
+    for name, buffer in transient_buffers(model.hf):
+        if _has_mark(buffer):
+            raise ValueError(
+                f"{type(model.hf).__name__} has a buffer {name} that no file holds and that _init_weights does not compute, "
+                "so it cannot be built on the meta device: compute it there, or make it persistent"
+            )
+
+
+def init_weights(chunks: ModelChunks, seed: int, device: torch.device) -> None:
+    """Materialise a model with random weights, the same on every layout. A value head gets zeros.
+
+    Args:
+        chunks: on the meta device, sharded.
+        seed: of the weights. The generators of the process are left as they were.
+
+    Raises:
+        ValueError: transformers does not initialise some parameter of this model.
+    """
+    for chunk in chunks:
+        materialize(chunk, device)
+    shards: dict[str, list[tuple[Tensor, Box]]] = {}
+    for name, tensor in chunks.stored():
+        shards.setdefault(name, []).append(local_shard(tensor))
+
+    def take(block: dict[str, Tensor]) -> None:
+        for name, full in block.items():
+            for local, box in shards.get(f"hf.{name}", ()):
+                local.copy_(full[box])
+
+    draw(chunks.whole.hf, seed, take)
+    for chunk in chunks:
+        if chunk.value_head is not None:
+            local_shard(chunk.value_head.weight)[0].zero_()
+
+
+def _compute_buffers(hf: PreTrainedModel) -> None:
+    """Run transformers' initialisation with every parameter marked as done, so that only buffers are written."""
+    parameters = list(hf.parameters())
+    for parameter in parameters:
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    hf.initialize_weights()
+    for parameter in parameters:
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    for module in hf.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+
+
+Owners = list[tuple[nn.Module, str]]
+
+
+def _owners_by_parameter(root: nn.Module) -> dict[int, Owners]:
+    """The modules that hold each parameter, and under which name; the first is the one that names it."""
+    owners: dict[int, Owners] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    return owners
+
+
+def _mark(buffer: Tensor) -> float | int:
+    return (
+        torch.nan
+        if buffer.is_floating_point()
+        else (False if buffer.dtype is torch.bool else torch.iinfo(buffer.dtype).min)
+    )
+
+
+def _has_mark(buffer: Tensor) -> bool:
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return buffer.dtype is not torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())

@@ -1,0 +1,228 @@
+"""The adapters of one engine, under names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from areal.api.batch import OptimStats
+from areal.api.config import FinetuneSpec, LoRAConfig, TrainEngineConfig
+from areal.api.weights import NamedTensor
+from areal.engine.checkpoint.async_save import Saver, Work
+from areal.engine.lora.adapter import Adapter, AdapterLayout
+from areal.engine.lora.files import adapter_files, read_training, write_files
+from areal.engine.lora.low_rank import Delta
+from areal.engine.lora.plan import AdapterPlan
+from areal.utils.distributed import ControlPlane
+
+FIRST = "default"
+"""Name of the adapter that an engine begins with."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+class AdapterSet:
+    """Implements :class:`areal.api.adapters.Adapters`.
+
+    Args:
+        hf: of the model.
+        config: of the engine. One adapter as its ``lora`` says is added, and selected, at once.
+        spec: of each adapter's training.
+        control: over all ranks of the engine.
+    """
+
+    def __init__(
+        self,
+        hf: PretrainedConfig,
+        home: AdapterLayout,
+        config: TrainEngineConfig,
+        spec: FinetuneSpec,
+        control: ControlPlane,
+    ) -> None:
+        self._hf, self._home, self._config, self._spec, self._control = hf, home, config, spec, control
+        self._adapters: dict[str, Adapter] = {}
+        self._selected = FIRST
+        self._on = True
+        self.add(FIRST, config.lora)
+
+    # ---- the interface
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._adapters)
+
+    @property
+    def selected(self) -> str:
+        return self._selected
+
+    def add(self, name: str, lora: LoRAConfig | None = None, *, seed: int | None = None) -> None:
+        self._check_new(name)
+
+        def make() -> Adapter:
+            adapter = self._make(peft_format().plan_adapter(self._hf, lora or self._config.lora))
+            adapter.draw(self._config.seed if seed is None else seed)
+            return adapter
+
+        self._put(name, make, "no adapter was added")
+
+    def select(self, name: str) -> None:
+        self[name]
+        self._selected = name
+
+    def remove(self, name: str) -> None:
+        self[name]
+        if name == self._selected:
+            raise ValueError(f"adapter {name!r} is selected: select another before removing it")
+        del self._adapters[name]
+
+    def save(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
+        self[name]
+
+        def prepare(draft: Path) -> Work:
+            about = {"base": self._config.path, "optimizer": with_optim}
+            return write_files(self.files(name, with_optim=with_optim), draft, about)
+
+        Saver(self._control).save(Path(path), "peft", prepare)
+
+    def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
+        if name not in self._adapters:
+            self._check_new(name)
+        self._put(name, lambda: self.read(Path(path), with_optim=with_optim), "no adapter was loaded")
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        return self[self._selected].named_tensors()
+
+    # ---- for the engine
+
+    def __getitem__(self, name: str) -> Adapter:
+        """The adapter of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if name not in self._adapters:
+            raise ValueError(f"there is no adapter {name!r}: choose one of {', '.join(self._adapters)}, or add it")
+        return self._adapters[name]
+
+    @property
+    def current(self) -> Adapter:
+        """The one that is trained.
+
+        Raises:
+            RuntimeError: none is, inside :meth:`off`.
+        """
+        if not self._on:
+            raise RuntimeError("inside reference() nothing is trained: leave it first")
+        return self._adapters[self._selected]
+
+    @property
+    def active(self) -> Adapter | None:
+        """The one that computes; ``None`` inside :meth:`off`."""
+        return self._adapters[self._selected] if self._on else None
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The model computes as it is."""
+        before, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = before
+
+    def files(self, name: str, *, with_optim: bool) -> dict[str, bytes]:
+        """The files of an adapter, by name, on the first rank; none elsewhere. Collective."""
+        return adapter_files(self[name], peft_format(), self._config.path, self._control, with_optim=with_optim)
+
+    def read(self, folder: Path, *, with_optim: bool) -> Adapter:
+        """An adapter from a directory. No collective.
+
+        Raises:
+            ValueError: see :meth:`areal.api.adapters.Adapters.load`.
+        """
+        plan, weights = peft_format().read_folder(folder, self._hf)
+        state = read_training(folder, plan) if with_optim and self._config.optimizer else None
+        adapter = self._make(plan)
+        adapter.fill(weights)
+        if state is not None:
+            adapter.resume(state)
+        return adapter
+
+    def replace(self, adapters: Mapping[str, Adapter], selected: str) -> None:
+        """Have these and no others."""
+        self._adapters, self._selected = dict(adapters), selected
+
+    def zero_grad(self) -> None:
+        """Discard gradients of the one that is trained."""
+        self.current.zero_grad()
+
+    def deltas(self) -> dict[str, Delta]:
+        """What the adapter that computes adds to weights, by the names of layers. Collective."""
+        return {} if self.active is None else self.active.deltas()
+
+    def _put(self, name: str, make: Callable[[], Adapter], note: str) -> None:
+        """Have an adapter under a name, or raise on every rank what any rank met. Collective."""
+        adapter, error = None, None
+        try:
+            adapter = make()
+        except Exception as caught:
+            error = caught
+        self._control.settle(error, note)
+        if adapter is not None:
+            self._adapters[name] = adapter
+
+    def _make(self, plan: AdapterPlan) -> Adapter:
+        for target in plan.targets:
+            if target.key not in self._home.keys:
+                raise ValueError(
+                    f"layer {target.key} cannot have an adapter: only linear layers inside the decoder can, and not the head; "
+                    "choose lora.target_modules without it"
+                )
+        if not any(target.key in self._home.sites for target in plan.targets):
+            raise ValueError(
+                "no layer of this pipeline stage would have an adapter: choose lora.target_modules with layers of every stage"
+            )
+        return Adapter(plan, self._home, self._config.optimizer, self._spec)
+
+    def _check_new(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"adapter name {name!r}: use letters, digits, '-', '_' and dots, and no dot first")
+        if name in self._adapters:
+            raise ValueError(f"there is an adapter {name!r} already: remove it first, or choose another name")
+
+
+class SelectedOptimizer:
+    """Steps the adapter that is selected. Implements :class:`areal.engine.components.StepOptimizer`."""
+
+    def __init__(self, adapters: AdapterSet) -> None:
+        self._adapters = adapters
+
+    def _inner(self) -> Any:
+        return self._adapters.current.optimizer
+
+    @property
+    def lr(self) -> float:
+        return self._inner().lr
+
+    def step(self) -> OptimStats:
+        return self._inner().step()
+
+    def set_lr(self, lr: float) -> None:
+        self._inner().set_lr(lr)
+
+
+def peft_format() -> Any:
+    """:mod:`areal.engine.lora.peft_format`, imported when the first engine with adapters is made.
+
+    Raises:
+        ValueError: peft is not installed.
+    """
+    try:
+        return importlib.import_module("areal.engine.lora.peft_format")
+    except ImportError as error:
+        raise ValueError(f"lora needs peft ({error}): install areal[lora]") from error

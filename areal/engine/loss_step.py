@@ -1,0 +1,316 @@
+"""The two process functions behind the verbs, and how their results become one number on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.api.batch import Metric, OutputName, StepOutput, TokenOutputs, TopK
+from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
+from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.moe.balance_loss import RoutingSums
+
+LOSS = "loss"
+"""Name of the only term of a plain loss."""
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Loss weights of this rank by micro-batch index, and of the global batch.
+
+    Attributes:
+        plain: the weight function returned a tensor, not a dict.
+        per_mb: term -> weight, by ``mb.index``; a term that weighs 0 there adds nothing.
+        total: term -> global weight.
+        sequences, tokens: of the global batch.
+    """
+
+    plain: bool
+    per_mb: dict[int, dict[str, float]]
+    total: dict[str, float]
+    sequences: int = 0
+    tokens: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """The global weights as metrics: ``weight``, or ``weight/<term>`` for each."""
+        return {"weight" if self.plain else f"weight/{name}": total for name, total in self.total.items()}
+
+
+def local_weights(mbs: MicroBatchList, loss_weight_fn: LossWeightFn) -> tuple[bool, dict[int, dict[str, float]]]:
+    """This rank's loss weights, with one host read for all micro-batches.
+
+    Raises:
+        ValueError: a weight is not a scalar, is negative or not finite, or the terms differ between micro-batches.
+    """
+    found = [(mb, loss_weight_fn(mb.data)) for mb in mbs.real]
+    if not found:
+        return True, {}
+    plain = not isinstance(found[0][1], dict)
+    terms = [as_terms(weights, "loss_weight_fn") for _, weights in found]
+    names = list(terms[0])
+    if any(list(term) != names for term in terms):
+        raise ValueError(
+            f"loss_weight_fn returned terms {[sorted(t) for t in terms]}: return the same for every micro-batch"
+        )
+    flat = torch.stack([term[name].detach().double() for term in terms for name in names]).tolist()
+    per_mb = {
+        mb.index: dict(zip(names, flat[i * len(names) : (i + 1) * len(names)], strict=True))
+        for i, (mb, _) in enumerate(found)
+    }
+    for index, weights in per_mb.items():
+        for name, weight in weights.items():
+            if not math.isfinite(weight) or weight < 0:
+                raise ValueError(
+                    f"loss_weight_fn returned {weight} for {name!r} of micro-batch {index}: weights are finite and at least 0"
+                )
+    return plain, per_mb
+
+
+def as_terms(value: Any, what: str) -> dict[str, Tensor]:
+    """A scalar, or a dict of scalars, as a dict.
+
+    Raises:
+        ValueError: anything else.
+    """
+    terms = value if isinstance(value, dict) else {LOSS: value}
+    for name, term in terms.items():
+        if not isinstance(term, Tensor) or term.dim() != 0:
+            kind = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+            raise ValueError(
+                f"{what} returned {kind} for {name!r}: return a scalar tensor, or a dict of them (sum over the micro-batch)"
+            )
+    return terms
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """What one micro-batch adds: undivided terms and metrics, detached, still on the device."""
+
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | None]:
+    """The names among ``outputs``, and the top-k that is asked for, if any.
+
+    Raises:
+        ValueError: an unknown name, nothing at all, or two different top-k.
+    """
+    known = {"logprobs", "entropy", "values", "logits", "hidden", "routed_experts"}
+    names: set[str] = {output for output in outputs if isinstance(output, str)}
+    tops = {output for output in outputs if isinstance(output, TopK)}
+    if not outputs or names - known or len(names) + len(tops) != len(set(outputs)) or len(tops) > 1:
+        raise ValueError(f"outputs = {outputs!r}: name some of {sorted(known)}, and at most one TopK(k)")
+    return names, next(iter(tops), None)
+
+
+def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool) -> None:
+    """Refuse what the model cannot give.
+
+    Raises:
+        ValueError: an unknown output, or values without a value head.
+    """
+    names, _ = split_outputs(outputs)
+    if "values" in names and not value_head:
+        raise ValueError(
+            "outputs has 'values', but the engine has no value head: set TrainEngineConfig.value_head=True"
+        )
+
+
+def check_normalization(normalization: Normalization, loss_weight: float) -> None:
+    """Refuse what a loss cannot be divided or scaled by.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    number = isinstance(normalization, int | float) and 0 < normalization < math.inf
+    if normalization not in ("weight", "sum") and not number:
+        raise ValueError(
+            f"normalization = {normalization!r}: choose 'weight', 'sum', or a positive number to divide by"
+        )
+    if not math.isfinite(loss_weight):
+        raise ValueError(f"loss_weight = {loss_weight}: it must be finite")
+
+
+class LossStep:
+    """Process function of ``forward_backward`` and ``eval_batch``: call the loss, divide each term.
+
+    Args:
+        divisors: term -> what its sum is divided by; of other terms than the function's, too.
+        loss_weight: scales the whole loss.
+    """
+
+    def __init__(self, loss_fn: LossFn, weights: LossWeights, divisors: dict[str, float], loss_weight: float) -> None:
+        self._loss_fn = loss_fn
+        self._weights = weights
+        self._scales = {name: loss_weight / divisors[name] for name in weights.total}
+
+    def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, LossResult]:
+        weights = self._weights.per_mb[mb.index]
+        if not any(weights.values()):
+            return None, LossResult()
+        returned = self._loss_fn(outputs, mb.data)
+        metrics: dict[str, Metric] = {}
+        if isinstance(returned, tuple):
+            returned, metrics = returned
+        terms = self._check(returned)
+        terms = {name: term for name, term in terms.items() if weights[name]}
+        loss = torch.stack([term * self._scales[name] for name, term in terms.items()]).sum()
+        return loss, LossResult({name: term.detach() for name, term in terms.items()}, metrics)
+
+    def _check(self, returned: LossTerms) -> dict[str, Tensor]:
+        terms = as_terms(returned, "loss_fn")
+        if set(terms) != set(self._scales):
+            raise ValueError(
+                f"loss_fn returned terms {sorted(terms)} and loss_weight_fn {sorted(self._scales)}: each term needs a weight of its own name"
+            )
+        return terms
+
+
+class OutputStep:
+    """Process function of ``forward_batch``: what was asked for, detached; a tensor for one output, a dict for several."""
+
+    def __init__(self, outputs: tuple[OutputName, ...]) -> None:
+        self._names = [output if isinstance(output, str) else "topk" for output in outputs]
+
+    def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[None, Any]:
+        found = {name: getattr(outputs, name) for name in self._names}
+        return None, found if len(found) > 1 else found[self._names[0]]
+
+
+@dataclass
+class Summary:
+    """One rank's sums over its micro-batches, as host numbers; mergeable.
+
+    Attributes:
+        terms: undivided sums. metrics: name -> (reduce, value, weight), where a mean's value is already weighted.
+        n_tokens, dropped: of this rank's batch. seconds, timings: wall time of the call, and its phases. onloaded: bytes brought back for it.
+    """
+
+    terms: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, tuple[str, float, float]] = field(default_factory=dict)
+    n_tokens: int = 0
+    dropped: int = 0
+    seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    onloaded: int = 0
+
+    def merge(self, other: Summary) -> None:
+        """Add another rank's sums to these.
+
+        Raises:
+            ValueError: a metric is reduced in two ways.
+        """
+        for name, value in other.terms.items():
+            self.terms[name] = self.terms.get(name, 0.0) + value
+        for name, metric in other.metrics.items():
+            self.add_metric(name, *metric)
+        self.n_tokens += other.n_tokens
+        self.dropped += other.dropped
+
+    def add_routing(self, sums: Sequence[RoutingSums]) -> None:
+        """Add what the routers of every stage of every part found."""
+        total = RoutingSums()
+        for part in sums:
+            total.merge(part)
+        self.terms |= total.terms
+        for name, value in total.metrics().items():
+            self.add_metric(name, "sum", value, 1.0)
+
+    def add_metric(self, name: str, reduce: str, value: float, weight: float) -> None:
+        """Add one value (a mean's already weighted) to the metric ``name``."""
+        if name not in self.metrics:
+            self.metrics[name] = (reduce, value, weight)
+            return
+        known, total, weights = self.metrics[name]
+        if known != reduce:
+            raise ValueError(
+                f"metric {name!r} is reduced by {known!r} in one place and by {reduce!r} in another: choose one"
+            )
+        joined = {"min": min(total, value), "max": max(total, value)}.get(reduce, total + value)
+        self.metrics[name] = (reduce, joined, weights + weight)
+
+    def reduced_metrics(self) -> dict[str, float]:
+        """Each metric as one number; a mean of no weight is 0."""
+        out = {}
+        for name, (reduce, value, weight) in sorted(self.metrics.items()):
+            out[name] = (value / weight if weight else 0.0) if reduce == "mean" else value
+        return out
+
+
+def step_output(
+    summary: Summary,
+    weights: LossWeights,
+    divisors: dict[str, float],
+    loss_weight: float,
+    *,
+    n_mbs: int,
+    may_drop: bool,
+) -> StepOutput:
+    """What a verb with a loss answers, from the sums of all ranks.
+
+    Args:
+        divisors, loss_weight: as of :class:`LossStep`.
+        n_mbs: micro-batches on each rank. may_drop: sequences may have been left out, and their number is reported.
+    """
+    terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
+    metrics = summary.reduced_metrics() | weights.metrics()
+    if summary.onloaded:
+        metrics["onloaded_bytes"] = float(summary.onloaded)
+    if may_drop:
+        metrics["dropped_sequences"] = float(summary.dropped)
+    return StepOutput(
+        loss=sum(terms.values()),
+        terms=terms,
+        metrics=metrics,
+        n_mbs=n_mbs,
+        n_tokens=summary.n_tokens,
+        seconds=summary.seconds,
+        timings=summary.timings,
+    )
+
+
+def summarize(mbs: MicroBatchList, results: list[LossResult]) -> Summary:
+    """Sum this rank's results, with one host read for all micro-batches.
+
+    Raises:
+        ValueError: a loss is not finite; names its micro-batch. A metric is not a scalar, or of an unknown kind.
+    """
+    summary = Summary(n_tokens=mbs.n_tokens, dropped=len(mbs.dropped))
+    scalars: list[Tensor] = []
+    for result in results:
+        scalars += result.terms.values()
+        for name, metric in result.metrics.items():
+            if not isinstance(metric, Metric) or metric.reduce not in ("mean", "sum", "min", "max"):
+                raise ValueError(
+                    f"metric {name!r} is {metric!r}: return Metric(value, weight, reduce='mean'|'sum'|'min'|'max')"
+                )
+            scalars += [_scalar(name, metric.value), _scalar(name, metric.weight)]
+    if not scalars:
+        return summary
+    device = mbs.real[0].cu_seqlens.device
+    numbers = iter(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]).tolist())
+    for mb, result in zip(mbs.real, results, strict=True):
+        for name in result.terms:
+            value = next(numbers)
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"loss_fn returned {value} for {name!r} of micro-batch {mb.index} (samples {list(mb.sample_ids)}): the loss must be finite"
+                )
+            summary.terms[name] = summary.terms.get(name, 0.0) + value
+        for name, metric in result.metrics.items():
+            value, weight = next(numbers), next(numbers)
+            summary.add_metric(name, metric.reduce, value * weight if metric.reduce == "mean" else value, weight)
+    return summary
+
+
+def _scalar(name: str, value: Tensor | float) -> Tensor:
+    tensor = torch.as_tensor(value)
+    if tensor.dim() != 0:
+        raise ValueError(f"metric {name!r} has shape {tuple(tensor.shape)}: its value and weight are scalars")
+    return tensor

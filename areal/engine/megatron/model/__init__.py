@@ -1,0 +1,1 @@
+"""Megatron-Core models built from a Hugging Face configuration."""

@@ -1,0 +1,286 @@
+"""From a Hugging Face configuration and a layout to what Megatron-Core builds a model from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from transformers import PretrainedConfig
+
+from areal.api.config import TrainEngineConfig, torch_dtype
+from areal.api.parallel import ParallelDims
+from areal.engine.megatron.model.layer_spec import Windows, has_transformer_engine
+from areal.engine.megatron.model.rotary import RotaryAngles
+from areal.utils import platform
+
+LATENT = ("deepseek_v3",)
+"""With multi-head latent attention, and experts that a sigmoid and a bias choose."""
+QK_NORM = ("qwen3", "qwen3_moe", *LATENT)
+QKV_BIAS = ("qwen2",)
+MOE = ("qwen3_moe", *LATENT)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE)
+"""Values of ``model_type`` that the engine builds."""
+
+
+def check_family(hf: PretrainedConfig) -> None:
+    """Refuse a model that would be built wrongly.
+
+    Raises:
+        ValueError: names the field of ``config.json``, its value and the way out.
+    """
+    if hf.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type = {hf.model_type!r}: the Megatron engine builds {', '.join(FAMILIES)}; use an 'fsdp:' backend, "
+            "or add the family (docs/adding-a-model-family.md)"
+        )
+    known = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0, None), "mlp_bias": (False, None)}
+    if hf.model_type not in QKV_BIAS:
+        known["attention_bias"] = (False, None)
+    for name, allowed in known.items():
+        value = getattr(hf, name, None)
+        if value not in allowed and value is not None:
+            raise ValueError(
+                f"{name} = {value!r} in config.json: the Megatron engine has only {allowed[0]!r}; use an 'fsdp:' backend"
+            )
+    if hf.model_type in LATENT:
+        _check_latent(hf)
+
+
+def _check_latent(hf: PretrainedConfig) -> None:
+    """What Megatron-Core computes otherwise than transformers does."""
+    chosen, limited = hf.num_experts_per_tok, _group_limit(hf)
+    for name, wrong, only in (
+        ("rope_interleave", not hf.rope_interleave, "pairs side by side (True)"),
+        ("norm_topk_prob", bool(hf.norm_topk_prob) != (chosen > 1), "True where num_experts_per_tok > 1"),
+        ("topk_group", bool(limited) and chosen // hf.topk_group != 2, "half of num_experts_per_tok, or n_group"),
+        ("num_key_value_heads", hf.num_key_value_heads != hf.num_attention_heads, "num_attention_heads"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{name} = {getattr(hf, name)!r} in config.json of a {hf.model_type!r}: the Megatron engine has only {only}; use an "
+                "'fsdp:' backend"
+            )
+
+
+def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> None:
+    """Refuse a layout that this model cannot take.
+
+    Raises:
+        ValueError: names the letter, what it would have to divide, and the way out.
+    """
+    if config.activation_checkpointing == "selective":
+        raise ValueError(
+            "activation_checkpointing = 'selective': the Megatron engine has 'none' and 'full'; choose one, or use an 'fsdp:' backend"
+        )
+    heads, kv_heads = hf.num_attention_heads, getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
+    for what, number in (
+        ("query heads", heads),
+        ("key heads", kv_heads),
+        ("feed-forward columns", hf.intermediate_size),
+        *_latent_columns(hf),
+    ):
+        if number % dims.tp:
+            raise ValueError(
+                f"backend = '{dims}': t{dims.tp} does not divide the model's {number} {what}; choose a smaller t"
+            )
+    experts = _experts(hf)
+    if dims.ep > 1 and (not experts or experts % dims.ep):
+        raise ValueError(
+            f"backend = '{dims}': e{dims.ep} does not divide the model's {experts} experts; choose another e"
+        )
+    if experts and dims.tp > 1 and not config.megatron.sequence_parallel:
+        raise ValueError(f"backend = '{dims}': experts with t need megatron.sequence_parallel = True, and it is False")
+    if experts and hf.moe_intermediate_size % dims.expert_tp:
+        raise ValueError(
+            f"backend = '{dims}': t{dims.expert_tp} of the experts does not divide moe_intermediate_size = "
+            f"{hf.moe_intermediate_size}; write '(attn:…|ffn:…)' with a smaller t on the ffn side"
+        )
+    _check_stages(hf.num_hidden_layers, dims, config)
+
+
+def _experts(hf: PretrainedConfig) -> int:
+    """In each layer that has any."""
+    return getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", None) or 0
+
+
+def _latent_columns(hf: PretrainedConfig) -> list[tuple[str, int]]:
+    if hf.model_type not in LATENT:
+        return []
+    queries = [("columns of q_a_proj", hf.q_lora_rank)] if hf.q_lora_rank else []
+    return [*queries, ("columns of kv_a_proj_with_mqa", hf.kv_lora_rank + hf.qk_rope_head_dim)]
+
+
+def _check_stages(layers: int, dims: ParallelDims, config: TrainEngineConfig) -> None:
+    first, last = config.megatron.first_stage_layers, config.megatron.last_stage_layers
+    ends = [depth for depth in (first, last) if depth is not None]
+    if dims.pp == 1:
+        if ends:
+            raise ValueError(
+                f"backend = '{dims}' has no pipeline: leave megatron.first_stage_layers and last_stage_layers out"
+            )
+        return
+    rest, stages = layers - sum(ends), dims.pp - len(ends)
+    depths = [*ends, rest // stages] if stages else ends
+    whole = rest % stages == 0 if stages else rest == 0
+    if not whole or any(depth < dims.vpp or depth % dims.vpp for depth in depths):
+        raise ValueError(
+            f"backend = '{dims}': {layers} layers do not split over {dims.pp} stages of {dims.vpp} chunks with "
+            f"megatron.first_stage_layers = {first} and last_stage_layers = {last}: set these so that the rest divides, or "
+            "choose a smaller p or v"
+        )
+
+
+def windows(hf: PretrainedConfig) -> Windows:
+    """The sliding window of each layer."""
+    types = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
+    window = getattr(hf, "sliding_window", None)
+    if getattr(hf, "layer_types", None) is None and window is not None:
+        types = ["sliding_attention"] * hf.num_hidden_layers
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(
+            f"layer_types has {unknown[0]!r} in config.json, which the Megatron engine has not; use 'fsdp:'"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> TransformerConfig:
+    """Megatron-Core's configuration of this model in this layout. What is silently wrong there cannot be chosen here."""
+    dtype = torch_dtype(config.dtype)
+    kind = MLATransformerConfig if hf.model_type in LATENT else TransformerConfig
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return kind(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
+        kv_channels=head_dim,
+        # Whole heads are rotated: the scale of both queries and keys is one of their products. Latent attention has its own.
+        softmax_scale=RotaryAngles(hf, head_dim).scaling ** 2 * head_dim**-0.5,
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type in QKV_BIAS,
+        qk_layernorm=hf.model_type in QK_NORM,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        attention_backend=None,  # type: ignore[arg-type]  # any other writes environment variables
+        # Weights come from files, or from our own initialisation.
+        perform_initialization=False,
+        use_cpu_initialization=platform.accelerator() == "cpu",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **_parallel(dims, config),
+        **_latent_attention(hf),
+        **_mixture_of_experts(hf),
+    )
+
+
+def _parallel(dims: ParallelDims, config: TrainEngineConfig) -> dict[str, Any]:
+    interleaved, on_gpu = dims.vpp > 1, platform.accelerator() == "cuda"
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+        "virtual_pipeline_model_parallel_size": dims.vpp if interleaved else None,
+        "context_parallel_size": dims.cp,
+        "expert_model_parallel_size": dims.ep,
+        "expert_tensor_parallel_size": dims.expert_tp,
+        "sequence_parallel": sequence_parallel(dims, config),
+        "num_layers_in_first_pipeline_stage": config.megatron.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": config.megatron.last_stage_layers,
+        "variable_seq_lengths": True,
+        # Gradients are sums: neither the schedule nor the reduction divides anything.
+        "calculate_per_token_loss": True,
+        # Interleaving over two stages with batched sends gives wrong gradients, without a word.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Gloo may still be reading what would be freed.
+        "deallocate_pipeline_outputs": on_gpu,
+        **(recompute if config.activation_checkpointing == "full" else {}),
+        "deterministic_mode": config.deterministic,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+    }
+
+
+def sequence_parallel(dims: ParallelDims, config: TrainEngineConfig) -> bool:
+    """Whether tensor-parallel ranks share the tokens between their matrix products."""
+    return dims.tp > 1 and config.megatron.sequence_parallel
+
+
+def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
+    if hf.model_type not in LATENT:
+        return {}
+    rope = hf.rope_parameters
+    scaled = rope.get("rope_type", "default") != "default"
+    return {
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        # Angles are ours (LatentAttention); of these only the scale of the softmax is left.
+        "rope_type": "rope",
+        "rotary_scaling_factor": rope.get("factor", 1.0) if scaled else 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0) if scaled else 0.0,
+    }
+
+
+def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
+    # The only dispatcher that exchanges the shapes of a pipeline's messages is looked for even in dense models.
+    fields: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    if hf.model_type not in MOE:
+        return fields
+    fields |= _sigmoid_router(hf) if hf.model_type in LATENT else _softmax_router(hf)
+    return fields | {
+        "num_moe_experts": _experts(hf),
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        # Balancing is a term of the loss, in the sum contract; never a gradient that Megatron adds by itself.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": has_transformer_engine(),
+        "moe_permute_fusion": False,
+    }
+
+
+def _softmax_router(hf: PretrainedConfig) -> dict[str, Any]:
+    sparse = [
+        int(i not in (hf.mlp_only_layers or ()) and (i + 1) % hf.decoder_sparse_step == 0)
+        for i in range(hf.num_hidden_layers)
+    ]
+    return {
+        "moe_layer_freq": sparse,
+        "moe_router_dtype": None,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+    }
+
+
+def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "moe_layer_freq": [int(i >= hf.first_k_dense_replace) for i in range(hf.num_hidden_layers)],
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid",
+        # The bias is ours (RoutedTopK): Megatron-Core would update this one at every step, over its global groups.
+        "moe_router_enable_expert_bias": False,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+        **_group_limit(hf),
+    }
+
+
+def _group_limit(hf: PretrainedConfig) -> dict[str, Any]:
+    """Nothing where a token may go to any group of experts."""
+    if (hf.n_group or 1) == (hf.topk_group or 1):
+        return {}
+    return {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}

@@ -1,0 +1,217 @@
+"""What Megatron-Core's layers are made of: its local modules or those of Transformer Engine, with our packed attention in either."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_layer_specs,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor, nn
+
+from areal.engine.attention.context_parallel import AttentionLayout
+from areal.engine.megatron.router import RoutedLayer, RoutedTopK
+from areal.engine.moe.routing import Routing
+
+# Where Transformer Engine is not installed, this module takes what stands in for it for the real one.
+multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+
+Windows = tuple[int | None, ...]
+"""For each layer of a model, how many positions behind it a token sees, or ``None`` for all."""
+
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms within latent attention: transformers has this number there, whatever ``rms_norm_eps`` is."""
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's modules can be used: it is installed, and there is a GPU."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """What Megatron-Core hands through its layers to attention: how packed sequences are kept apart, and the angles of their positions.
+
+    To Megatron-Core the tokens are one sequence, so that none of its own code for packed sequences runs.
+
+    Attributes:
+        layout: how attention runs over this micro-batch.
+        angles: rotary angles ``[T, 1, D]`` of this rank's positions, and what their cosine and sine are multiplied by.
+        routing: for the routers.
+    """
+
+    layout: AttentionLayout | None = None
+    angles: tuple[Tensor, float] | None = None
+    routing: Routing | None = None
+
+
+class PackedAttention(nn.Module):
+    """The packed attention of all engines, as the ``core_attention`` of a Megatron-Core layer.
+
+    Args:
+        config, layer_number, softmax_scale: of the layer. windows: by layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        windows: Windows,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        channels = k_channels or config.kv_channels
+        self._scale = softmax_scale if softmax_scale is not None else channels**-0.5
+        self._window = windows[layer_number - 1]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedLayout | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """``[T, 1, Hq, D]``, ``[T, 1, Hkv, D]`` and ``[T, 1, Hkv, Dv]``, or without the 1, to ``[T, 1, Hq * Dv]``."""
+        if packed_seq_params is None or packed_seq_params.layout is None:
+            raise ValueError("packed attention needs packed_seq_params=PackedLayout(...)")
+        q, k, v = (x.flatten(0, -3) for x in (query, key, value))
+        out = packed_seq_params.layout.attend(q, k, v, scale=self._scale, window=self._window)
+        return out.reshape(len(out), 1, -1)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (Zhang and Sennrich, 2019) as Hugging Face models compute it.
+
+    Its weight is marked where sequence parallelism gives each rank a part of the tokens, so that the parts of its gradient are summed.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron-Core's multi-head latent attention (DeepSeek-V2, 2024), over packed tokens.
+
+    Angles come with the layout. Every tensor-parallel rank holds the down projections whole: split, as Megatron-Core's local layers have
+    them, the gradient of the rotary key that all heads share would be that of one rank's heads.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **options: Any,
+    ) -> None:
+        local = submodules.linear_kv_down_proj is ColumnParallelLinear
+        # Built without a group, Megatron-Core's would look for one in its global state.
+        queries = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
+        submodules = replace(submodules, linear_q_proj=queries)
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
+        self.rotary_pos_emb = _AnglesOfLayout()
+        self.config = copy.copy(config)
+        self.config.rope_type = (
+            "yarn"  # takes a scale beside the angles; built as such, it would compute a table in pinned memory
+        )
+        if local:
+            self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        if local and config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            module: Any = getattr(self, name, None)
+            if hasattr(module, "eps"):
+                module.eps = LATENT_NORM_EPS
+
+
+class WholeLinear(nn.Module):
+    """A product with the same weight ``[out, hidden_size]`` on all tensor-parallel ranks, each with its part of the tokens or all."""
+
+    def __init__(self, config: TransformerConfig, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+
+class _AnglesOfLayout(nn.Module):
+    """Stands where latent attention asks for angles by the length of a sequence: it is given the layout for a length."""
+
+    def get_rotary_seq_len(
+        self, inference: Any, block: Any, hidden: Tensor, config: TransformerConfig, packed: PackedLayout
+    ) -> PackedLayout:
+        return packed
+
+    def forward(self, packed: PackedLayout, packed_seq: bool = False) -> tuple[Tensor, float]:
+        if packed.angles is None:
+            raise ValueError("latent attention needs packed_seq_params=PackedLayout(angles=...)")
+        return packed.angles
+
+
+def block_spec(
+    config: TransformerConfig, windows: Windows, *, pp_rank: int, vp_stage: int | None, local: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers that one model chunk builds, and the norm after them.
+
+    On a GPU with Transformer Engine its layers, and Megatron-Core's own local ones elsewhere, or where ``local``. Attention is ours in both.
+    """
+    te = has_transformer_engine() and not local
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=te, normalization=config.normalization)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    norm: Any = TENorm if te else RMSNorm
+    for spec in {id(spec): spec for spec in specs}.values():
+        _use_our_modules(spec, windows, None if te else RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=norm)
+
+
+def _use_our_modules(spec: ModuleSpec, windows: Windows, norm: type[nn.Module] | None) -> None:
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = functools.partial(PackedAttention, windows=windows)
+    if layer.self_attention.module is MLASelfAttention:
+        layer.self_attention.module = LatentAttention
+        attention.core_attention = ModuleSpec(module=PackedAttention, params={"windows": windows})
+    if isinstance(getattr(layer.mlp, "submodules", None), MoESubmodules):
+        spec.module, layer.mlp.submodules.router = RoutedLayer, RoutedTopK
+    if norm is None:
+        return
+    for owner in (layer, attention):
+        for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(getattr(owner, name, None), "__name__", "") == "WrappedTorchNorm":
+                setattr(owner, name, norm)

@@ -1,0 +1,281 @@
+"""Which Hugging Face tensors make up which parameter of Megatron-Core: one table, read both ways.
+
+A row says how ranks split its tensors, and how one rank's parts lie in the parameter. Layers and experts are numbered as in the
+whole model; Megatron-Core numbers those of one chunk, and of one expert-parallel rank. A new family is a line in :data:`TABLES`, with rows
+for what no other family has; everything that reads, streams or writes weights asks :func:`local_parameters`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from areal.engine.checkpoint.gather_slices import Slice
+from areal.engine.megatron.model.packed_gpt import PackedGPT
+from areal.utils.dtensor import Box
+
+WHOLE, ROWS, COLUMNS = None, 0, 1
+"""The dimension of a Hugging Face tensor that tensor-parallel ranks split; ``None`` where each holds all of it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter of Megatron-Core, and the Hugging Face tensors that it is made of.
+
+    Attributes:
+        megatron: its name, with ``{i}`` for a layer and ``{j}`` for an expert.
+        hf: names of the tensors. split: the dimension that ranks share out.
+        grouped: queries, keys and values alternate by group of heads; otherwise one tensor's part lies behind the other's.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    split: int | None
+    grouped: bool = False
+
+
+_LAYER, _HF_LAYER = "decoder.layers.{i}.", "model.layers.{i}."
+
+
+def _layer_row(megatron: str, hf: str, split: int | None, grouped: bool = False) -> Row:
+    return Row(_LAYER + megatron, tuple(_HF_LAYER + name for name in hf.split()), split, grouped)
+
+
+_ATTENTION = (
+    _layer_row("input_layernorm.weight", "input_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", WHOLE),
+    _layer_row(
+        "self_attention.linear_qkv.weight",
+        "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
+        ROWS,
+        grouped=True,
+    ),
+    _layer_row(
+        "self_attention.linear_qkv.bias",
+        "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias",
+        ROWS,
+        grouped=True,
+    ),
+    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", WHOLE),
+    _layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", WHOLE),
+    _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
+)
+_LATENT_ATTENTION = (
+    _layer_row("input_layernorm.weight", "input_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", ROWS),
+    _layer_row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", WHOLE),
+    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", ROWS),
+    _layer_row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", WHOLE),
+    _layer_row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", ROWS),
+    _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
+)
+_FEED_FORWARD = (
+    _layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", WHOLE),
+    _layer_row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", WHOLE),
+    _layer_row("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", ROWS),
+    _layer_row("mlp.linear_fc2.weight", "mlp.down_proj.weight", COLUMNS),
+)
+_EXPERTS = (
+    _layer_row("mlp.router.weight", "mlp.gate.weight", WHOLE),
+    _layer_row(
+        "mlp.experts.local_experts.{j}.linear_fc1.weight",
+        "mlp.experts.{j}.gate_proj.weight mlp.experts.{j}.up_proj.weight",
+        ROWS,
+    ),
+    _layer_row("mlp.experts.local_experts.{j}.linear_fc2.weight", "mlp.experts.{j}.down_proj.weight", COLUMNS),
+    _layer_row(
+        "mlp.experts.linear_fc1.weight{j}",
+        "mlp.experts.{j}.gate_proj.weight mlp.experts.{j}.up_proj.weight",
+        ROWS,
+    ),
+    _layer_row("mlp.experts.linear_fc2.weight{j}", "mlp.experts.{j}.down_proj.weight", COLUMNS),
+)
+_SHARED_EXPERTS = (
+    _layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", WHOLE),
+    _layer_row(
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
+        ROWS,
+    ),
+    _layer_row("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", COLUMNS),
+)
+_ENDS = (
+    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ROWS),
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",), WHOLE),
+    Row("output_layer.weight", ("lm_head.weight",), ROWS),
+    Row("value_head.weight", ("value_head.weight",), WHOLE),
+)
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), (*_ENDS, *_ATTENTION, *_FEED_FORWARD)),
+    "qwen3_moe": (*_ENDS, *_ATTENTION, *_FEED_FORWARD, *_EXPERTS),
+    "deepseek_v3": (*_ENDS, *_LATENT_ATTENTION, *_FEED_FORWARD, *_EXPERTS, *_SHARED_EXPERTS),
+}
+"""By ``model_type``. Names of the local layers and of Transformer Engine's stand side by side: a model has one or the other."""
+
+EMBEDDING = ("model.embed_tokens.weight",)
+VOCABULARY = (*EMBEDDING, "lm_head.weight")
+"""Tensors whose rows ranks share out once they are filled up to a number that divides."""
+
+
+@dataclass(frozen=True)
+class MappedRows:
+    """Rows of a local parameter, and where they lie in a Hugging Face tensor.
+
+    Attributes:
+        name: of the tensor. shape: of all of it.
+        start: the first of the rows in the local parameter.
+        box: the part of the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter of this rank, and the parts of Hugging Face tensors that it is made of.
+
+    Attributes:
+        name: in the chunk. parameter: the local tensor.
+        names: the tensors, in the order of the table.
+        parts: what this rank holds of them. Rows of the parameter that are in none only fill up a vocabulary, and are zero.
+        tied: it repeats the tensor of another parameter.
+        place: where it stands in the model; orders the parameters of all ranks.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    parts: tuple[MappedRows, ...]
+    tied: bool
+    place: tuple[int, ...]
+
+    def slices(self, flat: Tensor, start: int = 0) -> Iterator[Slice]:
+        """The parts of a tensor that lies like the local one, or of a stretch of it.
+
+        Args:
+            flat: ``[n]``, contiguous. start: its first element in the flattened local tensor.
+        """
+        width = math.prod(self.parameter.shape[1:])
+        for offset, rows, columns in _rectangles(start, start + len(flat), width):
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            values = flat[offset : offset + math.prod(shape)].view(shape)
+            for part in self.parts:
+                first, last = part.start, part.start + part.box[0].stop - part.box[0].start
+                low, high = max(rows.start, first), min(rows.stop, last)
+                if low >= high:
+                    continue
+                found = values[low - rows.start : high - rows.start]
+                box = [_shift(slice(low, high), part.box[0].start - first)]
+                if len(part.box) == 1:
+                    found = found.squeeze(1)
+                else:
+                    box.append(_shift(columns, part.box[1].start))
+                yield Slice(part.name, tuple(box), found)
+
+
+def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, slice, slice]]:
+    """A stretch of a flattened matrix as whole rows and pieces of rows, each with its place in the stretch."""
+    at = start
+    while at < stop:
+        row, column = divmod(at, width)
+        if column or stop - at < width:
+            end = min(stop, (row + 1) * width)
+            yield at - start, slice(row, row + 1), slice(column, column + end - at)
+        else:
+            end = stop - stop % width
+            yield at - start, slice(row, end // width), slice(0, width)
+        at = end
+
+
+def _shift(s: slice, by: int) -> slice:
+    return slice(s.start + by, s.stop + by)
+
+
+def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalParameter]:
+    """The parameters of a chunk, in its order.
+
+    Raises:
+        ValueError: the table of the family has no row for one of them.
+    """
+    rows = [(_pattern(row.megatron), number, row) for number, row in enumerate(TABLES[hf.model_type])]
+    groups = chunk.pg_collection
+    for name, parameter in chunk.named_parameters():
+        found = next(((match, n, row) for pattern, n, row in rows if (match := pattern.fullmatch(name))), None)
+        if found is None:
+            raise ValueError(f"model_type = {hf.model_type!r}: the table of names has no row for {name!r}")
+        match, number, row = found
+        if row.split is not None and not hasattr(parameter, "tensor_model_parallel"):
+            # Megatron-Core marks parameters only where it draws their first values; a norm over ranks counts unmarked ones once.
+            set_tensor_model_parallel_attributes(parameter, True, row.split, 1)
+        numbers = _numbers(match.groupdict(), chunk)
+        tied = bool(hf.tie_word_embeddings) and name == "output_layer.weight"
+        names = EMBEDDING if tied else tuple(name.format(**numbers) for name in row.hf)
+        group = groups.expt_tp if "j" in numbers else groups.tp
+        parts = tuple(_parts(names, row, parameter, group.rank(), group.size(), hf))
+        place = (
+            0 if names == EMBEDDING else 1 if "i" in numbers else 2,
+            numbers.get("i", 0),
+            numbers.get("j", -1),
+            number,
+        )
+        yield LocalParameter(name, parameter, names, parts, tied, place)
+
+
+def _parts(
+    names: tuple[str, ...], row: Row, parameter: nn.Parameter, rank: int, size: int, hf: PretrainedConfig
+) -> Iterator[MappedRows]:
+    shares, alternations = _shares(row, parameter.shape[0], size, hf)
+    start = 0
+    for alternation in range(alternations):
+        for name, share in zip(names, shares, strict=True):
+            local = [share * alternations, *parameter.shape[1:]]
+            full = [n * size if dim == row.split else n for dim, n in enumerate(local)]
+            box = [slice(rank * n, (rank + 1) * n) if dim == row.split else slice(0, n) for dim, n in enumerate(local)]
+            first = box[0].start + alternation * share
+            if name in VOCABULARY:
+                full[0] = hf.vocab_size
+            box[0] = slice(min(first, full[0]), min(first + share, full[0]))
+            yield MappedRows(name, tuple(full), start, tuple(box))
+            start += share
+
+
+def _shares(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[list[int], int]:
+    """How many rows in a run each Hugging Face tensor gives, and how often the runs alternate."""
+    if not row.grouped:
+        return [rows // len(row.hf)] * len(row.hf), 1
+    heads = hf.num_attention_heads
+    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    head_dim = rows * size // (heads + 2 * kv_heads)
+    return [heads // kv_heads * head_dim, head_dim, head_dim], kv_heads // size
+
+
+def _numbers(found: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
+    """The numbers of layer and expert in the whole model."""
+    numbers = {}
+    if "i" in found:
+        numbers["i"] = chunk.decoder.layers[int(found["i"])].layer_number - 1
+    if "j" in found:
+        groups: ProcessGroupCollection = chunk.pg_collection
+        per_rank = chunk.config.num_moe_experts // groups.ep.size()
+        numbers["j"] = groups.ep.rank() * per_rank + int(found["j"])
+    return numbers
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    text = re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{j\}", r"(?P<j>\d+)")
+    return re.compile(text)

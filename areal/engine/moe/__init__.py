@@ -1,0 +1,1 @@
+"""Mixture-of-experts routing: balancing losses, replay of recorded routing, and expert load."""

@@ -1,0 +1,1 @@
+"""Tests of checkpoints, adapters and weights on several ranks."""

@@ -1,0 +1,343 @@
+"""Adapters, beyond what the grid says of them (its option ``lora``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal.api import FinetuneSpec, LoRAConfig, SaveLoadMeta, TrainEngine
+from areal.engine.registry import create_engine
+from areal.tests.grid.compare import assert_tensors
+from areal.tests.grid.layouts import LORA
+from areal.tests.grid.models import adapter_dir, model_dir
+from areal.utils.dtensor import local_part
+from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+
+FOUR = [pytest.mark.world(4), pytest.mark.thorough]
+LAYOUTS = [
+    pytest.param("fsdp:d1", marks=pytest.mark.world(1)),
+    pytest.param("fsdp:d2", marks=pytest.mark.world(2)),
+    pytest.param("fsdp:c2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+    pytest.param("fsdp:t2", marks=pytest.mark.world(2)),
+    pytest.param("fsdp:p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+    pytest.param("fsdp:d2t2", marks=FOUR),
+    pytest.param("megatron:d1", marks=pytest.mark.world(1)),
+    pytest.param("megatron:d2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+    pytest.param("megatron:t2", marks=pytest.mark.world(2)),
+    pytest.param("megatron:p2", marks=pytest.mark.world(2)),
+    pytest.param("megatron:t2p2", marks=FOUR),
+]
+
+
+def adapted(backend: str, **changes: Any) -> Any:
+    return started(backend, lora=LORA, **changes)
+
+
+def train(engine: TrainEngine, *seeds: int) -> None:
+    for seed in seeds:
+        engine.train_batch(mine(engine, ragged(seed)), loss)
+
+
+def of(engine: TrainEngine) -> dict[str, Tensor]:
+    """A copy of the selected adapter."""
+    return {name: tensor.clone() for name, tensor in engine.adapters.named_tensors()}
+
+
+def model_of(engine: Any) -> list[Tensor]:
+    """This rank's part of every weight of the model."""
+    return [local_part(parameter.detach()) for parameter in engine._parts.model.parameters()]
+
+
+def logprobs(engine: TrainEngine, seed: int = 0) -> list[Tensor]:
+    return engine.forward_batch(mine(engine, ragged(seed)))
+
+
+def moments(engine: TrainEngine, name: str) -> dict[str, Tensor]:
+    """This rank's part of an adapter's optimizer state."""
+    return {spec.name: part.values.clone() for spec, part in engine.adapters[name].parts(with_optim=True)}
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_one_that_was_just_added_changes_nothing(backend: str) -> None:
+    with started(backend) as engine:
+        plain = logprobs(engine)
+    with adapted(backend) as engine:
+        assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True))
+        first = of(engine)
+        engine.adapters.add("other", seed=7)
+        engine.adapters.select("other")
+        assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True))
+        ups = {name for name in first if "lora_B" in name}
+        assert ups and not any(first[name].any() for name in ups)
+        assert not any(torch.equal(x, first[name]) for name, x in of(engine).items() if name not in ups)
+
+
+@pytest.mark.world(2)
+def test_the_same_seed_draws_the_same_on_every_layout() -> None:
+    drawn = []
+    for backend in ("fsdp:d2", "fsdp:t2", "megatron:t2", "megatron:p2"):
+        with adapted(backend, seed=3) as engine:
+            drawn.append(of(engine))
+    assert all(same_bits(one, drawn[0]) for one in drawn)
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_training_leaves_every_byte_of_the_model_alone(backend: str) -> None:
+    with adapted(backend) as engine:
+        before, start = [x.clone() for x in model_of(engine)], of(engine)
+        plain = logprobs(engine)
+        train(engine, 1, 2, 3)
+        assert all(torch.equal(x, b) for x, b in zip(model_of(engine), before, strict=True))
+        assert all(p.grad is None for p in engine._parts.model.parameters())
+        assert not any(torch.equal(x, start[name]) for name, x in of(engine).items())
+        trained = logprobs(engine)
+        assert not any(torch.equal(a, b) for a, b in zip(trained, plain, strict=True) if len(a) > 1)
+        with engine.reference():
+            assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True))
+            with pytest.raises(RuntimeError, match=r"inside reference\(\) nothing is trained"):
+                engine.train_batch(mine(engine, ragged(1)), loss)
+        assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), trained, strict=True))
+        copies: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(
+            copies, {f.name: f.parameter.tolist() for f in engine.adapters["default"].factors if f.cut is None}
+        )
+        for copy in copies:
+            shared = copy.keys() & copies[0].keys()  # another pipeline stage has other layers
+            assert all(copy[name] == copies[0][name] for name in shared)
+        assert any(copies[0])
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_adapters_are_isolated_bit_for_bit(backend: str) -> None:
+    """Two that are trained in turn, their gradients pending at the same time, are what each is when it is trained alone."""
+    alone = {}
+    for name, seed in (("a", 11), ("b", 22)):
+        with adapted(backend) as engine:
+            engine.adapters.add(name, seed=seed)
+            engine.adapters.select(name)
+            if name == "b":
+                engine.set_lr(0.003)
+            train(engine, *((1, 2, 3) if name == "a" else (5, 6)))
+            alone[name] = of(engine), moments(engine, name), engine.lr
+    with adapted(backend) as engine:
+        engine.adapters.add("a", seed=11)
+        engine.adapters.add("b", seed=22)
+        engine.adapters.select("b")
+        engine.set_lr(0.003)
+        for number, name in enumerate("abab"):
+            engine.adapters.select(name)
+            step = {"a": 1, "b": 5}[name] + number // 2
+            engine.forward_backward(mine(engine, ragged(step)), loss)
+            other = "ab".replace(name, "")
+            engine.adapters.select(other)
+            if number % 2:
+                engine.optimizer_step()
+                engine.adapters.select(name)
+                engine.optimizer_step()
+        engine.adapters.select("a")
+        train(engine, 3)
+        for name, (weights, state, lr) in alone.items():
+            engine.adapters.select(name)
+            assert same_bits(of(engine), weights), name
+            assert same_bits(moments(engine, name), state), name
+            assert engine.lr == lr
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_looking_at_gradients_and_adding_more_counts_each_once(backend: str) -> None:
+    with adapted(backend) as engine:
+        train(engine, 1)
+        everything = [mine(engine, ragged(seed)) for seed in (2, 3)]
+        for batch in everything:
+            engine.forward_backward(batch, loss, normalization="sum")
+        expected = gradients_of(engine)
+        engine.zero_grad()
+        for batch in everything:
+            engine.forward_backward(batch, loss, normalization="sum")
+            found = gradients_of(engine)
+        assert_tensors(iter(found.items()), expected, 1e-5)
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_tied"])
+def test_peft_loads_what_was_saved_and_the_other_way_round(backend: str, family: str, tmp_path: Path) -> None:
+    path = model_dir(family)
+    theirs = adapter_dir(path, LORA)
+    with adapted(backend, path=path) as engine:
+        engine.adapters.load("theirs", theirs)
+        engine.adapters.select("theirs")
+        assert same_bits(of(engine), load_file(Path(theirs) / "adapter_model.safetensors"))
+        train(engine, 1, 2)
+        engine.adapters.save("theirs", tmp_path / "ours")
+        trained, found = of(engine), logprobs(engine)
+        engine.save(SaveLoadMeta(tmp_path / "merged"))
+        streamed = weights_of(engine)
+    assert same_bits(load_file(tmp_path / "ours" / "adapter_model.safetensors"), trained)
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    ours = PeftModel.from_pretrained(model, str(tmp_path / "ours")).eval()
+    assert ours.peft_config["default"].base_model_name_or_path == path
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    batch = mine_of(backend)
+    for one, expected in zip(batch, found, strict=True):
+        for other in (ours, merged):
+            assert (scores(other, one) - expected).abs().max() < 2e-5
+    plain = ours.merge_and_unload().state_dict()
+    assert_tensors(iter(streamed.items()), {name: plain[name] for name in streamed}, 1e-6)
+
+
+def mine_of(backend: str) -> list[dict[str, Tensor]]:
+    with adapted(backend) as engine:
+        return mine(engine, ragged())
+
+
+def scores(model: Any, sample: dict[str, Tensor]) -> Tensor:
+    ids = sample["input_ids"]
+    with torch.no_grad():
+        picked = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    return torch.cat([picked, torch.zeros(1)])
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        pytest.param("fsdp:d1", "fsdp:d1", marks=pytest.mark.world(1)),
+        pytest.param("fsdp:d2", "fsdp:t2", marks=pytest.mark.world(2)),
+        pytest.param("fsdp:t2", "megatron:p2", marks=pytest.mark.world(2)),
+        pytest.param("megatron:p2", "fsdp:c2", marks=pytest.mark.world(2)),
+        pytest.param("fsdp:d2t2", "fsdp:d4", marks=FOUR),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_goes_on_in_another_layout(write: str, read: str, asynchronous: bool, tmp_path: Path) -> None:
+    meta = SaveLoadMeta(tmp_path / "run", weight_format="dcp", asynchronous=asynchronous)
+    with adapted(write) as engine:
+        engine.adapters.add("second", LoRAConfig(rank=2, target_modules=("q_proj", "down_proj")), seed=5)
+        train(engine, 1)
+        engine.adapters.select("second")
+        train(engine, 2, 3)
+        engine.set_version(4)
+        engine.save(meta)
+        saved = {}
+        for name in ("default", "second"):
+            engine.adapters.select(name)
+            saved[name] = of(engine), engine.lr
+        engine.adapters.select("second")
+        train(engine, 6)
+        went_on = of(engine)
+        engine.wait_for_checkpoint()
+    with adapted(read) as engine:
+        engine.adapters.add("third")
+        engine.load(SaveLoadMeta(meta.path, weight_format="dcp"))
+        assert engine.adapters.names == ("default", "second")
+        assert (engine.adapters.selected, engine.version) == ("second", 4)
+        for name, (weights, lr) in saved.items():
+            engine.adapters.select(name)
+            assert same_bits(of(engine), weights)
+            assert engine.lr == lr
+        engine.adapters.select("second")
+        train(engine, 6)
+        if read == write:
+            assert same_bits(of(engine), went_on)
+        else:
+            before = saved["second"][0]
+            for name, weight in of(engine).items():
+                change = (went_on[name] - before[name]).norm()
+                assert change > 0
+                assert (weight - went_on[name]).norm() <= 2e-3 * change + 1e-6, name
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_one_adapter_is_saved_and_goes_on_by_itself(backend: str, tmp_path: Path) -> None:
+    with adapted(backend) as engine:
+        train(engine, 1, 2)
+        engine.adapters.save("default", tmp_path / "one", with_optim=True)
+        engine.adapters.load("copy", tmp_path / "one", with_optim=True)
+        engine.adapters.load("afresh", tmp_path / "one")
+        rate = engine.lr
+        after = {}
+        for name in ("default", "copy", "afresh"):
+            engine.adapters.select(name)
+            assert (engine.lr == rate) == (name != "afresh")
+            train(engine, 3)
+            after[name] = of(engine)
+        assert same_bits(after["copy"], after["default"])
+        assert not same_bits(after["afresh"], after["default"])
+
+
+@pytest.mark.world(1, 2)
+def test_names_and_files_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    backend = f"fsdp:d{dist.get_world_size()}"
+    with adapted(backend) as engine:
+        adapters = engine.adapters
+        before = of(engine)
+        other = adapter_dir(model_dir("llama", hidden_size=24, head_dim=6), LORA)
+        few = adapter_dir(model_dir("llama"), LoRAConfig(target_modules=("embed_tokens",)))
+        adapters.save("default", tmp_path / "plain")
+        for call, message in (
+            (lambda: adapters.select("b"), r"no adapter 'b': choose one of default"),
+            (lambda: adapters.remove("b"), r"no adapter 'b'"),
+            (lambda: adapters.remove("default"), r"'default' is selected: select another"),
+            (lambda: adapters.save("b", tmp_path / "b"), r"no adapter 'b'"),
+            (lambda: adapters.add("default"), r"there is an adapter 'default' already"),
+            (lambda: adapters.add("../up"), r"adapter name '../up'"),
+            (lambda: adapters.add("b", LoRAConfig(target_modules=("nothing",))), r"(?s)target_modules = \('nothing',\).*not found"),
+            (lambda: adapters.add("b", LoRAConfig(target_modules=("lm_head",))), r"layer lm_head cannot have an adapter"),
+            (lambda: adapters.load("b", tmp_path / "nowhere"), r"no adapter that peft can read"),
+            (lambda: adapters.load("b", other), r"has shape \[.*\], but the model needs"),
+            (lambda: adapters.load("b", few), r"embed_tokens, which is not a linear layer"),
+            (lambda: adapters.load("b", tmp_path / "plain", with_optim=True), r"saved without optimizer state"),
+            (lambda: engine.load(SaveLoadMeta(model_dir("qwen3"))), r"load an adapter with engine.adapters.load"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        assert adapters.names == ("default",)
+        assert same_bits(of(engine), before)
+        train(engine, 1)
+
+
+@pytest.mark.world(1)
+def test_engines_without_adapters_say_so() -> None:
+    with started("fsdp:d1") as engine:
+        with pytest.raises(RuntimeError, match=r"has no adapters: set TrainEngineConfig.lora"):
+            _ = engine.adapters
+        with pytest.raises(RuntimeError, match=r"make a second engine"):
+            engine.reference()
+    with pytest.raises(ValueError, match=r"value_head = True with lora"):
+        config("fsdp:d1", value_head=True, lora=LORA)
+    with pytest.raises(ValueError, match=r"the moments of adapters are float32"):
+        config("fsdp:d1", fsdp={"optimizer_state_dtype": "bfloat16"}, lora=LORA)
+
+
+@pytest.mark.world(1)
+def test_an_adapter_without_an_optimizer_computes() -> None:
+    theirs = adapter_dir(model_dir("qwen3"), LORA)
+    with adapted("fsdp:d1", optimizer=None) as engine:
+        plain = logprobs(engine)
+        engine.adapters.load("default", theirs)
+        assert not any(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True) if len(a) > 1)
+        with pytest.raises(RuntimeError, match="no optimizer"):
+            train(engine, 1)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
+def test_offloading_the_model_changes_nothing(backend: str) -> None:
+    results = []
+    for offload in (False, True):
+        with adapted(backend) as engine:
+            for seed in (1, 2):
+                engine.forward_backward(mine(engine, ragged(seed)), loss)
+                if offload:
+                    engine.offload()
+                    assert all(x.untyped_storage().nbytes() == 0 for x in model_of(engine))
+                engine.optimizer_step()
+            results.append(of(engine))
+    assert same_bits(*results)

@@ -1,0 +1,245 @@
+"""Weights from and to Hugging Face files: slices in, full tensors out, under the names that transformers writes."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Transpose, WeightConverter
+
+from areal.api import FinetuneSpec
+from areal.engine.checkpoint import tensor_layout as naming
+from areal.engine.checkpoint.tensor_layout import disk_layout, stored_tensors
+from areal.engine.registry import create_engine
+from areal.engine.checkpoint.safetensors import TensorFiles
+from areal.tests.grid.models import FAMILIES, model_dir
+from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.world import cached, world
+
+
+def on_disk(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of a model directory."""
+    return {
+        key: tensor
+        for file in sorted(Path(folder).glob("model*.safetensors"))
+        for key, tensor in load_file(file).items()
+    }
+
+
+def layout(world_size: int) -> str:
+    return {1: "fsdp:d1", 2: "fsdp:d2", 4: "fsdp:r2d2"}[world_size]
+
+
+@pytest.mark.world(1, 2, 4)
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_streams_what_transformers_wrote(family: str, world_size: int) -> None:
+    path = model_dir(family)
+    with started(f"fsdp:d{world_size}", path=path) as engine:
+        assert same_bits(weights_of(engine), on_disk(path))
+        names = [name for name, _ in engine.named_tensors()]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "qwen3_tied"])
+def test_computed_buffers_and_ties_survive_the_meta_device(family: str, world_size: int) -> None:
+    path = model_dir(family)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with started(layout(world_size), path=path) as engine:
+        hf = engine._parts.model[0].hf
+        expected = dict(plain.named_buffers())
+        assert expected
+        assert all(torch.equal(buffer, expected[name]) for name, buffer in hf.named_buffers())
+        tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+        assert tied == plain.config.tie_word_embeddings
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_each_rank_reads_its_own_slices(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = [], TensorFiles.read
+
+    def counting(files: TensorFiles, key: str, index: tuple[slice, ...]) -> Tensor:
+        tensor = original(files, key, index)
+        read.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(TensorFiles, "read", counting)
+    path = model_dir(family)
+    with started("fsdp:d4", path=path):
+        counts: list[int] = [0] * 4
+        dist.all_gather_object(counts, sum(read))
+    total = sum(tensor.numel() for tensor in on_disk(path).values())
+    assert sum(counts) == total
+    assert max(counts) < 0.3 * total
+
+
+@pytest.mark.world(1, 2, 4)
+def test_random_weights_are_the_same_on_every_layout(world_size: int) -> None:
+    path = model_dir("qwen3_moe")
+    with started(layout(world_size), path=path, init_from_scratch=True, value_head=True, seed=5) as engine:
+        weights = weights_of(engine)
+        digest = hashlib.sha256(
+            b"".join(t.contiguous().numpy().tobytes() for _, t in sorted(weights.items()))
+        ).hexdigest()
+        assert cached("random-weights", "qwen3_moe", lambda: digest) == digest
+        assert not same_bits({k: v for k, v in weights.items() if "value_head" not in k}, on_disk(path))
+    with started(layout(world_size), path=path, init_from_scratch=True, value_head=True, seed=6) as engine:
+        assert not torch.equal(weights_of(engine)["lm_head.weight"], weights["lm_head.weight"])
+
+
+@pytest.mark.world(2, 4)
+def test_an_engine_outlives_another_of_the_same_layout(world_size: int) -> None:
+    """Their meshes are equal, and torch keeps what it knows of sharded tensors by mesh: groups must not be mixed up."""
+    backend = {2: "fsdp:d2", 4: "fsdp:r2d2"}[world_size]
+    with started(backend) as outer:
+        before = weights_of(outer)
+        for _ in range(2):
+            with started(backend, optimizer=None) as inner:
+                assert same_bits(weights_of(inner), before)
+        assert same_bits(weights_of(outer), before)
+        outer.train_batch(mine(outer, ragged()), loss)
+        assert not same_bits(weights_of(outer), before)
+
+
+@pytest.mark.world(1, 2)
+def test_gradients_have_the_names_of_the_weights_and_zeros_where_there_are_none(world_size: int) -> None:
+    path = model_dir("qwen3_moe")
+    with started(f"fsdp:d{world_size}", path=path, value_head=True) as engine:
+        engine.forward_backward(mine(engine, ragged()), loss)
+        gradients = gradients_of(engine)
+        engine.zero_grad()
+        shapes = {name: tensor.shape for name, tensor in weights_of(engine).items()}
+    assert {name: tensor.shape for name, tensor in gradients.items()} == shapes
+    assert not gradients["value_head.weight"].any()
+    assert gradients["lm_head.weight"].any()
+    assert gradients["model.layers.0.mlp.experts.0.gate_proj.weight"].any()
+
+
+@pytest.mark.world(1, 2)
+def test_streamed_weights_are_copies(world_size: int) -> None:
+    with started(f"fsdp:d{world_size}") as engine:
+        kept = dict(engine.named_tensors())
+        before = {name: tensor.clone() for name, tensor in kept.items()}
+        engine.train_batch(mine(engine, ragged()), loss)
+        assert same_bits(kept, before)
+        assert not same_bits(weights_of(engine), before)
+
+
+@pytest.mark.world(1, 2)
+def test_a_value_head_is_read_from_its_own_file(world_size: int, tmp_path: Path) -> None:
+    folder = copied("qwen3", tmp_path)
+    head = torch.arange(32.0).view(1, 32)
+    if world().rank == 0:
+        save_file({"value_head.weight": head}, folder / "value_head.safetensors")
+    dist.barrier()
+    with started(f"fsdp:d{world_size}", path=str(folder), value_head=True) as engine:
+        assert torch.equal(weights_of(engine)["value_head.weight"], head)
+    with started(f"fsdp:d{world_size}", path=str(folder)) as engine:
+        assert "value_head.weight" not in weights_of(engine)
+
+
+def test_a_form_that_has_no_slices_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    transposed = WeightConverter("q_proj.weight", "q_proj.weight", [Transpose(0, 1)])
+    monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda hf, add_legacy: [transposed])
+    model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"))
+    with pytest.raises(ValueError, match=r"'qwen3'.*layers\.0\.self_attn\.q_proj\.weight"):
+        disk_layout(model)
+
+
+def test_pieces_cover_every_tensor_once() -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3_moe"))
+    tensors = dict(stored_tensors(model))
+    for name, pieces in disk_layout(model).items():
+        seen = torch.zeros(tensors[name].shape, dtype=torch.int64)
+        for piece in pieces:
+            seen[piece.box] += 1
+        assert (seen == 1).all(), name
+
+
+# ---- files that do not fit
+
+
+def copied(family: str, tmp_path: Path) -> Path:
+    """A copy of a model directory, made by the first rank."""
+    folder = tmp_path / "model"
+    if world().rank == 0:
+        shutil.copytree(model_dir(family), folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return folder
+
+
+def edit(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def only_pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def dangling_index(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+DAMAGES = {
+    "missing": (edit(lambda t: t.pop("model.norm.weight")), r"no 'model\.norm\.weight'"),
+    "shape": (
+        edit(lambda t: t.update({"model.norm.weight": torch.ones(7)})),
+        r"model\.safetensors: 'model\.norm\.weight' has shape \[7\].*\[32\]",
+    ),
+    "extra": (edit(lambda t: t.update({"model.more": torch.ones(7)})), r"model\.safetensors has 'model\.more'"),
+    "truncated": (truncate, r"model\.safetensors cannot be read.*damaged"),
+    "pickled": (only_pickled, r"pytorch_model\.bin.*save_pretrained"),
+    "index": (dangling_index, r"names model-00001-of-00002\.safetensors, which is not there"),
+}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("damage", [*DAMAGES])
+def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Path) -> None:
+    apply, message = DAMAGES[damage]
+    folder = copied("qwen3", tmp_path)
+    if world().rank == 0:
+        apply(folder)
+    dist.barrier()
+    engine = create_engine(config("fsdp:d2", path=str(folder)))
+    with pytest.raises(ValueError, match=message):
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+    with started("fsdp:d2"):  # the world is as good as before
+        dist.barrier()
+
+
+@pytest.mark.world(2)
+def test_extra_keys_that_are_no_fault(tmp_path: Path) -> None:
+    folder = copied("qwen3_tied", tmp_path)
+    if world().rank == 0:
+        edit(
+            lambda t: t.update(
+                {"lm_head.weight": t.pop("model.embed_tokens.weight"), "model.rotary_emb.inv_freq": torch.ones(4)}
+            )
+        )(folder)
+    dist.barrier()
+    with started("fsdp:d2", path=str(folder)) as engine:
+        weights = weights_of(engine)
+    assert torch.equal(
+        weights["model.embed_tokens.weight"], on_disk(model_dir("qwen3_tied"))["model.embed_tokens.weight"]
+    )

@@ -1,0 +1,241 @@
+"""What is the Megatron engine's own: when it reduces, how it splits layers, which settings it refuses, and that it leaves no global state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from areal.api import FinetuneSpec
+from areal.api.config import MegatronConfig
+from areal.engine.registry import create_engine
+from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
+from areal.tests.grid.layouts import Cell, Layout
+from areal.tests.grid.running import STAND_STILL, running
+from areal.tests.harness.tiny import config, loss, mine, ragged, started
+
+pytest.importorskip("megatron.core")
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
+
+
+def cell(backend: str, *, family: str = "qwen3", dtype: str = "float32", changes: Any = None, **options: Any) -> Cell:
+    layout = Layout(backend, options={"megatron": options}, changes=changes or {})
+    return Cell(layout, family, cut="tokens24", dtype=dtype)
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    """The reductions of gradient buckets that this rank starts, counted."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    kind, count = param_and_grad_buffer._ParamAndGradBucketGroup, [0]
+    original = kind.start_grad_sync
+
+    def counting(self: Any, *args: Any, **options: Any) -> None:
+        count[0] += self.grad_reduce_handle is None
+        original(self, *args, **options)
+
+    kind.start_grad_sync = counting
+    try:
+        yield count
+    finally:
+        kind.start_grad_sync = original
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["plain", "overlap"])
+def test_gradients_are_reduced_once_per_step_however_many_calls(overlap: dict[str, Any], world_size: int) -> None:
+    backend = {2: "megatron:d2", 4: "megatron:d2p2"}[world_size]
+    with running(cell(backend, **overlap)) as run, counted_reductions() as count:
+        engine, batch = run.engine, run.batch()
+        call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
+        expected, _ = run.expected()
+        buckets = sum(
+            len(chunk.bucket_groups) + len(chunk.expert_parallel_bucket_groups) for chunk in engine._parts.model
+        )
+        assert buckets > 1 if overlap and world_size == 2 else buckets >= 1
+        for _ in range(3):  # the second round knows which parameters to wait for
+            for _ in range(3):
+                engine.forward_backward(batch, *call, loss_weight=1 / 3)
+            assert count[0] == 0, "a call reduced, although more could follow"
+            assert_number(engine.optimizer_step().grad_norm, expected.grad_norm, run.cell.tolerance)
+            assert count[0] == buckets
+            count[0] = 0
+            assert_number(engine.train_batch(batch, *call).grad_norm, expected.grad_norm, run.cell.tolerance)
+            assert count[0] == buckets
+            count[0] = 0
+
+
+@pytest.mark.world(2)
+def test_an_overlapped_reduction_starts_in_the_backward(world_size: int) -> None:
+    with running(cell("megatron:d2", **OVERLAP)) as run, counted_reductions() as count:
+        call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
+        run.engine.train_batch(run.batch(), *call)
+        seen = []
+        finalize = run.engine._gradients.finalize
+        run.engine._gradients.finalize = lambda: (seen.append(count[0]), finalize())
+        count[0] = 0
+        run.engine.train_batch(run.batch(), *call)
+        assert seen[0] > 0, "nothing was reduced before the step"
+        assert count[0] == seen[0], "the rest was reduced at the step"
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("megatron:d2", {}), ("megatron:d2", OVERLAP), ("megatron:t2", {}), ("megatron:p2", {})],
+    ids=["d2", "d2-overlap", "t2", "p2"],
+)
+def test_looking_at_gradients_between_calls_changes_nothing(
+    backend: str, options: dict[str, Any], world_size: int
+) -> None:
+    with running(cell(backend, family="qwen3_tied", **options)) as run:
+        engine, batch = run.engine, run.batch()
+        call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
+        expected, _ = run.expected()
+        for calls in (1, 2, 3):
+            engine.forward_backward(batch, *call)
+            seen = ((name, tensor / calls) for name, tensor in engine.named_gradients())
+            assert_tensors(seen, expected.gradients, run.cell.gradient_tolerance)
+        assert_number(engine.optimizer_step().grad_norm / 3, expected.grad_norm, run.cell.tolerance)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({"first_stage_layers": 1}, 3),
+        ({"last_stage_layers": 1}, 4),
+        ({"first_stage_layers": 3, "last_stage_layers": 2}, 5),
+    ],
+    ids=["1+2", "3+1", "3+2"],
+)
+def test_stages_of_unequal_depth(options: dict[str, int], layers: int, world_size: int) -> None:
+    with running(cell("megatron:p2", dtype="float64", changes={"num_hidden_layers": layers}, **options)) as run:
+        call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
+        expected, _ = run.expected()
+        held = [len(chunk.module.decoder.layers) for chunk in run.engine._parts.model]
+        first = options.get("first_stage_layers", layers - options.get("last_stage_layers", 0))
+        assert held == [first if run.engine.mesh["pp"].get_local_rank() == 0 else layers - first]
+        assert_step(run.engine.forward_backward(run.batch(), *call), expected, run.cell.tolerance)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, run.cell.tolerance)
+
+
+@pytest.mark.world(1, 2)
+def test_sliding_windows(world_size: int) -> None:
+    windows = {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    backend = {1: "megatron:d1", 2: "megatron:c2"}[world_size]
+    with running(cell(backend, family="qwen2", dtype="float64", changes=windows)) as run:
+        call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
+        expected, _ = run.expected()
+        assert_step(run.engine.forward_backward(run.batch(), *call), expected, run.cell.tolerance)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, run.cell.tolerance)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("backend", "changes", "said"),
+    [
+        ("megatron:d1", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("megatron:d1", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ("megatron:d1", {"attention_bias": True}, "attention_bias = True"),
+        ("megatron:d1", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_what_would_be_built_wrongly_is_refused(
+    backend: str, changes: dict[str, Any], said: str, world_size: int
+) -> None:
+    made = cell(backend, family="llama", changes=changes)
+    engine = create_engine(made.config(STAND_STILL))
+    with pytest.raises(ValueError, match=said):
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+    engine.destroy()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("backend", "family", "options", "said"),
+    [
+        ("megatron:t2", "smollm", {}, "9 query heads"),
+        ("megatron:e2", "qwen3", {}, "0 experts"),
+        ("megatron:p2v2", "qwen3", {}, "2 layers do not split"),
+        ("megatron:p2", "qwen3", {"first_stage_layers": 2}, "do not split"),
+        ("megatron:t2", "qwen3_moe", {"sequence_parallel": False}, "sequence_parallel"),
+        ("megatron:d2", "gemma3_text", {}, "gemma3_text"),
+        ("megatron:d2", "qwen3", {"first_stage_layers": 1}, "no pipeline"),
+    ],
+)
+def test_layouts_that_a_model_cannot_take_are_refused_on_every_rank(
+    backend: str, family: str, options: dict[str, Any], said: str, world_size: int
+) -> None:
+    engine = create_engine(cell(backend, family=family, **options).config(STAND_STILL))
+    with pytest.raises(ValueError, match=said):
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+    engine.destroy()
+
+
+@pytest.mark.world(1)
+def test_what_it_cannot_recompute_is_refused() -> None:
+    with create_engine(config("megatron:d1", activation_checkpointing="selective")) as engine:
+        with pytest.raises(ValueError, match="'selective': the Megatron engine has 'none' and 'full'"):
+            engine.initialize(FinetuneSpec(total_train_steps=1))
+
+
+def test_overlapped_gathers_need_what_they_overlap_with() -> None:
+    with pytest.raises(ValueError, match="overlap_param_gather = True needs"):
+        MegatronConfig(overlap_param_gather=True)
+
+
+@pytest.mark.world(2)
+def test_two_layouts_take_turns_in_one_world(world_size: int) -> None:
+    """Each trains as it does alone, with steps of the other in between."""
+    from megatron.core import parallel_state
+
+    def alone(backend: str) -> list[float]:
+        with started(backend) as engine:
+            return [engine.train_batch(mine(engine, ragged(seed)), loss).loss for seed in range(3)]
+
+    expected = {backend: alone(backend) for backend in ("megatron:p2", "megatron:d2", "fsdp:d2")}
+    engines = {backend: create_engine(config(backend)) for backend in expected}
+    for engine in engines.values():
+        engine.initialize(FinetuneSpec(total_train_steps=1000))
+    found: dict[str, list[float]] = {backend: [] for backend in expected}
+    for seed in range(3):
+        for backend, engine in engines.items():
+            found[backend].append(engine.train_batch(mine(engine, ragged(seed)), loss).loss)
+    for engine in engines.values():
+        engine.destroy()
+    assert found == expected
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+@pytest.mark.world(1)
+def test_the_cpu_stands_in_for_cuda_alone(world_size: int) -> None:
+    from areal.engine.megatron import cpu
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        pytest.raises(RuntimeError, match="CUDA is available"),
+    ):
+        cpu.install()
+
+
+@pytest.mark.world(1)
+def test_what_the_cpu_answers_is_seen_by_megatron_alone(world_size: int) -> None:
+    with started("megatron:d1"):
+        assert torch.zeros(1).type() == "torch.FloatTensor"
+        with FakeTensorMode():
+            assert torch.zeros(1, device="cuda").is_cuda
+        with torch.device("meta"):
+            assert torch.empty(1).is_meta

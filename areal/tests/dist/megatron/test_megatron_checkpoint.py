@@ -1,0 +1,386 @@
+"""Checkpoints of the Megatron engine: what comes back, in which layout, and for whom."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from areal.api import OptimizerConfig, SaveLoadMeta
+from areal.engine.checkpoint.dcp import read_metadata, read_tensors
+from areal.engine.checkpoint.atomic_dir import is_complete, verify
+from areal.tests.dist.checkpoint.test_checkpoint import Counter, flip, step, unharmed
+from areal.tests.grid.models import VOCAB, model_dir
+from areal.tests.harness.processes import needs_own_world, succeed
+from areal.tests.harness.tiny import same_bits, started, weights_of
+from areal.tests.harness.world import world
+
+pytest.importorskip("megatron.core")
+
+DCP: Any = "dcp"
+PLAIN = {"megatron": {"distributed_optimizer": False}}
+OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
+WIDE = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}
+DEEP = {"num_hidden_layers": 4}
+
+
+def model(family: str = "qwen3", **changes: Any) -> str:
+    return model_dir(family, **changes)
+
+
+# ---- going on in the same layout
+
+
+SAME: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "d1": (1, "d1", "qwen3", {}),
+    "sgd": (1, "d1", "qwen3", {"optimizer": OptimizerConfig(type="sgd", lr=0.1, momentum=0.9), **PLAIN}),
+    "d2": (2, "d2", "qwen3_tied", {}),
+    "d2-bf16": (2, "d2", "qwen3", {"dtype": "bfloat16"}),
+    "d2-bf16-plain": (2, "d2", "qwen3", {"dtype": "bfloat16", **PLAIN}),
+    "d2-float64": (2, "d2", "qwen3", WIDE),
+    "t2": (2, "t2", "qwen3_tied", {}),
+    "p2": (2, "p2", "qwen3_tied", {}),
+    "c2": (2, "c2", "qwen3", {}),
+    "e2": (2, "e2", "qwen3_moe", {}),
+    "d2t2": (4, "d2t2", "qwen3", {}),
+    "e2p2": (4, "e2p2", "qwen3_moe", {}),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.world(world)) for name, (world, *_) in SAME.items()]
+)
+def test_goes_on_bit_for_bit(name: str, asynchronous: bool, tmp_path: Path) -> None:
+    """A run with a schedule that stops after two steps and goes on, against one that never stopped."""
+    _, letters, family, options = SAME[name]
+    options = {"path": model(family), **options}
+    with started(f"megatron:{letters}", **options) as engine:
+        step(engine, 1)
+        step(engine, 2)
+        engine.set_version(7)
+        meta = SaveLoadMeta(tmp_path / "run", DCP, asynchronous=asynchronous, stateful={"data": Counter(3)})
+        engine.save(meta)
+        step(engine, 3)
+        engine.wait_for_checkpoint()
+        expected, lr = weights_of(engine), engine.lr
+        engine.load(SaveLoadMeta(tmp_path / "run", DCP))
+        step(engine, 3)
+        assert same_bits(weights_of(engine), expected)
+    with started(f"megatron:{letters}", **options) as engine:
+        data = Counter()
+        engine.load(SaveLoadMeta(tmp_path / "run", DCP, stateful={"data": data}))
+        assert (engine.version, data.state["count"]) == (7, 3)
+        step(engine, 3)
+        assert engine.lr == lr
+        assert same_bits(weights_of(engine), expected)
+
+
+@pytest.mark.world(2)
+def test_parameters_on_their_way_are_saved(tmp_path: Path) -> None:
+    """With overlap the updated parameters are gathered in the next forward, which never comes here."""
+    with started("megatron:d2", path=model(), dtype="bfloat16", **OVERLAP) as engine:
+        step(engine, 1)
+        engine.save(SaveLoadMeta(tmp_path / "run", DCP))
+        expected = weights_of(engine)
+    with started("megatron:d2", path=model(), dtype="bfloat16", **OVERLAP) as engine:
+        engine.load(SaveLoadMeta(tmp_path / "run", DCP))
+        assert same_bits(weights_of(engine), expected)
+
+
+# ---- in other layouts
+
+
+def everything(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, in full, optimizer state too."""
+    metadata = read_metadata(path)
+    tensors = {
+        key: torch.full(found.size, torch.nan, dtype=found.properties.dtype)
+        for key, found in metadata.state_dict_metadata.items()
+    }
+    read_tensors(path, metadata, tensors)
+    return tensors
+
+
+CHAINS: dict[str, tuple[int, str, dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
+    "dense": (2, "qwen3", {}, [("t2", {}), ("p2", {}), ("d2", {}), ("c2", PLAIN), ("t2", {})]),
+    "tied": (2, "qwen3_tied", {"value_head": True}, [("p2", {}), ("d2", {}), ("t2", PLAIN), ("p2", {})]),
+    "bf16": (2, "qwen3", {"dtype": "bfloat16"}, [("d2", {}), ("t2", {}), ("p2", {})]),
+    "moe": (2, "qwen3_moe", {}, [("e2", {}), ("d2", {}), ("(attn:d1t2|ffn:d1e2)", {}), ("p2", {}), ("e2", {})]),
+    "four": (4, "qwen3", {}, [("d2t2", {}), ("d4", {}), ("t2p2", {}), ("d2p2", {})]),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.world(world)) for n, (world, *_) in CHAINS.items()])
+def test_other_layouts_hold_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Loaded in one layout after the other, and saved there without a step: weights, main parameters and moments."""
+    _, family, options, chain = CHAINS[name]
+    options = {"path": model(family), **options}
+    for i, (letters, more) in enumerate(chain):
+        with started(f"megatron:{letters}", **options, **more) as engine:
+            if i == 0:
+                step(engine, 1)
+                step(engine, 2)
+                expected = weights_of(engine)
+            else:
+                engine.load(SaveLoadMeta(tmp_path / str(i - 1), DCP))
+                assert same_bits(weights_of(engine), expected), letters
+            engine.save(SaveLoadMeta(tmp_path / str(i), DCP))
+    first, last = everything(tmp_path / "0"), everything(tmp_path / str(len(chain) - 1))
+    assert same_bits(first, last)
+    for key in first:
+        if not key.startswith("optimizer.state."):
+            moments = first[f"optimizer.state.exp_avg.{key}"]
+            assert moments.any() != (key == "value_head.weight"), key  # of which the loss knows nothing
+
+
+@pytest.mark.world(2)
+def test_interleaved_stages(tmp_path: Path) -> None:
+    with started("megatron:p2v2", path=model(**DEEP)) as engine:
+        step(engine, 1)
+        engine.save(SaveLoadMeta(tmp_path / "v2", DCP))
+        expected = weights_of(engine)
+    with started("megatron:p2", path=model(**DEEP)) as engine:
+        engine.load(SaveLoadMeta(tmp_path / "v2", DCP))
+        assert same_bits(weights_of(engine), expected)
+        engine.save(SaveLoadMeta(tmp_path / "p2", DCP))
+    assert same_bits(everything(tmp_path / "v2"), everything(tmp_path / "p2"))
+
+
+@pytest.mark.world(2)
+def test_a_vocabulary_that_ranks_cannot_share_evenly(tmp_path: Path) -> None:
+    path = model(vocab_size=VOCAB + 1)
+    with started("megatron:t2", path=path) as engine:
+        step(engine, 1)
+        engine.save(SaveLoadMeta(tmp_path / "t2", DCP))
+        expected = weights_of(engine)
+    with started("megatron:d2", path=path) as engine:
+        engine.load(SaveLoadMeta(tmp_path / "t2", DCP))
+        assert same_bits(weights_of(engine), expected)
+        engine.save(SaveLoadMeta(tmp_path / "d2", DCP))
+    with started("megatron:t2", path=path) as engine:
+        engine.load(SaveLoadMeta(tmp_path / "d2", DCP))
+        assert same_bits(weights_of(engine), expected)
+    message = rf"word_embeddings.weight' is of a vocabulary of {VOCAB + 1}, but the model's has {VOCAB + 2}"
+    with (
+        started("megatron:t2", path=model(vocab_size=VOCAB + 2)) as engine,
+        unharmed(engine),
+        pytest.raises(ValueError, match=message),
+    ):
+        engine.load(SaveLoadMeta(tmp_path / "t2", DCP))
+
+
+DTYPES = {
+    "bf16 to float32": ("bfloat16", {}, "float32", {}),
+    "plain float32 to bf16": ("float32", PLAIN, "bfloat16", {}),
+}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", [*DTYPES])
+def test_main_parameters_come_back_in_another_dtype(name: str, tmp_path: Path) -> None:
+    """Whole, wherever the optimizer keeps them."""
+    dtype, more, other, others = DTYPES[name]
+    with started("megatron:d2", path=model(), dtype=dtype, **more) as engine:
+        step(engine, 1)
+        engine.save(SaveLoadMeta(tmp_path / "run", DCP))
+        engine.save(SaveLoadMeta(tmp_path / "hf"))
+    with started("megatron:d2", path=model(), dtype=other, **others) as engine:
+        engine.load(SaveLoadMeta(tmp_path / "run", DCP))
+        engine.save(SaveLoadMeta(tmp_path / "again"))
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "hf"))
+    assert found["model.norm.weight"].dtype == torch.float32
+    assert same_bits(found, expected)
+
+
+def go_on(letters: str, read: str | None, write: str, seed: int, family: str) -> None:
+    """One step of a run: from a checkpoint, and into the next."""
+    with started(f"megatron:{letters}", path=model(family, **DEEP)) as engine:
+        if read is not None:
+            engine.load(SaveLoadMeta(read, DCP))
+        step(engine, seed)
+        engine.save(SaveLoadMeta(write, DCP))
+        engine.save(SaveLoadMeta(f"{write}-hf"))
+
+
+RUNS = {"qwen3": ["t2", "p2v2", "p2", "d2", "d1"], "qwen3_moe": ["e2", "d2", "e2p2", "d1"]}
+
+
+@needs_own_world
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
+    """One step in each layout, against as many in one that never stopped."""
+    chain = RUNS[family]
+    for run, layouts in {"moved": chain, "stayed": ["d1"] * len(chain)}.items():
+        read = None
+        for i, letters in enumerate(layouts):
+            write = str(tmp_path / f"{run}{i}")
+            size = 4 if letters == "e2p2" else int(letters[1])
+            succeed(size, go_on, letters, read, write, i, family, timeout=180)
+            read = write
+    moved, stayed = (
+        load_file(tmp_path / f"{run}{len(chain) - 1}-hf" / "model.safetensors") for run in ("moved", "stayed")
+    )
+    start = load_file(Path(model(family, **DEEP)) / "model.safetensors")
+    assert moved.keys() == stayed.keys()
+    for name in moved:
+        # By norms: where a gradient is next to nothing, AdamW makes a step of its rounding.
+        change = (stayed[name] - start[name]).norm()
+        assert (moved[name] - stayed[name]).norm() < 1e-3 * change, name
+
+
+# ---- for others, and from others
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("letters", "family"), [("p2", "qwen3"), ("t2", "qwen3"), ("e2", "qwen3_moe")])
+def test_megatron_core_loads_it(letters: str, family: str, tmp_path: Path) -> None:
+    """By ``dist_checkpointing.load``, into the state that its own optimizer asks for."""
+    from megatron.core import dist_checkpointing
+
+    with started(f"megatron:{letters}", path=model(family)) as engine:
+        step(engine, 1)
+        engine.save(SaveLoadMeta(tmp_path / "run", DCP))
+        found = dist_checkpointing.load_content_metadata(str(tmp_path / "run"))
+        metadata = {**found, "dp_cp_group": engine._parts.checkpointer._groups.dp_cp}
+        checkpointer = engine._parts.checkpointer
+        own = checkpointer._chunks[0].module.sharded_state_dict(metadata=metadata)
+        with torch.no_grad():
+            asked = checkpointer._chained.sharded_state_dict(own, is_loading=True, metadata=metadata)
+        state = dist_checkpointing.load({"optimizer": asked}, str(tmp_path / "run"))["optimizer"]
+        parts = checkpointer._chained.chained_optimizers
+        for i, part in enumerate(parts):
+            loaded = state[i] if len(parts) > 1 else state
+            kept = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+            for name in ("param", "exp_avg", "exp_avg_sq"):
+                entries = loaded["param_state"].values()
+                flat = torch.cat([entry[name].flatten() for entry in entries])
+                buffers = [
+                    buffer for key, by_dtype in kept.items() if isinstance(key, int) for buffer in by_dtype.values()
+                ]
+                held = torch.cat(
+                    [
+                        buffers[at][name][start:stop]
+                        for at, buffer in enumerate(part.buffers)
+                        for start, stop, _ in buffer.param_index_map.values()
+                    ]
+                )
+                assert torch.equal(flat, held)
+                assert flat.any()
+            assert loaded["optimizer"]["param_groups"][0]["step"] == 1
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("letters", ["t2", "p2"])
+def test_loads_what_the_fsdp_engine_saved(letters: str, tmp_path: Path) -> None:
+    with started("fsdp:d2", path=model()) as engine:
+        step(engine, 1)
+        engine.save(SaveLoadMeta(tmp_path / "hf"))
+        engine.save(SaveLoadMeta(tmp_path / "dcp", DCP))
+        expected = weights_of(engine)
+    with started(f"megatron:{letters}", path=model()) as engine:
+        with unharmed(engine), pytest.raises(ValueError, match=r"by the engine 'fsdp'.*weight_format='hf'"):
+            engine.load(SaveLoadMeta(tmp_path / "dcp", DCP))
+        engine.load(SaveLoadMeta(tmp_path / "hf"))
+        assert same_bits(weights_of(engine), expected)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_an_optimizer(dtype: str, tmp_path: Path) -> None:
+    light, full = SaveLoadMeta(tmp_path / "light", DCP, with_optim=False), SaveLoadMeta(tmp_path / "full", DCP)
+    with started("megatron:d2", path=model(), dtype=dtype) as engine:
+        step(engine, 1)
+        engine.save(light)
+        engine.save(full)
+        expected = weights_of(engine)
+        with pytest.raises(ValueError, match=r"light was saved with no optimizer state.*with_optim=False"):
+            engine.load(SaveLoadMeta(tmp_path / "light", DCP))
+        step(engine, 2)
+        engine.load(light)
+        assert same_bits(weights_of(engine), expected)
+        engine.set_lr(0.0)
+        step(engine, 3)  # copies the main parameters to the model's
+        assert same_bits(weights_of(engine), expected)
+    with started("megatron:d2", path=model(), dtype=dtype, optimizer=None) as engine:
+        engine.load(full)
+        assert same_bits(weights_of(engine), expected)
+
+
+# ---- many, in the background, and faults
+
+
+@pytest.mark.world(2)
+def test_an_asynchronous_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
+    """The tensors change under it in place, as fast as they can."""
+    meta = SaveLoadMeta(tmp_path / "saved", DCP, asynchronous=True)
+    with started("megatron:d2", path=model()) as engine:
+        step(engine, 1)
+        engine.save(SaveLoadMeta(tmp_path / "now", DCP))
+        engine.save(meta)
+        for seed in range(2, 5):
+            step(engine, seed)
+        engine.wait_for_checkpoint()
+        assert is_complete(tmp_path / "saved")
+    assert same_bits(everything(tmp_path / "saved"), everything(tmp_path / "now"))
+
+
+@pytest.mark.world(2)
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    with started("megatron:p2", path=model()) as engine:
+        for i in (0, 1, 2, 1):
+            step(engine, i)
+            engine.save(SaveLoadMeta(tmp_path / f"step{i}", DCP, keep_last=2, asynchronous=i == 2))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step1", "step2"]
+        files = {file.name for file in verify(tmp_path / "step1").files}
+        assert {".metadata", "common.pt", "metadata.json", "state.pt", "rng-00001.pt", "__1_0.distcp"} <= files
+
+
+DAMAGES = {
+    "value": (lambda path: flip(path / "__1_0.distcp"), r"__1_0\.distcp is damaged: its checksum"),
+    "metadata": (lambda path: flip(path / ".metadata"), r"\.metadata is damaged"),
+    "missing": (lambda path: (path / "state.pt").unlink(), r"state\.pt is missing"),
+    "manifest": (lambda path: (path / "manifest.json").unlink(), r"no complete checkpoint"),
+}
+
+
+@pytest.mark.world(2)
+def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    with started("megatron:p2", path=model()) as engine:
+        engine.save(SaveLoadMeta(tmp_path / "saved", DCP))
+        step(engine, 1)
+        for name, (spoil, message) in DAMAGES.items():
+            if world().rank == 0:
+                shutil.copytree(tmp_path / "saved", tmp_path / name)
+                spoil(tmp_path / name)
+            dist.barrier()
+            with unharmed(engine), pytest.raises(ValueError, match=message):
+                engine.load(SaveLoadMeta(tmp_path / name, DCP))
+
+
+OTHERS = {
+    "wider": ({"intermediate_size": 64}, r"layers\.[01]\.mlp\.\w+\.weight' has shape.*but the model needs"),
+    "deeper": ({"num_hidden_layers": 4}, r"has '[\w.]*layers\.2\.[\w.]+', which the model has not"),
+    "valued": ({}, r"has 'value_head\.weight', which the model has not"),
+}
+
+
+@pytest.mark.world(2)
+def test_another_model_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    for name, (changes, _) in OTHERS.items():
+        with started("megatron:p2", path=model(**changes), value_head=name == "valued") as engine:
+            engine.save(SaveLoadMeta(tmp_path / name, DCP))
+    with started("megatron:p2", path=model()) as engine:
+        for name, (_, message) in OTHERS.items():
+            with unharmed(engine), pytest.raises(ValueError, match=message):
+                engine.load(SaveLoadMeta(tmp_path / name, DCP))
+        with unharmed(engine), pytest.raises(ValueError, match="saved with weight_format='dcp'"):
+            engine.load(SaveLoadMeta(tmp_path / "wider"))
+    with started("megatron:p2", path=model(**DEEP)) as engine, unharmed(engine):
+        engine.load(SaveLoadMeta(tmp_path / "deeper", DCP))

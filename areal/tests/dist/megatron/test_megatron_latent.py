@@ -1,0 +1,87 @@
+"""Latent attention and sigmoid routers on the Megatron engine: what the grid's one configuration does not have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.api import FinetuneSpec, SaveLoadMeta
+from areal.engine.registry import create_engine
+from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
+from areal.tests.grid.layouts import Cell, Layout
+from areal.tests.grid.models import model_dir
+from areal.tests.grid.running import STAND_STILL, running
+from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+
+pytest.importorskip("megatron.core")
+
+FAMILY = "deepseek_v3"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "changes"),
+    [
+        pytest.param("megatron:d1", FAMILY, {"rope_parameters": YARN}, marks=pytest.mark.world(1), id="yarn"),
+        pytest.param("megatron:d1", "qwen3", {"rope_parameters": YARN}, marks=pytest.mark.world(1), id="yarn, qwen3"),
+        pytest.param("megatron:t2", FAMILY, {"q_lora_rank": None}, marks=pytest.mark.world(2), id="whole queries"),
+        pytest.param("megatron:e2", FAMILY, {"n_group": 1}, marks=pytest.mark.world(2), id="one group"),
+    ],
+)
+def test_other_configurations_agree_with_the_reference(backend: str, family: str, changes: dict[str, Any]) -> None:
+    layout = Layout(backend, options={"activation_checkpointing": "full"}, changes=changes)
+    with running(Cell(layout, family, cut="tokens24")) as run:
+        expected, _ = run.expected()
+        objective = run.cell.objective
+        step = run.engine.forward_backward(run.batch(), objective.loss_fn, objective.weight_fn)
+        assert_step(step, expected, run.cell.tolerance)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, run.cell.tolerance)
+        assert_number(run.engine.optimizer_step().grad_norm, expected.grad_norm, run.cell.tolerance)
+
+
+@pytest.mark.world(1, 2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bias_of_a_router_is_a_weight_that_no_step_changes(dtype: str, world_size: int, tmp_path: Path) -> None:
+    path = model_dir(FAMILY)
+    here, there = {1: ("megatron:d1", "megatron:d1"), 2: ("megatron:e2", "megatron:p2")}[world_size]
+    with started(here, path=path, dtype=dtype) as engine:
+        start = weights_of(engine)
+        engine.forward_backward(mine(engine, ragged()), loss)
+        assert start.keys() - gradients_of(engine).keys() == {BIAS}
+        engine.optimizer_step()
+        trained = weights_of(engine)
+        assert {name for name in start if not start[name].equal(trained[name])} == start.keys() - {BIAS}
+        assert start[BIAS].abs().min() > 0
+        engine.save(SaveLoadMeta(tmp_path / "dcp", "dcp"))
+        engine.save(SaveLoadMeta(tmp_path / "hf", "hf"))
+    for saved in ("dcp", "hf"):
+        with started(there, path=path, dtype=dtype, init_from_scratch=True) as engine:
+            assert not weights_of(engine)[BIAS].any()
+            engine.load(SaveLoadMeta(tmp_path / saved, saved))  # type: ignore[arg-type]
+            assert same_bits(weights_of(engine), trained)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"rope_interleave": False}, {}, "rope_interleave = False"),
+        ({"norm_topk_prob": False}, {}, "norm_topk_prob = False"),
+        ({"n_group": 4, "topk_group": 2}, {}, "topk_group = 2"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    changes: dict[str, Any], options: dict[str, Any], said: str, world_size: int
+) -> None:
+    engine = create_engine(config("megatron:d1", path=model_dir(FAMILY, **changes), optimizer=STAND_STILL, **options))
+    with pytest.raises(ValueError, match=said):
+        engine.initialize(FinetuneSpec(total_train_steps=1))
+    engine.destroy()

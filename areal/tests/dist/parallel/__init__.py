@@ -1,0 +1,1 @@
+"""Tests of tensor, context, pipeline and expert parallelism."""

@@ -1,0 +1,335 @@
+"""Experts: balancing losses, replay, recording and load are what one process computes by hand, one sequence at a time, in float64."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.api import OptimizerConfig, ParallelDims
+from areal.engine.moe.balance_loss import AUX_LOSS
+from areal.tests.grid.cases import CASES, as_input, rows, samples, share
+from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
+from areal.tests.grid.layouts import Cell, Layout
+from areal.tests.grid.losses import OBJECTIVES
+from areal.tests.harness.moe_by_hand import SHAPES, TOLERANCE, assert_terms, by_hand, recorded, with_replay
+from areal.tests.grid.running import running
+from areal.tests.harness.tiny import family_dir, started
+from areal.tests.harness.world import world
+
+MOE = {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}
+
+LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
+    1: (("fsdp:d1", ""), ("fsdp:d1", "rows"), ("megatron:d1", "")),
+    2: (
+        ("fsdp:d2", ""),
+        ("fsdp:c2", "ulysses"),
+        ("fsdp:c2", "gather_kv"),
+        ("fsdp:e2", ""),
+        ("fsdp:p2", ""),
+        ("megatron:d2", ""),
+        ("megatron:t2", ""),
+        ("megatron:e2", ""),
+        ("megatron:p2", ""),
+        ("megatron:p2v2", ""),
+        ("megatron:c2", "ulysses"),
+        ("megatron:c2", "gather_kv"),
+        ("megatron:(attn:d1t2|ffn:d1e2)", ""),
+    ),
+    4: (
+        ("fsdp:d2c2", "gather_kv"),
+        ("fsdp:d2e2", ""),
+        ("fsdp:e2p2", ""),
+        ("megatron:e2t2", ""),
+        ("megatron:c2p2", "gather_kv"),
+        ("megatron:t2c2", "gather_kv"),
+        ("megatron:t2p2", ""),
+        ("megatron:d2p2", ""),
+    ),
+}
+
+
+def layout(backend: str, how: str = "", *, moe: dict[str, Any] = MOE) -> Layout:
+    """A layout of an engine that balances its experts."""
+    engine = ParallelDims.parse(backend).backend
+    options: dict[str, Any] = {"moe": moe}
+    if how:
+        options[engine] = {"attention": how} if how == "rows" else {"context_parallel": how}
+    return Layout(backend, how, options, changes=CHANGES["four" if "v2" in backend else "two"])
+
+
+CHANGES: dict[str, dict[str, Any]] = {"two": {}, "four": {"num_hidden_layers": 4}}
+
+
+def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int) -> list[Any]:
+    """Every layout of these world sizes with the cuts in turn, each marked with its world; one rank alone has them all."""
+    found, turn = [], cycle(cuts)
+    for size in sizes:
+        for backend, how in LAYOUTS[size]:
+            for name in cuts if size == 1 else [next(turn)]:
+                case, cut, options = cuts[name]
+                cell = Cell(layout(backend, how), "qwen3_moe", "nll", case, cut, options)
+                found.append(pytest.param(cell, id=f"{backend}-{how}-{name}", marks=pytest.mark.world(size)))
+    return found
+
+
+# ---- terms
+
+CUTS = {
+    "whole": ("ragged", "whole", "plain"),
+    "cut": ("ragged", "tokens24", "recompute"),
+    "fillers": ("starved", "mbs3", "plain"),
+    # One rank's sequences all weigh nothing in the loss. Their routers count all the same.
+    "weightless": ("zero_rank", "tokens24", "plain"),
+}
+
+
+@pytest.mark.parametrize("cell", cells(CUTS, 1, 2, 4))
+def test_balancing_losses_are_terms_of_the_sum(cell: Cell) -> None:
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    with running(cell) as run:
+        engine, batch, expected = run.engine, run.batch(), by_hand(cell)
+        assert_terms(engine.eval_batch(batch, *call), expected)
+        step = engine.forward_backward(batch, *call)
+        assert_terms(step, expected)
+        assert_tensors(engine.named_gradients(), expected.gradients, TOLERANCE)
+        assert_number(engine.optimizer_step().grad_norm, expected.grad_norm, TOLERANCE)
+        again = engine.train_batch(batch, *call)
+        assert_terms(again, expected)
+        assert_number(again.grad_norm, expected.grad_norm, TOLERANCE)
+        peaks = expected.load.max(-1).values / expected.load.mean(-1)
+        assert step.metrics["moe/load_max_over_mean"] == pytest.approx(peaks.mean().item(), rel=1e-12)
+        assert step.metrics["moe/load_max_over_mean_worst"] == pytest.approx(peaks.max().item(), rel=1e-12)
+        assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
+
+
+@pytest.mark.parametrize("normalization", ["sum", 8.0])
+@pytest.mark.parametrize("cell", cells({"cut": ("ragged", "tokens24", "plain")}, 2)[::3])
+def test_several_calls_are_one(cell: Cell, normalization: Any) -> None:
+    """With sums, or one number, the gradients of the parts of a batch add up to that of the whole."""
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    number = 1.0 if normalization == "sum" else normalization
+    expected = by_hand(cell, divide_by=number, loss_weight=0.5)
+    with running(cell) as run:
+        everything = run.samples()
+        terms: dict[str, float] = {}
+        for part in (run.mine[:1], run.mine[1:]):
+            batch = as_input([everything[i] for i in part], "list")
+            step = run.engine.forward_backward(batch, *call, normalization=normalization, loss_weight=0.5)
+            terms = {name: terms.get(name, 0.0) + value for name, value in step.terms.items()}
+        assert terms == pytest.approx(
+            {name: 0.5 * value / number for name, value in expected.loss.items()}, rel=TOLERANCE
+        )
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:p2", "megatron:t2"])
+def test_a_stage_may_have_no_experts(backend: str) -> None:
+    plain = layout(backend)
+    cell = Cell(
+        Layout(backend, "", plain.options, changes={"mlp_only_layers": [0]}), "qwen3_moe", "nll", "ragged", "tokens24"
+    )
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    with running(cell) as run:
+        step, expected = run.engine.forward_backward(run.batch(), *call), by_hand(cell)
+        assert_terms(step, expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:c2", "megatron:p2"])
+def test_a_custom_loop_leaves_the_terms_out(backend: str) -> None:
+    cell, bare = (Cell(layout(backend, moe=moe), "qwen3_moe", "nll", "ragged", "tokens24") for moe in (MOE, {}))
+
+    def gradients(cell: Cell) -> dict[str, Tensor]:
+        with running(cell) as run:
+            mbs = run.engine.microbatches(run.batch())
+            run.engine.forward_backward_batch(mbs, lambda out, mb: (cell.objective.loss_fn(out, mb.data)[0], None))
+            return {name: tensor.clone() for name, tensor in run.engine.named_gradients()}
+
+    found, expected = gradients(cell), gradients(bare)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- replay and recording
+
+
+@pytest.mark.parametrize(
+    "cell", cells({"cut": ("ragged", "tokens24", "plain"), "again": ("starved", "mbs3", "recompute")}, 1, 2, 4)
+)
+def test_recorded_routing_is_replayed(cell: Cell) -> None:
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    layers = cell.layout.changes.get("num_hidden_layers", 2)
+    experts = recorded(cell.case.lengths, layers)
+    with running(cell) as run:
+        batch, expected = with_replay(run, experts), by_hand(cell, replay=experts)
+        plain = by_hand(cell)
+        assert abs(expected.loss["loss"] - plain.loss["loss"]) > 1e-3, "replay must show"
+        lengths = [cell.case.lengths[i] for i in run.mine]
+        found = rows(run.engine.forward_batch(batch), lengths)
+        assert_rows(found, expected.logprobs, run.mine, TOLERANCE)
+        assert_terms(run.engine.forward_backward(batch, *call), expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "cell", [p for p in cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2, 4) if "p2" not in p.id]
+)
+def test_routing_is_recorded(cell: Cell) -> None:
+    with running(cell) as run:
+        lengths = [cell.case.lengths[i] for i in run.mine]
+        found = run.engine.forward_batch(run.batch(), outputs=("routed_experts", "logprobs"))
+        expected = by_hand(cell)
+        for row, i in zip(rows(found["routed_experts"], lengths), run.mine, strict=True):
+            assert torch.equal(row, expected.experts[i])
+        replayed = recorded(cell.case.lengths)
+        again = rows(run.engine.forward_batch(with_replay(run, replayed), outputs=("routed_experts",)), lengths)
+        assert all(torch.equal(row, replayed[i]) for row, i in zip(again, run.mine, strict=True))
+
+
+SHARING = [("fsdp:d1", ""), ("fsdp:c2", "gather_kv"), ("fsdp:e2", ""), ("fsdp:p2", ""), ("megatron:d1", ""), ("megatron:t2", "")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [pytest.param(*one, marks=pytest.mark.world(ParallelDims.parse(one[0]).world_size)) for one in SHARING],
+)
+def test_a_shared_beginning_counts_for_each_of_its_sequences(backend: str, how: str) -> None:
+    """Terms, load, replay and recording, where a router sees what sequences share once."""
+    cell = Cell(layout(backend, how), "qwen3_moe", "nll", "family", "shared40")
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    experts = recorded(cell.case.lengths)
+    for i, (other, shared) in cell.case.begins_like.items():
+        experts[i][: shared // 2] = experts[other][: shared // 2]  # half of it went to the same experts too
+    with running(cell) as run:
+        expected, replayed = by_hand(cell), by_hand(cell, replay=experts)
+        lengths = [cell.case.lengths[i] for i in run.mine]
+        step = run.engine.forward_backward(run.batch(), *call)
+        assert_terms(step, expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+        assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
+        run.engine.zero_grad()
+
+        batch = with_replay(run, experts)
+        shared = [mb.tree is not None and len(mb.tree) < mb.n_tokens for mb in run.engine.microbatches(batch).real]
+        assert any(shared)
+        assert_rows(rows(run.engine.forward_batch(batch), lengths), replayed.logprobs, run.mine, TOLERANCE)
+        assert_terms(run.engine.forward_backward(batch, *call), replayed)
+        assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
+        if "p2" not in backend:
+            found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+            for row, i in zip(rows(found, lengths), run.mine, strict=True):
+                assert torch.equal(row, expected.experts[i])
+
+
+SIGMOID = ["fsdp:d1", "fsdp:e2", "fsdp:p2", "megatron:d1", "megatron:e2"]
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=pytest.mark.world(ParallelDims.parse(b).world_size)) for b in SIGMOID]
+)
+def test_routers_of_deepseek_are_watched_too(backend: str) -> None:
+    """Sigmoid scores, groups of experts and a bias for the choice: terms, replay and recording."""
+    cell = Cell(layout(backend), "deepseek_v3", "nll", "ragged", "tokens24")
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    experts = recorded(cell.case.lengths, *SHAPES["deepseek_v3"])
+    with running(cell) as run:
+        expected, lengths = by_hand(cell), [cell.case.lengths[i] for i in run.mine]
+        step = run.engine.forward_backward(run.batch(), *call)
+        assert_terms(step, expected)
+        assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
+        assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
+        run.engine.zero_grad()
+
+        replayed = by_hand(cell, replay=experts)
+        assert abs(replayed.loss["loss"] - expected.loss["loss"]) > 1e-3, "replay must show"
+        assert_terms(run.engine.forward_backward(with_replay(run, experts), *call), replayed)
+        assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
+        if "p2" not in backend:
+            found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+            for row, i in zip(rows(found, lengths), run.mine, strict=True):
+                assert torch.equal(row.sort(-1).values, expected.experts[i].sort(-1).values)
+
+
+@pytest.mark.world(2)
+def test_a_pipeline_cannot_record() -> None:
+    cell = Cell(layout("megatron:p2"), "qwen3_moe")
+    with running(cell) as run:
+        with pytest.raises(ValueError, match="layout without 'p'"):
+            run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+        with pytest.raises(ValueError, match="layout without 'p'"):
+            mbs = run.engine.microbatches(run.batch())
+            run.engine.forward_backward_batch(
+                mbs, lambda out, mb: (None, None), outputs=("routed_experts",), forward_only=True
+            )
+
+
+# ---- what is refused
+
+WRONG = {
+    "too high": (lambda x: x.index_fill(0, torch.tensor([0]), 9), r"ids from 0 to 9"),
+    "negative": (lambda x: x - 1, r"ids from -1"),
+    "one layer": (lambda x: x[:, :1], r"is \[B, S, 1, 2\]: pass \[B, S, 2, 2\]"),
+    "one expert": (lambda x: x[:, :, :1], r"pass \[B, S, 2, 2\]"),
+    "floats": (lambda x: x.double(), "expert ids are integers"),
+    "twice": (lambda x: x * 0 + 1, "twice to the same expert"),
+}
+
+
+@pytest.mark.world(1, 2)
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_routing_is_refused_on_every_rank(engine: str, wrong: str) -> None:
+    change, message = WRONG[wrong]
+    case = CASES["ragged"]
+    with started(f"{engine}:d{world().size}", path=family_dir("qwen3_moe")) as run:
+        mine = share(case, run.dp_rank, run.dp_size)
+        experts, batch = recorded(case.lengths), samples(case)
+        broken = run.dp_rank == run.dp_size - 1
+        passed = [{**batch[i], "routed_experts": change(experts[i]) if broken else experts[i]} for i in mine]
+        with pytest.raises(ValueError, match=message):
+            run.forward_batch(passed)
+        good = [{**batch[i], "routed_experts": experts[i]} for i in mine]
+        assert len(run.forward_batch(good)) == len(mine)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
+def test_a_dense_model_has_nothing_to_balance(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"moe\.z_loss = 0\.1, but"), started(backend, moe={"z_loss": 0.1}):
+        raise RuntimeError("not reached")
+    with started(backend) as engine:
+        batch = samples(CASES["ragged"])
+        with pytest.raises(ValueError, match="leave it out"):
+            engine.forward_batch(
+                [{**x, "routed_experts": torch.zeros(len(x["input_ids"]), 2, 2).long()} for x in batch]
+            )
+        with pytest.raises(ValueError, match="leave it out"):
+            engine.forward_batch(batch, outputs=("routed_experts",))
+
+
+@pytest.mark.world(1)
+def test_a_loss_cannot_take_a_terms_name() -> None:
+    with started("fsdp:d1", path=family_dir("qwen3_moe"), moe={"aux_loss": 0.1}) as engine:
+        with pytest.raises(ValueError, match="give it another name"):
+            engine.eval_batch(
+                samples(CASES["ragged"]),
+                lambda out, batch: {AUX_LOSS: out.logprobs.sum()},
+                lambda batch: {AUX_LOSS: batch["loss_mask"].sum()},
+            )
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:p2"])
+def test_training_balances_the_load(backend: str) -> None:
+    adam = OptimizerConfig(lr=0.02, gradient_clipping=None)
+    moe = {"aux_loss": 4.0, "statistics": True}
+    with started(backend, path=family_dir("qwen3_moe"), moe=moe, optimizer=adam) as engine:
+        batch, objective = samples(CASES["ragged"]), OBJECTIVES["nll"]
+        mine = batch[engine.dp_rank :: engine.dp_size]
+        steps = [engine.train_batch(mine, objective.loss_fn, objective.weight_fn) for _ in range(12)]
+        assert steps[-1].terms[AUX_LOSS] < steps[0].terms[AUX_LOSS]

@@ -1,0 +1,84 @@
+"""Properties that no other test would miss: what fillers, learned positions and dropout would give away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal.api import Batch, MicroBatch, TokenOutputs
+from areal.tests.harness.tiny import Sample, gpt2_dir, layouts, loss, mine, ragged, started
+from areal.tests.harness.world import world
+
+
+@torch.no_grad()
+def plain_logprobs(path: str, samples: list[Sample]) -> list[Tensor]:
+    """Log-probs of the next tokens by transformers, one sequence at a time; 0 at the last position."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    found = []
+    for sample in samples:
+        ids = sample["input_ids"]
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        found.append(torch.cat([logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]))
+    return found
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    errors = [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
+    assert max(errors) <= 1e-4, f"by sequence: {errors}"
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
+def test_a_filler_reaches_no_process_function(backend: str) -> None:
+    with started(backend, mb_spec={"max_tokens_per_mb": 40}) as engine:
+        batch = ragged()[:1] if world().rank else ragged()[1:]
+        mbs = engine.microbatches(batch)
+        assert [mb.filler for mb in mbs] == [world().rank == 1 and i > 0 for i in range(len(mbs))]
+        assert len(mbs) > 2
+        seen: list[tuple[int, tuple[int, ...]]] = []
+
+        def process(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, int]:
+            seen.append((mb.index, mb.seqlens))
+            return loss(outputs, mb.data), mb.index
+
+        assert engine.forward_backward_batch(mbs, process) == [mb.index for mb in mbs.real]
+        assert seen == [(mb.index, mb.seqlens) for mb in mbs.real]
+        engine.zero_grad()
+        lengths: list[int] = []
+
+        def counting(outputs: TokenOutputs, data: Batch) -> Tensor:
+            lengths.append(len(data["input_ids"]))
+            return loss(outputs, data)
+
+        engine.train_batch(batch, counting)
+        assert lengths == [mb.n_tokens for mb in mbs.real]
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))  # the other and pipelines take no family with learned positions
+def test_learned_positions_restart_with_each_sequence(backend: str) -> None:
+    """Rotary positions are relative, so that most families would not tell."""
+    path = gpt2_dir()
+    with started(backend, path=path, fsdp={"attention": "packed"}, mb_spec={}) as engine:
+        batch = mine(engine, ragged())
+        assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))  # the other and pipelines take no family with dropout
+def test_an_evaluation_has_no_dropout_and_training_has_it_again(backend: str) -> None:
+    path = gpt2_dir(resid_pdrop=0.2)
+    with started(backend, path=path) as engine:
+        batch = mine(engine, ragged())
+
+        def trained() -> float:
+            found = engine.forward_backward(batch, loss).loss
+            engine.zero_grad()
+            return found
+
+        before = trained()
+        assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))
+        evaluated = engine.eval_batch(batch, loss).loss
+        assert engine.eval_batch(batch, loss).loss == evaluated
+        assert len({before, evaluated, trained(), trained()}) == 4

@@ -1,0 +1,59 @@
+"""The invariance grid: whatever the engine, the layout and the cut, a step is what one process computes in float64, one sequence at a time.
+
+The cells are a selection in which every layout meets every family, objective, batch, cut, option and dtype, and these one another.
+"""
+
+import pytest
+
+from areal.tests.grid.cases import rows
+from areal.tests.grid.compare import assert_number, assert_rows, assert_step, assert_tensors
+from areal.tests.grid.covering import covering
+from areal.tests.grid.layouts import FACTORS, Cell, fits
+from areal.tests.grid.running import running
+from areal.tests.harness.world import record
+
+CELLS = [Cell(**row) for row in covering(FACTORS, fits, often={"float64": 8})]
+
+
+def marks(cell: Cell) -> list[pytest.MarkDecorator]:
+    if cell.options != "compile":
+        return [pytest.mark.world(cell.layout.world)]
+    # Ranks take ten seconds to find the graphs of a cell, and with tensor parallelism a minute.
+    often = cell.layout.backend == "fsdp:d1"
+    return [pytest.mark.world(cell.layout.world, timeout=400), *([] if often else [pytest.mark.thorough])]
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in CELLS])
+def test_every_verb_agrees_with_the_reference(cell: Cell) -> None:
+    objective, tolerance = cell.objective, cell.tolerance
+    call = (objective.loss_fn, objective.weight_fn)
+    with running(cell) as run:
+        engine, batch = run.engine, run.batch()
+        expected, expected_outputs = run.expected()
+
+        loss = assert_step(engine.eval_batch(batch, *call, outputs=objective.outputs), expected, tolerance)
+
+        found = engine.forward_batch(batch, outputs=objective.outputs)
+        by_name = found if len(objective.outputs) > 1 else {objective.outputs[0]: found}
+        lengths = [cell.case.lengths[i] for i in run.mine]
+        outputs = max(
+            assert_rows(rows(by_name[name], lengths), expected_outputs[name], run.mine, tolerance)
+            for name in objective.outputs
+        )
+
+        step = engine.forward_backward(batch, *call, outputs=objective.outputs)
+        assert_step(step, expected, tolerance)
+        assert step.n_tokens == sum(cell.case.lengths)
+        gradients = assert_tensors(engine.named_gradients(), expected.gradients, cell.gradient_tolerance)
+
+        stats = engine.optimizer_step()
+        assert stats.update_successful
+        norm = assert_number(stats.grad_norm, expected.grad_norm, tolerance)
+
+        again = engine.train_batch(batch, *call, outputs=objective.outputs)
+        assert_step(again, expected, tolerance)
+        assert_number(again.grad_norm, expected.grad_norm, tolerance)
+    errors = {"loss": loss, "outputs": outputs, "gradients": gradients, "norm": norm}
+    record(
+        "invariance grid: cells and their errors", str(cell), **{name: f"{error:.0e}" for name, error in errors.items()}
+    )

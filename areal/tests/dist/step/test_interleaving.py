@@ -1,0 +1,58 @@
+"""Evaluation between the calls of a step: pending gradients stay what they are, and no stale weight is used."""
+
+import dataclasses
+
+import pytest
+
+from areal.api import OptimizerConfig
+from areal.tests.grid.compare import assert_step, assert_tensors
+from areal.tests.grid.layouts import Cell, all_layouts
+from areal.tests.grid.running import running
+
+OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
+CHOSEN = {
+    ("fsdp", "float64"): (("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble"), ("plain", "keep_gathered")),
+    ("megatron", "float64"): (("megatron:d2", "megatron:p2v2"), ("plain",)),
+    ("megatron", "float32"): (("megatron:d2", "megatron:d2p2"), ("plain", "overlap")),
+}
+CELLS = [
+    pytest.param(
+        Cell(layout, family="qwen3_tied", cut="tokens24", options=option, dtype=dtype),
+        id=f"{layout.name}-{option}-{dtype}",
+        marks=pytest.mark.world(layout.world),
+    )
+    for (_, dtype), (names, options) in CHOSEN.items()
+    for layout in all_layouts()
+    for option in options
+    if layout.name in names
+]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
+    call = (cell.objective.loss_fn, cell.objective.weight_fn)
+    with running(cell, OPTIMIZER) as run:
+        engine, reference = run.engine, run.reference()
+        reference.make_optimizer(OPTIMIZER, total_steps=100)
+        for seed in range(2):
+            batch = run.batch(seed)
+            engine.forward_backward(batch, *call)
+            engine.forward_batch(batch)
+            before = engine.eval_batch(batch, *call)
+            assert_step(before, reference.step(run.samples(seed), *call), cell.tolerance)
+            engine.optimizer_step()
+            reference.optimizer_step()
+            after = engine.eval_batch(batch, *call)
+            assert after.loss != before.loss, "the step changed nothing"
+            again = engine.eval_batch(batch, *call)
+            assert dataclasses.replace(again, seconds=after.seconds, timings=after.timings) == after
+        # What is discarded after a forward alone is discarded whole.
+        engine.forward_backward(run.batch(5), *call)
+        engine.forward_batch(run.batch(5))
+        engine.zero_grad()
+        engine.train_batch(run.batch(2), *call)
+        reference.step(run.samples(2), *call)
+        reference.optimizer_step()
+        # AdamW makes a difference of rounding in a gradient larger in the weights.
+        tolerance = cell.tolerance if cell.dtype == "float64" else 2e-4
+        assert_tensors(engine.named_tensors(), dict(reference.named_tensors()), tolerance)

@@ -1,0 +1,292 @@
+"""Faults that leave ranks out of step: no memory left, a model that fails, a rank that dies. Survivors hear of them within seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
+from areal.engine.registry import create_engine
+from areal.tests.harness import pool as pool_module
+from areal.tests.harness.pool import Pool, WorldFailure
+from areal.tests.harness.tiny import (
+    config,
+    family_dir,
+    layouts,
+    loss,
+    mine,
+    process_groups,
+    ragged,
+    same_bits,
+    started,
+    weights_of,
+)
+from areal.tests.harness.worker import Call
+from areal.tests.harness.world import world
+
+UNUSABLE = "the engine cannot be used any more"
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+
+@contextmanager
+def mlp_that(engine: TrainEngine, act: Callable[[Tensor], Tensor], *, on_call: int) -> Iterator[None]:
+    """In the ``on_call``-th call of a feed-forward layer, from 0, apply ``act`` to what it gets."""
+    kind = next(type(m) for m in engine._parts.model.modules() if type(m).__name__.endswith("MLP"))
+    plain, calls = kind.forward, 0
+
+    def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return plain(self, act(x) if calls == on_call + 1 else x, *args, **options)
+
+    with mock.patch.object(kind, "forward", forward):
+        yield
+
+
+def no_memory(x: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+
+def broken(x: Tensor) -> Tensor:
+    raise ArithmeticError("an unlucky kernel")
+
+
+MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+    "first layer": (no_memory, 0, 0),
+    "last layer": (no_memory, 0, 1),
+    "second micro-batch": (no_memory, 1, 1),
+    "backward": (_FailsBackward.apply, 0, 0),
+    "backward of the second micro-batch": (_FailsBackward.apply, 1, 1),
+}
+"""Where memory runs out -> (how, in which micro-batch, in which of two layers)."""
+
+
+OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("fsdp:d1", {}),
+        ("fsdp:d1", {"activation_checkpointing": "full"}),
+        ("fsdp:d1", {"grad_sync": "micro_batch"}),
+        ("megatron:d1", {}),
+        ("megatron:d1", OVERLAP),
+    ],
+    ids=str,
+)
+def test_a_rank_alone_goes_on_after_it_had_no_memory(backend: str, options: dict[str, Any]) -> None:
+    with started(backend, **options) as engine, started(backend, **options) as untouched:
+        calls = 4 if options.get("activation_checkpointing") else 2  # of a layer in a micro-batch
+        for where, (act, index, layer) in MEMORY.items():
+            mbs = engine.microbatches(ragged())
+            fails = mlp_that(engine, act, on_call=index * calls + layer)
+            with pytest.raises(RuntimeError) as caught, fails:  # noqa: PT012
+                engine.train_batch(ragged(), loss)
+                pytest.fail(f"no error in the {where}")
+            assert f"out of memory in micro-batch {index} of {mbs[index].n_tokens} tokens" in str(caught.value)
+            assert "lower mb_spec.max_tokens_per_mb" in str(caught.value)
+            with pytest.raises(RuntimeError, match="no gradient is pending"):
+                engine.named_gradients()
+            found, expected = engine.train_batch(ragged(), loss), untouched.train_batch(ragged(), loss)
+            assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm), f"after the {where}"
+        assert same_bits(weights_of(engine), weights_of(untouched))
+        fails = mlp_that(engine, no_memory, on_call=0)
+        with pytest.raises(RuntimeError, match="out of memory in micro-batch 0"), fails:
+            engine.forward_batch(ragged())
+        found = engine.forward_batch(ragged())
+        assert all(map(torch.equal, found, untouched.forward_batch(ragged())))
+
+
+@pytest.mark.parametrize("backend", layouts(2, also=("fsdp:p2",)))
+@pytest.mark.parametrize(
+    ("act", "guilty"),
+    [(no_memory, 1), (_FailsBackward.apply, 1), (broken, 0)],
+    ids=["forward", "backward", "other error"],
+)
+def test_a_model_that_fails_on_one_rank_raises_on_all_and_a_new_engine_works(
+    backend: str, act: Callable[[Tensor], Tensor], guilty: int
+) -> None:
+    groups = process_groups()
+    engine = create_engine(config(backend))
+    with started(backend) as untouched:
+        initialize(engine)
+        expected = untouched.train_batch(mine(untouched, ragged()), loss)
+    last = 2 // engine.dims.pp - 1  # of the layers here
+    with mlp_that(engine, act if world().rank == guilty else torch.clone, on_call=last):
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            engine.train_batch(mine(engine, ragged()), loss)
+    assert time.monotonic() - start < 10
+    what = "ArithmeticError in" if act is broken else "out of memory in"
+    assert re.search(rf"rank {guilty}: (RuntimeError: )?{what} micro-batch 0 of", str(caught.value))
+    assert UNUSABLE in str(caught.value)
+    start = time.monotonic()
+    for verb in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(RuntimeError, match="cannot be used"):
+            verb(ragged(), loss)
+    assert time.monotonic() - start < 1
+    engine.destroy()
+    with started(backend) as successor:
+        found = successor.train_batch(mine(successor, ragged()), loss)
+        assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+    assert process_groups() == groups
+
+
+def initialize(engine: TrainEngine) -> None:
+    engine.initialize(FinetuneSpec(total_train_steps=1000))
+
+
+# ---- a rank that dies: in a pool of its own, which does not outlive it
+
+DEAD = 1
+SURVIVE = 20.0
+
+
+def die_in_a_loss(signal_number: int) -> None:
+    """Rank 1 is killed in the middle of the second step."""
+    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
+        engine.train_batch(mine(engine, ragged()), loss)
+
+        def last(out: TokenOutputs, batch: Batch) -> Tensor:
+            if world().rank == DEAD:
+                os.kill(os.getpid(), signal_number)
+            return loss(out, batch)
+
+        engine.train_batch(mine(engine, ragged()), last)
+
+
+def die_between_steps() -> None:
+    """Rank 1 leaves without a word; the others learn of it in the next call."""
+    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
+        engine.train_batch(mine(engine, ragged()), loss)
+        if world().rank == DEAD:
+            os._exit(3)
+        engine.train_batch(mine(engine, ragged()), loss)
+
+
+def die_in_the_model(backend: str) -> None:
+    """Rank 1 is killed in a layer, where the others wait for its shard of the weights, or its stage."""
+    gone = pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone")
+    with gone, survivors_answer(backend) as engine:
+        engine.train_batch(mine(engine, ragged()), loss)
+
+        def kill(x: Tensor) -> Tensor:
+            if world().rank == DEAD:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return x
+
+        with mlp_that(engine, kill, on_call=0):
+            engine.train_batch(mine(engine, ragged()), loss)
+
+
+@contextmanager
+def survivors_answer(backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
+    """An engine on three ranks. On those that survive, it fails in time, and at once when it is called again."""
+    path = family_dir("qwen3", num_hidden_layers=3)  # one for each stage of p3
+    engine = create_engine(config(backend, path=path, mb_spec={"n_mbs": 2}))
+    initialize(engine)
+    start = time.monotonic()
+    try:
+        yield engine
+    finally:
+        assert time.monotonic() - start < SURVIVE
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="cannot be used"):
+            engine.eval_batch(ragged(), loss)
+        engine.destroy()
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.skipif("RANK" in os.environ, reason="starts processes of its own")
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("die_in_a_loss", {"signal_number": signal.SIGKILL}),
+        ("die_between_steps", {}),
+        ("die_in_the_model", {"backend": "fsdp:d3"}),
+        ("die_in_the_model", {"backend": "megatron:p3"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("backend", ""),
+)
+def test_survivors_name_the_rank_that_died(
+    name: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "GRACE", 60.0)
+    pool = Pool(3, tmp_path)
+    try:
+        with pytest.raises(WorldFailure) as failure:
+            pool.run(Call(__name__, name, arguments), timeout=100)
+    finally:
+        pool.close()
+    answers = failure.value.answers
+    assert {rank: answer.status for rank, answer in answers.items()} == {0: "passed", 1: "died", 2: "passed"}, str(
+        failure.value
+    )
+
+
+# ---- layouts
+
+
+@pytest.mark.world(1, 2, 4)
+def test_a_layout_that_does_not_fit_is_refused_on_every_rank() -> None:
+    size, groups = world().size, process_groups()
+    for backend in ("fsdp:d3", "fsdp:d8", "fsdp:c2d3", "fsdp:r3c2"):
+        engine = create_engine(config(backend))
+        with pytest.raises(ValueError, match=f"but the world has {size}: 'fsdp:.*' would fit, or start") as caught:
+            initialize(engine)
+        fits = str(caught.value).split("'")[3]
+        assert config(fits).dims.world_size == size
+        engine.destroy()
+    assert process_groups() == groups
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        ("megatron:r2", r"has no r \(replicated data parallel\)"),
+        ("fsdp:d4d2", "'d' stands twice"),
+        ("fsdp:d0", "d0 is not a degree"),
+        ("fsdp:", "expected 'engine:layout'"),
+        ("d2", "expected 'engine:layout'"),
+        ("fsdp:x2", "unknown letter 'x'"),
+        ("nosuch:d1", "no engine is called 'nosuch'; installed are .*'fsdp'"),
+    ],
+)
+def test_a_layout_that_no_engine_has_is_refused_before_it_starts(backend: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        create_engine(config(backend))
+
+
+@pytest.mark.world(1, 2)
+def test_a_model_that_cannot_be_built_is_refused_on_every_rank(tmp_path: Path) -> None:
+    groups = process_groups()
+    engine = create_engine(config(f"fsdp:d{world().size}", path=str(tmp_path / "nowhere")))
+    with pytest.raises((ValueError, RuntimeError), match=r"nowhere.*the engine was not built"):
+        initialize(engine)
+    with pytest.raises(RuntimeError, match="cannot be used"):
+        engine.train_batch(ragged(), loss)
+    engine.destroy()
+    assert process_groups() == groups

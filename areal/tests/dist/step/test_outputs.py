@@ -1,0 +1,188 @@
+"""What an engine says of each token, against plain transformers in float64: every output, temperatures, the caller's order and form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.api import Batch, MicroBatchSpec, TokenOutputs, TopK, TrainEngine
+from areal.tests.grid.cases import as_input, rows
+from areal.tests.grid.models import VOCAB
+from areal.tests.grid.reference import Reference
+from areal.tests.harness.tiny import Sample, family_dir, layouts, loss, mine, ragged, started, weights_of
+from areal.utils.data import where_trained
+
+EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(5))
+TOLERANCE = 2e-5
+
+
+def expected_outputs(samples: list[Sample], head: Tensor | None, temperature: float = 1.0) -> list[TokenOutputs]:
+    reference = Reference(family_dir("qwen3"), temperature=temperature, value_head=head)
+    with torch.no_grad():
+        return [reference.outputs(sample) for sample in samples]
+
+
+def close(found: Tensor, expected: Tensor | None) -> None:
+    assert expected is not None
+    assert found.shape == expected.shape
+    assert not found.requires_grad
+    assert (found.double() - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, 4))
+@pytest.mark.parametrize("form", ["padded", "list"])
+def test_every_output_is_that_of_transformers(backend: str, form: str) -> None:
+    with started(backend, value_head=True, init_from_scratch=False) as engine:
+        samples = mine(engine, ragged())
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        head = weights_of(engine)["value_head.weight"]
+        found = engine.forward_batch(as_input(samples, form), outputs=EVERYTHING)
+        assert list(found) == ["logprobs", "entropy", "values", "logits", "hidden", "topk"]
+        by_row = {name: rows(found[name], lengths) for name in ("logprobs", "entropy", "values", "logits", "hidden")}
+        for i, expected in enumerate(expected_outputs(samples, head)):
+            for name, value in by_row.items():
+                close(value[i], getattr(expected, name))
+            assert by_row["logprobs"][i][-1] == 0.0
+            best = expected.logits.log_softmax(-1).topk(5)
+            ids, logprobs = rows(found["topk"].ids, lengths)[i], rows(found["topk"].logprobs, lengths)[i]
+            close(logprobs, best.values)
+            close(expected.logits.log_softmax(-1).gather(-1, ids), best.values)
+        alone = engine.forward_batch(as_input(samples, form), outputs=("entropy",))
+        assert all(map(torch.equal, rows(alone, lengths), by_row["entropy"]))
+
+
+@pytest.mark.world(1)
+def test_a_value_head_starts_at_zero_and_learns() -> None:
+    with started("fsdp:d1", value_head=True) as engine:
+        assert not weights_of(engine)["value_head.weight"].any()
+        assert not any(row.any() for row in engine.forward_batch(ragged(), outputs=("values",)))
+
+        def regression(out: TokenOutputs, batch: object) -> Tensor:
+            return (out.values - 1.0).square().sum()
+
+        def count(batch: dict) -> Tensor:
+            return torch.tensor(float(len(batch["input_ids"])))
+
+        losses = [engine.train_batch(ragged(), regression, count, outputs=("values",)).loss for _ in range(4)]
+        assert losses[0] == pytest.approx(1.0)
+        assert losses[-1] < losses[0]
+        assert weights_of(engine)["value_head.weight"].any()
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_temperature_is_the_configurations_or_each_sequences_own(backend: str) -> None:
+    with started(backend, temperature=0.5) as engine:
+        samples = mine(engine, ragged())
+        own = [{**sample, "temperature": torch.tensor(0.25 + 0.5 * i)} for i, sample in enumerate(samples)]
+        for batch in (samples, own):
+            found = engine.forward_batch(batch, outputs=("logprobs", "entropy", "logits"))
+            for i, expected in enumerate(expected_outputs(batch, None, temperature=0.5)):
+                for name in found:
+                    close(found[name][i], getattr(expected, name))
+
+        def nll(out: TokenOutputs, batch: dict) -> Tensor:
+            return -out.logprobs.sum()
+
+        def one(batch: dict) -> Tensor:
+            return torch.ones(())
+
+        total = -sum(out.logprobs.sum() for out in expected_outputs(own, None))
+        found = engine.global_sum(torch.tensor(total.item())).item()
+        step = engine.eval_batch(own, nll, one)
+        assert step.loss * step.metrics["weight"] == pytest.approx(found, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_several_targets_at_each_position(backend: str) -> None:
+    with started(backend) as engine:
+        generator = torch.Generator().manual_seed(5)
+        samples = []
+        for sample in mine(engine, ragged()):
+            targets = torch.randint(0, VOCAB, (len(sample["input_ids"]), 3), generator=generator)
+            targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+            samples.append({"input_ids": sample["input_ids"], "target_ids": targets})
+        found = engine.forward_batch(samples)
+        for row, sample, expected in zip(found, samples, expected_outputs(samples, None), strict=True):
+            close(row, expected.logprobs)
+            assert not row[sample["target_ids"] == -100].any()
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("megatron:t2", "megatron:c2")))
+def test_what_is_not_wanted_is_zero_and_changes_nothing_else(backend: str) -> None:
+    with started(backend) as engine:
+        samples = [dict(sample) for sample in mine(engine, ragged())]
+        for i, sample in enumerate(samples):
+            mask = sample["loss_mask"]
+            sample["loss_mask"] = mask * (torch.arange(len(mask)) % 3 == 0) * (i > 0)  # of the first, nothing is wanted
+        asked = [where_trained(sample) for sample in samples]
+        names = ("logprobs", "entropy", TopK(3))
+        whole, found = engine.forward_batch(samples, outputs=names), engine.forward_batch(asked, outputs=names)
+        for i, sample in enumerate(asked):
+            wanted = sample["output_mask"]
+            for all_of, some in zip(each_of(whole, i), each_of(found, i), strict=True):
+                assert torch.allclose(some[wanted].double(), all_of[wanted].double(), rtol=1e-5, atol=1e-6)
+                assert not some[~wanted].any()
+        assert any(sample["output_mask"].any() for sample in asked)
+        assert_same_gradient(engine, samples, asked)
+
+
+def each_of(found: dict, sample: int) -> list[Tensor]:
+    """Log-probs, entropy, and the log-probs and ids of top-k of one sample."""
+    top = found["topk"]
+    return [found["logprobs"][sample], found["entropy"][sample], top.logprobs[sample], top.ids[sample]]
+
+
+def assert_same_gradient(engine: TrainEngine, *batches: list[Sample]) -> None:
+    """Of a loss that reads log-probs and entropy where it weighs them."""
+
+    def policy(out: TokenOutputs, batch: Batch) -> Tensor:
+        return -((out.logprobs.exp() + 0.1 * out.entropy) * batch["loss_mask"]).sum()
+
+    losses, gradients = [], []
+    for batch in batches:
+        losses.append(engine.forward_backward(batch, policy, outputs=("logprobs", "entropy")).loss)
+        gradients.append({name: value.double() for name, value in engine.named_gradients()})
+        engine.zero_grad()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, value in gradients[0].items():
+        assert value.any()
+        assert (gradients[1][name] - value).norm() <= 2e-5 * value.norm(), name
+
+
+@pytest.mark.world(1)
+def test_the_callers_batch_is_not_written_to() -> None:
+    with started("fsdp:d1") as engine:
+        batch = as_input(ragged(), "padded")
+        before = {key: value.clone() for key, value in batch.items()}
+        engine.train_batch(batch, lambda out, b: -(out.logprobs * b["loss_mask"]).sum())
+        engine.forward_batch(batch)
+        assert batch.keys() == before.keys()
+        assert all(torch.equal(batch[key], before[key]) for key in batch)
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_overlong_sequences_are_left_out_or_alone_where_asked(backend: str) -> None:
+    everything = ragged()
+    kept = [sample for sample in everything if len(sample["input_ids"]) <= 20]
+    spec = {"max_tokens_per_mb": 20, "overlong": "drop"}
+    with (
+        started(backend, mb_spec=spec) as engine,
+        started(backend, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)) as other,
+    ):
+        # Parts of their own, so that both engines see the same sequences where nothing is left out.
+        mine_of = [sample for sample in mine(engine, everything) if len(sample["input_ids"]) <= 20]
+        found, expected = engine.eval_batch(mine(engine, everything), loss), other.eval_batch(mine_of, loss)
+        assert found.metrics["dropped_sequences"] == len(everything) - len(kept)
+        assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in kept)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        restored = engine.forward_batch(mine(engine, everything))
+        dropped = [
+            x for x, sample in zip(restored, mine(engine, everything), strict=True) if len(sample["input_ids"]) > 20
+        ]
+        assert all(len(x) > 20 and not x.any() for x in dropped)
+    with started(backend, mb_spec={"max_tokens_per_mb": 20, "overlong": "alone"}) as alone, started(backend) as whole:
+        batch = mine(alone, everything)
+        found, expected = alone.eval_batch(batch, loss), whole.eval_batch(batch, loss)
+        assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in everything)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)

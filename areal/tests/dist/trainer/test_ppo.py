@@ -1,0 +1,163 @@
+"""Policy optimisation on rollouts: it learns, the same on any layout, ahead of its rollout or not, and goes on from a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal.api import LoRAConfig, OptimizerConfig, ParallelDims, TrainEngine
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.rl import Curve, played
+from areal.tests.harness.tiny import started, weights_of
+from areal.tests.harness.world import record
+from areal.trainer.checkpoints import Checkpoints
+from areal.trainer.estimators import CriticBased
+from areal.trainer.grpo import grpo_trainer
+from areal.trainer.losses import ppo_objective, value_objective
+from areal.trainer.ppo import Critic, PPOTrainer, Updates
+from areal.trainer.rollout.plan import Plan
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "grpo_curve.json"
+OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)
+CRITIC = OptimizerConfig(lr=1e-3, gradient_clipping=1.0, eps=1e-6)
+PLAN = Plan(groups=6, group_size=4, seed=11)
+STEPS = 20
+
+
+def policy(backend: str, **changes: Any) -> Any:
+    return started(backend, **{"path": model_dir("qwen3"), "optimizer": OPTIMIZER, **changes})
+
+
+def layouts(*names: str, thorough: tuple[str, ...] = ()) -> list[Any]:
+    sizes = {name: ParallelDims.parse(name).world_size for name in (*names, *thorough)}
+    return [
+        pytest.param(name, marks=[pytest.mark.world(size), *([pytest.mark.thorough] if name in thorough else [])])
+        for name, size in sizes.items()
+    ]
+
+
+def run(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> tuple[Curve, PPOTrainer]:
+    curve = Curve()
+    with played(engine, plan) as rollout:
+        trainer = grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve, **options)
+        trainer.resume()
+        trainer.train(steps)
+    return curve, trainer
+
+
+@pytest.mark.parametrize(
+    "backend",
+    layouts("fsdp:d2", thorough=("megatron:t2", "fsdp:d1", "fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2")),
+)
+def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
+    """Rewards, losses and gradient norms of twenty steps are those in the golden file."""
+    golden = json.loads(GOLDEN.read_text())
+    with policy(backend) as engine, policy(backend, optimizer=None) as reference:
+        curve, _ = run(engine, PLAN, STEPS, reference=reference, updates=Updates(minibatches=2))
+    assert golden["rollout/reward"][-1] > golden["rollout/reward"][0] + 0.2, "nothing is learned"
+    errors = {
+        name: max(abs(a - b) / max(abs(b), 0.05) for a, b in zip(curve[name], expected, strict=True))
+        for name, expected in golden.items()
+    }
+    record("GRPO curves of 20 steps", backend, **{name: f"{error:.0e}" for name, error in errors.items()})
+    assert max(errors.values()) < 2e-3, errors
+    assert max(curve["rollout/logprob_error"]) < 1e-5, "trainer and rollout agree to rounding"
+
+
+@pytest.mark.thorough
+@pytest.mark.world(2)
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_grpo_learns_from_what_older_weights_wrote(staleness: int) -> None:
+    plan = Plan(groups=6, group_size=4, max_staleness=staleness)
+    with policy("fsdp:d2") as engine:
+        curve, _ = run(engine, plan, STEPS)
+    assert max(curve["rollout/staleness"]) > 0.5
+    assert max(curve["rollout/staleness"]) <= staleness
+    assert curve["actor/mismatch/k3"][-1] > 0
+    assert curve["rollout/logprob_k3"][-1] > 1e-4
+    assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
+
+
+@pytest.mark.world(1, 2, thorough=(2,))
+def test_ppo_with_a_critic_learns(world_size: int) -> None:
+    backend, curve = f"fsdp:d{world_size}", Curve()
+    updates = Updates(epochs=2, minibatches=2)
+    with (
+        policy(backend) as engine,
+        policy(backend, value_head=True, optimizer=CRITIC) as value_engine,
+        policy(backend, optimizer=None) as reference,
+        played(engine, PLAN) as rollout,
+    ):
+        trainer = PPOTrainer(
+            engine,
+            ppo_objective(),
+            rollout.runner,
+            rollout.sync,
+            estimator=CriticBased(kl_coef=0.02),
+            reference=reference,
+            critic=Critic(value_engine, value_objective()),
+            updates=updates,
+            tracker=curve,
+        )
+        trainer.train(15)
+        assert engine._parts.optimizer.steps == 15 * 4
+    assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
+    assert sum(curve["critic/loss"][-3:]) < 0.5 * sum(curve["critic/loss"][:3])
+
+
+@pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:p2",)))
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_goes_on_from_its_checkpoint(backend: str, staleness: int, tmp_path: Path) -> None:
+    """With rollouts that wait: they are in the checkpoint, with the versions that made them."""
+    plan = Plan(groups=4, group_size=4, max_staleness=staleness)
+    kept = Checkpoints(tmp_path, every=3)
+    with policy(backend) as engine:
+        whole, _ = run(engine, plan, 4, checkpoints=kept)
+    with policy(backend) as engine:
+        rest, trainer = run(engine, plan, 4, checkpoints=kept)
+        assert trainer.step == 4
+        assert engine.version == 4
+    assert len(rest.steps) == 1
+    names = ("rollout/reward", "rollout/staleness", "actor/loss", "actor/grad_norm")
+    assert [rest[name][0] for name in names] == pytest.approx([whole[name][3] for name in names], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.world(2)
+def test_the_reference_is_refreshed(tmp_path: Path) -> None:
+    with policy("fsdp:d2") as engine, policy("fsdp:d2", optimizer=None) as reference, played(engine, PLAN) as rollout:
+        trainer = grpo_trainer(engine, rollout.runner, rollout.sync, reference=reference)
+        trainer.train(2)
+        before = weights_of(reference)
+        trainer.refresh_reference(tmp_path / "reference")
+        after, mine = weights_of(reference), weights_of(engine)
+    assert not all(torch.equal(after[name], before[name]) for name in after)
+    assert all(torch.equal(after[name], mine[name]) for name in after)
+
+
+@pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:t2", "megatron:p2")))
+def test_adapters_learn_and_their_model_is_the_reference(backend: str) -> None:
+    """As with a second engine for the reference; the rollout gets merged weights."""
+    lora, curves = LoRAConfig(rank=8, alpha=64), []
+    for alone in (True, False):
+        with policy(backend, lora=lora) as engine, policy(backend, optimizer=None) as second:
+            curve, trainer = run(engine, PLAN, 10, reference=engine if alone else second)
+            curves.append(curve)
+        if alone:
+            with pytest.raises(RuntimeError, match="no reference to refresh"):
+                trainer.refresh_reference("nowhere")
+    assert curves[0]["actor/loss"] == curves[1]["actor/loss"]
+    assert curves[0]["rollout/reward"] == curves[1]["rollout/reward"]
+    assert curves[0]["actor/kl_ref/k3"][-1] > 1e-4 > curves[0]["actor/kl_ref/k3"][0]
+    assert max(curves[0]["rollout/logprob_error"]) < 1e-5
+    with policy(backend) as engine, pytest.raises(ValueError, match="without adapters"):
+        run(engine, PLAN, 1, reference=engine)
+
+
+if __name__ == "__main__":
+    with policy("fsdp:d1") as only, policy("fsdp:d1", optimizer=None) as still:
+        noted, _ = run(only, PLAN, STEPS, reference=still, updates=Updates(minibatches=2))
+    names = ("rollout/reward", "rollout/tokens", "actor/loss", "actor/grad_norm", "actor/kl_ref/k3")
+    GOLDEN.write_text(json.dumps({name: noted[name] for name in names}, indent=1) + "\n")
+    print(*(f"{name}: {noted[name]}" for name in noted.steps[0]), sep="\n")

@@ -1,0 +1,82 @@
+"""Compares what an engine says with what the reference says; one number for each kind of thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from areal.api import NamedTensor, StepOutput
+from areal.tests.grid.reference import ReferenceStep
+
+
+def assert_tensors(found: Iterable[NamedTensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
+    """Compare streamed tensors by name.
+
+    The error of a tensor is its largest difference, over its largest entry or a millionth of the largest entry of all.
+
+    Returns:
+        The largest error.
+    """
+    largest = max(tensor.abs().max().item() for tensor in expected.values())
+    errors: dict[str, float] = {}
+    for name, tensor in found:
+        assert name in expected, f"{name} is not in the model's files, which have {sorted(expected)}"
+        assert name not in errors, f"{name} came twice"
+        want = expected[name]
+        assert tensor.shape == want.shape, (
+            f"{name} is {list(tensor.shape)}, and {list(want.shape)} in the model's files"
+        )
+        scale = max(want.abs().max().item(), 1e-6 * largest)
+        errors[name] = (tensor.detach().cpu().double() - want).abs().max().item() / scale
+    assert errors.keys() == expected.keys(), f"missing: {sorted(expected.keys() - errors.keys())}"
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"errors above {tolerance:.0e} in {len(wrong)} of {len(errors)} tensors: {wrong}"
+    return max(errors.values())
+
+
+def assert_rows(found: Sequence[Tensor], everyones: Sequence[Tensor], mine: Sequence[int], tolerance: float) -> float:
+    """Compare the outputs of this rank's sequences.
+
+    Args:
+        everyones: the reference's, for the global batch; errors are over its largest entry.
+        mine: which of them this rank has.
+
+    Returns:
+        The largest error.
+    """
+    expected = [everyones[i] for i in mine]
+    assert [list(row.shape) for row in found] == [list(row.shape) for row in expected]
+    assert not any(row.requires_grad for row in found)
+    scale = max(row.abs().max().item() for row in everyones)
+    errors = [(row.cpu().double() - want).abs().max().item() / scale for row, want in zip(found, expected, strict=True)]
+    assert max(errors) <= tolerance, f"errors by sequence: {[f'{error:.1e}' for error in errors]}"
+    return max(errors)
+
+
+def assert_step(found: StepOutput, expected: ReferenceStep, tolerance: float) -> float:
+    """Compare loss, terms, weights and metrics. Returns the largest error."""
+    names = (
+        {"weight": "loss"}
+        if list(expected.weights) == ["loss"]
+        else {f"weight/{name}": name for name in expected.weights}
+    )
+    pairs = {"loss": (found.loss, expected.loss)}
+    assert found.terms.keys() == expected.terms.keys()
+    pairs |= {f"terms[{name}]": (found.terms[name], term) for name, term in expected.terms.items()}
+    metrics = {**expected.metrics, **{name: expected.weights[term] for name, term in names.items()}}
+    assert metrics.keys() <= found.metrics.keys(), f"metrics are {sorted(found.metrics)}, not {sorted(metrics)}"
+    pairs |= {f"metrics[{name}]": (found.metrics[name], metric) for name, metric in metrics.items()}
+    scale = max(1.0, *(abs(term) for term in expected.terms.values()))
+    errors = {name: abs(a - b) / max(scale, abs(b)) for name, (a, b) in pairs.items()}
+    wrong = {name: pairs[name] for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"(found, expected) differ by more than {tolerance:.0e}: {wrong}"
+    return max(errors.values())
+
+
+def assert_number(found: float | None, expected: float, tolerance: float) -> float:
+    """Compare a positive number. Returns its relative error."""
+    assert found is not None
+    error = abs(found - expected) / abs(expected)
+    assert error <= tolerance, f"{found} is not {expected}: off by {error:.1e}"
+    return error

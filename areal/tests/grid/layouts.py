@@ -1,0 +1,288 @@
+"""What the comparisons range over: layouts of each engine, options of its configuration, dtypes and their tolerances.
+
+A new engine joins when it registers its entry point, with the layouts ``d1`` and ``d2``; with an entry in :data:`LAYOUTS`, with those
+it names. A new family joins in :mod:`areal.tests.grid.models`, an objective in ``losses``, a batch or a cut in ``cases``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal.api import LoRAConfig, OptimizerConfig, ParallelDims, TrainEngineConfig
+from areal.engine.registry import engine_names
+from areal.tests.grid.cases import CASES, CUTS, Case
+from areal.tests.grid.losses import OBJECTIVES, Objective
+from areal.tests.grid.models import FAMILIES, adapter_dir, model_dir
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout of one engine.
+
+    Attributes:
+        backend: such as ``fsdp:d2c2``.
+        how: a word where one backend has several ways, such as ``ulysses``.
+        options: fields of the engine's configuration.
+        refuses: families that it cannot run.
+        changes: fields of the model's configuration that it needs.
+        without: names of options that it has not.
+    """
+
+    backend: str
+    how: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    refuses: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Backend and way."""
+        return f"{self.backend}-{self.how}" if self.how else self.backend
+
+    @property
+    def family(self) -> str:
+        """The family to try it with, where one must do."""
+        return next(family for family in ("qwen3", "qwen3_moe") if family not in self.refuses)
+
+    @property
+    def world(self) -> int:
+        """Ranks that it takes."""
+        return ParallelDims.parse(self.backend).world_size
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine."""
+        return ParallelDims.parse(self.backend).backend
+
+
+_NOT_MEGATRON = ("gemma3_text",)
+_EXPERTS = ("qwen3_moe", "deepseek_v3")
+_DENSE = tuple(family for family in FAMILIES if family not in _EXPERTS)
+_SPLIT = (*_NOT_MEGATRON, "smollm")
+"""What tensor parallelism cannot split: smollm has 9 heads."""
+_NO_PLAN = (*_SPLIT, *_EXPERTS)
+"""What the FSDP engine cannot."""
+
+
+def _context_parallel(letters: str) -> tuple[Layout, Layout]:
+    return (
+        # The 9 heads of smollm divide by no degree here.
+        Layout(f"fsdp:{letters}", "ulysses", {"fsdp": {"context_parallel": "ulysses"}}, refuses=("smollm",)),
+        Layout(f"fsdp:{letters}", "gather_kv", {"fsdp": {"context_parallel": "gather_kv"}}),
+    )
+
+
+_FOUR_LAYERS = {"num_hidden_layers": 4}
+
+
+def _pipeline(letters: str, schedule: str = "", *, refuses: tuple[str, ...] = ()) -> Layout:
+    options = {"fsdp": {"pipeline_schedule": schedule}} if schedule else {}
+    deep = "v" in letters or "p4" in letters
+    apart = ("recompute", "selective", "lora", "compile") if "ZeroBubble" in schedule else ()
+    return Layout(
+        f"fsdp:{letters}",
+        schedule,
+        options,
+        (*refuses, *(("gemma3_text",) if deep else ())),
+        _FOUR_LAYERS if deep else {},
+        ("sync_each", *apart),
+    )
+
+
+def _megatron(letters: str, how: str = "", *, refuses: tuple[str, ...] = _NOT_MEGATRON, **options: Any) -> Layout:
+    return Layout(f"megatron:{letters}", how, {"megatron": options}, refuses)
+
+
+LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    "fsdp": (
+        Layout("fsdp:d1"),
+        Layout("fsdp:d2"),
+        Layout("fsdp:r2"),
+        *_context_parallel("c2"),
+        Layout("fsdp:t2", refuses=_NO_PLAN),
+        _pipeline("p2"),
+        _pipeline("p2", "GPipe"),
+        _pipeline("p2v2", "Interleaved1F1B"),
+        _pipeline("p2v2", "InterleavedZeroBubble"),
+        _pipeline("p2v2", "ZBVZeroBubble"),
+        Layout("fsdp:d4"),
+        Layout("fsdp:r2d2"),
+        *_context_parallel("d2c2"),
+        *_context_parallel("c4"),
+        Layout("fsdp:r2c2"),
+        Layout("fsdp:d2t2", refuses=_NO_PLAN),
+        Layout("fsdp:c2t2", "ulysses", {"fsdp": {"context_parallel": "ulysses"}}, refuses=_NO_PLAN),
+        Layout("fsdp:c2t2", "gather_kv", {"fsdp": {"context_parallel": "gather_kv"}}, refuses=_NO_PLAN),
+        Layout("fsdp:e2", refuses=_DENSE),
+        Layout("fsdp:d2e2", refuses=_DENSE),
+        Layout("fsdp:r2e2", refuses=_DENSE),
+        Layout("fsdp:c2e2", refuses=_DENSE),
+        _pipeline("e2p2", refuses=_DENSE),
+        _pipeline("d2p2"),
+        _pipeline("c2p2"),
+        _pipeline("p2t2", refuses=_NO_PLAN),
+        _pipeline("p4"),
+    ),
+    "megatron": (
+        _megatron("d1"),
+        _megatron("d2"),
+        _megatron("t2", refuses=_SPLIT),
+        _megatron("t2", "no_sp", refuses=(*_SPLIT, *_EXPERTS), sequence_parallel=False),
+        _megatron("p2"),
+        _megatron("c2", "ulysses", refuses=_SPLIT, context_parallel="ulysses"),
+        _megatron("c2", "gather_kv", context_parallel="gather_kv"),
+        _megatron("e2", refuses=_DENSE),
+        Layout("megatron:p2v2", refuses=_NOT_MEGATRON, changes=_FOUR_LAYERS),
+        _megatron("d2p2"),
+        _megatron("t2p2", refuses=_SPLIT),
+        _megatron("c2p2"),
+        _megatron("c4", context_parallel="gather_kv"),
+        _megatron("e2t2", refuses=_DENSE),
+        _megatron("(attn:d1t2|ffn:d1e2)", refuses=_DENSE),
+    ),
+}
+
+LORA = LoRAConfig(rank=3, alpha=4.5)
+"""Adapters on every linear layer. What is compared is one that peft drew, with nothing in it zero."""
+
+OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
+    "fsdp": {
+        "plain": {},
+        "recompute": {"activation_checkpointing": "full"},
+        "selective": {"activation_checkpointing": "selective", "fsdp": {"checkpointed_share": 0.5}},
+        "sync_each": {"grad_sync": "micro_batch"},
+        "keep_gathered": {"fsdp": {"reshard_after_forward": False}},
+        "host": {"fsdp": {"cpu_offload": True}},
+        "lora": {"lora": LORA, "activation_checkpointing": "full"},
+        # No kernels of its own, and so no C++ compiler: what is compared is what graphs compute.
+        "compile": {"fsdp": {"compile": True, "compile_backend": "aot_eager"}},
+    },
+    "megatron": {
+        "plain": {},
+        "recompute": {"activation_checkpointing": "full"},
+        "overlap": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}},
+        "plain_optimizer": {"megatron": {"distributed_optimizer": False}},
+        "lora": {"lora": LORA, "activation_checkpointing": "full"},
+    },
+}
+
+TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 8e-2}
+"""Largest error against the float64 reference, by the dtype of the compute: of losses, metrics, outputs and gradient norms."""
+
+GRADIENT_TOLERANCES = {**TOLERANCES, "bfloat16": 2.5e-1}
+"""Of the entries of a gradient, over its largest. In bf16 some of the 32 columns of these models lose most of their digits."""
+
+
+def all_layouts() -> list[Layout]:
+    """The layouts of every engine that is installed."""
+    return [
+        layout for name in engine_names() for layout in LAYOUTS.get(name, (Layout(f"{name}:d1"), Layout(f"{name}:d2")))
+    ]
+
+
+def all_options(engine: str) -> dict[str, Mapping[str, Any]]:
+    """Options of an engine's configuration by name."""
+    return OPTIONS.get(engine, {"plain": {}})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid: what an engine is made of, and what it is given."""
+
+    layout: Layout
+    family: str = "qwen3"
+    objective_name: str = "nll"
+    case_name: str = "ragged"
+    cut: str = "whole"
+    options: str = "plain"
+    dtype: str = "float64"
+
+    def __str__(self) -> str:
+        return "-".join(
+            [self.layout.name, self.family, self.objective_name, self.case_name, self.cut, self.options, self.dtype]
+        )
+
+    @property
+    def objective(self) -> Objective:
+        """The loss and its weight."""
+        return OBJECTIVES[self.objective_name]
+
+    @property
+    def case(self) -> Case:
+        """The global batch."""
+        return CASES[self.case_name]
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error that passes, except in gradients."""
+        return TOLERANCES[self.dtype]
+
+    @property
+    def gradient_tolerance(self) -> float:
+        """Largest error of gradients that passes."""
+        return GRADIENT_TOLERANCES[self.dtype]
+
+    @property
+    def path(self) -> str:
+        """The model's directory."""
+        value_head = {"value_head": True} if self.objective.value_head else {}
+        return model_dir(self.family, **value_head, **self.layout.changes)
+
+    @property
+    def adapter(self) -> str | None:
+        """The directory of the adapter that is trained instead of the model."""
+        return adapter_dir(self.path, LORA) if self.options == "lora" else None
+
+    def config(self, optimizer: OptimizerConfig) -> TrainEngineConfig:
+        """The engine's configuration."""
+        wide = "float64" if self.dtype == "float64" else "float32"
+        fields: dict[str, Any] = {
+            "path": self.path,
+            "backend": self.layout.backend,
+            "dtype": self.dtype,
+            "master_dtype": wide,
+            "grad_reduce_dtype": wide,
+            "value_head": self.objective.value_head,
+            "temperature": self.case.temperature,
+            "mb_spec": CUTS[self.cut],
+            "optimizer": optimizer,
+        }
+        for more in (self.layout.options, all_options(self.layout.engine)[self.options]):
+            for name, value in more.items():
+                fields[name] = {**fields.get(name, {}), **value} if isinstance(value, Mapping) else value
+        return TrainEngineConfig(**fields)
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "layout": tuple(all_layouts()),
+    "family": tuple(FAMILIES),
+    "objective_name": tuple(OBJECTIVES),
+    "case_name": tuple(CASES),
+    "cut": tuple(CUTS),
+    "options": tuple(sorted({name for engine in engine_names() for name in all_options(engine)})),
+    "dtype": tuple(TOLERANCES),
+}
+"""The fields of a cell and their values."""
+
+
+def fits(fields: Mapping[str, Any]) -> bool:
+    """Whether a cell with these fields can be: those that are missing are still open."""
+    layout = fields.get("layout")
+    return any(_takes(one, fields) for one in ([layout] if layout is not None else FACTORS["layout"]))
+
+
+def _takes(layout: Layout, fields: Mapping[str, Any]) -> bool:
+    family, options = fields.get("family"), fields.get("options")
+    if family in layout.refuses or options in layout.without:
+        return False
+    if options is not None and options not in all_options(layout.engine):
+        return False
+    objective = fields.get("objective_name")
+    if options == "lora" and objective is not None and OBJECTIVES[objective].value_head:
+        return False
+    # In bf16 a token near a tie goes to other experts than in float64: a difference of the model's, which no bound covers.
+    only_experts = set(FAMILIES) - set(layout.refuses) <= set(_EXPERTS)
+    return not ((family in _EXPERTS or only_experts) and fields.get("dtype") == "bfloat16")

@@ -1,0 +1,197 @@
+"""Tiny models with random weights, written once a session as real Hugging Face directories.
+
+Weights are drawn so that errors show: norm weights away from 1, biases away from 0, logits of scale about 1, and router logits far
+enough apart that rounding does not change which experts a token goes to.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from areal.api import LoRAConfig
+from areal.tests.harness.world import digest, locked, world
+
+VOCAB = 112
+"""Tokens of every tiny model."""
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_QWEN2 = {key: value for key, value in _DENSE.items() if key != "head_dim"}
+_SMOLLM = {
+    **_DENSE,
+    "hidden_size": 36,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "tie_word_embeddings": True,
+}
+_GEMMA3 = {
+    **_DENSE,
+    "num_hidden_layers": 3,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": True,
+}
+_MOE = {
+    **_DENSE,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+_DEEPSEEK = {
+    **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-5,
+}
+
+FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen2": lambda **changes: Qwen2Config(**{**_QWEN2, **changes}),
+    "qwen3": lambda **changes: Qwen3Config(**{**_DENSE, **changes}),
+    "qwen3_tied": lambda **changes: Qwen3Config(**{**_DENSE, "tie_word_embeddings": True, **changes}),
+    "llama": lambda **changes: LlamaConfig(**{**_DENSE, **changes}),
+    "gemma3_text": lambda **changes: Gemma3TextConfig(**{**_GEMMA3, **changes}),
+    "qwen3_moe": lambda **changes: Qwen3MoeConfig(**{**_MOE, **changes}),
+    "deepseek_v3": lambda **changes: DeepseekV3Config(**{**_DEEPSEEK, **changes}),
+    "smollm": lambda **changes: LlamaConfig(**{**_SMOLLM, **changes}),
+}
+"""Configurations by family. A new family joins the grid by an entry here; ``changes`` override fields of its configuration."""
+
+VALUE_HEAD, VALUE_HEAD_FILE = "value_head.weight", "value_head.safetensors"
+"""Name and file of a value head: to transformers, the rest is a causal language model like any other."""
+
+SHARD_SIZE = {"llama": "12KB"}
+"""Families written as several safetensors files with an index, as large models are."""
+
+
+def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes: Any) -> str:
+    """The directory of a tiny model: ``config.json`` and float32 safetensors. Written by the first process that asks.
+
+    Args:
+        family: a key of :data:`FAMILIES`.
+        seed: of the weights.
+        value_head: with ``value_head.safetensors`` beside the model.
+        changes: fields of the configuration that differ from the family's.
+    """
+    path = world().cache / f"{family}-{digest((seed, value_head, sorted(changes.items())))}"
+    with locked(path):
+        if not path.exists():
+            partial = Path(f"{path}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            config = FAMILIES[family](**changes)
+            model = tiny_model(config, seed)
+            # In a process group, save_pretrained writes on rank 0 alone and leaves the other ranks an empty directory.
+            with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
+                model.save_pretrained(partial, max_shard_size=SHARD_SIZE.get(family, "5GB"))
+            if value_head:
+                weight = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed)) / 4
+                save_file({VALUE_HEAD: weight}, partial / VALUE_HEAD_FILE)
+            partial.rename(path)
+    return str(path)
+
+
+def value_head(path: str) -> torch.Tensor:
+    """The value head ``[1, H]`` beside a model."""
+    return load_file(Path(path) / VALUE_HEAD_FILE)[VALUE_HEAD]
+
+
+def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0) -> str:
+    """The directory of an adapter for a model, as peft itself draws and saves it, with neither factor zero."""
+    folder = world().cache / f"{Path(path).name}-adapter-{digest((seed, lora.model_dump()))}"
+    with locked(folder):
+        if not folder.exists():
+            partial = Path(f"{folder}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            model = AutoModelForCausalLM.from_pretrained(path)
+            experts = hasattr(model.config, "num_experts_per_tok")
+            every = r".*self_attn\..*_proj(_with_mqa)?" if experts else r".*_proj"
+            all_of_them = lora.target_modules == "all-linear"
+            targets: str | list[str] = every if all_of_them else list(lora.target_modules)
+            config = LoraConfig(
+                task_type="CAUSAL_LM",
+                r=lora.rank,
+                lora_alpha=lora.alpha,
+                target_modules=targets,
+                use_rslora=lora.rslora,
+                init_lora_weights=False,
+            )
+            with torch.random.fork_rng(), mock.patch.object(torch.distributed, "is_initialized", return_value=False):
+                torch.manual_seed(seed)
+                get_peft_model(model, config).save_pretrained(partial)
+            partial.rename(folder)
+    return str(folder)
+
+
+def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A float32 model of this configuration with weights that depend on ``seed`` alone."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_mean(name, config) + _scale(name, parameter) * noise)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+    return model
+
+
+def _mean(name: str, config: PreTrainedConfig) -> float:
+    """Norm weights stand around 1; Gemma adds 1 to what it stores."""
+    return 1.0 if "norm" in name and not config.model_type.startswith("gemma") else 0.0
+
+
+def _scale(name: str, parameter: torch.Tensor) -> float:
+    if parameter.dim() == 1:
+        return 0.2
+    if ".gate.weight" in name:
+        return 0.6
+    if "embed" in name or "lm_head" in name:
+        return 0.25
+    return 1.2 / parameter.shape[-1] ** 0.5

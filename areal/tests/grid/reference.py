@@ -1,0 +1,266 @@
+"""What every engine is compared with: plain transformers in float64, one process, one unpacked sequence at a time.
+
+Written without a line of the engines: it shares with them only the types that a loss function sees.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal.api import IGNORE_INDEX, Batch, LossFn, LossWeightFn, Metric, OptimizerConfig, TokenOutputs
+from areal.tests.grid.lift import float64_everywhere
+from areal.tests.grid.models import VALUE_HEAD
+
+Sample = Mapping[str, Any]
+"""One sequence: ``input_ids`` ``[S]``, other per-token keys ``[S, ...]``, per-sequence keys without a sequence dimension."""
+
+Outputs = tuple[str, ...]
+
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """What a step on the global batch comes to. ``gradients`` are float64, under the names in the model's files."""
+
+    loss: float
+    terms: dict[str, float]
+    weights: dict[str, float]
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    grad_norm: float = 0.0
+
+
+class Reference:
+    """A model, and what it makes of a list of sequences.
+
+    Args:
+        path: model directory.
+        temperature: divides the logits of a sequence without a ``temperature`` of its own.
+        value_head: ``[1, H]``; with it, there are ``values``.
+        adapter: directory of an adapter in peft's format, which peft loads, and which is trained instead of the model.
+    """
+
+    def __init__(
+        self, path: str, *, temperature: float = 1.0, value_head: Tensor | None = None, adapter: str | None = None
+    ) -> None:
+        with float64_everywhere():
+            self.model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+            ).eval()
+            if adapter is not None:
+                self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().eval()
+        self._temperature = temperature
+        self._value_head = None if value_head is None else torch.nn.Parameter(value_head.detach().double().clone())
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._pending = ReferenceStep(0.0, {}, {}, {})
+
+    # ---- outputs
+
+    def outputs(self, sample: Sample) -> TokenOutputs:
+        """All per-token outputs of one sequence, differentiable."""
+        states: list[Tensor] = []
+        hook = self.model.get_decoder().register_forward_hook(
+            lambda module, args, out: states.append(out.last_hidden_state[0])
+        )
+        with float64_everywhere():
+            logits = self.model(sample["input_ids"][None], use_cache=False).logits[0]
+        hook.remove()
+        logits = logits / float(sample.get("temperature", self._temperature))
+        log_probs = logits.log_softmax(-1)
+        targets = _targets(sample)
+        picked = log_probs.gather(-1, targets.clamp(min=0).reshape(len(logits), -1)).reshape(targets.shape)
+        return TokenOutputs(
+            logprobs=picked.masked_fill(targets == IGNORE_INDEX, 0.0),
+            entropy=-(log_probs.exp() * log_probs).sum(-1),
+            values=None if self._value_head is None else states[0] @ self._value_head[0],
+            logits=logits,
+            hidden=states[0],
+        )
+
+    @torch.no_grad()
+    def forward(self, samples: Sequence[Sample], names: Outputs) -> dict[str, list[Tensor]]:
+        """Outputs by name, one tensor for each sample."""
+        found = [self.outputs(sample) for sample in samples]
+        return {name: [getattr(outputs, name) for outputs in found] for name in names}
+
+    # ---- a step
+
+    def step(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn,
+        weight_fn: LossWeightFn,
+        *,
+        divide_by: float | None = None,
+        loss_weight: float = 1.0,
+        gradients: bool = True,
+    ) -> ReferenceStep:
+        """Loss, terms, metrics and gradients of the global batch, added to what is pending.
+
+        Args:
+            divide_by: what the sums are divided by; ``None`` for the global weight of each term.
+            loss_weight: scales the whole.
+            gradients: False leaves the pending gradients alone.
+        """
+        batches = [one_sequence(sample) for sample in samples]
+        weights = [_terms(weight_fn(batch)) for batch in batches]
+        total = {name: math.fsum(float(weight[name]) for weight in weights) for name in weights[0]}
+        scale = {name: loss_weight / (total[name] if divide_by is None else divide_by) for name in total}
+        sums = dict.fromkeys(total, 0.0)
+        metrics: dict[str, list[Metric]] = {}
+        with torch.set_grad_enabled(gradients):
+            for sample, batch, weight in zip(samples, batches, weights, strict=True):
+                returned = loss_fn(self.outputs(sample), batch)
+                loss, reported = returned if isinstance(returned, tuple) else (returned, {})
+                counted = {name: term for name, term in _terms(loss).items() if float(weight[name])}
+                if counted and gradients:
+                    with float64_everywhere():
+                        torch.stack([scale[name] * term for name, term in counted.items()]).sum().backward()
+                for name, term in counted.items():
+                    sums[name] += term.item()
+                for name, metric in reported.items():
+                    metrics.setdefault(name, []).append(metric)
+        terms = {name: scale[name] * value for name, value in sums.items()}
+        found = dict(self.named_gradients()) if gradients else {}
+        return ReferenceStep(
+            loss=math.fsum(terms.values()),
+            terms=terms,
+            weights=total,
+            metrics={name: _reduce(values) for name, values in metrics.items()},
+            gradients=found,
+            grad_norm=math.sqrt(math.fsum(gradient.square().sum().item() for gradient in found.values())),
+        )
+
+    # ---- weights and gradients, as they are named in files
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights that are trained, by name, in memory's form."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield name.replace(".default.weight", ".weight"), parameter  # peft writes no names of adapters
+        if self._value_head is not None:
+            yield VALUE_HEAD, self._value_head
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the weights, each expert's for itself, and of the buffers that files hold."""
+        stored = self.model.state_dict()
+        buffers = ((name, buffer) for name, buffer in self.model.named_buffers() if name in stored)
+        return _as_in_files((name, tensor.detach().clone()) for name, tensor in chain(self.named_parameters(), buffers))
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the pending gradients, likewise; zeros where there is none."""
+        gradients = (
+            (name, torch.zeros_like(p) if p.grad is None else p.grad.clone()) for name, p in self.named_parameters()
+        )
+        return _as_in_files(gradients)
+
+    # ---- optimizer
+
+    def make_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
+        """Plain AdamW or SGD of torch over all weights."""
+        weights = [parameter for _, parameter in self.named_parameters()]
+        if config.type == "sgd":
+            self._optimizer = torch.optim.SGD(
+                weights, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            )
+        else:
+            betas = (config.beta1, config.beta2)
+            self._optimizer = torch.optim.AdamW(
+                weights, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, foreach=False
+            )
+        self._config, self._total_steps, self._taken = config, total_steps, 0
+
+    def optimizer_step(self) -> tuple[float, float]:
+        """Clip to the global norm, step, discard gradients. Returns the norm before clipping, and the learning rate."""
+        if self._optimizer is None:
+            raise RuntimeError("call make_optimizer first")
+        gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
+        norm = math.sqrt(math.fsum(gradient.square().sum().item() for gradient in gradients))
+        limit = self._config.gradient_clipping
+        if limit is not None and norm > limit:
+            for gradient in gradients:
+                gradient *= limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
+        rate = self._config.lr * learning_rate(self._config, self._total_steps)(self._taken)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._taken += 1
+        return norm, rate
+
+
+def learning_rate(config: OptimizerConfig, total: int) -> Callable[[int], float]:
+    """The factor of the learning rate at step ``i``, as OptimizerConfig's docstring describes it."""
+    warmup, floor = config.warmup_steps, config.min_lr_ratio
+
+    def fall(start: float, end: float, shape: Callable[[float], float]) -> Callable[[int], float]:
+        return lambda i: floor + (1 - floor) * shape(min(1.0, max(0.0, (i - start) / max(1.0, end - start))))
+
+    after = {
+        "constant": lambda i: 1.0,
+        "linear": fall(warmup, total, lambda x: 1 - x),
+        "cosine": fall(warmup, total, lambda x: (1 + math.cos(math.pi * x)) / 2),
+        "wsd": fall(total - max(1, round(config.decay_ratio * total)), total, lambda x: 1 - x),
+    }[config.lr_scheduler]
+    return lambda i: (i + 1) / warmup if i < warmup else after(i)
+
+
+def one_sequence(sample: Sample) -> Batch:
+    """What a loss function sees of one sequence."""
+    length, targets = len(sample["input_ids"]), _targets(sample)
+    values: dict[str, Any] = {}
+    for key, value in sample.items():
+        if key != "meta":
+            per_token = value.dim() > 0 and value.shape[0] == length
+            values[key] = value if per_token else value[None]
+    values["target_ids"] = targets
+    if "loss_mask" in values:
+        missing = targets == IGNORE_INDEX if targets.dim() == 1 else (targets == IGNORE_INDEX).all(-1)
+        values["loss_mask"] = values["loss_mask"].masked_fill(missing, 0)
+    return Batch(values, torch.tensor([0, length], dtype=torch.int32), sample.get("meta"))
+
+
+def _targets(sample: Sample) -> Tensor:
+    if "target_ids" in sample:
+        return sample["target_ids"]
+    ids = sample["input_ids"]
+    return torch.cat([ids[1:], torch.full((1,), IGNORE_INDEX)])
+
+
+def _terms(value: Any) -> dict[str, Tensor]:
+    return value if isinstance(value, dict) else {"loss": value}
+
+
+def _reduce(metrics: Sequence[Metric]) -> float:
+    values, weights = [float(metric.value) for metric in metrics], [float(metric.weight) for metric in metrics]
+    if metrics[0].reduce == "mean":
+        total = math.fsum(weights)
+        return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0
+    return {"sum": math.fsum, "min": min, "max": max}[metrics[0].reduce](values)
+
+
+def _as_in_files(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """transformers keeps the experts of a layer stacked, and gate and up projection as one; files have each for itself."""
+    for name, tensor in tensors:
+        match = _EXPERTS.match(name)
+        if match is None:
+            yield name, tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            if match[2] == "down_proj":
+                yield f"{match[1]}.{expert}.down_proj.weight", weight
+            else:
+                gate, up = weight.chunk(2)
+                yield f"{match[1]}.{expert}.gate_proj.weight", gate
+                yield f"{match[1]}.{expert}.up_proj.weight", up

@@ -1,0 +1,245 @@
+"""Runs world tests from a plain ``pytest``: persistent worker processes, one pool for each world size, started when first needed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch.distributed as dist
+
+from areal.tests.harness.worker import Answer, Call, Seat, serve
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+"""Of the workers' default process group: a collective that some rank never joins fails then."""
+
+START_TIMEOUT = 120.0
+"""Seconds for the workers of a pool to import torch and to meet."""
+
+GRACE = 10.0
+"""Seconds that other ranks still have once one rank has failed or died: mostly they hang in a collective with it."""
+
+PRELOADED = [
+    "areal.tests.harness.worker",
+    "areal.tests.grid.running",
+    "areal.engine.fsdp.engine",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("gemma3", "gpt2", "llama", "qwen2", "qwen3", "qwen3_moe")
+    ),
+]
+"""Imported once, before workers are forked; no module whose ``assert`` is rewritten, which is up to the workers."""
+
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class WorldFailure(Exception):
+    """Some rank failed, died or got stuck; the message names the ranks and shows what each said."""
+
+    def __init__(self, answers: Mapping[int, Answer]) -> None:
+        self.answers = dict(answers)
+        super().__init__(_describe(self.answers))
+
+
+class Pool:
+    """The workers of one world size. A failing call ends them all, because their collectives may then be out of step.
+
+    Args:
+        size: number of ranks.
+        scratch: a directory of this session, for what the workers print and for what tests share.
+
+    Attributes:
+        first: what workers call when they start, before anything else.
+    """
+
+    def __init__(self, size: int, scratch: Path) -> None:
+        self.size = size
+        self.first: tuple[Call, ...] = ()
+        self.logs = [scratch / f"world{size}-rank{rank}.log" for rank in range(size)]
+        self._scratch = scratch
+        self._store: dist.TCPStore | None = None
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._marks = [0] * size
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process ids by rank; empty when the pool is down."""
+        return [process.pid for process, _ in self._workers]
+
+    def run(self, call: Call, timeout: float) -> dict[int, Answer]:
+        """Call a function on every rank.
+
+        Args:
+            call: what to call.
+            timeout: seconds that it may take.
+
+        Returns:
+            The answers by rank: all passed, or all skipped, or all expected to fail.
+
+        Raises:
+            WorldFailure: anything else. The pool is then down, and the next call starts a new one.
+            ValueError: an argument cannot be sent to another process.
+        """
+        try:
+            payload = pickle.dumps(call)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{call.qualname} runs in other processes, and its arguments {list(call.kwargs)} do not pickle: {error}"
+            ) from None
+        if not self._workers:
+            self._start()
+        self._marks = [log.stat().st_size for log in self.logs]
+        answers: dict[int, Answer] = {}
+        for rank, (_, connection) in enumerate(self._workers):
+            try:
+                connection.send_bytes(payload)
+            except OSError:
+                answers[rank] = self._died(rank)
+        answers |= self._collect(timeout, answers)
+        if len({answer.status for answer in answers.values()}) > 1 or answers[0].status not in (
+            "passed",
+            "skipped",
+            "xfailed",
+        ):
+            self.close()
+            raise WorldFailure(answers)
+        return answers
+
+    def output(self, rank: int) -> str:
+        """What a rank has printed since the start of the last call."""
+        with open(self.logs[rank], errors="replace") as log:
+            log.seek(self._marks[rank])
+            return log.read()
+
+    def close(self) -> None:
+        """Kill the workers. The pool starts again with the next call."""
+        for process, _ in self._workers:
+            process.kill()
+        for process, connection in self._workers:
+            process.join()
+            connection.close()
+        self._workers, self._store = [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+        self._marks = [log.stat().st_size if log.exists() else 0 for log in self.logs]
+        with _environment(_ONE_THREAD):
+            for rank, log in enumerate(self.logs):
+                ours, theirs = context.Pipe()
+                seat = Seat(
+                    rank, self.size, os.getpid(), self._store.port, self._scratch, log, COLLECTIVE_TIMEOUT, self.first
+                )
+                process = context.Process(
+                    target=serve, args=(theirs, seat), name=f"world{self.size}-rank{rank}", daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._workers.append((process, ours))
+        answers = self._collect(START_TIMEOUT, {})
+        if any(answer.status != "passed" for answer in answers.values()):
+            self.close()
+            raise WorldFailure(answers)
+
+    def _collect(self, timeout: float, answers: dict[int, Answer]) -> dict[int, Answer]:
+        deadline = time.monotonic() + timeout
+        if answers:
+            deadline = min(deadline, time.monotonic() + GRACE)
+        ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers) if rank not in answers}
+        answers = dict(answers)
+        while ranks:
+            ready = wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return answers | self._stuck(list(ranks.values()), timeout)
+            for connection in ready:
+                rank = ranks.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except (EOFError, OSError):
+                    answers[rank] = self._died(rank)
+                if answers[rank].status in ("failed", "died"):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
+
+    def _died(self, rank: int) -> Answer:
+        process = self._workers[rank][0]
+        process.join(5)
+        return Answer(
+            "died", f"exit code {process.exitcode}; the last that it printed:\n{_tail(self.output(rank), 40)}"
+        )
+
+    def _stuck(self, ranks: list[int], timeout: float) -> dict[int, Answer]:
+        for rank in ranks:
+            pid = self._workers[rank][0].pid
+            if pid is not None:
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        why = f"no answer (limit {timeout:g} s, or {GRACE:g} s after another rank failed); stacks and last output"
+        return {rank: Answer("stuck", f"{why}:\n{_tail(self.output(rank), 60)}") for rank in ranks}
+
+
+class Pools:
+    """The pools of a session, by world size. ``first`` is that of every pool; who changes it closes the pools."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.first: tuple[Call, ...] = ()
+        self._scratch = scratch
+        self._pools: dict[int, Pool] = {}
+
+    def __getitem__(self, size: int) -> Pool:
+        if size not in self._pools:
+            self._pools[size] = Pool(size, self._scratch)
+        self._pools[size].first = self.first
+        return self._pools[size]
+
+    def close(self) -> None:
+        """Kill every worker."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that a child process reads at its start, and put them back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _describe(answers: Mapping[int, Answer]) -> str:
+    """Ranks that said the same are named together; those that passed go without saying."""
+    said: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(answers):
+        if answers[rank].status == "passed":
+            continue
+        said.setdefault((answers[rank].status, answers[rank].text), []).append(rank)
+    order = {"died": 0, "failed": 1, "stuck": 2}
+    parts = []
+    for (status, text), ranks in sorted(said.items(), key=lambda entry: (order.get(entry[0][0], 3), entry[1])):
+        names = "rank" + ("s " if len(ranks) > 1 else " ") + ", ".join(map(str, ranks))
+        parts.append(f"{names} of {len(answers)} {status}" + (f":\n{text}" if text else ""))
+    return "\n\n".join(parts)
+
+
+def _tail(text: str, lines: int) -> str:
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,39 @@
+"""A run that goes on in one layout of the FSDP engine after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from areal.api import SaveLoadMeta
+from areal.tests.harness.tiny import loss, mine, ragged, same_bits, started, weights_of
+
+
+def assert_goes_on(path: str, chain: list[str], folder: Path, bound: float) -> None:
+    """Each layout loads what the one before saved, bit for bit, takes a step and saves; plain data parallelism goes on from each likewise.
+
+    Args:
+        path: of the model. chain: layouts without the engine, each with the name of a schedule after a slash where it has one.
+        bound: of the difference after a step in two layouts, over the step.
+    """
+    before = None
+    for number, name in enumerate(chain):
+        letters, _, schedule = name.partition("/")
+        here = SaveLoadMeta(folder / str(number), weight_format="dcp")
+        with started(f"fsdp:{letters}", path=path, fsdp={"pipeline_schedule": schedule or None}) as engine:
+            if before is not None:
+                engine.load(SaveLoadMeta(folder / str(number - 1), weight_format="dcp"))
+                assert same_bits(weights_of(engine), before), name
+            engine.train_batch(mine(engine, ragged(number)), loss)
+            engine.save(here)
+            before = weights_of(engine)
+            engine.train_batch(mine(engine, ragged(number + 1)), loss)
+            went_on = weights_of(engine)
+        with started(f"fsdp:d{dist.get_world_size()}", path=path) as engine:
+            engine.load(here)
+            assert same_bits(weights_of(engine), before), name
+            engine.train_batch(mine(engine, ragged(number + 1)), loss)
+            for key, weight in weights_of(engine).items():
+                change = (went_on[key] - before[key]).norm()
+                assert (weight - went_on[key]).norm() <= bound * change + 1e-6, (name, key)

@@ -1,0 +1,159 @@
+"""Server processes, requests in the background, and what log-probs must be: for tests of generation over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from areal.api.weights import NamedTensor
+from areal.tests.grid.models import FAMILIES, VOCAB, model_dir, tiny_model
+from areal.trainer.rollout.protocol import Completion
+from areal.weight_sync.apply import ModuleSource
+
+PROMPT = [(7 * i + 3) % VOCAB for i in range(23)]
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self) -> None:
+        self.started = subprocess.Popen(
+            [sys.executable, "-m", "areal.tests.harness.rollout_server", model_dir("qwen3")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def url(self) -> str:
+        if not hasattr(self, "port"):
+            assert self.started.stdout is not None
+            self.port = int(self.started.stdout.readline())
+        return f"http://127.0.0.1:{self.port}"
+
+    def tell(self, **what: Any) -> None:
+        data = json.dumps(what).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/test", data), timeout=30).read()
+
+    def can(self, route: str, *, status: int = 200, body: Any = "", times: int = 1, delay: float = 0.0) -> None:
+        """Answer so, ``times`` times, after ``delay`` seconds."""
+        text = body if isinstance(body, str) else json.dumps(body)
+        self.tell(route=route, status=status, body=text, times=times, delay=delay)
+
+    def told(self) -> dict[str, Any]:
+        return json.loads(urllib.request.urlopen(f"{self.url}/test", timeout=30).read())
+
+    def calls(self, route: str) -> int:
+        return self.told()["calls"].get(route, 0)
+
+    def kill(self) -> None:
+        self.started.kill()
+        self.started.wait()
+        if self.started.stdout is not None:
+            self.started.stdout.close()
+
+
+def weights(seed: int) -> Iterator[NamedTensor]:
+    return ModuleSource(tiny_model(FAMILIES["qwen3"](), seed)).named_tensors()
+
+
+def replica(seed: int | None = None) -> PreTrainedModel:
+    """Of the weights that servers start with, or of a seed."""
+    if seed is None:
+        return AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), dtype=torch.float32).eval()
+    return tiny_model(FAMILIES["qwen3"](), seed).eval()
+
+
+def run(*work: Coroutine[Any, Any, Completion]) -> list[Completion]:
+    async def together() -> list[Completion]:
+        return await asyncio.wait_for(asyncio.gather(*work), 60)
+
+    return asyncio.run(together())
+
+
+class Background:
+    """Requests that run while the test goes on."""
+
+    def __init__(self, *work: Coroutine[Any, Any, Completion]) -> None:
+        self.answers: list[Completion] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=work)
+        self.thread.start()
+
+    def _run(self, *work: Coroutine[Any, Any, Completion]) -> None:
+        try:
+            self.answers = run(*work)
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> list[Completion]:
+        self.thread.join(60)
+        if self.error is not None:
+            raise self.error
+        return self.answers
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@torch.no_grad()
+def plain(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """Log-probs ``[len(tokens), V]`` of one plain forward over prompt and answer."""
+    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits / (temperature or 1.0)).log_softmax(-1)
+
+
+def assert_drawn_from(model: PreTrainedModel, answer: Completion, temperature: float = 1.0, start: int = 0) -> None:
+    wanted = plain(model, PROMPT, answer.tokens, temperature).gather(1, torch.tensor([[t] for t in answer.tokens]))
+    torch.testing.assert_close(torch.tensor(answer.logprobs)[start:], wanted[start:, 0], rtol=0, atol=1e-5)
+
+
+def sglang_reply(**changes: Any) -> dict[str, Any]:
+    entries = [[-1.0, 5, None], [-2.0, 6, None]]
+    return {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": entries, **changes}}
+
+
+def vllm_reply(**changes: Any) -> dict[str, Any]:
+    logprobs = {"token_logprobs": [-1.0, -2.0]}
+    return {"choices": [{"finish_reason": "length", "token_ids": [5, 6], "logprobs": logprobs, **changes}]}
+
+
+BAD_REPLIES: dict[str, list[tuple[Any, str]]] = {
+    "sglang": [
+        ("no json", "no JSON"),
+        ({}, "'meta_info'"),
+        (sglang_reply(finish_reason={"type": "other"}), r"'meta_info.finish_reason.type'"),
+        (sglang_reply(output_token_logprobs=None), r"output_token_logprobs is missing"),
+        (sglang_reply(output_token_logprobs=[[None, 5, None]]), r"'meta_info.output_token_logprobs.0.0'"),
+        (sglang_reply(output_token_logprobs=[[float("nan"), 5, None]]), r"'meta_info.output_token_logprobs.0.0'"),
+        (sglang_reply(output_token_logprobs=[[-1.0, 5.5, None]]), r"'meta_info.output_token_logprobs.0.1'"),
+        (sglang_reply(completion_tokens=3), r"completion_tokens = 3"),
+        (sglang_reply(output_token_logprobs=[[-1.0, 5, None]] * 4), r"4 tokens came"),
+    ],
+    "vllm": [
+        ("no json", "no JSON"),
+        ({"choices": []}, "'choices'"),
+        (vllm_reply(finish_reason=None), r"'choices.0.finish_reason'"),
+        (vllm_reply(token_ids=None), r"'choices.0.token_ids'"),
+        (vllm_reply(logprobs=None), r"logprobs is missing"),
+        (vllm_reply(logprobs={"token_logprobs": [-1.0]}), r"2 tokens came with 1 log-probs"),
+        (vllm_reply(logprobs={"token_logprobs": [None, -1.0]}), r"'choices.0.logprobs.token_logprobs.0'"),
+        (vllm_reply(token_ids=[5, -1]), r"'choices.0.token_ids.1'"),
+        (vllm_reply(token_ids=[1] * 4, logprobs={"token_logprobs": [-1.0] * 4}), r"4 tokens came"),
+    ],
+}
+"""What must be refused, with words of the error."""

@@ -1,0 +1,152 @@
+"""Small engines and batches for tests that look at one property of an engine, rather than at a cell of the grid."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GPT2Config
+
+from areal.api import (
+    Batch,
+    FinetuneSpec,
+    MicroBatchSpec,
+    OptimizerConfig,
+    ParallelDims,
+    TokenOutputs,
+    TrainEngine,
+    TrainEngineConfig,
+)
+from areal.engine.registry import create_engine
+from areal.tests.grid.cases import CASES, samples
+from areal.tests.grid.models import VOCAB, model_dir, tiny_model
+from areal.tests.harness.world import digest, locked, world
+
+Sample = dict[str, Tensor]
+
+LAYOUTS = {
+    1: ("fsdp:d1", "megatron:d1"),
+    2: ("fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:p2"),
+    4: ("fsdp:d2c2", "megatron:t2p2"),
+}
+"""Layouts that tests of every layout take, by world size."""
+
+THOROUGH = ("fsdp:p2",)
+"""Those that only the thorough set has, unless a test asks for one."""
+
+OPTIMIZER = OptimizerConfig(lr=0.01, lr_scheduler="linear", gradient_clipping=0.5)
+
+
+def config(backend: str, **changes: Any) -> TrainEngineConfig:
+    """A float32 engine on the tiny Qwen3, with micro-batches of at most 40 tokens; ``changes`` are fields of the configuration."""
+    defaults: dict[str, Any] = {
+        "path": family_dir("qwen3") if "path" not in changes else changes["path"],
+        "dtype": "float32",
+        "optimizer": OPTIMIZER,
+        "mb_spec": MicroBatchSpec(max_tokens_per_mb=40),
+    }
+    return TrainEngineConfig(backend=backend, **{**defaults, **changes})
+
+
+@contextmanager
+def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterator[TrainEngine]:
+    """An engine of :func:`config`, initialized; destroyed at the end."""
+    engine = create_engine(config(backend, **changes))
+    engine.initialize(FinetuneSpec(total_train_steps=total_steps))
+    with engine:
+        yield engine
+
+
+def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:
+    """The layouts of these world sizes (of one engine; without some; with others), each marked with its own."""
+    known = [backend for size in sizes for backend in LAYOUTS[size] if backend.startswith(engine)]
+    chosen = [*(backend for backend in known if backend not in (*but, *also)), *also]
+
+    def marks(backend: str) -> list[Any]:
+        thorough = [pytest.mark.thorough] if backend in THOROUGH and backend not in also else []
+        return [pytest.mark.world(ParallelDims.parse(backend).world_size), *thorough]
+
+    return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in chosen]
+
+
+def ragged(seed: int = 0) -> list[Sample]:
+    """The global batch: nine sequences of 1 to 38 tokens."""
+    return samples(CASES["ragged"], seed=seed)
+
+
+def mine(engine: TrainEngine, everything: list[Sample]) -> list[Sample]:
+    """This rank's part of a global batch."""
+    return everything[engine.dp_rank :: engine.dp_size]
+
+
+def loss(out: TokenOutputs, batch: Batch) -> Tensor:
+    """A policy gradient without a ratio."""
+    return -(out.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
+
+
+def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+    """A copy of all weights. Collective."""
+    return {name: tensor.clone() for name, tensor in engine.named_tensors()}
+
+
+def gradients_of(engine: TrainEngine) -> dict[str, Tensor]:
+    """A copy of all pending gradients. Collective."""
+    return {name: tensor.clone() for name, tensor in engine.named_gradients()}
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether two sets of tensors are equal bit for bit, NaNs included."""
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name].reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)) for name in a
+    )
+
+
+def process_groups() -> int:
+    """How many process groups this process is in."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def family_dir(family: str, **changes: Any) -> str:
+    """:func:`~areal.tests.grid.models.model_dir`, whichever rank is the first to ask."""
+    with writing():
+        return model_dir(family, **changes)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Let ``save_pretrained`` write here: of a process group that it sees, it lets rank 0 alone write."""
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        yield
+
+
+def gpt2_dir(**changes: Any) -> str:
+    """The directory of a tiny GPT-2: learned positions, dropout, tied embeddings, no family that is known by name."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    } | changes
+    path = world().cache / f"gpt2-{digest(sorted(fields.items()))}"
+    with locked(path):
+        if not path.exists():
+            partial = Path(f"{path}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            with writing():
+                tiny_model(GPT2Config(**fields), seed=0).save_pretrained(partial)
+            partial.rename(path)
+    return str(path)

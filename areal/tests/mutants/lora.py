@@ -1,0 +1,71 @@
+"""The bugs of adapters that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from areal.tests.mutants.planting import Function, mutant
+
+FILE = "dist/checkpoint/test_lora.py::"
+ISOLATED = FILE + "test_adapters_are_isolated_bit_for_bit[fsdp:d1]"
+LOOK = FILE + "test_looking_at_gradients_and_adding_more_counts_each_once[{}]"
+PEFT = FILE + "test_peft_loads_what_was_saved_and_the_other_way_round[llama-{}]"
+BYTES = FILE + "test_training_leaves_every_byte_of_the_model_alone[{}]"
+ALONE = FILE + "test_one_adapter_is_saved_and_goes_on_by_itself[{}]"
+
+
+@mutant("areal.engine.lora.low_rank:LowRank.added_to", PEFT.format("fsdp:d1"))
+def without_the_scale(right: Function) -> Function:
+    """What an adapter adds is not scaled."""
+
+    def wrong(self: Any, out: Tensor, x: Tensor) -> Tensor:
+        return out + (right(self, out, x) - out) / self.scale
+
+    return wrong
+
+
+@mutant("areal.engine.lora.low_rank:Delta.added", PEFT.format("fsdp:t2"))
+def merged_at_the_first_rows(right: Function) -> Function:
+    """Every rank merges the first rows and columns of the product into its part of a weight."""
+    return lambda self, weight, box: right(self, weight, tuple(slice(0, n) for n in weight.shape))
+
+
+@mutant("areal.engine.lora.adapter:Adapter.before_backward", LOOK.format("fsdp:d2"))
+def sums_are_summed_again(right: Function) -> Function:
+    """Every rank keeps a sum over ranks, adds to it, and the next sum counts it once for each."""
+
+    def wrong(self: Any) -> None:
+        self._summed = False
+
+    return wrong
+
+
+@mutant("areal.engine.lora.adapter:Adapter.sum_gradients", BYTES.format("fsdp:t2"))
+def gradients_of_own_columns(right: Function) -> Function:
+    """Gradients that are summands over tensor-parallel ranks are not summed over them."""
+
+    def wrong(self: Any) -> None:
+        for factor in self.factors:
+            factor.summed = False
+        right(self)
+
+    return wrong
+
+
+@mutant("areal.engine.lora.adapter_set:AdapterSet.zero_grad", ISOLATED)
+def a_step_discards_all_gradients(right: Function) -> Function:
+    """A step of one adapter discards the gradients that are pending for the others."""
+
+    def wrong(self: Any) -> None:
+        for name in self.names:
+            self[name].zero_grad()
+
+    return wrong
+
+
+@mutant("areal.engine.lora.adapter:Adapter.resume", ALONE.format("fsdp:d1"))
+def moments_without_the_schedule(right: Function) -> Function:
+    """An adapter goes on with its moments, and the learning rate of the first step."""
+    return lambda self, state: right(self, {**state, "schedule": self.optimizer.state_dict()})

@@ -1,0 +1,262 @@
+"""The bugs that the suite must catch on the Megatron engine: those of any engine once more, and its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from areal.tests.mutants.planting import MUTANTS, Function, Mutant, mutant
+from areal.tests.mutants.step import CALLS, LOOP, SKIPPED, THREE, fillers_as_real
+
+BETWEEN = "dist/megatron/test_megatron.py::test_looking_at_gradients_between_calls_changes_nothing[w2-{}]"
+NORM = THREE.format("*-{}")
+
+# ---- bugs of any engine
+
+TWIN = "{}_on_megatron"
+
+OTHERS = (
+    "areal.engine.fsdp",
+    "torch.distributed.fsdp",
+    "areal.engine.schedule:SequentialSchedule",
+    "areal.engine.lora",
+    "areal.utils.collectives",  # Megatron-Core has its own
+    "areal.utils.dtensor:local_part",
+)
+"""Where the bugs of another engine are planted."""
+
+SAME_ON_ANY_ENGINE = {
+    "positions_run_on": "its families have rotary positions alone, which are relative",
+    "key_heads_in_wrong_order": "the test calls the function without an engine",
+    "warmup_subtracted_twice": "the test calls the function without an engine",
+    "dropout_in_evaluation": "its families have no dropout",
+}
+"""Bugs that show nothing more there, and why."""
+
+ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
+    "loss_called_without_weight": (
+        "dist/step/test_faults.py::test_a_rank_without_weight_takes_part_and_its_loss_is_not_called[megatron:d2p2]",
+    ),
+    "window_off_by_one": ("dist/megatron/test_megatron.py::test_sliding_windows[w1]",),
+    "temperature_ignored_in_evaluation": (
+        {"layout": "megatron:*", "objective_name": "policy", "case_name": "zero_rank"},
+    ),
+    "checkpoint_without_schedule": ("dist/megatron/test_megatron_checkpoint.py::test_goes_on_bit_for_bit[d1-sync]",),
+    "fillers_balanced": ("dist/parallel/test_moe.py::test_balancing_losses_are_terms_of_the_sum[megatron:d2--*]",),
+    "fault_stays_with_its_rank": (
+        "dist/step/test_faults.py::test_a_process_function_that_fails_on_one_rank_raises_on_all[megatron:d2]",
+    ),
+    "different_batches_accepted": (
+        "dist/step/test_faults.py::test_different_batches_on_ranks_that_share_a_part_are_refused[megatron:p2]",
+    ),
+}
+"""Tests of bugs that another one catches there."""
+
+
+def plant_on_megatron(each: Mutant) -> None:
+    """Let a bug be caught on this engine too."""
+    tests = ELSEWHERE.get(each.name) or tuple(_on_megatron(test) for test in each.tests)
+    name = TWIN.format(each.name)
+    MUTANTS[name] = dataclasses.replace(each, name=name, tests=tests)
+
+
+def _on_megatron(test: str | Mapping[str, str]) -> str | Mapping[str, str]:
+    if not isinstance(test, str):
+        return {"layout": "megatron:*", **{name: value.replace("fsdp:", "megatron:") for name, value in test.items()}}
+    # The optimizers take turns over layouts, and all meet d1.
+    test = re.sub(r"\[(adamw-cosine|sgd-wsd)-fsdp:(?!d1\])", "[*-fsdp:", test)
+    return test.replace("fsdp:", "megatron:").replace("megatron:r2", "megatron:d2")
+
+
+for _each in list(MUTANTS.values()):
+    if not _each.target.startswith(OTHERS) and _each.name not in SAME_ON_ANY_ENGINE:
+        plant_on_megatron(_each)
+
+
+# ---- what a gradient is divided by
+
+
+@mutant("areal.engine.megatron.schedule:MegatronSchedule.grad_scale", LOOP.format("megatron:d1"))
+def megatron_factor_n_mb(right: Function) -> Function:
+    """The gradient is multiplied by the number of micro-batches."""
+    return lambda self, n: n * right(self, n)
+
+
+@mutant("areal.engine.megatron.engine:transformer_config", LOOP.format("megatron:d1"))
+def megatron_divides_by_micro_batches(right: Function) -> Function:
+    """Megatron's schedule divides losses by the number of micro-batches."""
+
+    def wrong(*args: Any) -> Any:
+        config = right(*args)
+        config.calculate_per_token_loss = False
+        return config
+
+    return wrong
+
+
+@mutant("areal.engine.megatron.engine:MegatronEngine._wrap", LOOP.format("megatron:d2"))
+def megatron_averages_over_ranks(right: Function) -> Function:
+    """Gradients are averaged over data-parallel ranks instead of summed."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        chunks = right(self, *args)
+        for chunk in chunks:
+            for group in chunk.bucket_groups:
+                for bucket in group.buckets:
+                    bucket.gradient_scaling_factor = 1 / self.dp_size
+        return chunks
+
+    return wrong
+
+
+# ---- when gradients are reduced, and what is summed
+
+
+@mutant("areal.engine.megatron.schedule:MegatronSchedule.run", BETWEEN.format("d2"))
+def megatron_finalises_each_call(right: Function) -> Function:
+    """Every call reduces the gradients, and the optimizer step reduces these sums again."""
+
+    def wrong(self: Any, *args: Any, forward_only: bool) -> Any:
+        results = right(self, *args, forward_only=forward_only)
+        if not forward_only:
+            for chunk in self._chunks:
+                chunk.finish_grad_sync()
+        return results
+
+    return wrong
+
+
+@mutant("areal.engine.megatron.gradients:reopen", BETWEEN.format("d2"))
+def megatron_sums_added_again(right: Function) -> Function:
+    """Sums that were taken between calls are summed over ranks once more."""
+    return lambda chunks, groups: None
+
+
+@mutant(
+    "areal.engine.megatron.schedule:MegatronSchedule.run",
+    "dist/step/test_caught.py::test_a_filler_reaches_no_process_function[w2-megatron:d2]",
+)
+def megatron_filler_processed(right: Function) -> Function:
+    """A filler reaches the process function."""
+    return lambda self, mbs, *args, **kwargs: right(self, fillers_as_real(mbs), *args, **kwargs)
+
+
+@mutant("areal.engine.megatron.model.layer_spec:RMSNorm.__init__", LOOP.format("megatron:t2"))
+def megatron_norm_of_own_tokens(right: Function) -> Function:
+    """With sequence parallelism a norm's weight has the gradient of one rank's tokens alone."""
+
+    def wrong(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        right(self, config, *args, **options)
+        self.weight.sequence_parallel = False
+
+    return wrong
+
+
+@mutant("areal.engine.megatron.model.packed_gpt:gather_from_sequence_parallel_region", LOOP.format("megatron:t2"))
+def megatron_hidden_gradient_summed(right: Function) -> Function:
+    """The gradient of the last hidden state, of which every tensor-parallel rank has the whole, is summed over them."""
+    return lambda x, tensor_parallel_output_grad=True, **options: right(x, True, **options)
+
+
+@mutant("megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads", BETWEEN.format("p2"))
+def megatron_tied_embedding_not_summed(right: Function) -> Function:
+    """The first and the last stage each keep their own gradient of a tied embedding."""
+    return lambda *args, **options: None
+
+
+@mutant("areal.engine.megatron.model.packed_gpt:PackedGPT._embed", LOOP.format("megatron:d1"))
+def megatron_padding_token_trained(right: Function) -> Function:
+    """The row of the padding token has a gradient."""
+
+    def wrong(self: Any, inputs: Any) -> Any:
+        return self.embedding(input_ids=inputs.input_ids[None], position_ids=inputs.position_ids[None])
+
+    return wrong
+
+
+# ---- the optimizer step
+
+
+@mutant("megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate", NORM.format("megatron:t2"))
+def megatron_norm_counts_duplicates(right: Function) -> Function:
+    """The norm counts what every tensor-parallel rank has once for each."""
+    return lambda parameter, *args, **options: True
+
+
+@mutant("areal.engine.megatron.weight_mapping:set_tensor_model_parallel_attributes", NORM.format("megatron:t2"))
+def megatron_norm_misses_parts(right: Function) -> Function:
+    """Parameters are not marked as parts, so that the norm counts those of one tensor-parallel rank alone."""
+    return lambda *args, **options: None
+
+
+@mutant("megatron.core.optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group", NORM.format("megatron:p2"))
+def megatron_clipped_by_stage(right: Function) -> Function:
+    """Each stage clips by the norm of its own gradients."""
+    return lambda self: self.tp_group
+
+
+@mutant("areal.engine.megatron.optimizer:MegatronOptimizerStep.global_norm", SKIPPED.replace("fsdp", "megatron"))
+def megatron_step_not_skipped(right: Function) -> Function:
+    """A gradient that is not finite is applied."""
+    return lambda self: torch.nan_to_num(right(self), nan=1.0, posinf=1.0)
+
+
+# ---- weights
+
+
+@mutant("areal.engine.megatron.weight_mapping:_shares", LOOP.format("megatron:d1"))
+def megatron_heads_not_grouped(right: Function) -> Function:
+    """All queries lie before all keys, and these before all values."""
+
+    def wrong(*args: Any) -> Any:
+        shares, alternations = right(*args)
+        return [share * alternations for share in shares], 1
+
+    return wrong
+
+
+@mutant("areal.engine.megatron.weight_mapping:_numbers", THREE.format("*-megatron:e2"))
+def megatron_experts_take_turns(right: Function) -> Function:
+    """Experts are numbered as if expert-parallel ranks took turns."""
+
+    def wrong(found: Any, chunk: nn.Module) -> Any:
+        numbers = right(found, chunk)
+        if "j" in found:
+            ranks = chunk.pg_collection.ep
+            numbers["j"] = int(found["j"]) * ranks.size() + ranks.rank()
+        return numbers
+
+    return wrong
+
+
+@mutant("areal.engine.megatron.weight_mapping:_numbers", LOOP.format("megatron:p2v2"))
+def megatron_virtual_stages_in_a_row(right: Function) -> Function:
+    """Layers are numbered as if the chunks of a rank followed each other."""
+
+    def wrong(found: Any, chunk: nn.Module) -> Any:
+        numbers = right(found, chunk)
+        if "i" in found:
+            chunks = chunk.config.virtual_pipeline_model_parallel_size
+            place = chunk.pg_collection.pp.rank() * chunks + chunk.vp_stage
+            numbers["i"] = place * len(chunk.decoder.layers) + int(found["i"])
+        return numbers
+
+    return wrong
+
+
+@mutant("areal.engine.megatron.weight_mapping:_numbers", CALLS.format("*-megatron:p2"))
+def megatron_stages_swapped(right: Function) -> Function:
+    """Layers are counted from the last one."""
+
+    def wrong(found: Any, chunk: nn.Module) -> Any:
+        numbers = right(found, chunk)
+        if "i" in found:
+            numbers["i"] = chunk.config.num_layers - 1 - numbers["i"]
+        return numbers
+
+    return wrong

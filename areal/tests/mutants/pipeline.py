@@ -1,0 +1,87 @@
+"""The bugs of pipelines and expert parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.tests.mutants.planting import Function, mutant
+
+FILE = "dist/parallel/test_pipeline.py::"
+LOOK = FILE + "test_looking_at_gradients_and_adding_more_counts_each_once[{}]"
+COPIES = FILE + "test_copies_of_a_tied_embedding_stay_the_same_bit_for_bit[float32-{}]"
+ONCE = FILE + "test_a_call_reduces_each_group_once[{}]"
+NO_TOKEN = "dist/parallel/test_expert_parallel.py::test_a_rank_may_get_no_token[e2]"
+SIGMOID = "dist/parallel/test_moe.py::test_routers_of_deepseek_are_watched_too[{}]"
+
+
+@mutant("areal.engine.fsdp.pipeline.schedule:_Stage._post_metadata_inference_cleanup", LOOK.format("1F1B"))
+def a_call_drops_earlier_gradients(right: Function) -> Function:
+    """A call forgets the gradients of those before it, as torch does when it has tried a model out."""
+
+    def wrong(self: Any) -> None:
+        for parameter in self.submod.parameters():
+            parameter.grad = None
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.fsdp.pipeline.tied_embedding:TiedGradients.sum", LOOK.format("1F1B"), COPIES.format("ZBVZeroBubble")
+)
+def two_embeddings(right: Function) -> Function:
+    """Each copy of a tied embedding has only the gradient of its own stage."""
+    return lambda self: None
+
+
+@mutant("areal.engine.fsdp.pipeline.tied_embedding:TiedGradients.before_backward", LOOK.format("ZBVZeroBubble"))
+def a_tied_sum_is_summed_again(right: Function) -> Function:
+    """What both stages have summed is summed again."""
+    return lambda self: None
+
+
+@mutant("areal.engine.fsdp.pipeline.model_chunks:ModelChunks.copies", LOOK.format("1F1B"))
+def copies_count(right: Function) -> Function:
+    """The copy of a tied embedding counts in the norm, as a weight of its own."""
+    return lambda self: []
+
+
+@mutant("areal.engine.fsdp.gradients:global_norm", LOOK.format("1F1B"))
+def the_norm_of_a_stage(right: Function) -> Function:
+    """Each stage clips by the norm of its own gradients."""
+    return lambda parameters, stages=None: right(parameters)
+
+
+@mutant("areal.engine.fsdp.pipeline.schedule:_Stage.perform_reduce_grad", ONCE.format("1F1B"))
+def never_reduced(right: Function) -> Function:
+    """The reductions that were held back are forgotten."""
+    return lambda self, factor: None
+
+
+@mutant("areal.engine.fsdp.expert_parallel:Dispatch.give_back", NO_TOKEN)
+def results_in_another_order(right: Function) -> Function:
+    """Results come back in the order of their arrival, the last first."""
+    return lambda self, rows: right(self, rows).flip(0)
+
+
+@mutant("areal.engine.fsdp.expert_parallel:_Dispatched.__call__", NO_TOKEN)
+def unweighted_experts(right: Function) -> Function:
+    """All experts of a token count alike."""
+
+    def wrong(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return right(self, hidden, index, torch.full_like(weights, 1 / weights.shape[1]))
+
+    return wrong
+
+
+@mutant("areal.engine.moe.routing:Tally.add", SIGMOID.format("fsdp:e2"))
+def softmax_of_sigmoid_routers(right: Function) -> Function:
+    """Routers that score by sigmoids are balanced as if they had a softmax."""
+
+    def wrong(self: Any, *args: Any) -> Any:
+        self._sigmoid = False
+        return right(self, *args)
+
+    return wrong

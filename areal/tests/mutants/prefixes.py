@@ -1,0 +1,84 @@
+"""The bugs of shared prefixes that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.tests.mutants.planting import Function, mutant
+
+OUTPUTS = "dist/step/test_prefixes.py::test_all_outputs_and_their_gradients_are_those_without_sharing[{}]"
+TREE = "unit/data/test_prefixes.py::test_a_stream_holds_every_beginning_once"
+EXPERTS = "dist/parallel/test_moe.py::test_a_shared_beginning_counts_for_each_of_its_sequences[{}-{}]"
+
+
+@mutant("areal.utils.data.prefixes:Prefixes.shared", TREE, OUTPUTS.format("fsdp:d1"))
+def one_token_too_many(right: Function) -> Function:
+    """Sequences share the first token in which they differ as well."""
+
+    def wrong(self: Any, a: int, b: int) -> int:
+        return min(right(self, a, b) + 1, len(self._rows[a]), len(self._rows[b]))
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.attention.token_stream:TokenStream.positions",
+    OUTPUTS.format("fsdp:d1"),
+    OUTPUTS.format("megatron:d1"),
+)
+def branches_begin_at_0(right: Function) -> Function:
+    """A branch is taken for a sequence of its own where its tokens stand."""
+    return lambda self: right(type(self)(self.own, self.own))
+
+
+@mutant("areal.engine.attention.kernels:TakeRows.backward", OUTPUTS.format("fsdp:d1"))
+def the_last_sequence_wins(right: Function) -> Function:
+    """A shared row has the gradient of one of its readers, not of all."""
+
+    def wrong(ctx: Any, *grads: Any) -> Any:
+        shape, dtype = ctx.like
+        total = grads[0].new_zeros(shape, dtype=dtype)
+        total[ctx.index] = grads[0]
+        return total, None
+
+    return wrong
+
+
+@mutant("areal.engine.attention.context_parallel:ContextParallel.places", OUTPUTS.format("fsdp:c2-gather_kv"))
+def rows_of_another_rank(right: Function) -> Function:
+    """Outputs of a zig-zag slice are looked for where a contiguous one has them."""
+    return lambda self, where, length: where
+
+
+@mutant("areal.utils.data.prefixes:Prefixes.tree", OUTPUTS.format("fsdp:d1"))
+def one_answer_for_all(right: Function) -> Function:
+    """Sequences that share a token are given one answer, whatever each asks."""
+
+    def wrong(self: Any, samples: Any, asked: Any) -> Any:
+        return right(self, samples, [torch.zeros_like(x) for x in asked])
+
+    return wrong
+
+
+@mutant("areal.engine.moe.routing:Routing._whole", EXPERTS.format("fsdp:d1", ""), EXPERTS.format("megatron:d1", ""))
+def a_shared_token_counts_once(right: Function) -> Function:
+    """The load of experts counts a shared token where it stands first."""
+
+    def wrong(self: Any, x: Tensor) -> Tensor:
+        whole = right(self, x)
+        tree = self.mb.tree
+        if tree is None:
+            return whole
+        first = torch.zeros(len(whole), dtype=torch.bool).index_fill(0, tree.tokens, True)
+        return torch.where(first[:, None], whole, whole.detach())
+
+    return wrong
+
+
+@mutant("areal.utils.data.prefixes:_integers", EXPERTS.format("fsdp:d1", ""))
+def routing_is_not_told_apart(right: Function) -> Function:
+    """Tokens that were sent to different experts are shared."""
+    return lambda parts: right(parts[:1])

@@ -1,0 +1,66 @@
+"""The bugs of tensor parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from areal.tests.mutants.planting import Function, mutant
+
+LOOP = "dist/step/test_steps.py::test_a_loop_of_ones_own_equals_train_batch[fsdp:t2]"
+BITS = "dist/parallel/test_tensor_parallel.py::test_what_every_rank_holds_stays_the_same_bit_for_bit[fsdp:t2]"
+
+
+@mutant("areal.utils.dtensor:local_part", BITS)
+def norms_of_own_tokens(right: Function) -> Function:
+    """Each rank keeps the gradient of its own tokens as that of a norm."""
+    return lambda tensor, gradient=None: right(tensor)
+
+
+@mutant("areal.utils.collectives:GatherRows.backward", LOOP)
+def own_columns_gradient(right: Function) -> Function:
+    """The gradient of gathered tokens is that of this rank's columns alone."""
+
+    def wrong(ctx: Any, *grads: Any) -> Any:
+        rank, size = ctx.group.rank(), ctx.group.size()
+        return grads[0].chunk(size)[rank].contiguous(), None
+
+    return wrong
+
+
+@mutant("areal.engine.fsdp.gradients:_shard_groups", LOOP)
+def norm_of_half_the_weights(right: Function) -> Function:
+    """The gradient norm leaves out what other tensor-parallel ranks hold."""
+    return lambda grad: right(grad)[:-1]
+
+
+@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", LOOP)
+def head_gradient_summed(right: Function) -> Function:
+    """The gradient of the last hidden state is summed over ranks that each have all of it."""
+
+    def wrong(model: Any, mesh: Any) -> None:
+        right(model, mesh)
+        norm, size = model.hf.model.norm, mesh.size()
+        inner = norm.forward
+
+        def forward(x: Tensor) -> Tensor:
+            out: Tensor = inner(x)
+            return out + (size - 1) * (out - out.detach())
+
+        norm.forward = forward
+
+    return wrong
+
+
+@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", LOOP)
+def first_rows_only(right: Function) -> Function:
+    """Every rank looks up tokens as if it held the first rows of the vocabulary."""
+
+    def wrong(model: Any, mesh: Any) -> None:
+        right(model, mesh)
+        table = model.hf.model.embed_tokens
+        inner, offset = table.forward, mesh.get_local_rank() * table.weight.to_local().shape[0]
+        table.forward = lambda ids: inner(ids + offset)
+
+    return wrong

@@ -1,0 +1,28 @@
+"""Bugs in where the time of a step is said to go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal.tests.mutants.planting import Function, mutant
+
+
+@mutant("areal.utils.profiling.phase_timer:TimedCall.read", "unit/engine/test_phase_timer.py::test_one_phase_at_a_time")
+def reduction_counted_twice(right: Function) -> Function:
+    """The time of a reduction counts in the backward around it as well."""
+
+    def wrong(self: Any) -> Any:
+        seconds, timings = right(self)
+        if {"backward", "reduce"} <= set(timings):
+            timings["backward"] += timings["reduce"]
+        return seconds, timings
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.fsdp.gradients:time_reductions", "dist/step/test_profile.py::test_phases_sum_to_the_step[fsdp:r2]"
+)
+def reductions_not_told_apart(right: Function) -> Function:
+    """What FSDP reduces within a backward counts as backward."""
+    return lambda model, timer: None

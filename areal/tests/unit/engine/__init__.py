@@ -1,0 +1,1 @@
+"""Tests of the engines' building blocks in one process."""

@@ -1,0 +1,56 @@
+"""Bytes over time from the events of a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from areal.utils.profiling.memory_timeline import BETWEEN, MemoryTimeline
+
+
+def memory(ts: float, change: int, device: int = 0) -> dict[str, Any]:
+    return {"name": "[memory]", "ts": ts, "args": {"Bytes": change, "Device Type": device}}
+
+
+def phase(ts: float, end: float, name: str, kind: str = "user_annotation") -> dict[str, Any]:
+    return {"name": name, "ts": ts, "dur": end - ts, "cat": kind}
+
+
+EVENTS = [
+    memory(30e6, 100),
+    memory(20e6, 10),
+    memory(20e6, 7, device=1),
+    memory(31e6, -60),
+    memory(50e6, -20),
+    phase(12e6, 60e6, "forwarded by someone else"),
+    phase(10e6, 40e6, "schedule"),
+    phase(15e6, 25e6, "forward mb 0"),
+    phase(29e6, 30.5e6, "reduce"),
+    phase(26e6, 35e6, "backward mb 0"),
+    phase(19e6, 32e6, "optimizer", kind="gpu_user_annotation"),
+    {"name": "process_name", "ph": "M"},
+]
+
+
+def test_each_point_has_what_is_held_and_the_innermost_phase() -> None:
+    timeline = MemoryTimeline.of_trace(EVENTS, start_bytes=1000)
+    assert timeline.points == [
+        (10.0, 1010, "forward mb 0"),
+        (20.0, 1110, "reduce"),
+        (21.0, 1050, "backward mb 0"),
+        (40.0, 1030, BETWEEN),
+    ]
+    assert timeline.peak == (20.0, 1110, "reduce")
+
+
+def test_it_is_written_and_drawn(tmp_path: Path) -> None:
+    for timeline in (MemoryTimeline.of_trace(EVENTS), MemoryTimeline.of_trace([])):
+        timeline.write(tmp_path / "memory.json")
+        timeline.draw(tmp_path / "memory.svg")
+        content = json.loads((tmp_path / "memory.json").read_text())
+        assert [tuple(point) for point in content["points"]] == timeline.points
+        assert content["peak"]["bytes"] == timeline.peak[1]
+        bars = [x for x in ElementTree.parse(tmp_path / "memory.svg").getroot() if x.tag.endswith("rect")]
+        assert len(bars) == len(timeline.points)

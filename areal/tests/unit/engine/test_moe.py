@@ -1,0 +1,112 @@
+"""Balancing losses and load by hand; which replays are refused is in ``dist/parallel/test_moe.py``."""
+
+import math
+
+import pytest
+import torch
+
+from areal.api import TrainEngineConfig
+from areal.api.config import MoEConfig
+from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
+from areal.engine.moe.routing import ExpertRouting, Experts, Tally
+from areal.utils.data import plan_batch
+
+CU = torch.tensor([0, 3, 4], dtype=torch.int32)
+
+
+def test_an_even_load_has_a_balance_loss_of_one_per_sequence() -> None:
+    experts = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]])
+    even = balance_loss(torch.zeros(4, 4), assignments(experts, 4), torch.tensor([0, 2, 4], dtype=torch.int32))
+    assert even.item() == pytest.approx(2.0)
+
+
+def test_the_balance_loss_is_that_of_each_sequence_for_itself() -> None:
+    """Two experts, one per token: the first sequence sends 2 of 3 tokens to expert 0, the second its only one."""
+    logits = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 0.0]], dtype=torch.float64)
+    experts = torch.tensor([[0], [0], [1], [0]])
+    p = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(2)), 1 / (1 + math.exp(-3))]
+    mean = (2 * p[0] + p[1]) / 3
+    expected = 2 * (2 / 3 * mean + 1 / 3 * (1 - mean)) + 2 * p[2]
+    assert balance_loss(logits, assignments(experts, 2), CU).item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_the_balance_loss_has_no_gradient_through_the_choice() -> None:
+    logits = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    chosen = assignments(logits.topk(2).indices, 4)
+    torch.autograd.gradcheck(lambda x: balance_loss(x, chosen, CU), (logits,))
+    torch.autograd.gradcheck(router_z_loss, (logits,))
+
+
+def test_the_z_loss_is_the_square_of_the_log_sum_exp() -> None:
+    logits = torch.tensor([[0.0, math.log(3)], [5.0, 5.0]], dtype=torch.float64)
+    assert router_z_loss(logits).item() == pytest.approx(math.log(4) ** 2 + (5 + math.log(2)) ** 2, rel=1e-14)
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    logits = torch.randn(4, 4, dtype=torch.bfloat16)
+    assert router_z_loss(logits).dtype == torch.float32
+    assert balance_loss(logits, assignments(torch.tensor([[0], [1], [2], [3]]), 4), CU).dtype == torch.float32
+
+
+def test_loads_add_up_over_stages_and_ranks() -> None:
+    total = RoutingSums()
+    for part in (RoutingSums({}, {0: [4.0, 0.0]}), RoutingSums({}, {0: [2.0, 2.0], 1: [1.0, 0.0]})):
+        total.merge(part)
+    assert total.loads == {0: [6.0, 2.0], 1: [1.0, 0.0]}
+    assert total.metrics() == {
+        "moe/load_max_over_mean": 1.75,
+        "moe/load_max_over_mean_worst": 2.0,
+        "moe/idle_experts": 1.0,
+    }
+    assert RoutingSums().metrics() == {}
+
+
+def test_a_layer_that_is_recomputed_counts_once_and_carries_the_gradient() -> None:
+    batch = [{"input_ids": torch.tensor([1, 2, 3])}, {"input_ids": torch.tensor([4])}]
+    config = TrainEngineConfig(path="x")
+    (mb,) = plan_batch(batch, config.mb_spec).build(n_mbs=1, device=torch.device("cpu"))
+    routing = ExpertRouting(
+        MoEConfig(aux_loss=0.5, z_loss=2.0, statistics=True), Experts(1, 4, 2), [ContextParallel(None)]
+    )
+    logits = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    weights, experts = logits.softmax(-1).topk(2)
+    with routing.counting({AUX_LOSS: 2.0, Z_LOSS: 4.0}, 3.0) as tally:
+        seen = routing.of(mb, None, record=False)
+        assert seen is not None
+        with torch.no_grad():
+            seen.watch(0, logits, experts, weights)
+        (seen.watch(0, logits, experts, weights) * 0.0).sum().backward()
+    aux, z = balance_loss(logits, assignments(experts, 4), CU), router_z_loss(logits)
+    sums = tally.sums()
+    assert sums.terms == pytest.approx({AUX_LOSS: 0.5 * aux.item(), Z_LOSS: 2.0 * z.item()})
+    assert sum(sums.loads[0]) == 8
+    (expected,) = torch.autograd.grad(3.0 * (0.5 * aux / 2.0 + 2.0 * z / 4.0), logits)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, expected)
+    after = routing.of(mb, None, record=False)
+    assert after is not None
+    assert after.tally is None, "nothing is counted after the call"
+
+
+def test_a_balancing_loss_that_is_not_finite_is_an_error() -> None:
+    batch = [{"input_ids": torch.tensor([1, 2])}]
+    (mb,) = plan_batch(batch, TrainEngineConfig(path="x").mb_spec).build(n_mbs=1, device=torch.device("cpu"))
+    tally = Tally({Z_LOSS: 1.0}, {Z_LOSS: 1.0}, statistics=False)
+    tally.add(mb, 0, torch.full((2, 4), torch.inf), torch.tensor([[0, 1], [0, 1]]))
+    with pytest.raises(ValueError, match="moe_z_loss is inf"):
+        tally.sums()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"aux_loss": -0.1}, {"z_loss": float("nan")}, {"aux_loss": float("inf")}, {"other": 1}]
+)
+def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TrainEngineConfig(path="x", moe=wrong)
+
+
+@pytest.mark.parametrize("asked", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"statistics": True}])
+def test_a_model_without_experts_refuses_what_needs_them(asked: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"moe.{next(iter(asked))} = .*the model has no experts"):
+        ExpertRouting(MoEConfig(**asked), Experts(), ())

@@ -1,0 +1,59 @@
+"""The planted bugs stay plantable: what each replaces is there, and so are the tests that must catch it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import areal.engine.attention.context_parallel as imports
+import areal.engine.attention.gather_kv as defines
+from areal.tests.mutants.planting import Mutant, find_target, plant, traces
+from areal.tests.mutants.registry import MUTANTS
+from areal.tests.mutants.run import files_of, find_test
+
+
+@pytest.fixture(scope="module")
+def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """Every test in the files that mutants name, collected once more, as this session may have chosen others."""
+    session, config = request.session, request.config
+    files = [Path(file) for file in sorted(files_of(MUTANTS.values()))]
+    for file in files:  # or the hooks of conftest.py would not reach a directory that this session was not asked for
+        config.pluginmanager._loadconftestmodules(
+            file, config.getoption("importmode"), config.rootpath, consider_namespace_packages=False
+        )
+    modules = [pytest.Module.from_parent(session, path=file) for file in files]
+    return [item for module in modules for item in session.genitems(module)]
+
+
+@pytest.mark.parametrize("planted", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_says_what_is_wrong_and_names_what_is_there(planted: Mutant, collected: list[pytest.Item]) -> None:
+    assert planted.says.endswith(".")
+    assert "\n" not in planted.says
+    owner, attribute = find_target(planted)
+    assert callable(planted.mutate(getattr(owner, attribute)))
+    for test in planted.tests:
+        find_test(test, collected)
+
+
+def test_planting_replaces_every_import_leaves_a_trace_and_is_undone() -> None:
+    right, planted, ranks = defines.zigzag_restore, MUTANTS["zigzag_not_undone"], torch.tensor([0, 3, 1, 2])
+    patch = plant(planted)
+    try:
+        assert not traces(planted.name).exists()
+        for module in (defines, imports):
+            assert module.zigzag_restore(ranks, 2).tolist() == [0, 3, 1, 2]
+        assert traces(planted.name).exists()
+    finally:
+        patch.undo()
+        traces(planted.name).unlink(missing_ok=True)
+    assert right is defines.zigzag_restore is imports.zigzag_restore
+    assert right(ranks, 2).tolist() == [0, 1, 2, 3]
+
+
+def test_a_test_that_is_not_there_is_named(collected: list[pytest.Item]) -> None:
+    with pytest.raises(ValueError, match="test_nothing"):
+        find_test("dist/step/test_steps.py::test_nothing", collected)
+    with pytest.raises(ValueError, match="no_such_layout"):
+        find_test({"layout": "no_such_layout"}, collected)

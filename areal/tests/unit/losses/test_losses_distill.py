@@ -1,0 +1,132 @@
+"""Distillation on top-k targets against loops, and its bounds against the whole vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.tests.unit.losses.losses_world import CU, MASK, samples, step, values
+from areal.trainer.losses import distill_objective, forward_kl_loss, reverse_kl_loss
+
+V, K = 9, 4
+STUDENT, TEACHER = values(1, len(MASK), V).log_softmax(-1), values(2, len(MASK), V).log_softmax(-1)
+IDS = TEACHER.topk(K).indices
+IDS[4, 2:] = -100
+FULL = torch.arange(V).expand(len(MASK), V)
+
+
+def pick(x: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of ``ids``, 0.0 where there is none, as an engine gives them."""
+    return torch.where(ids >= 0, x.gather(1, ids.clamp(min=0)), 0.0)
+
+
+P, Q = pick(STUDENT, IDS), pick(TEACHER, IDS)
+
+
+def expected(direction: str, *, rest: bool) -> list[float]:
+    out = []
+    for t, m in enumerate(MASK.tolist()):
+        used = [k for k in range(K) if IDS[t, k] >= 0]
+        p, q = ([math.exp(x[t, k].item()) for k in used] for x in (P, Q))
+        if rest:
+            p, q = p + [1 - sum(p)], q + [1 - sum(q)]
+        a, b = (q, p) if direction == "forward" else (p, q)
+        out.append(m * sum(x * math.log(x / y) for x, y in zip(a, b, strict=True)))
+    return out
+
+
+@pytest.mark.parametrize("case", ["forward", "forward_without_rest", "reverse"])
+def test_each_token_has_the_divergence_of_the_formula(case: str) -> None:
+    rest = case != "forward_without_rest"
+    direction = case.split("_")[0]
+
+    def loss(p: Tensor) -> Tensor:
+        if direction == "reverse":
+            return reverse_kl_loss(p, Q, IDS, MASK).per_token
+        return forward_kl_loss(p, Q, IDS, MASK, rest=rest).per_token
+
+    torch.testing.assert_close(loss(P), torch.tensor(expected(direction, rest=rest), dtype=torch.float64))
+    assert torch.autograd.gradcheck(loss, (P.clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize("fn", [forward_kl_loss, reverse_kl_loss])
+def test_over_the_whole_vocabulary_it_is_the_divergence_and_over_k_tokens_at_most_that(fn) -> None:
+    student = STUDENT.clone().requires_grad_()
+    a, b = (TEACHER, student) if fn is forward_kl_loss else (student, TEACHER)
+    whole = (a.exp() * (a - b)).sum(-1) * MASK
+    found = fn(student, TEACHER, FULL, MASK)
+    torch.testing.assert_close(found.per_token, whole)
+    part = fn(P, Q, IDS, MASK).per_token
+    assert (part <= whole + 1e-12).all()
+    assert (part[MASK > 0] > 0).all()
+    assert not fn(Q, Q, IDS, MASK).per_token.any()
+
+
+@pytest.mark.parametrize("fn", [forward_kl_loss, reverse_kl_loss])
+def test_nothing_left_over_in_float32_makes_no_nan(fn) -> None:
+    leaf = STUDENT.float().requires_grad_()
+    loss = fn(leaf, TEACHER.bfloat16(), FULL, MASK).per_token
+    loss.sum().backward()
+    assert loss.dtype == torch.float32
+    assert loss.isfinite().all()
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("fn", [forward_kl_loss, reverse_kl_loss])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_junk_outside_the_mask_or_without_a_target_reaches_nothing(fn, junk: float) -> None:
+    outside = (MASK == 0)[:, None] | (IDS < 0)
+    leaf = P.masked_fill(outside, junk).requires_grad_()
+    found = fn(leaf, Q.masked_fill(outside, junk), IDS, MASK)
+    found.per_token.sum().backward()
+    clean = fn(P, Q, IDS, MASK)
+    for x, y in zip(found, clean, strict=True):
+        torch.testing.assert_close(x.detach(), y, rtol=0, atol=0)
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+    assert not leaf.grad[outside].any()
+
+
+def test_a_teacher_may_give_a_token_nothing() -> None:
+    """The limit of ``q log q`` is 0."""
+    q = Q.clone()
+    q[1, 0] = -math.inf
+    leaf = P.clone().requires_grad_()
+    loss = forward_kl_loss(leaf, q, IDS, MASK).per_token
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+
+
+def test_masses_are_those_of_the_k_tokens() -> None:
+    found = forward_kl_loss(P, Q, IDS, MASK)
+    for x, mass in ((Q, found.teacher_mass), (P, found.student_mass)):
+        torch.testing.assert_close(mass, (x.exp() * (IDS >= 0)).sum(-1) * MASK)
+
+
+def test_an_objective_is_the_mean_over_trained_tokens() -> None:
+    found = step(distill_objective(), samples(k=3), n_mbs=2)
+    assert found.metrics["distill/kl"] > 0
+    assert 0 < found.metrics["distill/student_mass"] < 1
+    with pytest.raises(ValueError, match=r"target_ids has shape .* \[T, K\]"):
+        step(distill_objective(), samples())
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"direction": "sideways"}, "direction = 'sideways'"), ({"direction": "reverse", "rest": False}, "rest = False")],
+)
+def test_a_wrong_option_is_named(options: dict, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        distill_objective(**options)
+
+
+def test_the_batch_has_rows_of_every_kind() -> None:
+    assert len(CU) == 6
+    assert (IDS < 0).any()
+    assert MASK[4] == 1

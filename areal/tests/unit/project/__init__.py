@@ -1,0 +1,1 @@
+"""Tests of the architecture, the documentation, the examples and the benchmarks."""

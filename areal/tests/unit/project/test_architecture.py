@@ -1,0 +1,242 @@
+"""The shape of the code: which way imports point, how long files are, and what stands only once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import areal
+import areal.api
+from areal.engine.base import BaseTrainEngine
+
+ROOT = Path(areal.__file__).parent
+LAYERS = {"api": 0, "utils": 1, "engine": 2, "weight_sync": 3, "trainer": 4}
+SOURCES = sorted(p for p in ROOT.rglob("*.py") if "tests" not in p.relative_to(ROOT).parts)
+OPTIONAL = (
+    "megatron",
+    "flash_attn",
+    "ray",
+    "fastapi",
+    "jax",
+    "peft",
+    "accelerate",
+    "tyro",
+    "rich",
+    "matplotlib",
+)
+
+
+def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    for path in paths:
+        yield path, ast.parse(path.read_text())
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of every module of ours that is imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(SOURCES) > 40
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path, tree in trees(SOURCES):
+        layer = LAYERS.get(path.relative_to(ROOT).parts[0])
+        if layer is None:
+            continue
+        for line, module in imported(tree):
+            parts = module.split(".")
+            if parts[0] == "areal" and len(parts) > 1 and LAYERS.get(parts[1], 9) > layer:
+                wrong.append(f"{path}:{line} imports {module}")
+    assert not wrong
+
+
+def test_the_api_imports_nothing_beside_torch_and_pydantic() -> None:
+    allowed = {"areal", "torch", "pydantic", *sys.stdlib_module_names}
+    wrong = [
+        f"{path}:{line} imports {module}"
+        for path, tree in trees(sorted((ROOT / "api").rglob("*.py")))
+        for line, module in imported(tree)
+        if module.split(".")[0] not in allowed
+    ]
+    assert not wrong
+
+
+def test_optional_dependencies_are_imported_only_where_they_are_needed() -> None:
+    homes = {
+        "megatron": "engine/megatron",
+        "flash_attn": "engine/attention/kernels.py",
+        "peft": "engine/lora",
+    }
+    wrong = [
+        f"{path}:{line} imports {module}"
+        for path, tree in trees(SOURCES)
+        for line, module in imported(tree)
+        if module.split(".")[0] in OPTIONAL
+        and not str(path.relative_to(ROOT)).startswith(homes.get(module.split(".")[0], "nowhere"))
+    ]
+    assert not wrong
+
+
+def test_no_file_is_over_400_lines() -> None:
+    files = [*ROOT.rglob("*.py"), *(ROOT.parent / "examples").glob("*.py"), *(ROOT.parent / "benchmarks").rglob("*.py")]
+    long = {str(path): n for path in files if (n := len(path.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_a_function_fits_a_screen() -> None:
+    long = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in trees(SOURCES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 85
+    ]
+    assert not long
+
+
+def test_no_assert_outside_tests() -> None:
+    found = [f"{p}:{n.lineno}" for p, tree in trees(SOURCES) for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+    assert not found
+
+
+def test_no_import_inside_a_function() -> None:
+    found = [
+        f"{path}:{inner.lineno}"
+        for path, tree in trees(SOURCES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "verb", ["forward_backward_batch", "train_batch", "eval_batch", "forward_batch", "forward_backward"]
+)
+def test_each_verb_is_written_once(verb: str) -> None:
+    """Declared in the interface and written in the template; no engine overrides it."""
+    homes = [
+        str(path.relative_to(ROOT))
+        for path, tree in trees(SOURCES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == verb
+    ]
+    assert sorted(homes) == ["api/engine.py", "engine/base.py"]
+
+
+def test_the_template_has_three_hooks() -> None:
+    tree = ast.parse((ROOT / "engine" / "base.py").read_text())
+    template = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "BaseTrainEngine")
+    abstract = [
+        n.name
+        for n in template.body
+        if isinstance(n, ast.FunctionDef) and any(getattr(d, "id", "") == "abstractmethod" for d in n.decorator_list)
+    ]
+    assert sorted(abstract) == ["_build", "_finalize_grads", "_forward_compute_mb"]
+
+
+def test_the_template_has_the_signatures_of_the_interface() -> None:
+    interface = areal.api.TrainEngine
+    verbs = [name for name, value in vars(interface).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert len(verbs) > 18
+    for name in verbs:
+        assert inspect.signature(getattr(interface, name)) == inspect.signature(getattr(BaseTrainEngine, name)), name
+        assert getattr(interface, name).__doc__, f"{name} has no docstring"
+
+
+def test_no_engine_is_told_apart_by_its_class() -> None:
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees(SOURCES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("isinstance", "issubclass")
+        and "Engine" in ast.unparse(node.args[1])
+    ]
+    assert not found
+
+
+def test_the_environment_is_no_state() -> None:
+    """It is read where torchrun sets it, and written nowhere."""
+    readers, writes = set(), []
+    for path, tree in trees(SOURCES):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
+                readers.add(str(path.relative_to(ROOT)))
+            if isinstance(node, ast.Assign | ast.Delete):
+                writes += [f"{path}:{node.lineno}" for t in node.targets if ast.unparse(t).startswith("os.environ")]
+    assert readers <= {"utils/distributed.py", "utils/platform.py"}
+    assert not writes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["LossFn", "LossWeightFn", "ProcessOutputFn", "TrainEngine", "MicroBatch", "MicroBatchList", "TokenOutputs"],
+        *["StepOutput", "TrainEngineConfig", "OptimizerConfig", "FinetuneSpec", "SaveLoadMeta", "ParallelDims", "TopK"],
+        *[
+            "Metric",
+            "Batch",
+            "MicroBatchSpec",
+            "FSDPConfig",
+            "MegatronConfig",
+            "NamedTensor",
+            "OptimStats",
+            "Checkpointer",
+        ],
+    ],
+)
+def test_public_names_are_importable(name: str) -> None:
+    assert getattr(areal.api, name)
+
+
+@pytest.mark.parametrize("name", areal.__all__)
+def test_the_package_exposes_its_names(name: str) -> None:
+    assert getattr(areal, name)
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_contracts_and_data_is_cheap() -> None:
+    code = (
+        "import time, torch, sys; start = time.process_time(); import areal.api, areal.utils.data; "
+        "print(time.process_time() - start, 'transformers' in sys.modules)"
+    )
+    answers = [run(code).split() for _ in range(3)]
+    assert {slow for _, slow in answers} == {"False"}
+    assert min(float(seconds) for seconds, _ in answers) < 0.5
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    assert run("import sys, areal; print([m for m in ('torch', 'pydantic') if m in sys.modules])") == "[]"
+
+
+def test_engines_import_without_optional_dependencies() -> None:
+    code = f"""
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def hide(name, path=None, target=None):
+    return None if name.split(".")[0] in {OPTIONAL!r} else find(name, path, target)
+PathFinder.find_spec = hide
+import areal.api, areal.utils.data, areal.engine.base
+from areal import FSDPEngine, create_engine
+print(FSDPEngine.__name__)
+"""
+    assert run(code).splitlines()[-1] == "FSDPEngine"

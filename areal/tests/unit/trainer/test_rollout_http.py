@@ -1,0 +1,377 @@
+"""Generation on servers in other processes: log-probs, versions across updates, and what happens when servers misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal.api.weights import NamedTensor
+from areal.tests.grid.models import VOCAB, model_dir
+from areal.tests.harness.rollout_http import (
+    BAD_REPLIES,
+    PROMPT,
+    Background,
+    Process,
+    assert_drawn_from,
+    plain,
+    replica,
+    run,
+    sglang_reply,
+    until,
+    vllm_reply,
+    weights,
+)
+from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
+from areal.trainer.rollout.protocol import Sampling
+
+GENERATE = {"sglang": "/generate", "vllm": "/v1/completions"}
+PAUSE = {"sglang": "/pause_generation", "vllm": "/pause"}
+LOAD = {"sglang": "/update_weights_from_disk", "vllm": "/collective_rpc"}
+DIALECTS: dict[str, Callable[[], Dialect]] = {"sglang": SGLang, "vllm": VLLM}
+
+pytestmark = pytest.mark.parametrize("kind", sorted(DIALECTS))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Process]]:
+    both = [Process(), Process()]
+    yield both
+    for process in both:
+        process.kill()
+
+
+@pytest.fixture
+def servers(processes: list[Process]) -> list[Process]:
+    for process in processes:
+        process.tell(reset=True)
+    return processes
+
+
+@pytest.fixture
+def server(servers: list[Process]) -> Process:
+    return servers[0]
+
+
+@pytest.fixture
+def doomed() -> Iterator[Process]:
+    process = Process()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def make(kind: str, tmp_path: Path) -> Iterator[Callable[..., HTTPRollout]]:
+    made: list[HTTPRollout] = []
+
+    def make_one(*servers: Process, **options: Any) -> HTTPRollout:
+        options = {"model": model_dir("qwen3"), "timeout": 30, "deadline": 30, "update_seconds": 20, **options}
+        made.append(HTTPRollout([s.url for s in servers], DIALECTS[kind](), folder=tmp_path / "weights", **options))
+        return made[-1]
+
+    yield make_one
+    for rollout in made:
+        rollout.close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_those_of_a_plain_forward(
+    make: Callable[..., HTTPRollout], server: Process, temperature: float
+) -> None:
+    rollout = make(server, version=4)
+    rollout.wait_until_ready(10)
+    first, again, other = run(*(rollout.generate(PROMPT, Sampling(20, temperature, seed=seed)) for seed in (5, 5, 6)))
+    assert len(first.tokens) == 20
+    assert (first.finish_reason, first.versions) == ("length", (4,) * 20)
+    assert first == again
+    assert (first.tokens == other.tokens) == (temperature == 0)
+    assert_drawn_from(replica(), first, temperature)
+
+
+def test_top_p_and_top_k_are_of_the_distribution_or_refused(
+    make: Callable[..., HTTPRollout], server: Process, kind: str
+) -> None:
+    rollout, sampling = make(server), Sampling(20, top_k=3, seed=1)
+    if kind == "sglang":
+        for refused in (sampling, Sampling(top_p=0.9)):
+            with pytest.raises(ValueError, match=r"top_p.*top_k"):
+                run(rollout.generate(PROMPT, refused))
+        assert server.calls(GENERATE[kind]) == 0
+        return
+    (answer,) = run(rollout.generate(PROMPT, sampling))
+    top = plain(replica(), PROMPT, answer.tokens).topk(3)
+    place = (top.indices == torch.tensor(answer.tokens)[:, None]).int().argmax(-1, keepdim=True)
+    torch.testing.assert_close(
+        torch.tensor(answer.logprobs), top.values.log_softmax(-1).gather(1, place)[:, 0], rtol=0, atol=1e-5
+    )
+
+
+def test_a_stop_token_ends_an_answer_and_no_other_token_does(
+    make: Callable[..., HTTPRollout], server: Process, kind: str
+) -> None:
+    rollout = make(server)
+    (whole,) = run(rollout.generate(PROMPT, Sampling(20, 0)))
+    stop = whole.tokens[12]
+    (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(stop,))))
+    assert answer.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    assert answer.finish_reason == "stop"
+    # The server ends it at a token of its own.
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, whole.tokens[0], None]]}
+    choice = {"finish_reason": "stop", "token_ids": [whole.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
+    server.can(GENERATE[kind], body={"meta_info": meta} if kind == "sglang" else {"choices": [choice]})
+    (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(VOCAB - 1,))))
+    assert answer.tokens == whole.tokens
+    assert answer.logprobs[0] == -1.5
+    assert answer.finish_reason == "length"
+
+
+def test_an_update_brings_new_weights(make: Callable[..., HTTPRollout], servers: list[Process], tmp_path: Path) -> None:
+    rollout = make(*servers)
+    for version in (1, 2, 3):
+        rollout.update(weights(version), version)
+        assert rollout.version == version
+        answers = run(*(rollout.generate(PROMPT, Sampling(6, seed=i)) for i in range(4)))
+        for answer in answers:
+            assert answer.versions == (version,) * 6
+            assert_drawn_from(replica(version), answer)
+    assert [path.name for path in sorted((tmp_path / "weights").glob("version-*"))] == [
+        "version-00000002",
+        "version-00000003",
+    ]
+
+
+def test_an_answer_goes_on_across_an_update(
+    make: Callable[..., HTTPRollout], servers: list[Process], kind: str
+) -> None:
+    rollout = make(*servers, version=3)
+    for server in servers:
+        server.tell(step_seconds=0.02)
+    asked = [Sampling(40, seed=i) for i in range(4)]
+    background = Background(*(rollout.generate(PROMPT, sampling) for sampling in asked))
+    until(lambda: all(server.calls(GENERATE[kind]) == 2 for server in servers))  # the least loaded: two on each
+    time.sleep(0.3)
+    rollout.update(weights(1), 4)
+    for answer in background.result():
+        older = answer.versions.count(3)
+        assert 0 < older < 40
+        assert answer.versions == (3,) * older + (4,) * (40 - older)
+        assert len(answer.tokens) == 40
+        old, new = plain(replica(), PROMPT, answer.tokens), plain(replica(1), PROMPT, answer.tokens)
+        taken = torch.tensor(answer.tokens)[:, None]
+        wanted = torch.cat([old.gather(1, taken)[:older], new.gather(1, taken)[older:]])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), wanted, rtol=0, atol=1e-5)
+    seen = [body for server in servers for body in server.told()["seen"]]
+    continued = [body for body in seen if len(body.get("input_ids") or body["prompt"]) > len(PROMPT)]
+    assert len(continued) == 4
+    seeds = {body["sampling_params"]["sampling_seed"] if kind == "sglang" else body["seed"] for body in continued}
+    assert bool(seeds & {0, 1, 2, 3}) == (kind == "sglang")  # of vLLM, the same seed draws the same numbers again
+
+
+def test_a_request_that_does_not_come_back_for_an_update_is_made_anew(
+    make: Callable[..., HTTPRollout], server: Process, kind: str
+) -> None:
+    rollout = make(server, drain_seconds=0.3)
+    server.can(GENERATE[kind], body="late", delay=5)
+    background = Background(rollout.generate(PROMPT, Sampling(5, seed=1)))
+    until(lambda: server.calls(GENERATE[kind]) == 1)
+    rollout.update(weights(1), 1)
+    (answer,) = background.result()
+    assert answer.versions == (1,) * 5
+    assert_drawn_from(replica(1), answer)
+
+
+def test_a_killed_server_is_named_within_the_deadline(
+    make: Callable[..., HTTPRollout], doomed: Process, kind: str
+) -> None:
+    rollout = make(doomed, deadline=2)
+    doomed.tell(step_seconds=0.1)
+    background = Background(rollout.generate(PROMPT, Sampling(100)))
+    until(lambda: doomed.calls(GENERATE[kind]) == 1)
+    doomed.kill()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"within 2 s.*{doomed.url}"):
+        background.result()
+    assert time.monotonic() - start < 6
+
+
+def test_another_server_takes_over_from_one_that_was_killed(
+    make: Callable[..., HTTPRollout], server: Process, doomed: Process, kind: str
+) -> None:
+    rollout = make(doomed, server)
+    doomed.tell(step_seconds=0.1)
+    background = Background(*(rollout.generate(PROMPT, Sampling(30, seed=i)) for i in range(2)))
+    until(lambda: doomed.calls(GENERATE[kind]) == 1)
+    doomed.kill()
+    answers = background.result()
+    assert server.calls(GENERATE[kind]) == 2
+    for answer in answers:
+        assert_drawn_from(replica(), answer)
+    with pytest.raises(RuntimeError, match=rf"{doomed.url} serves version 0, {server.url} serves version 1"):
+        make(doomed, server, update_seconds=1, drain_seconds=1).update(weights(1), 1)
+
+
+def test_a_server_that_hangs_is_named(make: Callable[..., HTTPRollout], servers: list[Process], kind: str) -> None:
+    servers[0].can(GENERATE[kind], body="late", delay=4, times=3)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"{servers[0].url}{GENERATE[kind]}: no answer within"):
+        run(make(servers[0], timeout=0.3, deadline=0.7).generate(PROMPT, Sampling(3)))
+    assert time.monotonic() - start < 3
+    servers[0].can(GENERATE[kind], body="late", delay=4)
+    (answer,) = run(make(*servers, timeout=0.5).generate(PROMPT, Sampling(3)))
+    assert len(answer.tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "calls"),
+    [
+        (503, None, 3),
+        (500, None, 3),
+        (400, ValueError, 1),
+        (422, ValueError, 1),
+        (404, RuntimeError, 1),
+        (302, RuntimeError, 1),
+    ],
+)
+def test_only_what_may_be_retried_is(
+    make: Callable[..., HTTPRollout],
+    server: Process,
+    kind: str,
+    status: int,
+    error: type[Exception] | None,
+    calls: int,
+) -> None:
+    rollout = make(server)
+    server.can(GENERATE[kind], status=status, body="its own words", times=2)
+    if error is None:
+        (answer,) = run(rollout.generate(PROMPT, Sampling(3)))
+        assert len(answer.tokens) == 3
+    else:
+        with pytest.raises(error, match=rf"{server.url}{GENERATE[kind]}: status {status}: its own words"):
+            run(rollout.generate(PROMPT, Sampling(3)))
+    assert server.calls(GENERATE[kind]) == calls
+
+
+def test_a_reply_that_does_not_fit_is_refused(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+    rollout = make(server)
+    for body, words in BAD_REPLIES[kind]:
+        server.can(GENERATE[kind], body=body)
+        with pytest.raises(RuntimeError, match=rf"{server.url}{GENERATE[kind]}: .*{words}"):
+            run(rollout.generate(PROMPT, Sampling(3)))
+    good = {**(sglang_reply() if kind == "sglang" else vllm_reply()), "unknown": {"more": 1}}
+    server.can(GENERATE[kind], body=good)
+    (answer,) = run(rollout.generate(PROMPT, Sampling(3)))
+    assert (answer.tokens, answer.logprobs) == ((5, 6), (-1.0, -2.0))
+    assert server.calls(GENERATE[kind]) == len(BAD_REPLIES[kind]) + 1
+
+
+@pytest.mark.parametrize("step", ["pause", "load"])
+def test_an_update_that_does_not_reach_every_server_says_what_serves(
+    make: Callable[..., HTTPRollout], servers: list[Process], kind: str, step: str
+) -> None:
+    rollout = make(*servers)
+    bad, good = servers
+    bad.can((PAUSE if step == "pause" else LOAD)[kind], status=400, body='{"success": false, "message": "no"}')
+    state = "serves version 0" if step == "pause" else "is left out"
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)version 1 did not reach.*{bad.url} {state}, {good.url} serves version 1"
+    ):
+        rollout.update(weights(1), 1)
+    assert rollout.version == (0 if step == "pause" else 1)
+    answers = run(*(rollout.generate(PROMPT, Sampling(5, seed=i)) for i in range(4)))
+    assert {v for answer in answers for v in answer.versions} == ({0, 1} if step == "pause" else {1})
+    for answer in answers:
+        assert_drawn_from(replica(1) if answer.versions[0] else replica(), answer)
+    rollout.update(weights(2), 2)
+    answers = run(*(rollout.generate(PROMPT, Sampling(5, seed=i)) for i in range(4)))
+    assert {v for answer in answers for v in answer.versions} == {2}
+    assert bad.calls(GENERATE[kind]) >= 2
+
+
+def test_no_server_with_known_weights_is_an_error(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+    rollout = make(server)
+    if kind == "sglang":
+        rollout.update(weights(1), 1)
+        server.tell(label="default")  # as one that was started anew says
+    else:
+        server.can(LOAD[kind], body={"results": []})
+        with pytest.raises(RuntimeError, match="no worker loaded"):
+            rollout.update(weights(1), 1)
+    with pytest.raises(RuntimeError, match=rf"no server has known weights: {server.url}"):
+        run(rollout.generate(PROMPT, Sampling(3)))
+    rollout.update(weights(2), 2)
+    (answer,) = run(rollout.generate(PROMPT, Sampling(3)))
+    assert answer.versions == (2,) * 3
+
+
+def test_weights_that_cannot_be_written_leave_the_old_ones(
+    make: Callable[..., HTTPRollout], server: Process, kind: str
+) -> None:
+    rollout, read = make(server), []
+
+    def tensors() -> Iterator[NamedTensor]:
+        for named in weights(1):
+            read.append(named.name)
+            yield named
+
+    with pytest.raises(ValueError, match="version = -1"):
+        rollout.update(tensors(), -1)
+    assert len(read) == len(list(weights(1)))
+    assert rollout.version == 0
+    (answer,) = run(rollout.generate(PROMPT, Sampling(5)))
+    assert_drawn_from(replica(), answer)
+    assert server.calls(PAUSE[kind]) == 0
+
+
+def test_a_cancelled_task_ends_its_request(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+    rollout = make(server)
+    server.tell(step_seconds=0.1)
+
+    async def cancel() -> None:
+        task = asyncio.ensure_future(rollout.generate(PROMPT, Sampling(200)))
+        await asyncio.to_thread(until, lambda: server.calls(GENERATE[kind]) == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    if kind == "sglang":
+        until(lambda: server.calls("/abort_request") == 1)
+    server.tell(step_seconds=0)
+    assert len(run(rollout.generate(PROMPT, Sampling(4)))[0].tokens) == 4
+
+
+def test_closing_ends_what_is_under_way(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+    rollout = make(server)
+    server.tell(step_seconds=0.05)
+    background = Background(rollout.generate(PROMPT, Sampling(100)))
+    until(lambda: server.calls(GENERATE[kind]) == 1)
+    time.sleep(0.2)
+    rollout.update(weights(1), 1)
+    rollout.close()
+    rollout.close()
+    (answer,) = background.result()
+    assert answer.finish_reason == "aborted"
+    assert answer.versions == (0,) * len(answer.tokens)
+    assert answer.tokens
+    for work in (lambda: run(rollout.generate(PROMPT, Sampling(3))), lambda: rollout.update(weights(2), 2)):
+        with pytest.raises(RuntimeError, match="closed"):
+            work()
+    assert "rollout-http" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_cannot_be_is_refused_at_once(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+    with pytest.raises(ValueError, match="prompt_ids is empty"):
+        run(make(server).generate([], Sampling(3)))
+    for servers, options, words in (
+        ((), {}, "urls"),
+        ((server, server), {}, "urls"),
+        ((server,), {"timeout": 0}, "timeout = 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(*servers, **options)

@@ -1,0 +1,252 @@
+"""Weights in buckets, and into modules by name."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from areal.api import NamedTensor, WeightUpdateMeta
+from areal.tests.grid.models import FAMILIES, model_dir
+from areal.tests.harness.tiny import gpt2_dir, same_bits
+from areal.weight_sync import ModuleSource, load_named
+from areal.weight_sync.apply import Replica, Staging
+from areal.weight_sync.bucket import BucketSlice, check_bucket_bytes, pack_buckets
+from areal.weight_sync.transport import Outgoing
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 200, shape, generator=generator).to(dtype)
+
+
+def model(family: str = "qwen3", *, seed: int | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model; with a ``seed``, every weight is another number than in its files."""
+    made = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=dtype)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for stored in made.state_dict().values():
+                stored.copy_(torch.randn(stored.shape, generator=generator))
+    return made
+
+
+def stored(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def named(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in ModuleSource(module).named_tensors()}
+
+
+# ---- buckets
+
+
+def unpack(tensors: dict[str, Tensor], nbytes: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Through buckets of that size and back, in two buffers that are overwritten; and the sizes of the buckets."""
+    buffers, lent, sizes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)], 0, list[int]()
+    out: dict[str, Tensor] = {}
+
+    def lend() -> Tensor:
+        nonlocal lent
+        lent += 1
+        return buffers[lent % 2].fill_(lent % 256)
+
+    for bucket in pack_buckets((NamedTensor(*item) for item in tensors.items()), lend):
+        sizes.append(bucket.used)
+        for piece in (BucketSlice.from_json(piece.to_json()) for piece in bucket.pieces):
+            flat = out.setdefault(piece.name, torch.zeros(piece.shape, dtype=piece.dtype)).view(-1)
+            flat[piece.start : piece.stop] = piece.of(bucket.buffer)
+    assert lent == len(sizes)
+    return out, sizes
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),
+    nbytes=st.integers(16, 300),
+)
+def test_buckets_give_back_what_went_in(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], nbytes: int) -> None:
+    tensors = {f"t{i}": tensor(shape, dtypes[i], i) for i, shape in enumerate(shapes)}
+    out, sizes = unpack(tensors, check_bucket_bytes(nbytes))
+    assert [*out] == [*tensors]
+    assert all(torch.equal(out[name], value) for name, value in tensors.items())
+    assert max(sizes) <= nbytes
+
+
+def test_buckets_are_full_and_a_large_tensor_is_cut() -> None:
+    tensors = {"large": tensor((100,), torch.float32), "small": tensor((3,), torch.bfloat16)}
+    out, sizes = unpack(tensors, 128)
+    assert sizes == [128, 128, 128, 16 + 6]
+    assert same_bits(out, tensors)
+
+
+def test_a_stream_is_read_no_further_than_a_bucket_needs() -> None:
+    read = []
+
+    def stream():  # type: ignore[no-untyped-def]
+        for i in range(10):
+            read.append(i)
+            yield NamedTensor(f"t{i}", tensor((8,), torch.float32))
+
+    first = next(pack_buckets(stream(), lambda: torch.empty(64, dtype=torch.uint8)))
+    assert len(first.pieces) == 2
+    assert len(read) <= 3
+
+
+def test_a_strided_tensor_and_a_scalar_pass() -> None:
+    tensors = {"t": tensor((6, 5), torch.float32).T, "scalar": torch.tensor(3.0)}
+    assert all(torch.equal(value, tensors[name]) for name, value in unpack(tensors, 32)[0].items())
+
+
+def test_a_bucket_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bucket_bytes = 15.*at least 16"):
+        check_bucket_bytes(15)
+
+
+def test_casts_floats_alone_selects_and_counts() -> None:
+    tensors = {"a": tensor((4,), torch.float32), "b": tensor((4,), torch.int64), "c": tensor((4,), torch.float32)}
+    stream = (NamedTensor(*item) for item in tensors.items())
+    outgoing = Outgoing(stream, 3, lambda name: name != "c", torch.bfloat16)
+    assert {name: value.dtype for name, value in outgoing} == {"a": torch.bfloat16, "b": torch.int64}
+    assert outgoing.meta == WeightUpdateMeta(3, "selected", 2, 4 * 2 + 4 * 8)
+    with pytest.raises(ValueError, match="no tensor was selected"):
+        list(Outgoing((NamedTensor(*item) for item in tensors.items()), 3, lambda name: False, None))
+
+
+@pytest.mark.parametrize(("fields", "message"), [((-1, "full"), "version = -1"), ((0, "half"), "kind = 'half'")])
+def test_a_meta_that_cannot_be_is_refused(fields: tuple[int, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WeightUpdateMeta(*fields, 0, 0)  # type: ignore[arg-type]
+
+
+# ---- into a module
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_every_family_takes_its_own_weights(family: str) -> None:
+    """Under the names of files, whatever the form in memory; ties stay ties."""
+    source, target = model(family, seed=1), model(family, seed=2)
+    tied = target.get_input_embeddings().weight is target.get_output_embeddings().weight
+    assert not same_bits(stored(source), stored(target))
+    n = load_named(target, ModuleSource(source).named_tensors())
+    assert n == len([*ModuleSource(source).named_tensors()])
+    assert same_bits(stored(source), stored(target))
+    assert (target.get_input_embeddings().weight is target.get_output_embeddings().weight) == tied
+
+
+def test_any_family_that_transformers_knows() -> None:
+    source = AutoModelForCausalLM.from_pretrained(gpt2_dir())
+    target = AutoModelForCausalLM.from_pretrained(gpt2_dir(n_layer=2))
+    torch.nn.init.normal_(target.transformer.wte.weight)
+    load_named(target, ModuleSource(source).named_tensors())
+    assert same_bits(stored(source), stored(target))
+
+
+def test_values_are_cast_to_what_the_module_has() -> None:
+    source, target = model(seed=1), model(seed=2, dtype=torch.bfloat16)
+    load_named(target, ModuleSource(source).named_tensors())
+    assert same_bits(stored(target), {name: value.bfloat16() for name, value in stored(source).items()})
+
+
+def test_a_tied_weight_is_taken_under_its_other_name() -> None:
+    source, target = model("qwen3_tied", seed=1), model("qwen3_tied", seed=2)
+    tensors = named(source)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    load_named(target, (NamedTensor(*item) for item in tensors.items()))
+    assert same_bits(stored(source), stored(target))
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def add(tensors: dict[str, Tensor]) -> None:
+    tensors["model.more.weight"] = torch.ones(3)
+
+
+def reshape(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(7)
+
+
+def untie(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+MISFITS = {
+    "missing": ("qwen3", drop, r"did not send 'model\.norm\.weight', which the replica has"),
+    "unknown": ("qwen3", add, r"sends 'model\.more\.weight', which the replica \(Qwen3ForCausalLM\) has not"),
+    "shape": ("qwen3", reshape, r"model\.norm\.weight: the trainer sends \[7\], and the replica has \[32\]"),
+    "untied": ("qwen3_tied", untie, r"'model\.embed_tokens\.weight' and 'lm_head\.weight'.*tie_word_embeddings"),
+}
+
+
+def load_into(target: PreTrainedModel, tensors: list[NamedTensor]) -> None:
+    load_named(target, tensors)
+
+
+def stage_for(target: PreTrainedModel, tensors: list[NamedTensor]) -> None:
+    stage(Replica(target), tensors).check()
+
+
+def compare_with(target: PreTrainedModel, tensors: list[NamedTensor]) -> None:
+    Replica(target).check({name: tuple(value.shape) for name, value in tensors}, complete=True)
+
+
+@pytest.mark.parametrize("misfit", [*MISFITS])
+@pytest.mark.parametrize("way", [load_into, stage_for, compare_with])
+def test_what_does_not_fit_is_named(misfit: str, way: Callable[[PreTrainedModel, list[NamedTensor]], None]) -> None:
+    family, damage, message = MISFITS[misfit]
+    target = model(family, seed=2)
+    before, tensors = stored(target), named(model(family, seed=1))
+    damage(tensors)
+    with pytest.raises(ValueError, match=message):
+        way(target, [NamedTensor(*item) for item in tensors.items()])
+    assert way is load_into or same_bits(stored(target), before)
+
+
+def stage(replica: Replica, tensors: list[NamedTensor], *, complete: bool = True) -> Staging:
+    staging = Staging(replica, complete=complete, device=torch.device("cpu"))
+    for item in tensors:
+        staging.put_whole(item)
+    return staging
+
+
+def test_a_part_leaves_the_rest() -> None:
+    source, target = model(seed=1), model(seed=2)
+    before = stored(target)
+    n = load_named(target, (t for t in ModuleSource(source).named_tensors() if "q_proj" in t.name), complete=False)
+    assert n == 2
+    changed = {name for name, value in stored(target).items() if not torch.equal(value, before[name])}
+    assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+
+
+def test_a_tensor_that_comes_twice_or_in_part_is_named() -> None:
+    target = model(seed=2)
+    norm = NamedTensor("model.norm.weight", torch.ones(32))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.*twice"):
+        load_named(target, [norm, norm], complete=False)
+    staging = stage(Replica(target), [], complete=False)
+    staging.put(BucketSlice("model.norm.weight", torch.float32, (32,), 0, 30, 0), torch.ones(30))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: 30 of its 32 elements"):
+        staging.check()
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: elements from 31"):
+        staging.put(BucketSlice("model.norm.weight", torch.float32, (32,), 31, 32, 0), torch.ones(1))
+
+
+def test_staging_touches_nothing_before_the_commit() -> None:
+    source, target = model("qwen3_moe", seed=1), model("qwen3_moe", seed=2)
+    replica, before = Replica(target), stored(target)
+    staging = stage(replica, [*ModuleSource(source).named_tensors()])
+    staging.check()
+    assert same_bits(stored(target), before)
+    assert replica.version is None
+    staging.commit(4)
+    assert same_bits(stored(target), stored(source))
+    assert replica.version == 4

@@ -1,0 +1,127 @@
+"""Versions on disk: complete or not at all, whatever is killed, removed or replaced in between."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal.engine.checkpoint.safetensors import TensorFiles
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.processes import needs_own_world
+from areal.tests.unit.weight_sync.test_weight_sync_ways import BUCKET, alone, dying, ended, filled, number, start
+from areal.utils.distributed import ControlPlane, init_default_group
+from areal.weight_sync import DiskReceiver, DiskTransport, ModuleSource
+from areal.weight_sync.disk import published
+
+pytestmark = needs_own_world
+
+
+@pytest.fixture
+def control() -> Iterator[ControlPlane]:
+    with alone() as made:
+        yield made
+
+
+def publish_and_be_killed(folder: Path, stage: str) -> None:
+    torch.set_num_threads(1)
+    init_default_group()
+    armed: list[bool] = []
+    transport = DiskTransport(ControlPlane(), folder, keep=1, file_bytes=BUCKET * 4, observe=dying(stage, armed))
+    transport.send(ModuleSource(filled(1)), 1)
+    armed.append(True)
+    transport.send(ModuleSource(filled(2)), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["draft opened", "in file 1", "in file 3", "written", "published", "pruned"])
+def test_a_killed_writer_leaves_the_newest_complete_version(stage: str, tmp_path: Path, control: ControlPlane) -> None:
+    folder = tmp_path / "weights"
+    assert ended(start(publish_and_be_killed, folder, stage)) == -signal.SIGKILL
+    module, expected = filled(0), 2 if stage in ("published", "pruned") else 1
+    receiver = DiskReceiver(folder, module)
+    assert receiver.receive(0) == expected
+    assert (number(module), receiver.version) == (expected, expected)
+    assert not receiver.pending()
+    with pytest.raises(TimeoutError, match="no new version"):
+        receiver.receive(0)
+    DiskTransport(control, folder, keep=1).send(ModuleSource(filled(3)), 3)
+    assert os.listdir(folder) == ["version-00000003"]
+    assert receiver.receive(0) == number(module) == 3
+
+
+def test_keeps_the_newest_and_passes_over_what_was_missed(tmp_path: Path, control: ControlPlane) -> None:
+    module = filled(0)
+    transport, receiver = DiskTransport(control, tmp_path / "w", keep=2), DiskReceiver(tmp_path / "w", module)
+    for version in range(1, 5):
+        transport.send(ModuleSource(filled(version)), version)
+    assert [manifest.about["version"] for _, manifest in published(tmp_path / "w")] == [3, 4]
+    assert receiver.receive(0) == number(module) == 4
+    transport.send(ModuleSource(filled(2)), 2)  # a trainer that went back to an older checkpoint
+    assert receiver.pending()
+    assert receiver.receive(0) == number(module) == 2
+
+
+def test_selected_updates_are_taken_in_turn_after_the_newest_full_one(tmp_path: Path, control: ControlPlane) -> None:
+    module = filled(0)
+    transport, receiver = DiskTransport(control, tmp_path / "w", keep=4), DiskReceiver(tmp_path / "w", module)
+    transport.send(ModuleSource(filled(1)), 1)
+    for version, part in ((2, "q_proj"), (3, "k_proj")):
+        meta = transport.send(ModuleSource(filled(version)), version, select=lambda name, part=part: part in name)
+        assert (meta.kind, meta.n_tensors) == ("selected", 2)
+    assert receiver.receive(0) == 3
+    found = {name: float(value.unique()) for name, value in module.named_parameters()}
+    assert found == {name: 2 if "q_proj" in name else 3 if "k_proj" in name else 1 for name in found}
+
+
+def test_a_version_is_a_model_directory(tmp_path: Path, control: ControlPlane) -> None:
+    DiskTransport(control, tmp_path / "w", cast=torch.bfloat16, model=model_dir("qwen3")).send(
+        ModuleSource(filled(1)), 7
+    )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "w" / "version-00000007")
+    assert plain.dtype == torch.bfloat16
+    assert number(plain) == 1
+
+
+def test_damage_is_named_and_touches_nothing(tmp_path: Path, control: ControlPlane) -> None:
+    module = filled(0)
+    DiskTransport(control, tmp_path / "w").send(ModuleSource(filled(1)), 1)
+    file = next((tmp_path / "w" / "version-00000001").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4] + b"oops")
+    receiver = DiskReceiver(tmp_path / "w", module)
+    with pytest.raises(ValueError, match=r"model-00001\.safetensors is damaged: its checksum"):
+        receiver.receive(0)
+    assert (number(module), receiver.version) == (0, None)
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced"])
+def test_a_version_that_goes_while_it_is_opened_is_not_mixed(
+    what: str, tmp_path: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When some of its files have been opened, and others not."""
+    module = filled(0)
+    transport = DiskTransport(control, tmp_path / "w", keep=1, file_bytes=BUCKET)
+    transport.send(ModuleSource(filled(1)), 1)
+    shape, asked = TensorFiles.shape, list[str]()
+
+    def then_gone(files: TensorFiles, key: str) -> tuple[int, ...]:
+        asked.append(key)
+        if len(asked) == 5:
+            transport.send(ModuleSource(filled(2)), 1 if what == "replaced" else 2)
+        return shape(files, key)
+
+    monkeypatch.setattr(TensorFiles, "shape", then_gone)
+    receiver = DiskReceiver(tmp_path / "w", module)
+    assert receiver.receive(0) == (1 if what == "replaced" else 2)
+    assert number(module) == 2
+
+
+@pytest.mark.parametrize(("options", "message"), [({"keep": 0}, "keep = 0"), ({"file_bytes": 0}, "file_bytes = 0")])
+def test_options_that_cannot_be_are_refused(
+    options: dict[str, int], message: str, tmp_path: Path, control: ControlPlane
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DiskTransport(control, tmp_path, **options)  # type: ignore[arg-type]

@@ -1,0 +1,388 @@
+"""Updates between real processes: what arrives, and what is left when either side is killed or does not fit."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from areal.api import NamedTensor, WeightReceiver
+from areal.engine.checkpoint.async_save import Observe, ignore
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.pool import PRELOADED
+from areal.tests.harness.processes import needs_own_world
+from areal.tests.harness.tiny import same_bits
+from areal.utils.distributed import ControlPlane, init_default_group
+from areal.weight_sync import (
+    BroadcastReceiver,
+    BroadcastTransport,
+    DirectTransport,
+    DiskReceiver,
+    DiskTransport,
+    ModuleSource,
+    PeerLostError,
+    SharedMemoryReceiver,
+    SharedMemoryTransport,
+)
+from areal.weight_sync.apply import Staging
+from areal.weight_sync.bucket import BucketSlice
+from areal.weight_sync.transport import Transport
+
+pytestmark = needs_own_world
+
+PUSHED = ("broadcast", "ipc")
+BUCKET = 5_000
+SECONDS_TO_SAY_SO = 20.0
+
+
+def filled(value: float, family: str = "qwen3") -> nn.Module:
+    """A tiny model whose weights are all one number."""
+    made = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(value)
+    return made
+
+
+def number(module: nn.Module) -> float:
+    """The number that all weights are."""
+    values = {float(value) for parameter in module.parameters() for value in parameter.unique()}
+    assert len(values) == 1, f"a mix of {sorted(values)}"
+    return values.pop()
+
+
+@contextmanager
+def alone() -> Iterator[ControlPlane]:
+    """The control plane of a trainer of one rank."""
+    had_group = dist.is_initialized()
+    init_default_group()
+    yield ControlPlane()
+    if not had_group:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def control() -> Iterator[ControlPlane]:
+    with alone() as made:
+        yield made
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with a short path, for sockets."""
+    folder = Path(f"/tmp/areal-ws-{os.getpid()}-{time.monotonic_ns()}")
+    folder.mkdir(mode=0o700)
+    yield folder
+    for entry in folder.iterdir():
+        entry.unlink()
+    folder.rmdir()
+
+
+def transport_to(way: str, place: Path, control: ControlPlane, **options: Any) -> Transport:
+    options = {"bucket_bytes": BUCKET, "timeout": 30.0, **options}
+    if way == "ipc":
+        return SharedMemoryTransport(control, place / "socket", **options)
+    made = BroadcastTransport(control, **options)
+    assert made.address is not None
+    (place / "partial").write_text(str(made.address[1]))
+    (place / "partial").rename(place / "port")
+    return made
+
+
+def receiver_of(way: str, place: Path, module: nn.Module, **options: Any) -> WeightReceiver:
+    options = {"timeout": 30.0, **options}
+    if way == "ipc":
+        return SharedMemoryReceiver(place / "socket", module, **options)
+    wait_for(place / "port")
+    return BroadcastReceiver(("127.0.0.1", int((place / "port").read_text())), module, **options)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def ended(process: multiprocessing.process.BaseProcess) -> int | None:
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    return code
+
+
+def dying(stage: str, armed: list[bool]) -> Observe:
+    def die(reached: str) -> None:
+        if armed and reached == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+# ---- push
+
+
+def push_and_be_killed(way: str, place: Path, stage: str) -> None:
+    torch.set_num_threads(1)
+    init_default_group()
+    armed: list[bool] = []
+    transport = transport_to(way, place, ControlPlane(), observe=dying(stage, armed))
+    transport.send(ModuleSource(filled(1)), 1)
+    armed.append(True)
+    transport.send(ModuleSource(filled(2)), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", PUSHED)
+@pytest.mark.parametrize("stage", ["ready", "open", "bucket 0", "bucket 3", "staged", "committed"])
+def test_a_killed_trainer_leaves_the_old_version_serving(way: str, stage: str, place: Path) -> None:
+    process = start(push_and_be_killed, way, place, stage)
+    module = filled(0)
+    receiver = receiver_of(way, place, module)
+    assert receiver.version is None
+    assert receiver.receive(60.0) == 1
+    assert (number(module), receiver.version) == (1, 1)
+    began = time.monotonic()
+    if stage == "committed":  # it was told to; it may
+        assert receiver.receive(60.0) == 2
+    with pytest.raises(PeerLostError, match=r"the trainer.*; version [12] serves"):
+        receiver.receive(60.0)
+    assert time.monotonic() - began < SECONDS_TO_SAY_SO
+    expected = 2 if stage == "committed" else 1
+    assert (number(module), receiver.version) == (expected, expected)
+    receiver.close()
+    assert ended(process) == -signal.SIGKILL
+
+
+def receive_and_be_killed(way: str, place: Path, name: str, at_bucket: int) -> None:
+    """Take versions until the trainer goes, and write down what serves; or die at a bucket of the second."""
+    torch.set_num_threads(1)
+    buckets: list[str] = []
+
+    def die(reached: str) -> None:
+        buckets.append(reached)
+        if receiver.version == 1 and buckets.count("bucket") == at_bucket:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if reached == "committed":
+            buckets.clear()
+
+    module = filled(0)
+    receiver = receiver_of(way, place, module, observe=die)
+    versions = []
+    try:
+        while True:
+            versions.append(receiver.receive(60.0))
+    except PeerLostError:
+        (place / name).write_text(f"{versions} {number(module):g} {receiver.version}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", PUSHED)
+def test_a_killed_receiver_is_named_and_the_others_go_on(way: str, place: Path, control: ControlPlane) -> None:
+    processes = [start(receive_and_be_killed, way, place, f"r{i}", 4 if i else -1) for i in range(2)]
+    transport = transport_to(way, place, control, receivers=2)
+    transport.send(ModuleSource(filled(1)), 1)
+    began = time.monotonic()
+    gone = rf"receiver \S+:{processes[1].pid} is gone.*version 2 was not sent; receivers keep what they have"
+    with pytest.raises(RuntimeError, match=gone):
+        transport.send(ModuleSource(filled(2)), 2)
+    assert time.monotonic() - began < SECONDS_TO_SAY_SO
+    transport._sender._receivers = 1  # type: ignore[union-attr]
+    transport.send(ModuleSource(filled(3)), 3)
+    transport.close()
+    transport.close()
+    wait_for(place / "r0")
+    assert [ended(process) for process in processes] == [0, -signal.SIGKILL]
+    assert (place / "r0").read_text() == "[1, 3] 3 3"
+
+
+def receiving(receiver: WeightReceiver) -> tuple[threading.Thread, list[Any]]:
+    """Receive once in a thread; what came of it."""
+    came: list[Any] = []
+
+    def receive() -> None:
+        try:
+            came.append(receiver.receive(30.0))
+        except Exception as error:
+            came.append(error)
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    return thread, came
+
+
+@pytest.mark.parametrize("way", PUSHED)
+def test_a_receiver_that_does_not_answer_is_named_and_not_lost(way: str, place: Path, control: ControlPlane) -> None:
+    transport = transport_to(way, place, control, timeout=1.0)
+    module = filled(0)
+    receiver = receiver_of(way, place, module)
+    assert not receiver.pending()
+    with pytest.raises(RuntimeError, match=rf"receiver \S+:{os.getpid()} does not answer \(awaited: ready\)"):
+        transport.send(ModuleSource(filled(1)), 1)
+    assert receiver.pending()
+    with pytest.raises(TimeoutError, match=r"no update within 0\.2 s"):
+        receiver.receive(0.2)
+    thread, came = receiving(receiver)
+    transport.send(ModuleSource(filled(2)), 2)
+    thread.join()
+    assert (came, number(module)) == ([2], 2)
+    transport.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("way", PUSHED)
+def test_nobody_there_is_said(way: str, place: Path, control: ControlPlane) -> None:
+    transport = transport_to(way, place, control, timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"0 of 1 receivers have called .* within 0\.2 s"):
+        transport.send(ModuleSource(filled(1)), 1)
+    transport.close()
+    with pytest.raises(PeerLostError, match=r"no trainer listens at .* after 0\.2 s"):
+        receiver_of(way, place, filled(0), timeout=0.2)
+
+
+@pytest.mark.parametrize("way", PUSHED)
+def test_weights_that_do_not_fit_are_refused_on_both_sides_and_break_nothing(
+    way: str, place: Path, control: ControlPlane
+) -> None:
+    transport = transport_to(way, place, control)
+    module = filled(0)
+    receiver = receiver_of(way, place, module)
+    for version, source, message in (
+        (1, filled(1, "llama"), r"q_norm"),
+        (2, filled(1, "qwen3_tied"), r"did not send 'lm_head\.weight'"),
+    ):
+        thread, came = receiving(receiver)
+        with pytest.raises(ValueError, match=rf"receiver \S+: .*{message}.*version {version} was not sent"):
+            transport.send(ModuleSource(source), version)
+        thread.join()
+        assert isinstance(came[0], ValueError)
+        assert (number(module), receiver.version) == (0, None)
+    thread, came = receiving(receiver)
+    meta = transport.send(ModuleSource(filled(3)), 3)
+    thread.join()
+    assert (came, number(module)) == ([3], 3)
+    assert meta.nbytes == sum(parameter.nbytes for parameter in module.parameters())
+    transport.close()
+    receiver.close()
+
+
+def varied(seed: int) -> nn.Module:
+    """A tiny model in which no two numbers are likely the same."""
+    made, generator = filled(0), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+@pytest.mark.parametrize("way", PUSHED)
+def test_no_bucket_is_overwritten_before_a_slow_receiver_has_read_it(
+    way: str, place: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Staging.put
+
+    def slowly(staging: Staging, piece: BucketSlice, values: torch.Tensor) -> None:
+        time.sleep(0.02)
+        put(staging, piece, values)
+
+    monkeypatch.setattr(Staging, "put", slowly)
+    transport, source, module = transport_to(way, place, control), varied(1), filled(0)
+    receiver = receiver_of(way, place, module)
+    thread, came = receiving(receiver)
+    transport.send(ModuleSource(source), 1)
+    thread.join()
+    assert came == [1]
+    assert same_bits(module.state_dict(), source.state_dict())
+    transport.close()
+    receiver.close()
+
+
+class Breaking:
+    """A source that fails on the way."""
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        for i, named in enumerate(ModuleSource(filled(9)).named_tensors()):
+            if i == 5:
+                raise RuntimeError("the engine broke")
+            yield named
+
+
+@pytest.mark.parametrize("way", [*PUSHED, "disk", "direct"])
+def test_a_source_that_breaks_off_leaves_the_old_version(
+    way: str, place: Path, tmp_path: Path, control: ControlPlane
+) -> None:
+    module = filled(0)
+    receiver: WeightReceiver | None = None
+    transport: Transport
+    if way == "direct":
+        transport = DirectTransport(control, module)
+    elif way == "disk":
+        transport, receiver = (
+            DiskTransport(control, tmp_path / "w", file_bytes=BUCKET),
+            DiskReceiver(tmp_path / "w", module),
+        )
+    else:
+        transport, receiver = transport_to(way, place, control), None
+        receiver = receiver_of(way, place, module)
+    thread, came = receiving(receiver) if receiver is not None else (None, [])
+    for source, version in ((filled(1), 1), (None, 2), (filled(3), 3)):
+        if source is None:
+            with pytest.raises(RuntimeError, match=r"the engine broke.*version 2 was not sent"):
+                transport.send(Breaking(), 2)
+            assert number(module) == 1
+            continue
+        if version == 3 and receiver is not None:
+            thread, came = receiving(receiver) if way == "disk" or not thread.is_alive() else (thread, came)
+        transport.send(ModuleSource(source), version)
+        if thread is not None:
+            thread.join()
+            assert came == [version]
+            if version == 1 and way in PUSHED:
+                thread, came = receiving(receiver)
+        assert number(module) == version
+    transport.close()
+
+
+# ---- what they leave in the system
+
+
+def test_a_socket_of_a_dead_trainer_is_replaced_and_a_living_one_refused(place: Path, control: ControlPlane) -> None:
+    process = start(push_and_be_killed, "ipc", place, "ready")
+    wait_for(place / "socket")
+    with pytest.raises(ValueError, match=r"address = '.*socket' cannot be listened at"):
+        SharedMemoryTransport(control, place / "socket")
+    process.kill()
+    ended(process)
+    SharedMemoryTransport(control, place / "socket", observe=ignore).close()
+    with pytest.raises(ValueError, match="too long for a socket"):
+        SharedMemoryTransport(control, "/tmp/" + "x" * 100)
+
+
+def test_shared_memory_has_no_name(place: Path, control: ControlPlane) -> None:
+    before = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    transport, module = transport_to("ipc", place, control), filled(0)
+    receiver = receiver_of("ipc", place, module)
+    thread, _ = receiving(receiver)
+    transport.send(ModuleSource(filled(1)), 1)
+    thread.join()
+    assert set(os.listdir("/dev/shm") if before else ()) <= before
+    transport.close()
+    receiver.close()

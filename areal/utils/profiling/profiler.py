@@ -1,0 +1,60 @@
+"""A profile of what an engine does: torch's trace with the phases of each call, and a memory timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from areal.utils import platform
+from areal.utils.profiling.memory_timeline import MemoryTimeline
+from areal.utils.profiling.phase_timer import PhaseTimer
+
+
+@contextlib.contextmanager
+def profiled(
+    timer: PhaseTimer, device: torch.device, rank: int, folder: str | Path, *, memory: bool, stacks: bool
+) -> Iterator[None]:
+    """What :meth:`areal.api.engine.TrainEngine.profile` says. Files are named after ``rank``; no rank waits for another."""
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("profile() where a profiler is on already: leave that one first, there is one in a process")
+    folder = Path(folder)
+    _check_writable(folder)
+    device_type, start_bytes = platform.profiled_memory(device)
+    profiler = torch.profiler.profile(
+        activities=platform.profiler_activities(device), profile_memory=memory, with_stack=stacks
+    )
+    if memory:
+        platform.start_memory_history(device)
+    profiler.start()
+    try:
+        with timer.shown():
+            yield
+    finally:
+        # Also after an error: what led to it is what one wants to see.
+        profiler.stop()
+        trace = folder / f"trace-rank{rank}.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        if memory:
+            platform.save_memory_history(device, folder / f"memory-rank{rank}.pickle")
+            with gzip.open(trace, "rt") as file:
+                events = json.load(file)["traceEvents"]
+            timeline = MemoryTimeline.of_trace(events, device_type, start_bytes)
+            timeline.write(folder / f"memory-rank{rank}.json")
+            timeline.draw(folder / f"memory-rank{rank}.svg")
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"folder = {str(folder)!r}: no profile can be written there ({error}): choose another folder"
+        ) from error

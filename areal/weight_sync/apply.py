@@ -1,0 +1,267 @@
+"""Full tensors into a module, by their Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from areal.api.weights import NamedTensor
+from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, stored_tensors
+from areal.engine.lora.plan import PREFIX
+from areal.utils.dtensor import full_box
+from areal.weight_sync.bucket import BucketSlice
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor goes: a box of a tensor of the module."""
+
+    tensor: Tensor
+    piece: DiskTensor
+
+    def view(self) -> Tensor:
+        return self.piece.cut(self.tensor.detach())
+
+
+class Replica:
+    """A module whose weights are known by their Hugging Face names, also where transformers keeps them in another form.
+
+    A weight that has several names (tied embeddings) is taken under any of them, once. In a model with an adapter of peft's, that
+    adapter's weights have the names in peft's files, and the model's have theirs.
+
+    Args:
+        module: a transformers model, or any module whose names are those of its source. Not sharded, on any device, in any dtype.
+
+    Raises:
+        ValueError: the module has two adapters, whose names in files are the same.
+
+    Attributes:
+        version: of the weights in the module; ``None`` before the first update, and after one that broke off half-way in place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.version: int | None = None
+        layout = disk_layout(module) if isinstance(module, PreTrainedModel) else {}
+        self._slots: dict[str, _Slot] = {}
+        for name, tensor in stored_tensors(module):
+            for piece in layout.get(name, (DiskTensor(name, full_box(tensor.shape)),)):
+                slot = _Slot(tensor, replace(piece, name=_beside_adapters(piece.name)))
+                if slot.piece.name in self._slots:
+                    raise ValueError(
+                        f"{type(module).__name__} has two adapters with {slot.piece.name!r}: leave one in it"
+                    )
+                self._slots[slot.piece.name] = slot
+        self._first = _first_names(module)
+
+    def __iter__(self) -> Iterator[str]:
+        """All names, each weight once, in the order of the module."""
+        return iter(self._slots)
+
+    def resolve(self, name: str, shape: tuple[int, ...]) -> str:
+        """The name under which this replica knows a weight.
+
+        Raises:
+            ValueError: it has none of that name, or one of another shape.
+        """
+        known = name if name in self._slots else self._first.get(name, name)
+        if known not in self._slots:
+            raise ValueError(
+                f"the trainer sends {name!r}, which the replica ({type(self.module).__name__}) has not: it is another model, "
+                "or the name is to be left out with select"
+            )
+        if self._slots[known].piece.shape != shape:
+            raise ValueError(
+                f"{name}: the trainer sends {list(shape)}, and the replica has {list(self._slots[known].piece.shape)}"
+            )
+        return known
+
+    def view(self, name: str) -> Tensor:
+        """A weight in its Hugging Face shape: a view of the module's memory."""
+        return self._slots[name].view()
+
+    @torch.no_grad()
+    def fill(self, name: str, values: Tensor) -> None:
+        """Overwrite a weight with values of its shape, from any device and in any dtype."""
+        self._slots[name].view().copy_(values)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *, complete: bool) -> None:
+        """Compare names and shapes with those of the module.
+
+        Args:
+            complete: every weight must be among them.
+
+        Raises:
+            ValueError: names the first that is unknown, of another shape, twice there or missing.
+        """
+        coverage = Coverage(self)
+        for name, shape in shapes.items():
+            coverage.add(name, shape)
+        coverage.check(complete=complete)
+
+
+class Coverage:
+    """Counts what has arrived of a replica's weights."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._counts: dict[str, int] = {}
+        self._called: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], start: int = 0, stop: int | None = None) -> str:
+        """Count elements ``start`` to ``stop`` of a tensor (all without them). Returns the replica's name for it.
+
+        Raises:
+            ValueError: the tensor is unknown, of another shape, or these are not the elements that come next.
+        """
+        known = self._replica.resolve(name, shape)
+        called = self._called.setdefault(known, name)
+        if called != name:
+            raise ValueError(
+                f"the trainer sends {called!r} and {name!r}, which are one tensor in the replica: tie_word_embeddings differs"
+            )
+        have = self._counts.get(known, -1)
+        if start != max(have, 0) or have == torch.Size(shape).numel():
+            raise ValueError(
+                f"{name}: elements from {start} on arrived when {max(have, 0)} were there: it was sent twice"
+            )
+        self._sizes[known] = torch.Size(shape).numel()
+        self._counts[known] = self._sizes[known] if stop is None else stop
+        return known
+
+    def check(self, *, complete: bool) -> None:
+        """See that all has arrived that was to.
+
+        Raises:
+            ValueError: a tensor is there in part; or, if ``complete``, a weight is missing. Names the first.
+        """
+        for name, count in self._counts.items():
+            if count != self._sizes[name]:
+                raise ValueError(f"{name}: {count} of its {self._sizes[name]} elements arrived")
+        missing = [name for name in self._replica if name not in self._counts]
+        if complete and missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise ValueError(
+                f"the trainer did not send {missing[0]!r}{more}, which the replica has: it is another model, or the update was cut short"
+            )
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+
+class Staging:
+    """An update that is still arriving. The replica is not touched before :meth:`commit`.
+
+    It holds the update whole, in the replica's dtypes: as much memory again as the weights themselves, from the first piece to the end.
+
+    Args:
+        complete: the update must have all weights.
+        device: where it is held.
+    """
+
+    def __init__(self, replica: Replica, *, complete: bool, device: torch.device) -> None:
+        self._replica, self._complete, self._device = replica, complete, device
+        self._coverage = Coverage(replica)
+        self._staged: dict[str, Tensor] = {}
+
+    def put(self, piece: BucketSlice, values: Tensor) -> None:
+        """Keep a copy of a stretch of a tensor.
+
+        Raises:
+            ValueError: it does not fit the replica.
+        """
+        name = self._coverage.add(piece.name, piece.shape, piece.start, piece.stop)
+        if name not in self._staged:
+            size = torch.Size(piece.shape).numel()
+            self._staged[name] = torch.empty(size, dtype=self._replica.view(name).dtype, device=self._device)
+        self._staged[name][piece.start : piece.stop].copy_(values)
+
+    def put_whole(self, named: NamedTensor) -> None:
+        """Keep a copy of a tensor; as :meth:`put`."""
+        flat = named.tensor.detach().reshape(-1)
+        self.put(BucketSlice(named.name, flat.dtype, tuple(named.tensor.shape), 0, len(flat), 0), flat)
+
+    @property
+    def n_tensors(self) -> int:
+        """How many tensors have arrived, in whole or in part."""
+        return len(self._coverage)
+
+    def check(self) -> None:
+        """See that the update is whole.
+
+        Raises:
+            ValueError: names the first weight that is not.
+        """
+        self._coverage.check(complete=self._complete)
+
+    def commit(self, version: int) -> None:
+        """Put the update, which :meth:`check` has accepted, into the replica."""
+        self._replica.version = None
+        while self._staged:
+            name, values = self._staged.popitem()
+            self._replica.fill(name, values.view(self._replica.view(name).shape))
+        self._replica.version = version
+
+
+def load_named(module: nn.Module, tensors: Iterable[NamedTensor], *, complete: bool = True) -> int:
+    """Copy tensors into a module as they come, with no second copy of the model.
+
+    Args:
+        module: as for :class:`Replica`.
+        tensors: full, under Hugging Face names, from any device and in any dtype.
+        complete: they must be all of the module's weights.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        ValueError: names the first that is unknown, of another shape, twice there, or missing. What came before it is in the module.
+    """
+    replica = Replica(module)
+    coverage = Coverage(replica)
+    for name, tensor in tensors:
+        replica.fill(coverage.add(name, tuple(tensor.shape)), tensor)
+    coverage.check(complete=complete)
+    return len(coverage)
+
+
+class ModuleSource:
+    """A plain module as a source of weights: what a replica or a reference is made from without an engine."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._replica = Replica(module)
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """All weights under their Hugging Face names, as views of the module's memory."""
+        for name in self._replica:
+            yield NamedTensor(name, self._replica.view(name))
+
+
+_FACTOR = re.compile(r"(.*\.lora_[AB])(?:\.[^.]+)?\.weight")
+
+
+def _beside_adapters(name: str) -> str:
+    """A name in a module with adapters as it is in files: peft's in theirs, the model's in its own."""
+    bare = name.removeprefix(PREFIX)
+    factor = _FACTOR.fullmatch(bare)
+    return f"{PREFIX}{factor[1]}.weight" if factor else bare.replace(".base_layer.", ".")
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """For each further name of a shared weight, the first one."""
+    names: dict[int, str] = {}
+    further: dict[str, str] = {}
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        first = names.setdefault(id(tensor), name)
+        if first != name:
+            further[name] = first
+    return further

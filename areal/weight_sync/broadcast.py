@@ -1,0 +1,191 @@
+"""Weights by broadcast: from one rank of the trainer to receivers in other processes, on any host, over gloo or NCCL.
+
+The group is made over a TCPStore of its own by the backend's class, as ``torch.distributed`` exports it: it is not registered with the default
+process group, which need not exist on either side, and shares nothing with it. It is made anew when a receiver joins or is lost. The way over
+NCCL has not been run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from areal.engine.checkpoint.async_save import Observe, ignore
+from areal.utils.distributed import ControlPlane
+from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
+from areal.weight_sync.connection import Connection, Listener, Message
+from areal.weight_sync.push import PushReceiver, PushSender
+from areal.weight_sync.transport import Transport, quietly
+
+
+class BroadcastTransport(Transport):
+    """Broadcasts from the first rank. While a bucket travels, the next is gathered.
+
+    A receiver that dies is an error that names it, on every rank, within ``timeout`` seconds and mostly at once; the next update goes to those
+    that are left. Receivers may also join between updates.
+
+    Args:
+        control: over all ranks of the trainer.
+        address: host and port to listen at, on the first rank; port 0 takes a free one.
+        receivers: how many must be there before an update begins.
+        bucket_bytes: size of a bucket; there are two on the first rank.
+        cast: dtype in which floating-point tensors are sent.
+        device: where buckets are: gloo broadcasts from the CPU, NCCL from a GPU.
+        timeout: seconds that any answer of a receiver may take. Other ranks wait in a collective meanwhile: keep it below their timeout.
+        observe: told of each stage.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+        *,
+        receivers: int = 1,
+        bucket_bytes: int = DEFAULT_BYTES,
+        cast: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        timeout: float = 60.0,
+        observe: Observe = ignore,
+    ) -> None:
+        nbytes = check_bucket_bytes(bucket_bytes)
+        self.address: tuple[str, int] | None = None
+        sender = None
+        if control.rank == 0:
+            hub = Listener(address, timeout)
+            self.address = (str(hub.address[0]), int(hub.address[1]))
+            carrier = _BroadcastCarrier(nbytes, torch.device(device), timeout)
+            sender = PushSender(hub, carrier, receivers, timeout, observe)
+        super().__init__(control, sender, cast=cast)
+
+
+class BroadcastReceiver(PushReceiver):
+    """Takes what a :class:`BroadcastTransport` sends.
+
+    Args:
+        address: of the transport.
+        module: to be filled.
+        device: where buckets arrive: as for the transport.
+        timeout: seconds in which the trainer must be found, and may be silent in the middle of an update.
+        staging: where an update is held, whole, until it is committed.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        module: nn.Module,
+        *,
+        device: torch.device | str = "cpu",
+        timeout: float = 60.0,
+        staging: torch.device | str = "cpu",
+        observe: Observe = ignore,
+    ) -> None:
+        line = Connection.to(address, timeout)
+        end = _BroadcastEnd(address[0], torch.device(device), timeout)
+        super().__init__(line, end, module, timeout=timeout, staging=staging, observe=observe)
+
+
+class _BroadcastCarrier:
+    def __init__(self, nbytes: int, device: torch.device, timeout: float) -> None:
+        self._nbytes, self._device, self._timeout = nbytes, device, timeout
+        self._store: dist.TCPStore | None = None
+        self._group: Any = None
+        self._members: list[Connection] = []
+        self._epoch = 0
+        self._buffers: list[Tensor] = []
+        self._works: list[Any] = [None, None]
+        self.turn = 1
+
+    def terms(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
+        store = self._store
+        if store is None:
+            store = self._store = dist.TCPStore(
+                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout)
+            )
+        if self._group is None or list(members) != self._members:
+            self.drop()
+            self._epoch += 1
+        size = len(members) + 1
+        return [{"port": store.port, "epoch": self._epoch, "rank": rank, "size": size} for rank in range(1, size)]
+
+    def open(self, members: Sequence[Connection]) -> None:
+        if not self._buffers:
+            self._buffers = [torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        if self._group is None and self._store is not None:
+            store = dist.PrefixStore(str(self._epoch), self._store)
+            self._group = _group(store, 0, len(members) + 1, self._device, self._timeout)
+            self._members = list(members)
+
+    def lend(self, update: int) -> Tensor:
+        self.turn = 1 - self.turn
+        self._wait(self.turn)
+        return self._buffers[self.turn]
+
+    def ship(self, used: int) -> None:
+        self._works[self.turn] = _broadcast(self._group, self._buffers[self.turn][:used])
+
+    def drain(self, update: int) -> None:
+        for turn in range(2):
+            self._wait(turn)
+
+    def drop(self) -> None:
+        self._works = [None, None]
+        group, self._group = self._group, None
+        if group is not None:
+            quietly(group.abort)  # closes its connections: whoever waits gets an error at once
+
+    def _wait(self, turn: int) -> None:
+        work, self._works[turn] = self._works[turn], None
+        if work is not None:
+            work.wait(timedelta(seconds=self._timeout))  # with a limit, NCCL too lets the host wait
+
+
+class _BroadcastEnd:
+    def __init__(self, host: str, device: torch.device, timeout: float) -> None:
+        self._host, self._device, self._timeout = host, device, timeout
+        self._group: Any = None
+        self._epoch = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def open(self, line: Connection, terms: Message) -> None:
+        if self._group is not None and terms["epoch"] == self._epoch:
+            return
+        self.drop()
+        store = dist.TCPStore(self._host, terms["port"], is_master=False, timeout=timedelta(seconds=self._timeout))
+        prefixed = dist.PrefixStore(str(terms["epoch"]), store)
+        self._group = _group(prefixed, terms["rank"], terms["size"], self._device, self._timeout)
+        self._epoch = terms["epoch"]
+
+    def take(self, turn: int, used: int) -> Tensor:
+        if len(self._buffer) < used:
+            self._buffer = torch.empty(used, dtype=torch.uint8, device=self._device)
+        _broadcast(self._group, self._buffer[:used]).wait(timedelta(seconds=self._timeout))
+        return self._buffer[:used]
+
+    def release(self, line: Connection, update: int) -> None:
+        pass  # the broadcast itself keeps the trainer waiting
+
+    def drop(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            quietly(group.abort)
+
+
+def _group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
+    """A process group of the backend that fits a device, apart from every other."""
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _broadcast(group: Any, data: Tensor) -> Any:
+    """Start to send from the first rank of a group, or to receive there."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    return group.broadcast([data], options)

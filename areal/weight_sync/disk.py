@@ -1,0 +1,241 @@
+"""Weights through a directory: each version a folder that appears complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from areal.api.weights import NamedTensor, UpdateKind, WeightUpdateMeta
+from areal.engine.checkpoint.async_save import Observe, ignore
+from areal.engine.checkpoint.atomic_dir import (
+    FileRecord,
+    Manifest,
+    discard,
+    is_complete,
+    open_draft,
+    prune,
+    publish,
+    read_manifest,
+    record,
+    verify,
+)
+from areal.engine.checkpoint.safetensors import INDEX_FILE, TensorFiles, TensorSpec, TensorWriter, index_of
+from areal.engine.model.hub import copy_beside, read_config
+from areal.utils.distributed import ControlPlane
+from areal.utils.dtensor import full_box
+from areal.weight_sync.apply import Replica
+from areal.weight_sync.transport import Outgoing, Transport, quietly
+
+KIND = "weights"
+"""What the manifest of a version calls it."""
+
+FILE_BYTES = 512 * 2**20
+"""Most bytes of a file, unless one tensor is larger: also what is gathered on the host before it is written."""
+
+_POLL_SECONDS = 0.1
+
+
+class DiskTransport(Transport):
+    """Writes each version to ``folder/version-00000007``: safetensors files with an index, published with a manifest by one rename.
+
+    The first rank writes, and holds one file's tensors in host memory at a time. The folder is for this alone: whatever was published in
+    it, and is not among the newest ``keep``, is removed.
+
+    Args:
+        control: over all ranks of the trainer.
+        folder: on a file system that the receivers see.
+        keep: how many of the newest versions stay; at least 1, and 2 give a slow reader the time of one update.
+        cast: dtype in which floating-point tensors are written.
+        model: directory or hub name of the model. With it, configuration and tokenizer are written beside the weights, so that
+            ``from_pretrained`` and inference servers load a version as they load any model.
+        file_bytes: largest file, unless a single tensor is larger.
+        observe: told of each stage.
+
+    Raises:
+        ValueError: ``keep`` or ``file_bytes`` is below 1.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        cast: torch.dtype | None = None,
+        model: str | None = None,
+        file_bytes: int = FILE_BYTES,
+        observe: Observe = ignore,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep = {keep}: keep at least 1 version")
+        if file_bytes < 1:
+            raise ValueError(f"file_bytes = {file_bytes}: give at least 1")
+        sender = _DiskSender(Path(folder), keep, model, file_bytes, observe) if control.rank == 0 else None
+        super().__init__(control, sender, cast=cast)
+
+
+class _DiskSender:
+    def __init__(self, folder: Path, keep: int, model: str | None, file_bytes: int, observe: Observe) -> None:
+        self._folder, self._keep, self._model = folder, keep, model
+        self._file_bytes, self._observe = file_bytes, observe
+        self._path = folder
+        self._draft: Path | None = None
+        self._records: list[FileRecord] = []
+
+    def prepare(self, version: int, kind: UpdateKind) -> None:
+        self._path = self._folder / f"version-{version:08d}"
+        self._draft, self._records = open_draft(self._path), []
+        self._observe("draft opened")
+
+    def bring(self, tensors: Outgoing) -> None:
+        draft, files = self._required(), dict[str, list[TensorSpec]]()
+        waiting: list[NamedTensor] = []
+        size = 0
+        for name, tensor in tensors:
+            if waiting and size + tensor.nbytes > self._file_bytes:
+                self._write(draft, waiting, files)
+                waiting, size = [], 0
+            waiting.append(NamedTensor(name, tensor.detach().cpu()))
+            size += tensor.nbytes
+        self._write(draft, waiting, files)
+        (draft / INDEX_FILE).write_text(json.dumps(index_of(files), indent=1))
+        beside = [] if self._model is None else _write_beside(self._model, _main_dtype(files), draft)
+        self._records += [record(draft, name) for name in [INDEX_FILE, *beside]]
+        self._observe("written")
+
+    def commit(self, meta: WeightUpdateMeta) -> None:
+        about = {"version": meta.version, "update": meta.kind, "n_tensors": meta.n_tensors, "nbytes": meta.nbytes}
+        publish(self._required(), self._path, KIND, self._records, about)
+        self._draft = None
+        self._observe("published")
+        prune(self._folder, self._keep)
+        self._observe("pruned")
+
+    def abort(self, why: str) -> None:
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            quietly(lambda: discard(draft))
+
+    def close(self) -> None:
+        self.abort("closed")
+
+    def _write(self, draft: Path, tensors: Sequence[NamedTensor], files: dict[str, list[TensorSpec]]) -> None:
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+        file = f"model-{len(files) + 1:05d}.safetensors"
+        writer = TensorWriter(draft / file, specs)
+        for i, (_, tensor) in enumerate(tensors):
+            writer.write(tensor)
+            if i == 0:
+                self._observe(f"in file {len(files) + 1}")
+        writer.close()
+        files[file] = specs
+        self._records.append(FileRecord(file, writer.size, writer.crc32))
+
+    def _required(self) -> Path:
+        if self._draft is None:
+            raise RuntimeError("no update was prepared")
+        return self._draft
+
+
+def _main_dtype(files: dict[str, list[TensorSpec]]) -> torch.dtype:
+    return next(spec.dtype for specs in files.values() for spec in specs if spec.dtype.is_floating_point)
+
+
+def _write_beside(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
+    """Configuration, tokenizer and code of the model. Returns the names of the files."""
+    config = read_config(model)
+    config.dtype = dtype
+    config.save_pretrained(draft)
+    return sorted({"config.json", *copy_beside(model, draft)})
+
+
+# ---- receiving
+
+
+def published(folder: str | Path) -> list[tuple[Path, Manifest]]:
+    """The versions in a directory that are complete, in the order in which they were published."""
+    found: list[tuple[Path, Manifest]] = []
+    for path in sorted(Path(folder).glob("version-*")):
+        try:
+            manifest = read_manifest(path)
+        except ValueError:
+            continue  # it was removed meanwhile, or is no version
+        if manifest.kind == KIND:
+            found.append((path, manifest))
+    return sorted(found, key=lambda entry: entry[1].sequence)
+
+
+class DiskReceiver:
+    """Loads the newest complete version of a directory into a module.
+
+    It is compared with the module before a value is read, and then copied tensor by tensor: no second copy of the model. A version that is
+    removed while it is read stays readable to the end. Should a read fail half-way all the same, ``version`` is ``None`` until
+    the next update.
+
+    Args:
+        folder: where a :class:`DiskTransport` writes; need not be there yet.
+        module: to be filled.
+        check: compare the checksums of the files first, which reads them once more.
+    """
+
+    def __init__(self, folder: str | Path, module: nn.Module, *, check: bool = True) -> None:
+        self._folder, self._check = Path(folder), check
+        self._replica = Replica(module)
+        self._sequence = 0
+
+    @property
+    def version(self) -> int | None:
+        return self._replica.version
+
+    def pending(self) -> bool:
+        return bool(self._due())
+
+    def receive(self, timeout: float | None = None) -> int:
+        """As :meth:`areal.api.WeightReceiver.receive`. Versions before the newest full one are passed over; selected updates after it are
+        taken in turn, those that are still kept.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            due = self._due()
+            if due and all(self._load(path, manifest) for path, manifest in due):
+                return int(due[-1][1].about["version"])
+            if not due:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"{self._folder}: no new version was published within {timeout:g} s")
+                time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        pass
+
+    def _due(self) -> list[tuple[Path, Manifest]]:
+        """What is to be loaded, in order."""
+        new = [entry for entry in published(self._folder) if entry[1].sequence > self._sequence]
+        full = [i for i, (_, manifest) in enumerate(new) if manifest.about["update"] == "full"]
+        return new[full[-1] :] if full else new
+
+    def _load(self, path: Path, manifest: Manifest) -> bool:
+        """Copy a version into the module; False where it was removed or replaced first."""
+        with contextlib.ExitStack() as stack:
+            try:
+                if self._check:
+                    verify(path)
+                files = stack.enter_context(TensorFiles.of_model(path))
+                shapes = {name: files.shape(name) for name in files}  # opens every file, and they stay open
+                if read_manifest(path) != manifest:
+                    return False
+            except ValueError:
+                if not is_complete(path):
+                    return False
+                raise
+            self._replica.check(shapes, complete=manifest.about["update"] == "full")
+            self._replica.version = None
+            for name, shape in shapes.items():
+                self._replica.fill(self._replica.resolve(name, shape), files.read(name, full_box(shape)))
+        self._replica.version, self._sequence = int(manifest.about["version"]), manifest.sequence
+        return True
