@@ -96,13 +96,12 @@ class BaseTrainEngine(EngineState):
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._agreement = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
-        error: Exception | None = None
-        try:
+
+        def build() -> None:
             self._parts = self._build(spec)
-        except Exception as caught:
-            error = caught
+
         try:
-            self.control.settle(error, "the engine was not built")
+            self.control.attempt(build, "the engine was not built")
         except Exception:
             self._teardown("it was not built: make another")
             self.control.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.parallel import ParallelDims
 from areal.utils import platform
+
+T = TypeVar("T")
 
 _ROLL_CALL = timedelta(seconds=15)
 
@@ -117,14 +120,55 @@ class ControlPlane:
             works.clear()  # they hold the group open
             raise self._call_the_roll(error) from None
 
-    def settle(self, error: BaseException | None, note: str = "") -> None:
-        """Raise on every rank when any rank has an ``error``. Collective.
+    def attempt(self, fn: Callable[[], T], note: str = "") -> T:
+        """Call ``fn`` on this rank, and raise on every rank when it raised on any. Collective.
 
         Args:
-            note: what to add for the caller, such as what became of the gradients.
+            fn: function without arguments. An error in it must not leave other ranks waiting in a collective.
+            note: as in :meth:`settle`.
+
+        Returns:
+            The result of ``fn`` on this rank.
 
         Raises:
-            ValueError: every error was one; else RuntimeError. Names the ranks and what each one met.
+            ValueError, RuntimeError: as in :meth:`settle`.
+        """
+        result, error = _call(fn)
+        try:
+            self.settle(error, note)
+            return cast(T, result)
+        finally:
+            del result, error  # a frame in a traceback would keep them alive
+
+    def attempt_and_gather(self, fn: Callable[[], T], note: str = "") -> list[T]:
+        """Call ``fn`` on this rank and gather its results, in the one exchange that also carries its errors. Collective.
+
+        Args:
+            fn, note: as in :meth:`attempt`. The result must be picklable.
+
+        Returns:
+            The results of all ranks, by rank.
+
+        Raises:
+            ValueError, RuntimeError: as in :meth:`settle`.
+        """
+        result, error = _call(fn)
+        try:
+            answers = self.gather((as_fault(error), result))
+            raise_together([fault for fault, _ in answers], error, note)
+            return [cast(T, value) for _, value in answers]
+        finally:
+            del result, error
+
+    def settle(self, error: BaseException | None, note: str = "") -> None:
+        """Raise on every rank when any rank has an ``error``. Collective. :meth:`attempt` is for errors not yet caught.
+
+        Args:
+            note: text to add for the caller, such as what became of the gradients.
+
+        Raises:
+            ValueError: all errors are ``ValueError``. The text names the ranks and the error of each.
+            RuntimeError: any error is of another type.
         """
         raise_together(self.gather(as_fault(error)), error, note)
 
@@ -161,6 +205,14 @@ class ControlPlane:
         except RuntimeError:
             return False
         return True
+
+
+def _call(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of ``fn``, or the error that it raised."""
+    try:
+        return fn(), None
+    except Exception as error:
+        return None, error
 
 
 Fault = tuple[bool, str]

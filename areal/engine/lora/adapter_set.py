@@ -167,14 +167,7 @@ class AdapterSet:
 
     def _put(self, name: str, make: Callable[[], Adapter], note: str) -> None:
         """Have an adapter under a name, or raise on every rank what any rank met. Collective."""
-        adapter, error = None, None
-        try:
-            adapter = make()
-        except Exception as caught:
-            error = caught
-        self._control.settle(error, note)
-        if adapter is not None:
-            self._adapters[name] = adapter
+        self._adapters[name] = self._control.attempt(make, note)
 
     def _make(self, plan: AdapterPlan) -> Adapter:
         for target in plan.targets:
