@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
-from areal.engine.loss_step import LossResult, LossWeights, Summary, local_weights, summarize
+from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weights, sum_results
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
 from areal.engine.schedule import Schedule
@@ -110,9 +110,9 @@ class StepSync:
         sequences, tokens = (sum(column) for column in zip(*(counts for _, _, counts in by_shard), strict=True))
         return LossWeights(terms[0][0] if terms else True, per_mb, total, sequences, tokens)
 
-    def summary(
+    def sum_results(
         self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, call: TimedCall, note: str, onloaded: int
-    ) -> Summary:
+    ) -> StepSums:
         """The sums that every rank's micro-batches reported.
 
         Args:
@@ -125,9 +125,9 @@ class StepSync:
             ValueError: a loss is not finite on some rank, or a metric is wrong.
         """
 
-        def sum_locally() -> tuple[Summary, RoutingSums]:
+        def sum_locally() -> tuple[StepSums, RoutingSums]:
             # Every stage has the results, but the last one alone reports the faults in them.
-            local = summarize(mbs, results) if self._has_losses else Summary()
+            local = sum_results(mbs, results) if self._has_losses else StepSums()
             routed = tally.sums()
             local.seconds, local.timings = call.read()
             local.onloaded = onloaded
@@ -135,7 +135,7 @@ class StepSync:
 
         answers = self._control.attempt_and_gather(sum_locally, note)
         slowest = max((local for local, _ in answers), key=lambda local: local.seconds)
-        total = Summary(
+        total = StepSums(
             seconds=slowest.seconds, timings=slowest.timings, onloaded=sum(local.onloaded for local, _ in answers)
         )
         for local, _ in self._once_per_shard(answers):

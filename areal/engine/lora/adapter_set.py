@@ -157,6 +157,10 @@ class AdapterSet:
         """Have these and no others."""
         self._adapters, self._selected = dict(adapters), selected
 
+    def sum_gradients(self) -> None:
+        """Sum the gradients of the selected adapter over ranks. Collective."""
+        self.current.sum_gradients()
+
     def zero_grad(self) -> None:
         """Discard gradients of the one that is trained."""
         self.current.zero_grad()
