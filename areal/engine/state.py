@@ -23,7 +23,8 @@ from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdap
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
-from areal.utils.distributed import ControlPlane, build_mesh, destroy_groups, init_default_group
+from areal.utils.distributed import ControlPlane, init_default_group
+from areal.utils.mesh import build_batch_mesh, destroy_groups
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
 from areal.utils.seeding import seed_everything
@@ -80,7 +81,7 @@ class EngineState(TrainEngine):
             torch.use_deterministic_algorithms(True)
         # Communication of this engine alone.
         self.control, self._started = ControlPlane(), True
-        self.mesh = build_mesh(self.dims, self.device.type)
+        self.mesh = build_batch_mesh(self.dims, self.device.type)
         self._closers = [functools.partial(destroy_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)

@@ -26,7 +26,7 @@ from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
 from areal.engine.fsdp.offload import HostOffload
-from areal.engine.fsdp.parallelize import build_expert_mesh, build_param_mesh, parallelize, transformer_layers
+from areal.engine.fsdp.parallelize import parallelize, transformer_layers
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
 from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
@@ -44,8 +44,8 @@ from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
-from areal.utils.distributed import destroy_groups
 from areal.utils.dtensor import reshard
+from areal.utils.mesh import build_expert_mesh, build_param_mesh, destroy_groups
 
 
 class FSDPEngine(BaseTrainEngine):
