@@ -24,7 +24,8 @@ from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
 from areal.utils.distributed import ControlPlane, init_default_group
-from areal.utils.mesh import build_batch_mesh, destroy_groups
+from areal.utils.dtensor import local_part
+from areal.utils.mesh import build_batch_mesh, describe_mesh, destroy_groups
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
 from areal.utils.seeding import seed_everything
@@ -97,6 +98,27 @@ class EngineState(TrainEngine):
             self._teardown("it was not built: make another")
             self.control.close()
             raise
+        if self.control.rank == 0:
+            logger.info("%s", self._applied())
+
+    def _applied(self) -> str:
+        """Describe what was applied, one line for each item. No communication."""
+        config, components = self.config, self._require_components()
+        n_local = sum(local_part(parameter).numel() for parameter in components.model.parameters())
+        n_parameters = components.n_parameters
+        if n_parameters is None:
+            n_parameters = sum(parameter.numel() for parameter in components.model.parameters())
+        compute, master, reduce = config.dtype, config.master_dtype, config.grad_reduce_dtype
+        items = {
+            "layout": f"{self.dims}, ranks: {self.dims.world_size}, batch mesh {describe_mesh(self.mesh)}",
+            **components.applied,
+            "precision": f"compute in {compute}, master parameters in {master}, gradient reduction in {reduce}",
+            "parameters": f"{n_parameters:,} in total, {n_local:,} on rank 0",
+            "communication": f"{platform.collective_backend()}, device {self.device}",
+        }
+        return f"{type(self).__name__} of {config.path}" + "".join(
+            f"\n  {name}: {text}" for name, text in items.items()
+        )
 
     def destroy(self) -> None:
         try:

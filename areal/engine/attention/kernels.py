@@ -180,6 +180,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | No
         raise ValueError(f"sinks {list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads")
 
 
+def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the kernel of :func:`packed_attention` for ordinary layers, without sinks, soft caps and large heads."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return "torch scaled_dot_product_attention"
+    return "torch varlen_attn" if flash_attn_varlen_func is None else "flash_attn"
+
+
 def _runs_varlen(q: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None) -> bool:
     return (
         q.is_cuda

@@ -16,8 +16,9 @@ from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec, OptimizerConfig, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
-from areal.engine.attention.context_parallel import context_parallel_of
+from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
 from areal.engine.attention.huggingface import PACKED_ATTENTION, check_sharing, choose_attention
+from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
@@ -45,7 +46,7 @@ from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import reshard
-from areal.utils.mesh import build_expert_mesh, build_param_mesh, destroy_groups
+from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, destroy_groups
 
 
 class FSDPEngine(BaseTrainEngine):
@@ -100,6 +101,8 @@ class FSDPEngine(BaseTrainEngine):
                 stages=self.dims.pp,
                 why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
             ),
+            applied=self._describe(chunks, cp, param_mesh, expert_mesh),
+            n_parameters=sum(parameter.numel() for parameter in chunks.whole.parameters()),
         )
         if config.lora is None:
             return components
@@ -128,6 +131,30 @@ class FSDPEngine(BaseTrainEngine):
         """Close the process groups, after releasing the reference that this engine has to them."""
         self._gradients = None
         destroy_groups(param_mesh)
+
+    def _describe(
+        self, chunks: ModelChunks, cp: ContextParallel, param_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+    ) -> dict[str, str]:
+        """Describe what was applied, for the log."""
+        config, fsdp = self.config, self.config.fsdp
+        sharding = f"FSDP2, mesh {describe_mesh(param_mesh)}"
+        if expert_mesh is not None:
+            sharding += f", expert mesh {describe_mesh(expert_mesh)}"
+        if self._rows:
+            attention = f"{chunks.whole.hf.config._attn_implementation} of transformers, one sequence per row"
+        else:
+            attention = f"{kernel_name(self.device, torch_dtype(config.dtype))}, packed sequences"
+        if cp.size > 1:
+            attention += f", {cp.mode} over {cp.size} ranks"
+        checkpointing: str = config.activation_checkpointing
+        if checkpointing != "none":
+            checkpointing = f"{checkpointing}, {fsdp.checkpointed_share:.0%} of the layers"
+        return {
+            "sharding": sharding,
+            "attention kernel": attention,
+            "activation checkpointing": checkpointing,
+            "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
+        }
 
     def _schedule(self, chunks: ModelChunks) -> Schedule:
         config = self.config

@@ -24,10 +24,11 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec
+from areal.api.config import FinetuneSpec, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
+from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 from areal.engine.megatron import gradients as grad
@@ -128,6 +129,8 @@ class MegatronEngine(BaseTrainEngine):
                 [cp, ContextParallel(groups.tp)] if splits_sequence else [cp],
                 stages=self.dims.pp,
             ),
+            applied=self._describe(cp, groups),
+            n_parameters=weights.n_parameters,
         )
         if config.lora is None:
             return components
@@ -153,6 +156,25 @@ class MegatronEngine(BaseTrainEngine):
         """Close the process groups, after releasing the reference that this engine has to them."""
         self._gradients = None
         groups.close()
+
+    def _describe(self, cp: ContextParallel, groups: ProcessGroupCollection) -> dict[str, str]:
+        """Describe what was applied, for the log."""
+        config = self.config
+        replicas = groups.dp_cp.size()
+        sharding = f"optimizer state over {replicas} ranks" if distributed(config) else f"none, {replicas} replicas"
+        if self.dims.ep > 1:
+            sharding += f", experts over {self.dims.ep} ranks"
+        if sequence_parallel(self.dims, config):
+            sharding += f", sequence parallel over {self.dims.tp} ranks"
+        attention = f"{kernel_name(self.device, torch_dtype(config.dtype))}, packed sequences"
+        if cp.size > 1:
+            attention += f", {cp.mode} over {cp.size} ranks"
+        return {
+            "sharding": f"Megatron-Core, {sharding}",
+            "attention kernel": attention,
+            "activation checkpointing": config.activation_checkpointing,
+            "compile": "off",
+        }
 
     def _wrap(
         self, chunks: list[PackedGPT], megatron: TransformerConfig, groups: ProcessGroupCollection
