@@ -14,7 +14,7 @@ from areal.engine.lora.components import with_adapters
 from areal.engine.megatron import cpu
 
 if not torch.cuda.is_available():
-    cpu.install()  # before Megatron-Core, which asks for devices as it is imported
+    cpu.install()  # before Megatron-Core, which looks for devices when it is imported
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -64,10 +64,12 @@ class MegatronEngine(BaseTrainEngine):
         hf = read_config(config.path)
         check_family(hf)
         check_layout(hf, self.dims, config)
-        made = ProcessGroups(self.dims)
-        self._closers.append(functools.partial(self._close, made))
-        groups = made.collection
+        # Process groups, which close after the model is released.
+        process_groups = ProcessGroups(self.dims)
+        self._closers.append(functools.partial(self._close, process_groups))
+        groups = process_groups.collection
         _prepare_process()
+        # One chunk for each pipeline stage of this rank, wrapped in Megatron-Core's gradient buffers.
         megatron = transformer_config(hf, self.dims, config)
         chunks = [
             PackedGPT(
@@ -88,9 +90,10 @@ class MegatronEngine(BaseTrainEngine):
             hf,
             groups,
             self.control,
-            gradients=lambda: _of_held(grad.gathered(trained)),
+            gradients=lambda: _by_local_parameter(grad.gathered(trained)),
             settle=lambda: grad.settle_parameters(trained),
         )
+        # The optimizer comes before the weights: they also fill its float32 main parameters.
         settings = config.optimizer if config.lora is None else None
         chained = megatron_optimizer(trained, settings, config, groups) if settings else None
         weights.load(config, chained)
@@ -132,6 +135,7 @@ class MegatronEngine(BaseTrainEngine):
             applied=self._describe(cp, groups),
             n_parameters=weights.n_parameters,
         )
+        # Adapters replace what trains, saves and streams the model.
         if config.lora is None:
             return components
         adapters = AdapterSet(hf, megatron_adapter_layout(chunks, hf, groups, self.control), config, spec, self.control)
@@ -179,6 +183,7 @@ class MegatronEngine(BaseTrainEngine):
     def _wrap(
         self, chunks: list[PackedGPT], megatron: TransformerConfig, groups: ProcessGroupCollection
     ) -> list[DistributedDataParallel]:
+        """Wrap the chunks in Megatron-Core's data parallelism, which owns the gradient buffers."""
         settings = self.config.megatron
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.config.grad_reduce_dtype == "float32",
@@ -194,11 +199,11 @@ class MegatronEngine(BaseTrainEngine):
 
 
 def _prepare_process() -> None:
-    """The two things that Megatron-Core keeps once in a process: scratch memory, and random states, which these models need not."""
+    """Create Megatron-Core's global state of a process: scratch memory, and random states, which these models do not use."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _of_held(value: Callable[[nn.Parameter], Tensor]) -> Callable[[LocalParameter], Tensor]:
-    return lambda held: value(held.parameter)
+def _by_local_parameter(value: Callable[[nn.Parameter], Tensor]) -> Callable[[LocalParameter], Tensor]:
+    return lambda local: value(local.parameter)

@@ -17,12 +17,29 @@ ITEMS = (
 )
 
 
-def records(caplog: pytest.LogCaptureFixture, backend: str, **changes: object) -> list[str]:
+class Collected(logging.Handler):
+    """Messages of the engine's logger. The fixture ``caplog`` cannot be sent to other processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def messages_of(backend: str, **changes: object) -> list[str]:
     """Messages that an engine logs over its life."""
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger=state.__name__), started(backend, **changes):
-        pass
-    return [record.getMessage() for record in caplog.records if record.name == state.__name__]
+    handler, level = Collected(), state.logger.level
+    state.logger.addHandler(handler)
+    state.logger.setLevel(logging.INFO)
+    try:
+        with started(backend, **changes):
+            pass
+    finally:
+        state.logger.removeHandler(handler)
+        state.logger.setLevel(level)
+    return handler.messages
 
 
 def items(message: str) -> dict[str, str]:
@@ -33,10 +50,10 @@ def items(message: str) -> dict[str, str]:
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
-def test_an_engine_logs_once_what_it_applied(caplog: pytest.LogCaptureFixture, backend: str) -> None:
+def test_an_engine_logs_once_what_it_applied(backend: str) -> None:
     path = family_dir("llama")
     n_parameters = sum(x.numel() for x in Reference(path).model.parameters())
-    (message,) = records(caplog, backend, path=path, activation_checkpointing="full")
+    (message,) = messages_of(backend, path=path, activation_checkpointing="full")
     applied = items(message)
     assert set(applied) == set(ITEMS)
     assert applied["layout"].startswith(f"{backend}, ranks: 1, ")
@@ -46,18 +63,18 @@ def test_an_engine_logs_once_what_it_applied(caplog: pytest.LogCaptureFixture, b
 
 
 @pytest.mark.world(1)
-def test_the_log_names_compilation_and_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_compilation_and_rows() -> None:
     fsdp = {"compile": True, "compile_backend": "eager", "attention": "rows"}
-    (message,) = records(caplog, "fsdp:d1", path=family_dir("llama"), fsdp=fsdp)
+    (message,) = messages_of("fsdp:d1", path=family_dir("llama"), fsdp=fsdp)
     assert items(message)["compile"] == "each layer, backend eager"
     assert "one sequence per row" in items(message)["attention kernel"]
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:t2", "fsdp:p2", "megatron:d2", "megatron:t2"])
-def test_the_first_rank_alone_logs(caplog: pytest.LogCaptureFixture, backend: str) -> None:
+def test_the_first_rank_alone_logs(backend: str) -> None:
     path = family_dir("llama")
-    messages = records(caplog, backend, path=path)
+    messages = messages_of(backend, path=path)
     assert len(messages) == (world().rank == 0)
     n_parameters = sum(x.numel() for x in Reference(path).model.parameters())
     for message in messages:
