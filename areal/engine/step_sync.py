@@ -20,8 +20,8 @@ from areal.utils.data import BatchPlan
 from areal.utils.distributed import ControlPlane
 from areal.utils.profiling.phase_timer import TimedCall
 
-T = TypeVar("T")
-Message = TypeVar("Message")
+_T = TypeVar("_T")
+_Message = TypeVar("_Message")
 
 
 class StepSync:
@@ -148,11 +148,11 @@ class StepSync:
         total.add_routing([routing for (_, routing), counts in zip(answers, self._counts_stage, strict=True) if counts])
         return total
 
-    def _exchange(self, fn: Callable[[], tuple[T, Message]]) -> tuple[T, list[Message]]:
+    def _exchange(self, fn: Callable[[], tuple[_T, _Message]]) -> tuple[_T, list[_Message]]:
         """Call ``fn``, keep its first value on this rank, and gather the second of every rank."""
-        kept: list[T] = []
+        kept: list[_T] = []
 
-        def call() -> Message:
+        def call() -> _Message:
             value, message = fn()
             kept.append(value)
             return message
