@@ -8,6 +8,7 @@ directory on all ranks), and ``world_size`` if it asks.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import shutil
@@ -106,6 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             size = _world_size(item, marker)
             if (product and size == 4) or size in marker.kwargs.get("thorough", ()):
                 item.add_marker(pytest.mark.thorough)
+    gc.collect()
+    gc.freeze()
     if drop:
         config.hook.pytest_deselected(items=drop)
         items[:] = keep
