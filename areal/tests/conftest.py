@@ -8,6 +8,7 @@ directory on all ranks), and ``world_size`` if it asks.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import shutil
@@ -19,21 +20,24 @@ import pytest
 import torch
 from _pytest import outcomes
 
-from areal.tests.harness.pool import Pools, WorldFailure
+from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
+from areal.tests.harness.selection import mark_thorough, world_size
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
 from areal.tests.harness.world import World, enter, take_records
+from areal.tests.mutants.run import planted_bugs
 
 pytest.register_assert_rewrite(*REWRITTEN)
 
 DEFAULT_TIMEOUT = 120.0
-RECORD = "areal_record"
-"""Of what a test recorded for a table: it goes with the report of the test, to wherever the tables are printed."""
 UNDER_TORCHRUN = "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 scratch_key = pytest.StashKey[Path]()
-pools_key = pytest.StashKey[Pools]()
 torchrun_key = pytest.StashKey[TorchrunWorld]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--planted", default="", metavar="NAMES", help="bugs to plant, in place of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,14 +47,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # Not in pytest's own directory, which other sessions on this machine clear.
-    scratch = session.config.stash[scratch_key] = Path(tempfile.mkdtemp(prefix="areal-tests-"))
+    workerinput = getattr(session.config, "workerinput", {})
+    # Not in pytest's own directory, which other sessions on this machine clear. Sessions that share the work share the cache.
+    scratch = Path(workerinput.get("areal_scratch") or tempfile.mkdtemp(prefix="areal-tests-"))
+    session.config.stash[scratch_key] = scratch
     if UNDER_TORCHRUN:
         ranks = session.config.stash[torchrun_key] = TorchrunWorld()
         enter(World(ranks.rank, ranks.size, ranks.gather(scratch, timeout=60.0)[0]))
         return
     enter(World(0, 1, scratch))
-    session.config.stash[pools_key] = Pools(scratch)
+    session.config.stash[pools_key] = Pools(scratch, scratch / "logs" / workerinput.get("workerid", "main"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["areal_scratch"] = str(node.config.stash[scratch_key])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -58,24 +69,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.stash[pools_key].close()
     if torchrun_key in session.config.stash:
         session.config.stash[torchrun_key].leave()
-    shutil.rmtree(session.config.stash[scratch_key], ignore_errors=True)
-
-
-PRODUCTS = (
-    "megatron",
-    "test_grid",
-    "test_steps",
-    "test_faults",
-    "test_bad_losses",
-    "test_interleaving",
-    "test_outputs",
-    "test_memory",
-    "test_moe",
-)
-"""What is left to the thorough set where it takes four ranks: two ranks and the steps show each of these, and this is their product."""
-
-SCHEDULES = ("fsdp:p2-GPipe", "fsdp:p2v2-Interleaved1F1B")
-"""Of these, three steps and the tests of pipelines are not left to the thorough set: the other schedules show the rest."""
+    if not hasattr(session.config, "workerinput"):
+        shutil.rmtree(session.config.stash[scratch_key], ignore_errors=True)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -88,27 +83,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("world_size", sizes, ids=[f"w{size}" for size in sizes])
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    keep: list[pytest.Item] = []
-    drop: list[pytest.Item] = []
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_thorough(items)
     for item in items:
         marker = item.get_closest_marker("world")
-        fits = marker is None or not UNDER_TORCHRUN or int(os.environ["WORLD_SIZE"]) in marker.args
-        (keep if fits else drop).append(item)
-        if "megatron:p2-hf" in item.nodeid:  # of saves that are killed: the writing is the FSDP engine's
-            item.add_marker(pytest.mark.thorough)
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
-            steps = "three_steps" in item.nodeid
-            product = any(name in item.nodeid for name in PRODUCTS) and not steps
-            if any(name in item.nodeid for name in SCHEDULES) and not steps:
-                item.add_marker(pytest.mark.thorough)
-            size = _world_size(item, marker)
-            if (product and size == 4) or size in marker.kwargs.get("thorough", ()):
-                item.add_marker(pytest.mark.thorough)
+    planted = config.getoption("planted")
+    if planted:
+        items[:] = planted_bugs(session, planted.split(","))
+    elif UNDER_TORCHRUN:
+        _keep_size(config, items, int(os.environ["WORLD_SIZE"]))
+    else:
+        # Sessions that share the work take runs of tests: with the worlds in order, most need a pool of one size.
+        items.sort(key=lambda item: -world_size(item))
+    # The items stay until the end: no collection within a test need look at them.
+    gc.collect()
+    gc.freeze()
+
+
+def _keep_size(config: pytest.Config, items: list[pytest.Item], size: int) -> None:
+    """Deselect the tests of other world sizes."""
+    markers = [item.get_closest_marker("world") for item in items]
+    fits = [marker is None or size in marker.args for marker in markers]
+    drop = [item for item, kept in zip(items, fits, strict=True) if not kept]
     if drop:
         config.hook.pytest_deselected(items=drop)
-        items[:] = keep
+        items[:] = [item for item, kept in zip(items, fits, strict=True) if kept]
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if UNDER_TORCHRUN:
         _call_here(pyfuncitem, kwargs, _limit(marker))
     else:
-        _call_in_pool(pyfuncitem, _world_size(pyfuncitem, marker), kwargs, _limit(marker))
+        _call_in_pool(pyfuncitem, world_size(pyfuncitem), kwargs, _limit(marker))
     return True
 
 
@@ -151,14 +152,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def _limit(marker: pytest.Mark) -> float:
     return float(marker.kwargs.get("timeout", DEFAULT_TIMEOUT))
-
-
-def _world_size(item: pytest.Item, marker: pytest.Mark) -> int:
-    if hasattr(item, "callspec") and "world_size" in item.callspec.params:
-        return int(str(item.callspec.params["world_size"]))
-    if len(marker.args) != 1:
-        raise ValueError(f"{item.nodeid}: a parameter is marked world{marker.args}; give one size there")
-    return int(marker.args[0])
 
 
 def _call_in_pool(item: pytest.Function, size: int, kwargs: dict[str, Any], limit: float) -> None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from areal.tests.harness.worker import Answer, Call, Seat, serve
@@ -45,6 +46,10 @@ _ONE_THREAD = {
 }
 
 
+RECORD = "areal_record"
+"""Name of the property of a report that holds a row of a table: it goes with the report to where the tables are printed."""
+
+
 class WorldFailure(Exception):
     """Some rank failed, died or got stuck; the message names the ranks and shows what each said."""
 
@@ -58,17 +63,18 @@ class Pool:
 
     Args:
         size: number of ranks.
-        scratch: a directory of this session, for what the workers print and for what tests share.
+        cache: a directory that tests share.
+        logs: a directory of this session, for the output of the workers; defaults to ``cache``.
 
     Attributes:
         first: what workers call when they start, before anything else.
     """
 
-    def __init__(self, size: int, scratch: Path) -> None:
+    def __init__(self, size: int, cache: Path, logs: Path | None = None) -> None:
         self.size = size
         self.first: tuple[Call, ...] = ()
-        self.logs = [scratch / f"world{size}-rank{rank}.log" for rank in range(size)]
-        self._scratch = scratch
+        self.logs = [(logs or cache) / f"world{size}-rank{rank}.log" for rank in range(size)]
+        self._cache = cache
         self._store: dist.TCPStore | None = None
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._marks = [0] * size
@@ -141,7 +147,7 @@ class Pool:
             for rank, log in enumerate(self.logs):
                 ours, theirs = context.Pipe()
                 seat = Seat(
-                    rank, self.size, os.getpid(), self._store.port, self._scratch, log, COLLECTIVE_TIMEOUT, self.first
+                    rank, self.size, os.getpid(), self._store.port, self._cache, log, COLLECTIVE_TIMEOUT, self.first
                 )
                 process = context.Process(
                     target=serve, args=(theirs, seat), name=f"world{self.size}-rank{rank}", daemon=True
@@ -192,16 +198,21 @@ class Pool:
 
 
 class Pools:
-    """The pools of a session, by world size. ``first`` is that of every pool; who changes it closes the pools."""
+    """The pools of a session, by world size.
 
-    def __init__(self, scratch: Path) -> None:
+    Attributes:
+        cache, logs, first: those of every pool.
+    """
+
+    def __init__(self, cache: Path, logs: Path) -> None:
         self.first: tuple[Call, ...] = ()
-        self._scratch = scratch
+        self.cache, self.logs = cache, logs
+        logs.mkdir(parents=True, exist_ok=True)
         self._pools: dict[int, Pool] = {}
 
     def __getitem__(self, size: int) -> Pool:
         if size not in self._pools:
-            self._pools[size] = Pool(size, self._scratch)
+            self._pools[size] = Pool(size, self.cache, self.logs)
         self._pools[size].first = self.first
         return self._pools[size]
 
@@ -209,6 +220,10 @@ class Pools:
         """Kill every worker."""
         for pool in self._pools.values():
             pool.close()
+
+
+pools_key = pytest.StashKey[Pools]()
+"""The pools in the stash of a session's configuration."""
 
 
 @contextmanager

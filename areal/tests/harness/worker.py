@@ -97,6 +97,7 @@ def serve(connection: Connection, seat: Seat) -> None:
             os._exit(0)
         connection.send(answer(call))
         gc.collect()
+        gc.freeze()
 
 
 def answer(call: Call) -> Answer:

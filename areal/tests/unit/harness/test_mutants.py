@@ -9,6 +9,7 @@ import torch
 
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
+from areal.tests.harness.selection import mark_thorough
 from areal.tests.mutants.planting import Mutant, find_target, plant, traces
 from areal.tests.mutants.registry import MUTANTS
 from areal.tests.mutants.run import files_of, find_test
@@ -35,6 +36,14 @@ def test_a_mutant_says_what_is_wrong_and_names_what_is_there(planted: Mutant, co
     assert callable(planted.mutate(getattr(owner, attribute)))
     for test in planted.tests:
         find_test(test, collected)
+
+
+def test_no_test_that_a_planted_bug_names_is_thorough(collected: list[pytest.Item]) -> None:
+    mark_thorough(collected)
+    thorough = {item.nodeid for item in collected if item.get_closest_marker("thorough")}
+    assert thorough
+    named = {find_test(test, collected).nodeid for planted in MUTANTS.values() for test in planted.tests}
+    assert not named & thorough
 
 
 def test_planting_replaces_every_import_leaves_a_trace_and_is_undone() -> None:

@@ -1,0 +1,130 @@
+"""The tests that ``.ci/run`` leaves to ``make test``: the marker ``thorough``, set by rules over all tests that were collected.
+
+1. Four ranks run three training steps on every layout. Other properties of a step are shown on two ranks (:data:`PRODUCTS`).
+2. Of further schedules of a pipeline, only the three steps.
+3. Of the grid, all cells in float64, and one cell in a lower precision for each layout: rounding differs by layout, errors show in float64.
+4. Of a test on ranks with several parametrizations, combinations in which each value occurs. The others are their product.
+5. Never a test that a planted bug names: the run plants them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from areal.tests.mutants.finding import GRID, named_tests, short_id
+from areal.tests.mutants.registry import MUTANTS
+
+PRODUCTS = (
+    "megatron",
+    "test_grid",
+    "test_steps",
+    "test_faults",
+    "test_bad_losses",
+    "test_interleaving",
+    "test_outputs",
+    "test_memory",
+    "test_moe",
+)
+"""Tests whose cases on four ranks are thorough."""
+
+STEPS = "three_steps"
+"""The test that runs three training steps on every layout."""
+
+SCHEDULES = ("fsdp:p2-GPipe", "fsdp:p2v2-Interleaved1F1B")
+"""Pipeline schedules that are thorough except in the three steps."""
+
+ELSEWHERE = ("megatron:p2-hf",)
+"""Saves that are killed while the code of the FSDP engine writes."""
+
+
+def mark_thorough(items: Sequence[pytest.Item]) -> None:
+    """Mark the tests that ``.ci/run`` leaves out."""
+    for item in items:
+        if _is_further_layout(item):
+            item.add_marker(pytest.mark.thorough)
+    named = {id(item) for item in named_tests(MUTANTS.values(), items)}
+    for item in items:
+        if id(item) in named:
+            _unmark(item)
+    for item in [*_rounded_again(items), *_products(items, named)]:
+        if id(item) not in named:
+            item.add_marker(pytest.mark.thorough)
+
+
+def world_size(item: pytest.Item) -> int:
+    """Return how many ranks a test takes; 0 without the marker ``world``.
+
+    Raises:
+        ValueError: a marker with several sizes on a parameter.
+    """
+    marker = item.get_closest_marker("world")
+    if marker is None:
+        return 0
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if "world_size" in parameters:
+        return int(str(parameters["world_size"]))
+    if len(marker.args) != 1:
+        raise ValueError(f"{item.nodeid}: a parameter is marked world{marker.args}; give one size there")
+    return int(marker.args[0])
+
+
+def _is_further_layout(item: pytest.Item) -> bool:
+    name, marker = short_id(item), item.get_closest_marker("world")
+    if any(each in name for each in ELSEWHERE):
+        return True
+    if marker is None:
+        return False
+    size = world_size(item)
+    if size in marker.kwargs.get("thorough", ()):
+        return True
+    if STEPS in name:
+        return False
+    return any(each in name for each in SCHEDULES) or (size == 4 and any(each in name for each in PRODUCTS))
+
+
+def _unmark(item: pytest.Item) -> None:
+    # Marks of a parameter are the item's own as well.
+    item.own_markers[:] = [marker for marker in item.own_markers if marker.name != "thorough"]
+
+
+def _rounded_again(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the cells of the grid in a lower precision, but the first of each layout."""
+    seen: set[str] = set()
+    again = []
+    for item in items:
+        if not short_id(item).startswith(GRID) or item.get_closest_marker("thorough"):
+            continue
+        cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
+        if cell.dtype == "float64":
+            continue
+        if cell.layout.name in seen:
+            again.append(item)
+        seen.add(cell.layout.name)
+    return again
+
+
+def _products(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item]:
+    """Return the combinations of parameters whose values all occur in others that are left."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if short_id(item).startswith("dist/") and hasattr(item, "callspec") and not item.get_closest_marker("thorough"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    further = []
+    for candidates in functions.values():
+        seen = {value for item in candidates if id(item) in named for value in _values(item)}
+        # Greedy: the combination with the most new values comes next, the first of equals.
+        while candidates:
+            best = max(candidates, key=lambda item: len(_values(item) - seen))
+            if _values(best) <= seen:
+                break
+            seen |= _values(best)
+            candidates.remove(best)
+        further += candidates
+    return further
+
+
+def _values(item: pytest.Item) -> set[tuple[int, str]]:
+    """Return the ids of a test's parameters: one for each decorator ``parametrize``, with its position."""
+    return set(enumerate(item.callspec._idlist))  # type: ignore[attr-defined]
