@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from areal.api.config import MicroBatchSpec
 from areal.engine.attention.context_parallel import AttentionLayout
+from areal.engine.attention.kernels import AttentionOptions
 from areal.engine.attention.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -103,10 +104,12 @@ def packed_attention_forward(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        sinks=s_aux,
-        softcap=softcap,
+        AttentionOptions(
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            sinks=s_aux,
+            softcap=softcap,
+        ),
     )
     return out.unsqueeze(0), None
 

@@ -143,8 +143,8 @@ def _run(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
 def _packed(reference: PreTrainedModel, implementation: str, sequences: list[Tensor]) -> Tensor:
     model = _build(reference.config, implementation)
     model.load_state_dict(reference.state_dict())
-    branches = TokenStream.of(LENGTHS, sum(LENGTHS))
-    layout, positions = ContextParallel(None).layout(branches), branches.positions()[None]
+    stream = TokenStream.of(LENGTHS, sum(LENGTHS))
+    layout, positions = ContextParallel(None).layout(stream), stream.positions()[None]
     return _run(model, torch.cat(sequences)[None], position_ids=positions, attention_mask=None, packed=layout)[0]
 
 

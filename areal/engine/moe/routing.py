@@ -161,7 +161,7 @@ class Routing:
         if self.rows is not None:
             return x.index_select(0, self.rows[0])
         stream, tree = _gather(x, self.splits), self.mb.tree
-        return stream[: self.mb.n_tokens] if tree is None else TakeRows.apply(stream, tree.places.to(x.device))
+        return stream[: self.mb.n_tokens] if tree is None else TakeRows.apply(stream, tree.stream_index.to(x.device))
 
 
 class ExpertRouting:
