@@ -18,7 +18,7 @@ class PrefixTree:
     """The common prefixes of the sequences of a micro-batch, so that a model computes each of their tokens once.
 
     The model's token stream consists of branches, end to end. The branch of a sequence holds its tokens after the prefix that
-    is already in the stream. A sequence that is a prefix of another one, or equal to it, may have no branch. All tensors are
+    is already in the stream. Sequences that add no tokens to the stream are without a branch. All tensors are
     on the host.
 
     Attributes:

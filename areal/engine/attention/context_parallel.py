@@ -100,7 +100,7 @@ class ContextParallel:
         """Gather the full stream on every rank, in stream order and without padding. Collective.
 
         The backward keeps the local slice of the gradient: every rank computes the same loss over the full stream and keeps
-        the gradient of its own tokens only.
+        the gradient of its slice only.
 
         Args:
             x: ``[T / size, ...]`` of any dtype. This rank's slice.

@@ -40,7 +40,7 @@ class AttentionOptions:
     Attributes:
         scale: multiplies ``q @ k``.
         window: key ``j`` is visible to query ``i`` if ``0 <= i - j < window``. ``None``: every earlier key is visible.
-        sinks: ``[Hq]``. One logit per head that is added to the denominator of the softmax and has no value.
+        sinks: ``[Hq]``. One logit per head that enters only the denominator of the softmax.
         softcap: logits become ``softcap * tanh(logits / softcap)``, before masking and sinks.
     """
 
@@ -82,7 +82,7 @@ class Segments:
         """Return segments of the given lengths. ``k_lens`` defaults to ``q_lens``. ``keys`` may be on any device.
 
         Raises:
-            ValueError: a segment has no query, or fewer keys than queries.
+            ValueError: a segment is without queries, or its keys are fewer than its queries.
         """
         k_lens = q_lens if k_lens is None else k_lens
         if len(q_lens) != len(k_lens) or any(not 0 < a <= b for a, b in zip(q_lens, k_lens, strict=False)):

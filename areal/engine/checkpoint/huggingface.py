@@ -25,7 +25,7 @@ from areal.engine.checkpoint.safetensors import (
     index_of,
     split_into_files,
 )
-from areal.engine.model.hub import copy_beside
+from areal.engine.model.hub import copy_model_files
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
@@ -256,7 +256,7 @@ class _Copies:
 def _write_beside(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
     """Configuration, generation settings, tokenizer and code of the model. Returns the names of the files."""
     before = set(os.listdir(draft))
-    names = copy_beside(source, draft)
+    names = copy_model_files(source, draft)
     config = copy.deepcopy(card.config)
     config.dtype = dtype
     config.architectures = [card.model.__name__]

@@ -63,7 +63,9 @@ def one_answer_for_all(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.moe.routing:Routing._whole", EXPERTS.format("fsdp:d1", ""), EXPERTS.format("megatron:d1", ""))
+@mutant(
+    "areal.engine.moe.routing:Routing._all_tokens", EXPERTS.format("fsdp:d1", ""), EXPERTS.format("megatron:d1", "")
+)
 def a_shared_token_counts_once(right: Function) -> Function:
     """The load of experts counts a shared token where it stands first."""
 
