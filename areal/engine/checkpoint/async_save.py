@@ -29,7 +29,7 @@ def ignore(stage: str) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """What one rank wrote: its files, and whatever the rank that finishes the checkpoint needs to know."""
 
     files: Sequence[FileRecord]
@@ -37,7 +37,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Work:
+class SaveTask:
     """What a rank does for a save, apart from any collective.
 
     Attributes:
@@ -46,12 +46,12 @@ class Work:
         about: goes into the manifest.
     """
 
-    write: Callable[[], Written]
+    write: Callable[[], WrittenFiles]
     finish: Callable[[list[Any]], Sequence[FileRecord]]
     about: dict[str, Any]
 
 
-class Saver:
+class CheckpointSaver:
     """Runs the saves of one engine, one at a time.
 
     Args:
@@ -62,13 +62,13 @@ class Saver:
     def __init__(self, control: ControlPlane, observe: Observe = ignore) -> None:
         self._control = control
         self._observe = observe
-        self._job: _Job | None = None
+        self._job: _SaveJob | None = None
 
     def save(
         self,
         path: Path,
         kind: str,
-        prepare: Callable[[Path], Work],
+        prepare: Callable[[Path], SaveTask],
         *,
         keep_last: int | None = None,
         asynchronous: bool = False,
@@ -85,7 +85,7 @@ class Saver:
         """
         self.wait()
         path = path.resolve()
-        draft = self._open(path)
+        draft = self._open_draft(path)
         self._observe("draft opened")
         work, error = None, None
         try:
@@ -95,12 +95,12 @@ class Saver:
         try:
             self._control.settle(error, f"nothing was saved to {path}")
         except Exception:
-            self._give_up(draft)
+            self._discard(draft)
             raise
         self._observe("prepared")
         if work is None:
             raise RuntimeError("a save without work although no rank reported a fault")
-        self._job = _Job(self._control, path, draft, kind, work, keep_last, self._observe)
+        self._job = _SaveJob(self._control, path, draft, kind, work, keep_last, self._observe)
         self._job.start()
         if not asynchronous:
             self.wait()
@@ -120,10 +120,10 @@ class Saver:
             self._control.settle(job.published(), note)
         except Exception:
             job.stop()
-            self._give_up(job.draft)
+            self._discard(job.draft)
             raise
 
-    def _open(self, path: Path) -> Path:
+    def _open_draft(self, path: Path) -> Path:
         draft, error = None, None
         if self._control.rank == 0:
             try:
@@ -134,12 +134,12 @@ class Saver:
         raise_together([fault for fault, _ in answers], error)
         return answers[0][1]
 
-    def _give_up(self, draft: Path) -> None:
+    def _discard(self, draft: Path) -> None:
         if self._control.rank == 0:
             discard(draft)
 
 
-class _Job:
+class _SaveJob:
     """The threads of one save on one rank."""
 
     def __init__(
@@ -148,7 +148,7 @@ class _Job:
         path: Path,
         draft: Path,
         kind: str,
-        work: Work,
+        work: SaveTask,
         keep_last: int | None,
         observe: Observe,
     ) -> None:
@@ -207,7 +207,7 @@ class _Job:
             if self._stopped.is_set() or "write" in self._errors:
                 return
             time.sleep(_POLL_SECONDS)
-        written: list[Written] = [pickle.loads(report.read_bytes()) for report in reports]
+        written: list[WrittenFiles] = [pickle.loads(report.read_bytes()) for report in reports]
         self._observe("all written")
         last = self._work.finish([w.payload for w in written])
         self._observe("finished")

@@ -71,7 +71,7 @@ def open_draft(path: Path) -> Path:
             "choose another path, or remove it"
         )
     _remove_leftovers(path)
-    draft = _beside(path, "draft")
+    draft = _temporary_name(path, "draft")
     draft.mkdir()
     return draft
 
@@ -104,7 +104,7 @@ def publish(draft: Path, path: Path, kind: str, files: Iterable[FileRecord], abo
             raise ValueError(
                 f"{draft / file.name} was written by another rank, but is not visible here: save to a shared directory"
             )
-    sequence = 1 + max((manifest.sequence for _, manifest in _complete_in(path.parent)), default=0)
+    sequence = 1 + max((manifest.sequence for _, manifest in _checkpoints_in(path.parent)), default=0)
     content = {"format": FORMAT, **asdict(Manifest(kind, sequence, files, about))}
     partial = draft / f"{MANIFEST}.partial"
     with open(partial, "w") as stream:
@@ -115,13 +115,13 @@ def publish(draft: Path, path: Path, kind: str, files: Iterable[FileRecord], abo
         _sync_folder(folder)
     partial.rename(draft / MANIFEST)
     _sync_folder(draft)
-    _put_in_place(draft, path)
+    _replace(draft, path)
     _sync_folder(path.parent)
 
 
 def discard(folder: Path) -> None:
     """Remove a draft or a checkpoint: it is gone at once, and deleted then."""
-    trash = _beside(folder, "trash")
+    trash = _temporary_name(folder, "trash")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
@@ -175,8 +175,8 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Manifest:
 
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the ``keep`` newest complete checkpoints of a directory, by publication. Returns those removed."""
-    found = sorted(_complete_in(folder), key=lambda entry: entry[1].sequence)
-    removed = [path for path, _ in found[: max(0, len(found) - keep)]]
+    checkpoints = sorted(_checkpoints_in(folder), key=lambda entry: entry[1].sequence)
+    removed = [path for path, _ in checkpoints[: max(0, len(checkpoints) - keep)]]
     for path in removed:
         discard(path)
     return removed
@@ -191,11 +191,11 @@ def restore(path: Path) -> None:
         previous.rename(path)
 
 
-def _put_in_place(draft: Path, path: Path) -> None:
+def _replace(draft: Path, path: Path) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         draft.rename(path)
         return
-    if _exchange(draft, path):
+    if _swap(draft, path):
         discard(draft)  # now the previous checkpoint
         return
     previous = path.with_name(f".{path.name}.previous")
@@ -211,7 +211,7 @@ def _put_in_place(draft: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def _swap(first: Path, second: Path) -> bool:
     """Let two paths change places at once, where the system and the file system can (Linux; not NFS)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -222,16 +222,16 @@ def _exchange(first: Path, second: Path) -> bool:
     return done
 
 
-def _complete_in(folder: Path) -> list[tuple[Path, Manifest]]:
-    found = []
+def _checkpoints_in(folder: Path) -> list[tuple[Path, Manifest]]:
+    checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.name.startswith(".") and (path / MANIFEST).is_file():
             with contextlib.suppress(ValueError):
-                found.append((path, read_manifest(path)))
-    return found
+                checkpoints.append((path, read_manifest(path)))
+    return checkpoints
 
 
-def _beside(path: Path, what: str) -> Path:
+def _temporary_name(path: Path, what: str) -> Path:
     name = path.name if _LEFTOVER.match(path.name) is None else str(_LEFTOVER.sub(r"\g<name>", path.name))
     return path.with_name(f".{name}.{what}-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}")
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from areal.api.checkpoint import SaveLoadMeta, Stateful
 from areal.api.parallel import ParallelDims
-from areal.engine.checkpoint.async_save import Observe, Saver, Work, ignore
+from areal.engine.checkpoint.async_save import CheckpointSaver, Observe, SaveTask, ignore
 from areal.engine.checkpoint.atomic_dir import Manifest, is_complete, verify
 from areal.engine.checkpoint.huggingface import MAX_FILE_BYTES, Export, prepare_hf
 from areal.engine.checkpoint.run_state import STATE_FILE, read_state, rng_file, state_of, to_bytes
@@ -18,7 +18,7 @@ from areal.utils.distributed import ControlPlane
 from areal.utils.seeding import rng_state, set_rng_state
 
 
-class Run(Protocol):
+class RunInfo(Protocol):
     """What a checkpoint keeps of an engine beside its model and optimizer."""
 
     version: int
@@ -69,7 +69,7 @@ class EngineCheckpointer(ABC):
         schedule: Stateful | None,
         optimizer_kind: str | None,
         weights: FolderWeights,
-        run: Run,
+        run: RunInfo,
         control: ControlPlane,
         source: str,
         *,
@@ -84,14 +84,14 @@ class EngineCheckpointer(ABC):
         self._max_file_bytes = max_file_bytes
         self._control = control
         self._observe = observe
-        self._saver = Saver(control, observe)
+        self._saver = CheckpointSaver(control, observe)
 
     # ---- what an engine knows
 
     @abstractmethod
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
-    ) -> Work:
+    ) -> SaveTask:
         """The engine's own tensors, beside ``files`` of this rank. Collective."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class EngineCheckpointer(ABC):
 
     # ---- saving
 
-    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> Work:
+    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> SaveTask:
         return prepare_hf(
             self._folder.export(),
             self._control,
@@ -155,7 +155,7 @@ class EngineCheckpointer(ABC):
             max_file_bytes=self._max_file_bytes,
         )
 
-    def _prepare_run(self, meta: SaveLoadMeta, draft: Path) -> Work:
+    def _prepare_run(self, meta: SaveLoadMeta, draft: Path) -> SaveTask:
         with_optim = meta.with_optim and self._optimizer_kind is not None
         files, error = {}, None
         try:

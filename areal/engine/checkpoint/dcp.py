@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from areal.engine.checkpoint.async_save import Work, Written
+from areal.engine.checkpoint.async_save import SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
 from areal.utils.distributed import ControlPlane, as_fault, raise_together
 
@@ -49,7 +49,7 @@ def prepare_files(
     *,
     asynchronous: bool,
     about: dict[str, Any],
-) -> Work:
+) -> SaveTask:
     """Plan who writes what, and copy it if the save is ``asynchronous``. Collective.
 
     Args:
@@ -62,18 +62,18 @@ def prepare_files(
     if asynchronous:
         planner.stage(plan)
 
-    def write() -> Written:
+    def write() -> WrittenFiles:
         results = writer.write_data(plan, planner).value()
         for name, content in files.items():
             (draft / name).write_bytes(content)
         names = {result.storage_data.relative_path for result in results}
-        return Written([record(draft, name) for name in sorted(names.union(files))], results)
+        return WrittenFiles([record(draft, name) for name in sorted(names.union(files))], results)
 
     def finish(payloads: list[Any]) -> list[FileRecord]:
         writer.finish(metadata, payloads)
         return [record(draft, METADATA)]
 
-    return Work(write, finish, about)
+    return SaveTask(write, finish, about)
 
 
 def _agree_on_plan(

@@ -14,23 +14,23 @@ from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
 Bounds = tuple[tuple[int, int], ...]
-Place = tuple[str, Bounds]
+SliceKey = tuple[str, Bounds]
 """A box of a tensor on disk as a key: the tensor's name, and pairs of start and stop."""
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _NamedBox:
     name: str
     box: Box
 
     @property
-    def place(self) -> Place:
+    def key(self) -> SliceKey:
         """Name and box."""
         return self.name, tuple((s.start, s.stop) for s in self.box)
 
 
 @dataclass(frozen=True)
-class Slice(_Placed):
+class Slice(_NamedBox):
     """A part of a tensor on disk that this rank holds.
 
     Attributes:
@@ -43,7 +43,7 @@ class Slice(_Placed):
 
 
 @dataclass(frozen=True)
-class ComputedSlice(_Placed):
+class ComputedSlice(_NamedBox):
     """One whose values are computed when they are wanted, without any collective, and not kept."""
 
     compute: Callable[[], Tensor]
@@ -63,16 +63,16 @@ class SliceGatherer:
     """
 
     def __init__(self, slices: Iterable[Slice | ComputedSlice], control: ControlPlane) -> None:
-        self._mine = {s.place: s for s in slices}
+        self._slices = {s.key: s for s in slices}
         self._control = control
-        self._held: list[dict[str, list[Bounds]]] = []
-        for theirs in control.gather(list(self._mine)):
+        self._bounds_by_rank: list[dict[str, list[Bounds]]] = []
+        for theirs in control.gather(list(self._slices)):
             by_name: dict[str, list[Bounds]] = {}
             for name, bounds in theirs:
                 by_name.setdefault(name, []).append(bounds)
-            self._held.append(by_name)
+            self._bounds_by_rank.append(by_name)
 
-    def collect(self, spec: TensorSpec, writer: int) -> Tensor | None:
+    def gather(self, spec: TensorSpec, writer: int) -> Tensor | None:
         """A tensor of a file. Every rank calls it, in the same order.
 
         Args:
@@ -85,17 +85,17 @@ class SliceGatherer:
             RankLostError: a rank died; names it.
             RuntimeError: the slices of all ranks leave something out. On every rank.
         """
-        givers, me = self._givers(spec, writer), self._control.rank
+        owners, me = self._owners(spec, writer), self._control.rank
         if me != writer:
-            mine = [self._mine[spec.name, bounds].values for bounds, rank in givers.items() if rank == me]
+            mine = [self._slices[spec.name, bounds].values for bounds, rank in owners.items() if rank == me]
             self._control.exchange([(_bytes(values.cpu().contiguous()), writer) for values in mine], [])
             return None
         out = torch.empty(spec.shape, dtype=spec.dtype)
         arriving: list[tuple[Tensor, Tensor, int]] = []
-        for bounds, rank in givers.items():
+        for bounds, rank in owners.items():
             target = out[tuple(slice(*pair) for pair in bounds)]
             if rank == me:
-                target.copy_(self._mine[spec.name, bounds].values)
+                target.copy_(self._slices[spec.name, bounds].values)
             else:
                 arriving.append((target, torch.empty(target.shape, dtype=out.dtype), rank))
         self._control.exchange([], [(_bytes(buffer), rank) for _, buffer, rank in arriving])
@@ -103,11 +103,11 @@ class SliceGatherer:
             target.copy_(buffer)
         return out
 
-    def _givers(self, spec: TensorSpec, writer: int) -> dict[Bounds, int]:
+    def _owners(self, spec: TensorSpec, writer: int) -> dict[Bounds, int]:
         """Which rank gives which part: of several that hold the same one the writer, or else the first."""
         found: dict[Bounds, int] = {}
         for rank in sorted(range(self._control.size), key=lambda rank: rank != writer):
-            for bounds in self._held[rank].get(spec.name, ()):
+            for bounds in self._bounds_by_rank[rank].get(spec.name, ()):
                 found.setdefault(bounds, rank)
         covered = sum(math.prod(stop - start for start, stop in bounds) for bounds in found)
         if covered < math.prod(spec.shape):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from areal.engine.checkpoint.async_save import Observe, Work, Written
+from areal.engine.checkpoint.async_save import Observe, SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
 from areal.engine.checkpoint.gather_slices import ComputedSlice, Slice, SliceGatherer
 from areal.engine.checkpoint.safetensors import (
@@ -160,7 +160,7 @@ def prepare_hf(
     asynchronous: bool,
     observe: Observe,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> Work:
+) -> SaveTask:
     """Collect weights into the files of a draft. Collective.
 
     Files go to the ranks in turn. Each tensor on disk is put together from slices by the rank that writes it, and by no other. A rank
@@ -180,33 +180,33 @@ def prepare_hf(
         files[VALUE_HEAD_FILE] = [head]
     writers = {name: i % control.size for i, name in enumerate(files)}
     mine = {name: tensors for name, tensors in files.items() if writers[name] == control.rank}
-    sink = _Copies(draft, mine) if asynchronous else _Files(draft, mine)
-    _collect(files, writers, SliceGatherer(export.slices, control), sink, observe)
+    sink = _CopySink(draft, mine) if asynchronous else _FileSink(draft, mine)
+    _gather_tensors(files, writers, SliceGatherer(export.slices, control), sink, observe)
 
-    def write() -> Written:
+    def write() -> WrittenFiles:
         written = sink.finish()
         if control.rank == 0:
-            names = _write_beside(export.card, source, dtype, draft)
+            names = _write_model_files(export.card, source, dtype, draft)
             if index is not None:
                 (draft / INDEX_FILE).write_text(json.dumps(index, indent=2))
                 names.append(INDEX_FILE)
             written += [record(draft, name) for name in names]
-        return Written(written)
+        return WrittenFiles(written)
 
-    return Work(write, finish=lambda payloads: [], about={"tensors": sum(map(len, files.values()))})
+    return SaveTask(write, finish=lambda payloads: [], about={"tensors": sum(map(len, files.values()))})
 
 
-def _collect(
+def _gather_tensors(
     files: Mapping[str, Sequence[TensorSpec]],
     writers: Mapping[str, int],
-    collector: SliceGatherer,
-    sink: _Files | _Copies,
+    gatherer: SliceGatherer,
+    sink: _FileSink | _CopySink,
     observe: Observe,
 ) -> None:
     """Pass every tensor of this rank's files on. A fault of this rank's disk waits until all have what they need from it."""
     faults: list[Exception] = []
     for done, (file, spec) in enumerate((file, spec) for file, specs in files.items() for spec in specs):
-        tensor = collector.collect(spec, writers[file])
+        tensor = gatherer.gather(spec, writers[file])
         if tensor is not None and not faults:
             try:
                 sink.put(file, tensor)
@@ -218,7 +218,7 @@ def _collect(
         raise faults[0]
 
 
-class _Files:
+class _FileSink:
     """Writes tensors to this rank's files as they come."""
 
     def __init__(self, draft: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
@@ -236,11 +236,11 @@ class _Files:
         return [FileRecord(name, writer.size, writer.crc32) for name, writer in self._open.items()]
 
 
-class _Copies:
+class _CopySink:
     """Keeps tensors, and writes them at the end."""
 
     def __init__(self, draft: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
-        self._files = _Files(draft, files)
+        self._files = _FileSink(draft, files)
         self._copies: list[tuple[str, Tensor]] = []
 
     def put(self, file: str, tensor: Tensor) -> None:
@@ -253,7 +253,7 @@ class _Copies:
         return self._files.finish()
 
 
-def _write_beside(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
+def _write_model_files(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
     """Configuration, generation settings, tokenizer and code of the model. Returns the names of the files."""
     before = set(os.listdir(draft))
     names = copy_model_files(source, draft)
