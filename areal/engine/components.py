@@ -1,19 +1,19 @@
-"""What an engine is composed of."""
+"""The components of an engine, and the protocols that they implement."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from torch import nn
 
+from areal.api.adapters import Adapters
 from areal.api.batch import OptimStats
 from areal.api.checkpoint import Checkpointer
 from areal.api.weights import WeightSource
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.moe.routing import ExpertRouting, no_experts
 from areal.engine.optimizer import GradientState
 from areal.engine.schedule import Schedule
@@ -30,23 +30,71 @@ class StepOptimizer(Protocol):
     def set_lr(self, lr: float) -> None: ...
 
 
+class Gradients(Protocol):
+    """The gradients of what is trained, between optimizer steps."""
+
+    @property
+    def state(self) -> GradientState:
+        """Progress of the accumulation.
+
+        Raises:
+            RuntimeError: nothing is trained, inside ``reference()``.
+        """
+        ...
+
+    def before_backward(self) -> None:
+        """Prepare for accumulation, before each call with a backward.
+
+        After a reduction, keep each reduced gradient on one rank only, so that the next reduction does not count it twice.
+        """
+        ...
+
+    def zero(self) -> None:
+        """Discard the gradients, also those in host memory."""
+        ...
+
+
 class Memory(Protocol):
     """Moves an engine's tensors to host memory and back, bit for bit."""
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None: ...
 
-    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int: ...
+    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
+        """Bring tensors back. Returns the bytes that were moved."""
+        ...
 
 
-@dataclass(frozen=True)
+class TrainedAdapters(Adapters, Protocol):
+    """Adapters that are trained instead of the model, as far as the template needs them."""
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of the selected adapter over ranks. Collective."""
+        ...
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """Disable the adapters inside: the model computes without them."""
+        ...
+
+
+@dataclass
 class EngineComponents:
-    """What an engine is composed of.
+    """The components of an engine. :meth:`close` releases them.
 
-    ``zero_grad`` discards pending gradients; ``vocab_size`` bounds token ids. ``recover`` brings a model that failed halfway through a
-    micro-batch back to rest, or answers False where it cannot; a plain module has nothing to bring back. Each rank's tokens are
-    ``token_split`` times split once more, by sequence parallelism. Inside ``last_call()`` the optimizer step follows the next call.
-    ``before_backward`` comes before every call that adds gradients.
-    ``routing`` is for the experts of a model that has some. ``adapters``, where there are some, are what is trained.
+    Attributes:
+        model: root module, or the modules of this rank's pipeline stages.
+        schedule: owner of the micro-batch loop.
+        context_parallel: split of a micro-batch's tokens over ranks.
+        optimizer: ``None`` for an engine that only evaluates.
+        checkpointer: saves and loads the engine.
+        weights: source of full weights and gradients.
+        memory: moves tensors to host memory.
+        gradients: of what is trained, the model or its adapters.
+        vocab_size: upper bound of token ids.
+        token_split: number of ranks over which each context-parallel rank's tokens are split again, by sequence parallelism.
+        routing: balancing losses, replay and load of experts.
+        adapters: low-rank adapters, which are trained instead of the model.
+        applied: lines for the log, such as ``"sharding"`` and ``"attention"``, by their names.
+        n_parameters: parameters of the whole model; ``None`` counts those of ``model``.
     """
 
     model: nn.Module
@@ -56,42 +104,41 @@ class EngineComponents:
     checkpointer: Checkpointer
     weights: WeightSource
     memory: Memory
-    zero_grad: Callable[[], None]
+    gradients: Gradients
     vocab_size: int
-    recover: Callable[[], bool] = lambda: True
     token_split: int = 1
     routing: ExpertRouting = field(default_factory=no_experts)
-    last_call: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    before_backward: Callable[[], None] = lambda: None
-    adapters: AdapterSet | None = None
-    own_gradients: GradientState = field(default_factory=GradientState)
-
-    @property
-    def gradients(self) -> GradientState:
-        """Of what is trained.
-
-        Raises:
-            RuntimeError: nothing is, inside ``reference()``.
-        """
-        return self.adapters.current.pending if self.adapters else self.own_gradients
+    adapters: TrainedAdapters | None = None
+    applied: Mapping[str, str] = field(default_factory=dict)
+    n_parameters: int | None = None
+    closed: bool = field(default=False, init=False)
 
     @property
     def align(self) -> int:
-        """A micro-batch's padded length is a multiple of this."""
+        """Divisor of the padded length of every micro-batch."""
         return self.context_parallel.align * self.token_split
-
-    def forget(self) -> None:
-        """Hold nothing any more: those who still hold these parts then hold no process group, and its connections can close."""
-        for part in (self.schedule, self.routing, self):
-            vars(part).clear()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Dropout off; the mode is restored."""
+        """Put the model in evaluation mode inside, and restore its mode."""
         training = self.model.training
         self.model.eval()
         try:
             yield
         finally:
-            if "model" in vars(self):
+            # A fault inside may have closed the engine.
+            if not self.closed:
                 self.model.train(training)
+
+    def close(self) -> None:
+        """Release every component, and with them the process groups that they use.
+
+        The connections of a process group close with the last reference to it. A fault closes an engine while the frames of the failing call
+        still refer to this object, to the schedule and to the routing, so that none of these may keep a reference.
+        """
+        self.schedule.close()
+        self.routing.close()
+        for component in fields(self):
+            if component.name != "closed":
+                delattr(self, component.name)
+        self.closed = True

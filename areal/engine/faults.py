@@ -29,10 +29,10 @@ class Faults:
     def __init__(self) -> None:
         self.first: Exception | None = None
         self.broken = False
-        self.at: MicroBatch | None = None
+        self.current_mb: MicroBatch | None = None
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Keep an error instead of raising it."""
         try:
             yield
@@ -43,7 +43,7 @@ class Faults:
         """Keep an error of the model, and free what its frames hold on to."""
         traceback.clear_frames(error.__traceback__)
         self.broken = True
-        self.first = self.first or locate(error, self.at)
+        self.first = self.first or locate(error, self.current_mb)
 
 
 def check_loss(loss: Tensor | None, mb: MicroBatch) -> Tensor | None:

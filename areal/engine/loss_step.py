@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,17 @@ def check_normalization(normalization: Normalization, loss_weight: float) -> Non
         raise ValueError(f"loss_weight = {loss_weight}: it must be finite")
 
 
+def loss_divisors(totals: Mapping[str, float], normalization: Normalization) -> dict[str, float]:
+    """Return the number by which the sum of each term is divided.
+
+    Args:
+        totals: term -> global weight.
+    """
+    if normalization == "weight":
+        return dict(totals)
+    return dict.fromkeys(totals, 1.0 if normalization == "sum" else float(normalization))
+
+
 class LossStep:
     """Process function of ``forward_backward`` and ``eval_batch``: call the loss, divide each term.
 
@@ -184,7 +195,7 @@ class OutputStep:
 
 
 @dataclass
-class Summary:
+class StepSums:
     """One rank's sums over its micro-batches, as host numbers; mergeable.
 
     Attributes:
@@ -200,7 +211,7 @@ class Summary:
     timings: dict[str, float] = field(default_factory=dict)
     onloaded: int = 0
 
-    def merge(self, other: Summary) -> None:
+    def merge(self, other: StepSums) -> None:
         """Add another rank's sums to these.
 
         Raises:
@@ -244,7 +255,7 @@ class Summary:
 
 
 def step_output(
-    summary: Summary,
+    sums: StepSums,
     weights: LossWeights,
     divisors: dict[str, float],
     loss_weight: float,
@@ -258,30 +269,30 @@ def step_output(
         divisors, loss_weight: as of :class:`LossStep`.
         n_mbs: micro-batches on each rank. may_drop: sequences may have been left out, and their number is reported.
     """
-    terms = {name: summary.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
-    metrics = summary.reduced_metrics() | weights.metrics()
-    if summary.onloaded:
-        metrics["onloaded_bytes"] = float(summary.onloaded)
+    terms = {name: sums.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
+    metrics = sums.reduced_metrics() | weights.metrics()
+    if sums.onloaded:
+        metrics["onloaded_bytes"] = float(sums.onloaded)
     if may_drop:
-        metrics["dropped_sequences"] = float(summary.dropped)
+        metrics["dropped_sequences"] = float(sums.dropped)
     return StepOutput(
         loss=sum(terms.values()),
         terms=terms,
         metrics=metrics,
         n_mbs=n_mbs,
-        n_tokens=summary.n_tokens,
-        seconds=summary.seconds,
-        timings=summary.timings,
+        n_tokens=sums.n_tokens,
+        seconds=sums.seconds,
+        timings=sums.timings,
     )
 
 
-def summarize(mbs: MicroBatchList, results: list[LossResult]) -> Summary:
+def sum_results(mbs: MicroBatchList, results: list[LossResult]) -> StepSums:
     """Sum this rank's results, with one host read for all micro-batches.
 
     Raises:
         ValueError: a loss is not finite; names its micro-batch. A metric is not a scalar, or of an unknown kind.
     """
-    summary = Summary(n_tokens=mbs.n_tokens, dropped=len(mbs.dropped))
+    sums = StepSums(n_tokens=mbs.n_tokens, dropped=len(mbs.dropped))
     scalars: list[Tensor] = []
     for result in results:
         scalars += result.terms.values()
@@ -292,7 +303,7 @@ def summarize(mbs: MicroBatchList, results: list[LossResult]) -> Summary:
                 )
             scalars += [_scalar(name, metric.value), _scalar(name, metric.weight)]
     if not scalars:
-        return summary
+        return sums
     device = mbs.real[0].cu_seqlens.device
     numbers = iter(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]).tolist())
     for mb, result in zip(mbs.real, results, strict=True):
@@ -302,11 +313,11 @@ def summarize(mbs: MicroBatchList, results: list[LossResult]) -> Summary:
                 raise ValueError(
                     f"loss_fn returned {value} for {name!r} of micro-batch {mb.index} (samples {list(mb.sample_ids)}): the loss must be finite"
                 )
-            summary.terms[name] = summary.terms.get(name, 0.0) + value
+            sums.terms[name] = sums.terms.get(name, 0.0) + value
         for name, metric in result.metrics.items():
             value, weight = next(numbers), next(numbers)
-            summary.add_metric(name, metric.reduce, value * weight if metric.reduce == "mean" else value, weight)
-    return summary
+            sums.add_metric(name, metric.reduce, value * weight if metric.reduce == "mean" else value, weight)
+    return sums
 
 
 def _scalar(name: str, value: Tensor | float) -> Tensor:

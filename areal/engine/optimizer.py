@@ -16,7 +16,7 @@ from areal.api.config import OptimizerConfig
 
 @dataclass
 class GradientState:
-    """State of the gradients between calls.
+    """Progress of the gradients between optimizer steps.
 
     Attributes:
         accumulated: gradients wait for an optimizer step.
@@ -27,7 +27,7 @@ class GradientState:
     reduced: bool = False
 
     def set(self, *, accumulated: bool, reduced: bool = False) -> None:
-        """Set both."""
+        """Set both attributes."""
         self.accumulated, self.reduced = accumulated, reduced
 
 

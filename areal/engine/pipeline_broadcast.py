@@ -61,7 +61,7 @@ def pack_results(results: dict[int, Any], stages: Stages, faults: Faults) -> Pac
     # A model that failed may have taken the groups of its ranks with it: ask them nothing then.
     if faults.broken or stages.mesh.size() == 1 or stages.mesh.get_local_rank() != stages.last:
         return None
-    with faults.held():
+    with faults.deferred():
         return PackedResults.of(results)
     return None
 

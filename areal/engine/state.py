@@ -1,59 +1,180 @@
-"""What an engine holds beside the training step: weights, gradients and optimizer state, and where they are."""
+"""The life of an engine, and its state between steps: weights, gradients and optimizer state, and where they are."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import logging
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.checkpoint import SaveLoadMeta
+from areal.api.config import FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
-from areal.engine.components import EngineComponents
-from areal.engine.lora.adapter_set import AdapterSet
-from areal.utils.distributed import ControlPlane
+from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
+from areal.engine.pipeline_broadcast import Stages
+from areal.engine.step_sync import StepSync
+from areal.utils import platform
+from areal.utils.distributed import ControlPlane, init_default_group
+from areal.utils.mesh import build_batch_mesh, destroy_groups
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
+from areal.utils.seeding import seed_everything
+
+logger = logging.getLogger(__name__)
 
 
 class EngineState(TrainEngine):
-    """Streams, saves, loads and moves what the parts hold; what is away in host memory is brought back first."""
+    """An engine without its training step.
 
-    control: ControlPlane
-    timer: PhaseTimer
+    Tensors in host memory are brought back before they are used.
+
+    Args:
+        config: its layout must be one that the engine supports (``layout_letters``).
+    """
+
+    layout_letters: ClassVar[frozenset[str]]
+    """Letters of :data:`areal.api.parallel.LETTERS` that the engine supports."""
 
     @abstractmethod
+    def _build(self, spec: FinetuneSpec) -> EngineComponents:
+        """Build the components: a hook of the template, see :class:`areal.engine.base.BaseTrainEngine`."""
+
+    @abstractmethod
+    def _reduced_components(self) -> EngineComponents:
+        """Return the components, after the reduction of their gradients. Collective."""
+
+    # ---- life
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        self.config = config
+        self.dims = config.dims
+        self.dims.check_supported(self.layout_letters)
+        self.version = 0
+        self.device = platform.current_device()
+        self.timer = PhaseTimer(self.device)
+        self.mesh: DeviceMesh
+        self.control: ControlPlane
+        self._last_stage = self.dims.pp - 1  # pipeline rank of the last stage
+        self._components: EngineComponents | None = None
+        self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
+        self._closers: list[Callable[[], None]] = []  # called in reverse order
+        self._started = False
+        self._onloaded = 0  # bytes brought back for the current step
+
+    def initialize(self, spec: FinetuneSpec) -> None:
+        if self._components is not None:
+            raise RuntimeError("the engine is already initialized: destroy it, or make another")
+        # Processes: a default group, a device, reproducible kernels.
+        init_default_group()
+        self.dims.check_world(dist.get_world_size())
+        platform.set_device(self.device)
+        if self.config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        # Communication of this engine alone.
+        self.control, self._started = ControlPlane(), True
+        self.mesh = build_batch_mesh(self.dims, self.device.type)
+        self._closers = [functools.partial(destroy_groups, self.mesh)]
+        self._stages = Stages(self.mesh["pp"], self._last_stage)
+        self._sync = StepSync(self.control, self.mesh, self._last_stage)
+        seed_everything(self.config.seed + self.dp_rank)
+
+        # The model and all that works on it. A rank that failed must not leave the others with half an engine.
+        def build() -> None:
+            self._components = self._build(spec)
+
+        try:
+            self.control.attempt(build, "the engine was not built")
+        except Exception:
+            self._teardown("it was not built: make another")
+            self.control.close()
+            raise
+
+    def destroy(self) -> None:
+        try:
+            if self._components is not None:
+                self._components.checkpointer.wait()
+        finally:
+            if self._closers:
+                self._teardown("it was destroyed: make another")
+            if self._started:
+                self.control.close()
+
+    def _teardown(self, why: str) -> None:
+        """Release the components, and close the process groups. The error of later calls says ``why``."""
+        if self._components is not None:
+            self._components.close()
+        self._components, self._unusable = None, why
+        # Groups are in reference cycles, and their connections close with the last reference.
+        gc.collect()
+        while self._closers:
+            self._closers.pop()()
+        gc.collect()
+        platform.empty_cache(self.device)
+
     def _require_components(self) -> EngineComponents:
-        """The parts, or a ``RuntimeError`` where there are none."""
+        if self._components is None:
+            raise RuntimeError(f"the engine cannot be used: {self._unusable}")
+        return self._components
 
-    @abstractmethod
-    def _require_gradients(self) -> EngineComponents:
-        """The parts, with gradients that are complete."""
+    # ---- place in the layout
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mesh["dp"].get_local_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dims.dp
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.mesh["dp"].get_group()
+
+    @property
+    def is_main(self) -> bool:
+        return all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    # ---- weights and gradients
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        parts = self._require_components()
-        parts.memory.onload(params=True, grads=False, optimizer=False)
-        return parts.weights.named_tensors()
+        components = self._require_components()
+        components.memory.onload(params=True, grads=False, optimizer=False)
+        return components.weights.named_tensors()
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        parts = self._require_gradients()
-        parts.memory.onload(params=True, grads=True, optimizer=False)
-        return parts.weights.named_gradients()
+        components = self._reduced_components()
+        components.memory.onload(params=True, grads=True, optimizer=False)
+        return components.weights.named_gradients()
+
+    # ---- checkpoints
 
     def save(self, meta: SaveLoadMeta) -> None:
-        parts = self._require_components()
-        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
-        parts.checkpointer.save(meta)
+        components = self._require_components()
+        components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+        components.checkpointer.save(meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
-        parts = self._require_components()
-        parts.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+        components = self._require_components()
+        components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
         self.zero_grad()
-        parts.checkpointer.load(meta)
+        components.checkpointer.load(meta)
 
     def wait_for_checkpoint(self) -> None:
         self._require_components().checkpointer.wait()
+
+    # ---- memory
 
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._require_components().memory.offload(params=params, grads=grads, optimizer=optimizer)
@@ -61,8 +182,32 @@ class EngineState(TrainEngine):
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._require_components().memory.onload(params=params, grads=grads, optimizer=optimizer)
 
+    def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
+        """Bring back the tensors that a step needs. Its metrics report the bytes."""
+        memory = self._require_components().memory
+        self._onloaded += memory.onload(params=True, grads=grads, optimizer=optimizer)
+
+    # ---- the optimizer's settings
+
+    def _require_optimizer(self) -> StepOptimizer:
+        optimizer = self._require_components().optimizer
+        if optimizer is None:
+            raise RuntimeError(
+                "the engine has no optimizer: set TrainEngineConfig.optimizer=OptimizerConfig(...) to train"
+            )
+        return optimizer
+
     @property
-    def adapters(self) -> AdapterSet:
+    def lr(self) -> float:
+        return self._require_optimizer().lr
+
+    def set_lr(self, lr: float) -> None:
+        self._require_optimizer().set_lr(lr)
+
+    # ---- adapters
+
+    @property
+    def adapters(self) -> TrainedAdapters:
         adapters = self._require_components().adapters
         if adapters is None:
             raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
@@ -74,6 +219,8 @@ class EngineState(TrainEngine):
                 "the engine trains the model itself, and has no other: make a second engine without an optimizer, or set lora=LoRAConfig(...)"
             )
         return self.adapters.off()
+
+    # ---- profile
 
     def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
         self._require_components()

@@ -6,19 +6,22 @@ Each is one exchange on the host that also carries any rank's fault, so that a f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
-from areal.engine.loss_step import LossResult, LossWeights, Summary, local_weights, summarize
+from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weights, sum_results
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
 from areal.engine.schedule import Schedule
 from areal.utils.data import BatchPlan
-from areal.utils.distributed import ControlPlane, as_fault, raise_together
+from areal.utils.distributed import ControlPlane
 from areal.utils.profiling.phase_timer import TimedCall
+
+T = TypeVar("T")
+Message = TypeVar("Message")
 
 
 class StepSync:
@@ -52,17 +55,13 @@ class StepSync:
         Raises:
             ValueError: some rank's batch is wrong, or ranks of one data-parallel coordinate have different ones.
         """
-        plan, error, offer = None, None, (0, 0, 0)
-        try:
+
+        def plan_and_describe() -> tuple[BatchPlan, tuple[int, int, int]]:
             plan = plan_here()
-            offer = (plan.n_mbs, plan.padded_length, plan.digest() if self._shared else 0)
-        except Exception as caught:
-            error = caught
-        faults, offers = self._exchange(error, offer)
-        raise_together(faults, error)
-        if plan is None:
-            raise RuntimeError("no plan although no rank reported a fault")
-        counts, lengths, digests = zip(*offers, strict=True)
+            return plan, (plan.n_mbs, plan.padded_length, plan.digest() if self._shared else 0)
+
+        plan, descriptions = self._exchange(plan_and_describe)
+        counts, lengths, digests = zip(*descriptions, strict=True)
         self._check_same_batch(digests)
         return plan, schedule.round_up(max(1, *counts)), max(lengths)
 
@@ -85,23 +84,22 @@ class StepSync:
         Raises:
             ValueError: the weights are wrong on some rank, or there is nothing to divide by.
         """
-        error: Exception | None = None
-        plain, per_mb = True, dict[int, dict[str, float]]()
-        try:
+
+        def weigh() -> tuple[dict[int, dict[str, float]], tuple[bool, dict[str, float], tuple[int, int]]]:
             plain, per_mb = local_weights(mbs, loss_weight_fn)
-        except Exception as caught:
-            error = caught
-        names = next(iter(per_mb.values()), {})
-        sums = {name: sum(weights[name] for weights in per_mb.values()) for name in names}
-        counts = (sum(len(mb.seqlens) for mb in mbs.real), mbs.n_tokens)
-        faults, answers = self._exchange(error, (plain, sums, counts))
-        raise_together(faults, error)
-        spoken = [(plain, sorted(sums)) for plain, sums, _ in answers if sums]
-        if any(answer != spoken[0] for answer in spoken):
-            raise ValueError(f"loss_weight_fn returned different terms on different ranks: {spoken}")
+            names = next(iter(per_mb.values()), {})
+            sums = {name: sum(weights[name] for weights in per_mb.values()) for name in names}
+            return per_mb, (plain, sums, (sum(len(mb.seqlens) for mb in mbs.real), mbs.n_tokens))
+
+        per_mb, answers = self._exchange(weigh)
+        # A rank without samples does not know the terms.
+        terms = [(plain, sorted(sums)) for plain, sums, _ in answers if sums]
+        if any(other != terms[0] for other in terms):
+            raise ValueError(f"loss_weight_fn returned different terms on different ranks: {terms}")
+        # Sum over the shards of the global batch.
         total: dict[str, float] = {}
-        parts = self._once_per_shard(answers)
-        for _, sums, _ in parts:
+        by_shard = self._once_per_shard(answers)
+        for _, sums, _ in by_shard:
             total = {name: total.get(name, 0.0) + sums.get(name, 0.0) for name in {**total, **sums}}
         empty = [name for name, weight in total.items() if weight == 0]
         if required and (empty or not total):
@@ -109,12 +107,12 @@ class StepSync:
                 f"the global loss weight is 0 over all ranks and micro-batches (terms: {empty or 'none'}): "
                 "no position has both a target and a loss weight, so there is nothing to divide by; skip this batch"
             )
-        sequences, tokens = (sum(column) for column in zip(*(counts for _, _, counts in parts), strict=True))
-        return LossWeights(spoken[0][0] if spoken else True, per_mb, total, sequences, tokens)
+        sequences, tokens = (sum(column) for column in zip(*(counts for _, _, counts in by_shard), strict=True))
+        return LossWeights(terms[0][0] if terms else True, per_mb, total, sequences, tokens)
 
-    def summary(
+    def sum_results(
         self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, call: TimedCall, note: str, onloaded: int
-    ) -> Summary:
+    ) -> StepSums:
         """The sums that every rank's micro-batches reported.
 
         Args:
@@ -126,29 +124,36 @@ class StepSync:
         Raises:
             ValueError: a loss is not finite on some rank, or a metric is wrong.
         """
-        error: Exception | None = None
-        local, routed = Summary(), RoutingSums()
-        try:
-            # The other stages have the results as well, but not the fault that may be in them.
-            local, routed = summarize(mbs, results) if self._has_losses else Summary(), tally.sums()
-        except Exception as caught:
-            error = caught
-        local.seconds, local.timings = call.read()
-        local.onloaded = onloaded
-        faults, answers = self._exchange(error, (local, routed))
-        raise_together(faults, error, note)
+
+        def sum_locally() -> tuple[StepSums, RoutingSums]:
+            # Every stage has the results, but the last one alone reports the faults in them.
+            local = sum_results(mbs, results) if self._has_losses else StepSums()
+            routed = tally.sums()
+            local.seconds, local.timings = call.read()
+            local.onloaded = onloaded
+            return local, routed
+
+        answers = self._control.attempt_and_gather(sum_locally, note)
         slowest = max((local for local, _ in answers), key=lambda local: local.seconds)
-        total = Summary(
+        total = StepSums(
             seconds=slowest.seconds, timings=slowest.timings, onloaded=sum(local.onloaded for local, _ in answers)
         )
-        for part, _ in self._once_per_shard(answers):
-            total.merge(part)
+        for local, _ in self._once_per_shard(answers):
+            total.merge(local)
         total.add_routing([routed for (_, routed), speaks in zip(answers, self._of_stages, strict=True) if speaks])
         return total
 
-    def _exchange(self, error: Exception | None, value: Any) -> tuple[list[Any], list[Any]]:
-        answers = self._control.gather((as_fault(error), value))
-        return [fault for fault, _ in answers], [value for _, value in answers]
+    def _exchange(self, fn: Callable[[], tuple[T, Message]]) -> tuple[T, list[Message]]:
+        """Call ``fn``, keep its first value on this rank, and gather the second of every rank."""
+        kept: list[T] = []
+
+        def call() -> Message:
+            value, message = fn()
+            kept.append(value)
+            return message
+
+        messages = self._control.attempt_and_gather(call)
+        return kept[0], messages
 
     def _once_per_shard(self, answers: list[Any]) -> list[Any]:
         return [answer for answer, main in zip(answers, self._mains, strict=True) if main]

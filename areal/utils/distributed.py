@@ -1,19 +1,20 @@
-"""Process groups: the default one, an engine's mesh, and the control plane over which ranks agree."""
+"""The default process group, and the control plane over which the ranks of an engine agree."""
 
 from __future__ import annotations
 
 import gc
 import os
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from areal.api.parallel import ParallelDims
 from areal.utils import platform
+
+T = TypeVar("T")
 
 _ROLL_CALL = timedelta(seconds=15)
 
@@ -23,7 +24,7 @@ class RankLostError(RuntimeError):
 
 
 def init_default_group() -> None:
-    """Start the default process group, unless there is one: from torchrun's variables, or a world of one."""
+    """Start the default process group, unless it runs: from torchrun's variables, or else with this process alone."""
     if dist.is_initialized():
         return
     platform.set_device(platform.current_device())
@@ -33,54 +34,30 @@ def init_default_group() -> None:
         dist.init_process_group(platform.collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
 
 
-def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh of a layout for what concerns the batch: axes ``pp``, ``dp``, ``cp``, ``tp``."""
-    return make_mesh(device_type, (dims.pp, dims.dp, dims.cp, dims.tp), ("pp", "dp", "cp", "tp"))
-
-
-def make_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh over the whole world with process groups of its own, which :func:`destroy_groups` closes."""
-    ranks = torch.arange(dist.get_world_size()).view(shape)
-    # Naming a backend keeps an axis that spans the world from borrowing the default group, which outlives the engine.
-    backends = tuple((platform.collective_backend(), None) for _ in shape) if len(ranks.flatten()) > 1 else None
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=backends)
-
-
-def destroy_groups(mesh: DeviceMesh) -> None:
-    """Close a mesh's process groups. On gloo, a peer that waits in one of them then gets an error at once.
-
-    Connections close when the last reference to a group goes: nothing may be left that holds the model, and garbage is to be collected.
-    """
-    groups = mesh.get_all_groups()
-    # DTensor's caches may keep a mesh, and from torch 2.13 on a mesh keeps its groups.
-    getattr(mesh, "_pg_registry", {}).clear()
-    while groups:
-        group = groups.pop()
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-
-
 class ControlPlane:
-    """Small agreements between all ranks of an engine, on the host, apart from the groups that carry tensors.
+    """Exchanges small Python values between all ranks of an engine, on the host, over process groups that no tensor of the model uses.
 
-    Errors travel here: what goes wrong on one rank is raised on all, and a rank that died is named instead of waited for.
+    An error on one rank is raised on all ranks. A dead rank raises :class:`RankLostError` with its number, without a timeout.
 
     Attributes:
-        rank, size: of this process among the engine's ranks.
+        rank, size: rank of this process among the engine's ranks, and their number.
 
     Args:
-        alone: of this process only, whatever world it is in; then no process group is needed.
+        alone: a control plane of this process only, without a process group, in a world of any size.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
         self._group = dist.new_group(backend="gloo") if self.size > 1 else None
-        self._roll = dist.new_group(backend="gloo") if self.size > 1 else None
-        self._lost: str | None = None
+        self._roll = dist.new_group(backend="gloo") if self.size > 1 else None  # for the roll call alone
+        self._lost: str | None = None  # the message, once a rank was lost
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable ``value``, by rank.
+        """Return the ``value`` of every rank, by rank. Collective.
+
+        Args:
+            value: any picklable object.
 
         Raises:
             RankLostError: a rank died; names it.
@@ -97,7 +74,11 @@ class ControlPlane:
         return values
 
     def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
-        """Send tensors to ranks and fill tensors from ranks, all at once: contiguous ones on the CPU. The other side does its part.
+        """Send and receive tensors, all at once. The other ranks make the matching call.
+
+        Args:
+            sends: tensors with the ranks that receive them. Contiguous, on the CPU.
+            receives: tensors to fill with the ranks that send them. Contiguous, on the CPU.
 
         Raises:
             RankLostError: a rank died; names it.
@@ -114,33 +95,76 @@ class ControlPlane:
                 work.wait()
         except Exception as error:
             work = None
-            works.clear()  # they hold the group open
+            works.clear()  # pending works keep the group open
             raise self._call_the_roll(error) from None
 
-    def settle(self, error: BaseException | None, note: str = "") -> None:
-        """Raise on every rank when any rank has an ``error``. Collective.
+    def attempt(self, fn: Callable[[], T], note: str = "") -> T:
+        """Call ``fn`` on this rank, and raise on every rank when it raised on any. Collective.
 
         Args:
-            note: what to add for the caller, such as what became of the gradients.
+            fn: function without arguments. An error in it must not leave other ranks waiting in a collective.
+            note: as in :meth:`settle`.
+
+        Returns:
+            The result of ``fn`` on this rank.
 
         Raises:
-            ValueError: every error was one; else RuntimeError. Names the ranks and what each one met.
+            ValueError, RuntimeError: as in :meth:`settle`.
+        """
+        result, error = _call(fn)
+        try:
+            self.settle(error, note)
+            return cast(T, result)
+        finally:
+            del result, error  # a frame in a traceback would keep them alive
+
+    def attempt_and_gather(self, fn: Callable[[], T], note: str = "") -> list[T]:
+        """Call ``fn`` on this rank and gather its results, in the one exchange that also carries its errors. Collective.
+
+        Args:
+            fn, note: as in :meth:`attempt`. The result must be picklable.
+
+        Returns:
+            The results of all ranks, by rank.
+
+        Raises:
+            ValueError, RuntimeError: as in :meth:`settle`.
+        """
+        result, error = _call(fn)
+        try:
+            answers = self.gather((as_fault(error), result))
+            raise_together([fault for fault, _ in answers], error, note)
+            return [cast(T, value) for _, value in answers]
+        finally:
+            del result, error
+
+    def settle(self, error: BaseException | None, note: str = "") -> None:
+        """Raise on every rank when any rank has an ``error``. Collective. :meth:`attempt` is for errors not yet caught.
+
+        Args:
+            note: text to add for the caller, such as what became of the gradients.
+
+        Raises:
+            ValueError: all errors are ``ValueError``. The text names the ranks and the error of each.
+            RuntimeError: any error is of another type.
         """
         raise_together(self.gather(as_fault(error)), error, note)
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Close the process groups."""
         for group in (self._group, self._roll):
             if group is not None and self._lost is None:
                 dist.destroy_process_group(group)
         self._group = self._roll = None
 
     def _call_the_roll(self, error: BaseException) -> RankLostError:
-        """Find out who is gone: close the broken group, so that every survivor comes here, and speak to each peer alone."""
+        """Find the ranks that are lost, and return the error to raise."""
+        # Close the broken group and its connections, so that every survivor fails too and joins this roll call.
         traceback.clear_frames(error.__traceback__)
         dist.destroy_process_group(self._group)
         self._group = None
         gc.collect()
+        # Exchange a message with each peer alone: a failed collective does not say which peer is dead.
         lost = [peer for peer in range(self.size) if peer != self.rank and not self._answers(peer)]
         names = ", ".join(map(str, lost)) or "unknown"
         self._lost = (
@@ -163,12 +187,20 @@ class ControlPlane:
         return True
 
 
+def _call(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of ``fn``, or the error that it raised."""
+    try:
+        return fn(), None
+    except Exception as error:
+        return None, error
+
+
 Fault = tuple[bool, str]
-"""(whether it is a ValueError, its text): an error as it travels between ranks."""
+"""Form of an error that is sent between ranks: True for a ``ValueError``, and its text."""
 
 
 def as_fault(error: BaseException | None) -> Fault | None:
-    """An error in the form in which it travels; ``None`` stays ``None``."""
+    """Convert an error to the form that is sent between ranks. ``None`` stays ``None``."""
     if error is None:
         return None
     plain = isinstance(error, ValueError) or type(error) is RuntimeError
@@ -176,12 +208,18 @@ def as_fault(error: BaseException | None) -> Fault | None:
 
 
 def raise_together(faults: list[Fault | None], error: BaseException | None, note: str = "") -> None:
-    """Raise when any entry of ``faults``, by rank, is not ``None``.
+    """Raise one error for the faults of all ranks. Returns if there are none.
 
     Args:
+        faults: fault of each rank, by rank, or ``None``.
         error: this rank's own error, chained as the cause.
-        note: added in brackets.
+        note: text that is added in brackets.
+
+    Raises:
+        ValueError: all faults are of type ``ValueError``.
+        RuntimeError: any fault is of another type.
     """
+    # Ranks with the same text are named once.
     by_text: dict[str, list[int]] = {}
     all_values = True
     for rank, fault in enumerate(faults):

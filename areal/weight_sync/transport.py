@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from areal.api.weights import NamedTensor, SelectName, TensorSource, UpdateKind, WeightUpdateMeta
-from areal.utils.distributed import ControlPlane, as_fault, raise_together
+from areal.utils.distributed import ControlPlane
 from areal.weight_sync.apply import Replica, Staging
+
+T = TypeVar("T")
 
 
 class Outgoing:
@@ -98,53 +100,52 @@ class Transport:
             self._sender.close()
 
     def _stream(self, source: TensorSource, version: int, select: SelectName | None, note: str) -> Outgoing | None:
-        outgoing: Outgoing | None = None
-        error: Exception | None = None
-        try:
-            stream = source.named_tensors()
+        def stream() -> Outgoing | None:
+            tensors, outgoing = source.named_tensors(), None
             if self._sender is not None:
-                outgoing = Outgoing(stream, version, select, self._cast)
+                outgoing = Outgoing(tensors, version, select, self._cast)
                 try:
                     self._sender.bring(outgoing)
-                except Exception as caught:
-                    error = caught
-            for _ in stream:
-                pass
-        except Exception as caught:
-            error = error or caught
-        self._settle(error, note)
-        return outgoing
+                except Exception:
+                    # The other ranks are in the collectives of the source: iterate to the end with them, then raise.
+                    with contextlib.suppress(Exception):
+                        _iterate_to_end(tensors)
+                    raise
+            _iterate_to_end(tensors)
+            return outgoing
+
+        return self._attempt(stream, note)
 
     def _commit(self, outgoing: Outgoing | None, version: int) -> WeightUpdateMeta:
-        error: Exception | None = None
-        meta = None if outgoing is None else outgoing.meta
-        try:
+        def commit() -> WeightUpdateMeta | None:
+            meta = None if outgoing is None else outgoing.meta
             if self._sender is not None and meta is not None:
                 self._sender.commit(meta)
-        except Exception as caught:
-            error = caught
-        answers = self._control.gather((as_fault(error), meta))
-        raise_together(
-            [fault for fault, _ in answers], error, f"version {version} was sent; it serves wherever it arrived"
-        )
-        return next(meta for _, meta in answers if meta is not None)
+            return meta
+
+        note = f"version {version} was sent; it serves wherever it arrived"
+        return next(meta for meta in self._control.attempt_and_gather(commit, note) if meta is not None)
 
     def _together(self, action: Callable[[Sender], None], note: str) -> None:
-        error: Exception | None = None
-        try:
+        def act() -> None:
             if self._sender is not None:
                 action(self._sender)
-        except Exception as caught:
-            error = caught
-        self._settle(error, note)
 
-    def _settle(self, error: Exception | None, note: str) -> None:
+        self._attempt(act, note)
+
+    def _attempt(self, fn: Callable[[], T], note: str) -> T:
+        """Call ``fn``. An error on any rank aborts the update, and raises on every rank."""
         try:
-            self._control.settle(error, note)
+            return self._control.attempt(fn, note)
         except Exception as failure:
             if self._sender is not None:
                 self._sender.abort(str(failure))
             raise
+
+
+def _iterate_to_end(tensors: Iterator[NamedTensor]) -> None:
+    for _ in tensors:
+        pass
 
 
 def _kind(select: SelectName | None) -> UpdateKind:

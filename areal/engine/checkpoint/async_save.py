@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.engine.checkpoint.atomic_dir import FileRecord, discard, open_draft, prune, publish
-from areal.utils.distributed import ControlPlane, as_fault, raise_together
+from areal.utils.distributed import ControlPlane
 
 Observe = Callable[[str], None]
 """Called with the name of each stage of a save as it is reached, on every rank, from whichever thread is there."""
@@ -87,19 +87,12 @@ class CheckpointSaver:
         path = path.resolve()
         draft = self._open_draft(path)
         self._observe("draft opened")
-        work, error = None, None
         try:
-            work = prepare(draft)
-        except Exception as caught:
-            error = caught
-        try:
-            self._control.settle(error, f"nothing was saved to {path}")
+            work = self._control.attempt(lambda: prepare(draft), f"nothing was saved to {path}")
         except Exception:
             self._discard(draft)
             raise
         self._observe("prepared")
-        if work is None:
-            raise RuntimeError("a save without work although no rank reported a fault")
         self._job = _SaveJob(self._control, path, draft, kind, work, keep_last, self._observe)
         self._job.start()
         if not asynchronous:
@@ -124,15 +117,11 @@ class CheckpointSaver:
             raise
 
     def _open_draft(self, path: Path) -> Path:
-        draft, error = None, None
-        if self._control.rank == 0:
-            try:
-                draft = open_draft(path)
-            except (ValueError, OSError) as caught:
-                error = caught
-        answers = self._control.gather((as_fault(error), draft))
-        raise_together([fault for fault, _ in answers], error)
-        return answers[0][1]
+        """Create the draft on the first rank. Returns its path on every rank."""
+        first, *_ = self._control.attempt_and_gather(
+            lambda: open_draft(path) if self._control.rank == 0 else path  # the other ranks' value is not used
+        )
+        return first
 
     def _discard(self, draft: Path) -> None:
         if self._control.rank == 0:

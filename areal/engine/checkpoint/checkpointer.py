@@ -125,18 +125,9 @@ class EngineCheckpointer(ABC):
             ValueError: there is none, or it is damaged or of another model; nothing was changed. Names file and key.
         """
         self.wait()
-        error, apply = None, None
-        try:
-            apply = self._check_run(meta) if meta.weight_format == "dcp" else self._check_folder(meta)
-        except Exception as caught:
-            error = caught
-        self._control.settle(error, "nothing was loaded")
-        try:
-            if apply is not None:
-                apply()
-        except Exception as caught:
-            error = caught
-        self._control.settle(error, "the engine holds parts of the checkpoint: load one again before going on")
+        check = self._check_run if meta.weight_format == "dcp" else self._check_folder
+        apply = self._control.attempt(lambda: check(meta), "nothing was loaded")
+        self._control.attempt(apply, "the engine holds parts of the checkpoint: load one again before going on")
 
     def wait(self) -> None:
         """Return when an asynchronous save is published; raise what it raised."""
@@ -157,9 +148,9 @@ class EngineCheckpointer(ABC):
 
     def _prepare_run(self, meta: SaveLoadMeta, draft: Path) -> SaveTask:
         with_optim = meta.with_optim and self._optimizer_kind is not None
-        files, error = {}, None
-        try:
-            files[rng_file(self._control.rank)] = to_bytes(rng_state())
+
+        def collect_files() -> dict[str, bytes]:
+            files = {rng_file(self._control.rank): to_bytes(rng_state())}
             state = {
                 "version": self._run.version,
                 "schedule": self._schedule.state_dict() if with_optim and self._schedule is not None else None,
@@ -167,9 +158,9 @@ class EngineCheckpointer(ABC):
             }
             if self._control.rank == 0:
                 files[STATE_FILE] = to_bytes(state)
-        except Exception as caught:
-            error = caught
-        self._control.settle(error)
+            return files
+
+        files = self._control.attempt(collect_files)
         about = {
             "engine": self.engine,
             "layout": str(self._run.dims),

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from areal.engine.checkpoint.async_save import SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
-from areal.utils.distributed import ControlPlane, as_fault, raise_together
+from areal.utils.distributed import ControlPlane
 
 METADATA = ".metadata"
 
@@ -79,25 +79,21 @@ def prepare_files(
 def _agree_on_plan(
     tensors: dict[str, Any], planner: DefaultSavePlanner, writer: FileSystemWriter, control: ControlPlane
 ) -> tuple[SavePlan, Metadata]:
-    local, error = None, None
-    try:
-        writer.set_up_storage_writer(control.rank == 0)
-        planner.set_up_planner(tensors, is_coordinator=control.rank == 0)
-        local = writer.prepare_local_plan(planner.create_local_plan())
-    except Exception as caught:
-        error = caught
-    answers = control.gather((as_fault(error), local))
-    raise_together([fault for fault, _ in answers], error)
-    agreed: tuple[list[SavePlan], Metadata] | None = None
-    if control.rank == 0:
-        try:
-            plans, metadata = planner.create_global_plan([plan for _, plan in answers])
-            agreed = writer.prepare_global_plan(plans), metadata
-        except Exception as caught:
-            error = caught
-    decided = control.gather((as_fault(error), agreed))
-    raise_together([fault for fault, _ in decided], error)
-    plans, metadata = decided[0][1]
+    is_first = control.rank == 0
+
+    def plan_locally() -> SavePlan:
+        writer.set_up_storage_writer(is_first)
+        planner.set_up_planner(tensors, is_coordinator=is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    local_plans = control.attempt_and_gather(plan_locally)
+
+    def plan_globally() -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = planner.create_global_plan(local_plans)
+        return writer.prepare_global_plan(plans), metadata
+
+    # The first rank plans for all.
+    plans, metadata = control.attempt_and_gather(lambda: plan_globally() if is_first else ([], Metadata({})))[0]
     return planner.finish_plan(plans[control.rank]), metadata
 
 

@@ -51,12 +51,7 @@ class FSDPCheckpointer(EngineCheckpointer):
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> SaveTask:
         optimizer = self._optimizer if with_optim else None
-        tensors, error = {}, None
-        try:
-            tensors = tensors_of(self._chunks.own(), optimizer.inner if optimizer else None)
-        except Exception as caught:
-            error = caught
-        self._control.settle(error)
+        tensors = self._control.attempt(lambda: tensors_of(self._chunks.own(), optimizer.inner if optimizer else None))
         return prepare_files(
             tensors, files, StagedPlanner(), self._control, draft, asynchronous=asynchronous, about=about
         )

@@ -26,7 +26,7 @@ from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
 from areal.engine.fsdp.offload import HostOffload
-from areal.engine.fsdp.parallelize import build_expert_mesh, build_param_mesh, parallelize, transformer_layers
+from areal.engine.fsdp.parallelize import parallelize, transformer_layers
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
 from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
@@ -44,8 +44,8 @@ from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
-from areal.utils.distributed import destroy_groups
 from areal.utils.dtensor import reshard
+from areal.utils.mesh import build_expert_mesh, build_param_mesh, destroy_groups
 
 
 class FSDPEngine(BaseTrainEngine):
@@ -54,6 +54,7 @@ class FSDPEngine(BaseTrainEngine):
     spread over ranks (``e``)."""
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("drctpve")
+    _gradients: grad.FSDPGradients | None = None
 
     def __init__(self, config: TrainEngineConfig) -> None:
         super().__init__(config)
@@ -76,12 +77,12 @@ class FSDPEngine(BaseTrainEngine):
             self._closers.append(functools.partial(destroy_groups, expert_mesh))
         chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
-        self._tied = TiedGradients(chunks)
         optimizer = self._build_optimizer(chunks, spec)
         memory = HostOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
+        self._gradients = grad.FSDPGradients(TiedGradients(chunks), memory)
         weights = FSDPWeights(chunks)
         experts = find_experts(transformer_layers(chunks.whole))
-        parts = EngineComponents(
+        components = EngineComponents(
             model=chunks,
             schedule=self._schedule(chunks),
             context_parallel=cp,
@@ -89,11 +90,9 @@ class FSDPEngine(BaseTrainEngine):
             checkpointer=FSDPCheckpointer(chunks, optimizer, self, self.control, config.path),
             weights=weights,
             memory=memory,
-            zero_grad=memory.discard_grads,
+            gradients=self._gradients,
             vocab_size=chunks.whole.vocab_size,
             token_split=self.dims.tp,
-            recover=lambda: _recover(chunks),
-            before_backward=self._tied.before_backward,
             routing=ExpertRouting(
                 config.moe,
                 experts,
@@ -103,32 +102,31 @@ class FSDPEngine(BaseTrainEngine):
             ),
         )
         if config.lora is None:
-            return parts
+            return components
         adapters = AdapterSet(
             hf_config, fsdp_adapter_layout(chunks, param_mesh, self.device), config, spec, self.control
         )
         attach_fsdp_adapters(chunks, lambda: adapters.active)
-        return with_adapters(parts, weights, adapters, self)
+        return with_adapters(components, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> Any:
-        parts = self._require_components()
-        inputs = model_inputs(
-            mb, parts.context_parallel, outputs, self.config.temperature, rows=self._rows, routing=parts.routing
-        )
+        components = self._require_components()
+        cp, temperature = components.context_parallel, self.config.temperature
+        inputs = model_inputs(mb, cp, outputs, temperature, rows=self._rows, routing=components.routing)
         out = model(inputs, hidden)
         return out if isinstance(out, Tensor) else TokenOutputs(**out)
 
     def _finalize_grads(self) -> None:
-        """Every call reduces over data-parallel ranks itself. Stages may still have to sum that of a tied embedding."""
-        self._tied.sum()
+        if self._gradients is not None:
+            self._gradients.finalize()
 
-    # ---- what the parts are made of
+    # ---- how the components are built
 
     def _close(self, param_mesh: DeviceMesh) -> None:
-        """Connections close with the last reference to a group: let go of what holds any."""
-        self.__dict__.pop("_tied", None)
+        """Close the process groups, after releasing the reference that this engine has to them."""
+        self._gradients = None
         destroy_groups(param_mesh)
 
     def _schedule(self, chunks: ModelChunks) -> Schedule:
@@ -141,7 +139,8 @@ class FSDPEngine(BaseTrainEngine):
             model,
             before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
             # A gathered weight that outlives an optimizer step would be used again, stale.
-            rest=lambda: reshard(model),
+            after_forward=lambda: reshard(model),
+            recover=lambda: _recover(model),
             timer=self.timer,
         )
 
@@ -228,13 +227,13 @@ class FSDPEngine(BaseTrainEngine):
         )
 
 
-def _recover(chunks: ModelChunks) -> bool:
-    """Drop what a failed micro-batch left in FSDP's hooks. Torch can do that from 2.13 on, but for gradients not yet reduced."""
+def _recover(model: nn.Module) -> bool:
+    """Reset FSDP after a failed micro-batch. Returns False before torch 2.13, which cannot."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         return False
-    for chunk in chunks:
-        chunk.reset_iter_state()  # type: ignore[operator]
-    for module in chunks.modules():
+    model.reset_iter_state()  # type: ignore[operator]
+    # Torch keeps gradients that are not reduced yet.
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             grad.discard_unreduced(module)
     return True

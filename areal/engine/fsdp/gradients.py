@@ -14,9 +14,34 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from areal.engine.optimizer import sum_of_squares
+from areal.engine.fsdp.offload import HostOffload
+from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
+from areal.engine.optimizer import GradientState, sum_of_squares
 from areal.utils.dtensor import collective_device, local_part
 from areal.utils.profiling.phase_timer import PhaseTimer
+
+
+class FSDPGradients:
+    """The gradients of a sharded model. Implements :class:`areal.engine.components.Gradients`.
+
+    Args:
+        tied: gradients of an embedding that two pipeline stages have.
+        memory: owner of the shards' gradients.
+    """
+
+    def __init__(self, tied: TiedGradients, memory: HostOffload) -> None:
+        self._tied, self._memory = tied, memory
+        self.state = GradientState()
+
+    def before_backward(self) -> None:
+        self._tied.before_backward()
+
+    def finalize(self) -> None:
+        """Complete the reduction. Backwards have reduced over data-parallel ranks; two stages may have to sum a tied embedding."""
+        self._tied.sum()
+
+    def zero(self) -> None:
+        self._memory.discard_grads()
 
 
 def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:

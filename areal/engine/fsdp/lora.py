@@ -23,7 +23,7 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
     """Where adapters of a model can be.
 
     Args:
-        chunks: sharded over ``mesh``, from :func:`areal.engine.fsdp.parallelize.build_param_mesh`.
+        chunks: sharded over ``mesh``, from :func:`areal.utils.mesh.build_param_mesh`.
     """
     _, *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
     dtype = next(chunks.parameters()).dtype

@@ -157,6 +157,10 @@ class AdapterSet:
         """Have these and no others."""
         self._adapters, self._selected = dict(adapters), selected
 
+    def sum_gradients(self) -> None:
+        """Sum the gradients of the selected adapter over ranks. Collective."""
+        self.current.sum_gradients()
+
     def zero_grad(self) -> None:
         """Discard gradients of the one that is trained."""
         self.current.zero_grad()
@@ -167,14 +171,7 @@ class AdapterSet:
 
     def _put(self, name: str, make: Callable[[], Adapter], note: str) -> None:
         """Have an adapter under a name, or raise on every rank what any rank met. Collective."""
-        adapter, error = None, None
-        try:
-            adapter = make()
-        except Exception as caught:
-            error = caught
-        self._control.settle(error, note)
-        if adapter is not None:
-            self._adapters[name] = adapter
+        self._adapters[name] = self._control.attempt(make, note)
 
     def _make(self, plan: AdapterPlan) -> Adapter:
         for target in plan.targets:

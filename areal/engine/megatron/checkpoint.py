@@ -99,17 +99,16 @@ class MegatronCheckpointer(EngineCheckpointer):
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> SaveTask:
         grad.settle_parameters(self._chunks)
-        tensors, error = {}, None
         files = dict(files)
-        try:
+
+        def collect_tensors() -> dict[str, Any]:
             pieces = self._pieces()
             optimizer = self._optimizer_tensors(pieces) if with_optim else ()
-            tensors = to_save(chain(chain.from_iterable(pieces.values()), optimizer))
             if self._control.rank == 0:
-                files |= self._common_files(with_optim)
-        except Exception as caught:
-            error = caught
-        self._control.settle(error)
+                files.update(self._common_files(with_optim))
+            return to_save(chain(chain.from_iterable(pieces.values()), optimizer))
+
+        tensors = self._control.attempt(collect_tensors)
         planner = SavePlanner(flatten_state_dict=False)
         about = about | {"vocab_size": self._vocab_size}
         return prepare_files(tensors, files, planner, self._control, draft, asynchronous=asynchronous, about=about)

@@ -54,6 +54,7 @@ class MegatronEngine(BaseTrainEngine):
     """Data, tensor, pipeline, context and expert parallel training on Megatron-Core (``d t p v c e``)."""
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("dtpvce")
+    _gradients: grad.MegatronGradients | None = None
 
     # ---- the three hooks
 
@@ -81,7 +82,6 @@ class MegatronEngine(BaseTrainEngine):
             for number in range(self.dims.vpp)
         ]
         trained = self._wrap(chunks, megatron, groups)
-        self._gradients = grad.Gradients(trained, groups)
         weights = MegatronWeights(
             chunks,
             hf,
@@ -97,13 +97,11 @@ class MegatronEngine(BaseTrainEngine):
             step_optimizer(chained, settings, spec.total_train_steps, self.device) if chained and settings else None
         )
         schedule = MegatronSchedule(list(trained), megatron, groups, self.timer)
-        cp, shared = (
-            context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"]),
-            sequence_parallel(self.dims, config),
-        )
-        splits = [cp, ContextParallel(groups.tp)] if shared else [cp]
-        memory = MegatronMemory(trained, chained, self._gradients, config.offload_dir)
-        parts = EngineComponents(
+        cp = context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"])
+        splits_sequence = sequence_parallel(self.dims, config)
+        memory = MegatronMemory(trained, chained, config.offload_dir)
+        self._gradients = grad.MegatronGradients(trained, groups, memory)
+        components = EngineComponents(
             model=nn.ModuleList(trained),
             schedule=schedule,
             context_parallel=cp,
@@ -121,35 +119,39 @@ class MegatronEngine(BaseTrainEngine):
             ),
             weights=weights,
             memory=memory,
-            zero_grad=memory.discard_grads,
+            gradients=self._gradients,
             vocab_size=hf.vocab_size,
-            token_split=self.dims.tp if shared else 1,
-            routing=ExpertRouting(config.moe, megatron_experts(megatron), splits, stages=self.dims.pp),
-            last_call=schedule.last_call,
-            before_backward=self._gradients.before_backward,
+            token_split=self.dims.tp if splits_sequence else 1,
+            routing=ExpertRouting(
+                config.moe,
+                megatron_experts(megatron),
+                [cp, ContextParallel(groups.tp)] if splits_sequence else [cp],
+                stages=self.dims.pp,
+            ),
         )
         if config.lora is None:
-            return parts
+            return components
         adapters = AdapterSet(hf, megatron_adapter_layout(chunks, hf, groups, self.control), config, spec, self.control)
         attach_megatron_adapters(chunks, hf, lambda: adapters.active)
-        return with_adapters(parts, weights, adapters, self)
+        return with_adapters(components, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> Any:
-        parts = self._require_components()
-        cp, temperature = parts.context_parallel, self.config.temperature
-        out = model(model_inputs(mb, cp, outputs, temperature, rows=False, routing=parts.routing))
+        components = self._require_components()
+        cp, temperature = components.context_parallel, self.config.temperature
+        out = model(model_inputs(mb, cp, outputs, temperature, rows=False, routing=components.routing))
         return TokenOutputs(**out) if isinstance(out, dict) else out
 
     def _finalize_grads(self) -> None:
-        self._gradients.finalize()
+        if self._gradients is not None:
+            self._gradients.finalize()
 
-    # ---- what the parts are made of
+    # ---- how the components are built
 
     def _close(self, groups: ProcessGroups) -> None:
-        """Connections close with the last reference to a group: let go of what holds any."""
-        self.__dict__.pop("_gradients", None)
+        """Close the process groups, after releasing the reference that this engine has to them."""
+        self._gradients = None
         groups.close()
 
     def _wrap(

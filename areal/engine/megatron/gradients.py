@@ -12,33 +12,37 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from areal.engine.components import Memory
+from areal.engine.optimizer import GradientState
 
-class Gradients:
-    """The gradients of one engine between optimizer steps.
+
+class MegatronGradients:
+    """The gradients of one engine. Implements :class:`areal.engine.components.Gradients`.
 
     Args:
-        chunks: of this rank. groups: of the layout.
+        chunks: model chunks of this rank.
+        groups: process groups of the layout.
+        memory: owner of the gradient buffers.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
-        self._chunks, self._groups = chunks, groups
-        self._summed = False
-
-    def finalize(self) -> None:
-        """Sum over ranks what was added since the last time."""
-        finalize(self._chunks, self._groups)
-        self._summed = True
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, memory: Memory
+    ) -> None:
+        self._chunks, self._groups, self._memory = chunks, groups, memory
+        self.state = GradientState()
 
     def before_backward(self) -> None:
-        """Make room for more after sums were taken."""
-        if self._summed:
+        if self.state.reduced:
             reopen(self._chunks, self._groups)
-        self._summed = False
+
+    def finalize(self) -> None:
+        """Sum over ranks the gradients that were added since the last time."""
+        finalize(self._chunks, self._groups)
 
     def zero(self) -> None:
-        """Discard everything."""
+        # Buffers cannot be replaced: bring them back from host memory to zero them.
+        self._memory.onload(params=False, grads=True, optimizer=False)
         zero(self._chunks)
-        self._summed = False
 
 
 def bucket_groups(chunk: DistributedDataParallel) -> list[Any]:

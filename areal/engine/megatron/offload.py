@@ -16,7 +16,7 @@ class MegatronMemory(HostMemory):
     """Moves whole buffers: parameters and gradients are views of them.
 
     Args:
-        chunks: of this rank. optimizer: over them, or None. gradients: of them.
+        chunks: of this rank. optimizer: over them, or None.
         folder: of :class:`~areal.utils.offload.HostMemory`.
     """
 
@@ -24,10 +24,9 @@ class MegatronMemory(HostMemory):
         self,
         chunks: Sequence[DistributedDataParallel],
         optimizer: ChainedOptimizer | None,
-        gradients: grad.Gradients,
         folder: str | None = None,
     ) -> None:
-        self._chunks, self._gradients = chunks, gradients
+        self._chunks = chunks
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         super().__init__(
             {
@@ -42,11 +41,6 @@ class MegatronMemory(HostMemory):
         if params:
             grad.settle_parameters(self._chunks)
         super().offload(params=params, grads=grads, optimizer=optimizer)
-
-    def discard_grads(self) -> None:
-        """Zero the gradients, which come back if they are away."""
-        self.onload(params=False, grads=True, optimizer=False)
-        self._gradients.zero()
 
 
 def _state(optimizer: ChainedOptimizer | None) -> list[Tensor]:

@@ -1,7 +1,10 @@
-"""The process groups of a layout, as Megatron-Core names them. Nothing of ``megatron.core.parallel_state`` is used.
+"""The process groups of a layout, under Megatron-Core's names. The global state of ``megatron.core.parallel_state`` is not used.
 
-Two grids lay out the same ranks: the dense one over ``pp, dp, cp, tp``, as the engine's mesh has it, and that of the experts over ``pp``,
-expert data parallel, ``ep`` and expert tensor parallel. ProcessGroups of the same ranks are one group.
+Two grids arrange the same ranks: the dense grid over ``pp, dp, cp, tp``, which is the batch mesh of :mod:`areal.utils.mesh`, and the expert
+grid over ``pp``, expert data parallel, ``ep`` and expert tensor parallel.
+
+These groups are not a ``DeviceMesh``: Megatron-Core takes groups over combinations of axes of both grids, and one of the first and the last
+pipeline stage, which no mesh has. Combinations over the same ranks share one group.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ Ranks = tuple[int, ...]
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "expt_dp", "ep", "expt_tp")
 
+# Megatron-Core's name of a group -> the axes of the grid that it spans.
 _DENSE_GROUPS = {
     "tp": "tp",
     "pp": "pp",
@@ -42,15 +46,15 @@ _EXPERT_GROUPS = {
 
 
 class ProcessGroups:
-    """Makes the groups of a layout over the whole world. Collective.
+    """Creates the process groups of a layout over all ranks. Collective.
 
     Attributes:
-        collection: what Megatron-Core takes.
+        collection: groups of this rank, in the form that Megatron-Core takes.
     """
 
     def __init__(self, dims: ParallelDims) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._made: dict[Ranks, dist.ProcessGroup | None] = {}
+        self._groups: dict[Ranks, dist.ProcessGroup | None] = {}  # by their ranks; None without this rank
         world = torch.arange(self._size)
         self._dense = world.view(dims.pp, dims.dp, dims.cp, dims.tp)
         self._expert = world.view(dims.pp, dims.expert_dp, dims.ep, dims.expert_tp)
@@ -64,38 +68,40 @@ class ProcessGroups:
         self.collection = collection
 
     def close(self) -> None:
-        """Close every group. On gloo, a peer that waits in one of them then gets an error once the last reference is gone."""
+        """Close every group. On gloo, a peer that waits in one of them fails once the last reference is gone."""
         del self.collection
-        made = [group for group in self._made.values() if group is not None]
-        self._made.clear()
-        while made:
-            dist.destroy_process_group(made.pop())
+        groups = [group for group in self._groups.values() if group is not None]
+        self._groups.clear()
+        # No variable of this frame may keep a reference to a group.
+        while groups:
+            dist.destroy_process_group(groups.pop())
 
     def _group(self, grid: Tensor, axes: tuple[str, ...], spans: list[str]) -> dist.ProcessGroup:
-        """The group of this rank over ``spans``; every rank makes all of that kind."""
+        """Create all groups over the axes ``spans``, and return that of this rank."""
         fixed = [axis for axis in axes if axis not in spans]
         mine = None
-        for place in product(*(range(grid.shape[axes.index(axis)]) for axis in fixed)):
-            index = tuple(place[fixed.index(axis)] if axis in fixed else slice(None) for axis in axes)
+        # Every rank creates every group, in the same order: new_group is collective over the world.
+        for coordinate in product(*(range(grid.shape[axes.index(axis)]) for axis in fixed)):
+            index = tuple(coordinate[fixed.index(axis)] if axis in fixed else slice(None) for axis in axes)
             ranks = tuple(grid[index].flatten().tolist())
-            group = self._of(ranks)
+            group = self._get_or_create(ranks)
             mine = group if self._rank in ranks else mine
         if mine is None:
             raise RuntimeError(f"rank {self._rank} is in no group over {spans}")
         return mine
 
     def _embedding_group(self) -> dist.ProcessGroup | None:
-        """The first and the last stage, which hold a tied embedding between them."""
-        columns = self._dense.flatten(1).T.tolist()
+        """Create the groups of a first and a last pipeline stage, which both have a tied embedding. Returns that of this rank, if any."""
+        pipelines = self._dense.flatten(1).T.tolist()
         mine = None
-        for ranks in columns:
+        for ranks in pipelines:
             ends = tuple(dict.fromkeys((ranks[0], ranks[-1])))
-            group = self._of(ends)
+            group = self._get_or_create(ends)
             mine = group if self._rank in ends else mine
         return mine
 
-    def _of(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        if ranks not in self._made:
+    def _get_or_create(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        if ranks not in self._groups:
             group = dist.new_group(list(ranks), backend=platform.collective_backend())
-            self._made[ranks] = group if self._rank in ranks else None
-        return self._made[ranks]
+            self._groups[ranks] = group if self._rank in ranks else None
+        return self._groups[ranks]

@@ -15,11 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.engine.schedule import ForwardFn, ProcessFn
+from areal.engine.schedule import ForwardFn, ProcessFn, Schedule
 from areal.utils.profiling.phase_timer import PhaseTimer
 
 
-class MegatronSchedule:
+class MegatronSchedule(Schedule):
     """Runs micro-batches through model chunks by ``get_forward_backward_func``.
 
     Gradients are finalised once per optimizer step, not once per call: within a call no reduction starts, unless :meth:`last_call`
@@ -66,6 +66,9 @@ class MegatronSchedule:
             yield
         finally:
             self._step_follows = False
+
+    def close(self) -> None:
+        del self._chunks, self._groups, self._run, self._p2p, self._config, self._dispatchers
 
     def run(self, mbs: MicroBatchList, forward: ForwardFn, process: ProcessFn, *, forward_only: bool) -> dict[int, Any]:
         results: dict[int, Any] = {}

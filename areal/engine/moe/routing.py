@@ -218,6 +218,10 @@ class ExpertRouting:
         self._why_none = why_none
         self._tally: Tally | None = None
 
+    def close(self) -> None:
+        """Release the process groups over which tokens are split."""
+        self._splits, self._tally = (), None
+
     def check_outputs(self, outputs: Sequence[Any]) -> None:
         """Raise if routing is to be recorded, and cannot be.
 

@@ -278,7 +278,7 @@ def evaluation_discards_gradients(right: Function) -> Function:
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         step = right(self, *args, **kwargs)
-        self._require_components().zero_grad()
+        self._require_components().gradients.zero()
         return step
 
     return wrong
@@ -355,7 +355,7 @@ def evaluation_scaled_by_ranks(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.loss_step:Summary.add_metric",
+    "areal.engine.loss_step:StepSums.add_metric",
     "dist/step/test_engine.py::test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks[fsdp:d1]",
 )
 def metrics_averaged_per_micro_batch(right: Function) -> Function:

@@ -14,12 +14,12 @@ from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.fsdp import gradients as grad
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.pipeline.schedule_specs import ScheduleSpec
-from areal.engine.schedule import ForwardFn, ProcessFn
+from areal.engine.schedule import ForwardFn, ProcessFn, Schedule
 from areal.utils.dtensor import reshard
 from areal.utils.profiling.phase_timer import PhaseTimer
 
 
-class PipelineSchedule:
+class PipelineSchedule(Schedule):
     """Runs micro-batches through the stages of a pipeline.
 
     All stages of a data-parallel coordinate have the same micro-batches, so that only hidden states and their gradients travel. Torch holds the
@@ -74,6 +74,9 @@ class PipelineSchedule:
             if forward_only:
                 reshard(self._chunks)
         return results
+
+    def close(self) -> None:
+        del self._chunks
 
     def _schedule(self, mbs: MicroBatchList, compute: Callable[[Any, MicroBatch, Tensor | None], Tensor]) -> Any:
         """Made anew for each call: its buffers are as long as the micro-batches, and it may be asked to run another number of them."""

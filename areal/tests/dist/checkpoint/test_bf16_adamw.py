@@ -36,14 +36,14 @@ def test_replicas_stay_one_and_a_run_goes_on_bit_for_bit(backend: str, tmp_path:
         train(engine, range(5))
         expected = weights_of(engine)
         held = {
-            f"{name} {p.placements}": p.to_local().tolist() for name, p in engine._parts.model.named_parameters() if isinstance(p, DTensor)
+            f"{name} {p.placements}": p.to_local().tolist() for name, p in engine._components.model.named_parameters() if isinstance(p, DTensor)
         }
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, {key: rows for key, rows in held.items() if "norm" in key or backend == "fsdp:r2"})
         if backend in ("fsdp:r2", "fsdp:t2"):
             assert len(found[0]) >= 9
             assert all(one == found[0] for one in found)
-        moments = optimizer_tensors(engine._parts.optimizer.inner)
+        moments = optimizer_tensors(engine._components.optimizer.inner)
         assert moments and all(moment.dtype is torch.bfloat16 for moment in moments)
     with started(backend, **options) as engine:
         train(engine, range(3))

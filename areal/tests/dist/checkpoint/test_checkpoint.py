@@ -78,7 +78,7 @@ def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asyn
     source, path = tmp_path / "source", tmp_path / "saved"
     with started(f"fsdp:d{world_size}", value_head=True) as engine:
         if world().rank == 0:
-            engine._parts.model.whole.hf.config.save_pretrained(source)
+            engine._components.model.whole.hf.config.save_pretrained(source)
             (source / "tokenizer_config.json").write_text("{}")
             (source / "chat_template.jinja").write_text("{{ messages }}")
             (source / "optimizer.pt").write_text("not part of a model")
@@ -168,7 +168,7 @@ def test_dcp_in_another_layout_holds_the_same_bits(other: str, tmp_path: Path) -
         engine.load(meta)
         assert same_bits(weights_of(engine), expected)
         assert torch.equal(torch.get_rng_state(), before)  # of another layout: left alone
-        moments = engine._parts.optimizer.inner.state_dict()["state"]
+        moments = engine._components.optimizer.inner.state_dict()["state"]
         assert all(entry["step"] == 1 and entry["exp_avg"].full_tensor().any() for entry in moments.values())
 
 
@@ -269,7 +269,7 @@ def unharmed(engine: TrainEngine) -> Iterator[None]:
 
 def by_hand(engine: TrainEngine, **options: Any) -> FSDPCheckpointer:
     """A checkpointer for an engine, with options that the engine does not pass on."""
-    parts = engine._parts
+    parts = engine._components
     options = {"source": model_dir("qwen3"), **options}
     return FSDPCheckpointer(parts.model, parts.optimizer, engine, engine.control, **options)
 

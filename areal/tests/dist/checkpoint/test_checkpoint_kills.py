@@ -44,7 +44,7 @@ KILLS = [
 
 def watched(engine: TrainEngine, path: str, observe: Observe) -> EngineCheckpointer:
     """A checkpointer for an engine that tells of its stages, and writes small files."""
-    parts = engine._parts
+    parts = engine._components
     made: Any = parts.checkpointer
     options: dict[str, Any] = {"observe": observe, "max_file_bytes": 12_000}
     if isinstance(made, FSDPCheckpointer):
@@ -68,7 +68,7 @@ def save_and_be_killed(
         checkpointer = watched(engine, path, die)
         for value in (1, 2):
             with torch.no_grad():
-                for parameter in engine._parts.model.parameters():
+                for parameter in engine._components.model.parameters():
                     parameter.fill_(value)
             engine.set_version(value)
             if value == 2:
@@ -135,7 +135,7 @@ def save_with_four(folder: str, stage: str) -> None:
 
     path = model_dir("qwen3")
     with started("fsdp:d4", path=path) as engine:
-        parts = engine._parts
+        parts = engine._components
         checkpointer = FSDPCheckpointer(parts.model, parts.optimizer, engine, engine.control, path, observe=die)
         start = time.monotonic()
         try:

@@ -53,7 +53,7 @@ def of(engine: TrainEngine) -> dict[str, Tensor]:
 
 def model_of(engine: Any) -> list[Tensor]:
     """This rank's part of every weight of the model."""
-    return [local_part(parameter.detach()) for parameter in engine._parts.model.parameters()]
+    return [local_part(parameter.detach()) for parameter in engine._components.model.parameters()]
 
 
 def logprobs(engine: TrainEngine, seed: int = 0) -> list[Tensor]:
@@ -96,7 +96,7 @@ def test_training_leaves_every_byte_of_the_model_alone(backend: str) -> None:
         plain = logprobs(engine)
         train(engine, 1, 2, 3)
         assert all(torch.equal(x, b) for x, b in zip(model_of(engine), before, strict=True))
-        assert all(p.grad is None for p in engine._parts.model.parameters())
+        assert all(p.grad is None for p in engine._components.model.parameters())
         assert not any(torch.equal(x, start[name]) for name, x in of(engine).items())
         trained = logprobs(engine)
         assert not any(torch.equal(a, b) for a, b in zip(trained, plain, strict=True) if len(a) > 1)

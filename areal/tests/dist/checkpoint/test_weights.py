@@ -53,7 +53,7 @@ def test_computed_buffers_and_ties_survive_the_meta_device(family: str, world_si
     path = model_dir(family)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with started(layout(world_size), path=path) as engine:
-        hf = engine._parts.model[0].hf
+        hf = engine._components.model[0].hf
         expected = dict(plain.named_buffers())
         assert expected
         assert all(torch.equal(buffer, expected[name]) for name, buffer in hf.named_buffers())

@@ -57,7 +57,7 @@ def test_gradients_are_reduced_once_per_step_however_many_calls(overlap: dict[st
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
         buckets = sum(
-            len(chunk.bucket_groups) + len(chunk.expert_parallel_bucket_groups) for chunk in engine._parts.model
+            len(chunk.bucket_groups) + len(chunk.expert_parallel_bucket_groups) for chunk in engine._components.model
         )
         assert buckets > 1 if overlap and world_size == 2 else buckets >= 1
         for _ in range(3):  # the second round knows which parameters to wait for
@@ -120,7 +120,7 @@ def test_stages_of_unequal_depth(options: dict[str, int], layers: int, world_siz
     with running(cell("megatron:p2", dtype="float64", changes={"num_hidden_layers": layers}, **options)) as run:
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
-        held = [len(chunk.module.decoder.layers) for chunk in run.engine._parts.model]
+        held = [len(chunk.module.decoder.layers) for chunk in run.engine._components.model]
         first = options.get("first_stage_layers", layers - options.get("last_stage_layers", 0))
         assert held == [first if run.engine.mesh["pp"].get_local_rank() == 0 else layers - first]
         assert_step(run.engine.forward_backward(run.batch(), *call), expected, run.cell.tolerance)

@@ -248,8 +248,8 @@ def test_megatron_core_loads_it(letters: str, family: str, tmp_path: Path) -> No
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "run", DCP))
         found = dist_checkpointing.load_content_metadata(str(tmp_path / "run"))
-        metadata = {**found, "dp_cp_group": engine._parts.checkpointer._groups.dp_cp}
-        checkpointer = engine._parts.checkpointer
+        metadata = {**found, "dp_cp_group": engine._components.checkpointer._groups.dp_cp}
+        checkpointer = engine._components.checkpointer
         own = checkpointer._chunks[0].module.sharded_state_dict(metadata=metadata)
         with torch.no_grad():
             asked = checkpointer._chained.sharded_state_dict(own, is_loading=True, metadata=metadata)

@@ -68,7 +68,7 @@ def saved(engine: TrainEngine, path: Path, **options: Any) -> dict[str, Tensor]:
 
 def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **options: Any) -> CheckpointSaver:
     """Save through the weights alone. Returns what is waited for."""
-    weights, saver = engine._parts.weights, CheckpointSaver(engine.control)
+    weights, saver = engine._components.weights, CheckpointSaver(engine.control)
     source = engine.config.path
     saver.save(
         path,
@@ -127,7 +127,7 @@ def test_any_bits_are_streamed_as_they_are(backend: str, dtype: str) -> None:
     }
     bits["model.norm.weight"][:2] = torch.tensor([-0.0, float("nan")])
     with started(backend, path=moe(), dtype=dtype, optimizer=None) as engine:
-        for held in engine._parts.weights.held:
+        for held in engine._components.weights.held:
             for part in held.slices(held.parameter.detach().view(-1).view(integers)):
                 part.values.copy_(bits[part.name].view(integers)[part.box])
         assert same_bits(weights_of(engine), bits)
@@ -169,7 +169,7 @@ def test_float32_files_reach_the_main_parameters_unrounded(backend: str, distrib
         engine.optimizer_step()
         stepped = saved(engine, tmp_path / "stepped")
         assert same_bits(weights_of(engine), rounded(stepped))
-        weights = engine._parts.weights
+        weights = engine._components.weights
         weights.check(Path(second))
         weights.read(Path(second))
         assert same_bits(weights_of(engine), rounded(on_disk(second)))
@@ -272,7 +272,7 @@ def test_weights_that_a_gather_still_owes_are_there(tmp_path: Path) -> None:
         assert same_bits(found, weights_of(engine))
         assert not same_bits(found, on_disk(model_dir("qwen3")))
         engine.train_batch(mine(engine, ragged(1)), loss)
-        engine._parts.weights.read(Path(model_dir("qwen3")))
+        engine._components.weights.read(Path(model_dir("qwen3")))
         engine.eval_batch(mine(engine, ragged()), loss)
         assert same_bits(weights_of(engine), on_disk(model_dir("qwen3")))
 
@@ -291,7 +291,7 @@ def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Pa
             apply(folder)
         dist.barrier()
         with pytest.raises(ValueError, match=message):  # a checkpoint is checked before anything changes
-            engine._parts.weights.check(folder)
+            engine._components.weights.check(folder)
         assert same_bits(weights_of(engine), before)
     engine = create_engine(config("megatron:p2", path=str(folder)))
     with pytest.raises(ValueError, match=message):
@@ -304,7 +304,7 @@ def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Pa
 def test_weights_that_the_optimizer_keeps_to_itself_are_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A precision-aware optimizer, which needs a GPU, is one that says that it is one."""
     with started("megatron:d1") as engine:
-        weights = engine._parts.weights
+        weights = engine._components.weights
         monkeypatch.setattr(weights._optimizer.chained_optimizers[0].config, "use_precision_aware_optimizer", True)
         weights.check(Path(model_dir("qwen3")))
         engine.train_batch(mine(engine, ragged()), loss)
@@ -347,6 +347,6 @@ def test_a_value_head_is_read_from_its_own_file(tmp_path: Path) -> None:
             save_file({"value_head.weight": head[:, 1:].contiguous()}, folder / "value_head.safetensors")
         dist.barrier()
         with pytest.raises(ValueError, match=r"value_head\.safetensors.*shape \[1, 31\].*\[1, 32\]"):
-            engine._parts.weights.check(folder)
+            engine._components.weights.check(folder)
     with started("megatron:p2", path=str(folder)) as engine:
         assert "value_head.weight" not in weights_of(engine)

@@ -42,7 +42,7 @@ def test_a_rank_holds_its_experts_and_reads_streams_and_saves_all(backend: str, 
         engine.save(SaveLoadMeta(tmp_path / "saved"))
         assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), on_disk)
         layers, number = SHAPES[family]
-        found: Any = stacked_experts(engine._parts.model)
+        found: Any = stacked_experts(engine._components.model)
         assert len(found) == layers
         for experts in found:
             assert experts.num_experts * engine.dims.ep == number

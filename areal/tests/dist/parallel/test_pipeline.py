@@ -63,7 +63,7 @@ def test_a_stage_holds_its_layers_and_gives_every_rank_every_result(schedule: st
     given = options(schedule)
     on_disk = load_file(Path(given["path"]) / "model.safetensors")
     with started(layout(schedule), **given) as engine:
-        chunks: Any = engine._parts.model
+        chunks: Any = engine._components.model
         assert all(isinstance(chunk, FSDPModule) for chunk in chunks)
         held = {name for name, _ in chunks.own()}
         places: list[Any] = [None, None]
@@ -104,7 +104,7 @@ def test_lengths_may_change_from_step_to_step_and_batches_may_be_tiny() -> None:
 @pytest.mark.world(2)
 def test_layers_are_where_they_are_asked_for() -> None:
     with started("fsdp:p2", path=model_dir("qwen3", **DEEP), fsdp={"pipeline_layers": (1, 3)}) as engine:
-        chunks: Any = engine._parts.model
+        chunks: Any = engine._components.model
         mine_here = {name.split(".")[3] for name, _ in chunks.own() if ".layers." in name}
         assert mine_here == ({"0"} if chunks.rank == 0 else {"1", "2", "3"})
         split = engine.train_batch(ragged(), loss)
@@ -154,7 +154,7 @@ def counted() -> Iterator[Counter[str]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_call_reduces_each_group_once(schedule: str) -> None:
     with started(layout(schedule), **options(schedule)) as engine, counted() as counts:
-        chunks: Any = engine._parts.model
+        chunks: Any = engine._components.model
         groups = sum(
             len(module._get_fsdp_state()._fsdp_param_groups) for module in chunks.modules() if isinstance(module, FSDPModule)
         )
@@ -180,7 +180,7 @@ def test_copies_of_a_tied_embedding_stay_the_same_bit_for_bit(schedule: str, sta
         before = weights_of(engine)
         for step in range(20):
             engine.train_batch(ragged(step), loss)
-        chunks: Any = engine._parts.model
+        chunks: Any = engine._components.model
         name = "hf.model.embed_tokens.weight"
         here = [local_part(x).tolist() for n, x in chunks.stored() if n == name]
         everywhere: list[Any] = [None, None]

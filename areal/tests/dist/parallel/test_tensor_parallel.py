@@ -35,7 +35,7 @@ def test_reads_streams_and_saves_what_transformers_wrote(backend: str, family: s
         assert same_bits(weights_of(engine), on_disk)
         engine.save(SaveLoadMeta(tmp_path / "saved"))
         assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), on_disk)
-        model: Any = engine._parts.model[0]
+        model: Any = engine._components.model[0]
         assert all(isinstance(p, DTensor) and "tp" in str(p.device_mesh.mesh_dim_names) for p in model.parameters())
         assert (model.hf.lm_head.weight is model.hf.model.embed_tokens.weight) == (family == "qwen3_tied")
         held = sum(local_shard(p)[0].numel() for p in model.parameters() if p.dim() == 2)
@@ -59,7 +59,7 @@ def test_what_every_rank_holds_stays_the_same_bit_for_bit(backend: str) -> None:
         before = weights_of(engine)
         for step in range(20):
             engine.train_batch(mine(engine, ragged(step)), loss)
-        model, group = engine._parts.model, engine.mesh["tp"].get_group()
+        model, group = engine._components.model, engine.mesh["tp"].get_group()
         norms = {name: p.to_local() for name, p in model.named_parameters() if "norm" in name}
         assert len(norms) == 2 * 4 + 1  # two of tokens and two of heads in each layer, and the last
         copies: list[Any] = [None] * dist.get_world_size(group)
@@ -99,10 +99,10 @@ def test_a_checkpoint_goes_on_in_another_layout(write: str, read: str, tmp_path:
 
 def moments_of(engine: Any) -> dict[str, torch.Tensor]:
     """Full moments by parameter."""
-    state = engine._parts.optimizer.inner.state
+    state = engine._components.optimizer.inner.state
     return {
         f"{name}.{key}": full_tensor(state[parameter][key])
-        for name, parameter in engine._parts.model.named_parameters()
+        for name, parameter in engine._components.model.named_parameters()
         if "exp_avg" in state.get(parameter, {})
         for key in ("exp_avg", "exp_avg_sq")
     }

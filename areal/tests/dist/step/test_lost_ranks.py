@@ -51,7 +51,7 @@ class _FailsBackward(torch.autograd.Function):
 @contextmanager
 def mlp_that(engine: TrainEngine, act: Callable[[Tensor], Tensor], *, on_call: int) -> Iterator[None]:
     """In the ``on_call``-th call of a feed-forward layer, from 0, apply ``act`` to what it gets."""
-    kind = next(type(m) for m in engine._parts.model.modules() if type(m).__name__.endswith("MLP"))
+    kind = next(type(m) for m in engine._components.model.modules() if type(m).__name__.endswith("MLP"))
     plain, calls = kind.forward, 0
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:

@@ -130,7 +130,7 @@ def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
     """Bytes in storages of weights, gradients and optimizer state."""
-    parts = engine._parts  # what the public surface does not show
+    parts = engine._components  # what the public surface does not show
     inner, params = parts.optimizer.inner, list(parts.model.parameters())
     chained = getattr(inner, "chained", None)  # Megatron-Core's
     optimizers = [inner] if chained is None else [part.optimizer for part in chained.chained_optimizers]

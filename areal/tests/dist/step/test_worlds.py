@@ -69,7 +69,7 @@ def test_policy_reference_and_critic_work_together_without_a_leak() -> None:
         assert last[1] - found[1] < 10, f"live tensors: {counts}"
         assert last[2] - found[2] <= 1, f"thousands of objects: {counts}"
         assert used[-1] - used[1] < 16, f"resident MiB: {used}"
-        models = [weakref.ref(engine._parts.model) for engine in (policy, reference, critic)]
+        models = [weakref.ref(engine._components.model) for engine in (policy, reference, critic)]
     gc.collect()
     assert [model() for model in models] == [None, None, None]
     assert process_groups() == groups
@@ -98,7 +98,7 @@ def test_starting_and_destroying_again_and_again_leaves_nothing(backend: str, fa
     for _ in range(4):
         with started(backend, path=family_dir("qwen3_moe" if "e2" in backend else family)) as engine:
             engine.train_batch(mine(engine, ragged()), loss)
-            model = weakref.ref(engine._parts.model)
+            model = weakref.ref(engine._components.model)
         del engine
         assert model() is None
         groups.append(process_groups())

@@ -102,7 +102,7 @@ def test_ppo_with_a_critic_learns(world_size: int) -> None:
             tracker=curve,
         )
         trainer.train(15)
-        assert engine._parts.optimizer.steps == 15 * 4
+        assert engine._components.optimizer.steps == 15 * 4
     assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
     assert sum(curve["critic/loss"][-3:]) < 0.5 * sum(curve["critic/loss"][:3])
 

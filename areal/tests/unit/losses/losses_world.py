@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch, MicroBatchSpec, TokenOutputs
-from areal.engine.loss_step import LossStep, LossWeights, local_weights, summarize
+from areal.engine.loss_step import LossStep, LossWeights, local_weights, sum_results
 from areal.trainer.losses import Objective
 from areal.utils.data import plan_batch
 
@@ -111,6 +111,6 @@ def step(objective: Objective, batch: list[dict[str, Tensor]], *, n_mbs: int = 1
             loss.backward()
         results.append(result)
         gradients.append({name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()})
-    summary = summarize(mbs, results)
+    summary = sum_results(mbs, results)
     loss = sum(summary.terms[name] / total[name] for name in total)
     return Step(loss, sum(total.values()), summary.reduced_metrics(), mbs.restore(gradients))
