@@ -169,7 +169,7 @@ def test_parts_of_a_verification_together_see_every_file(tmp_path: Path) -> None
 
 def is_verified(path: Path, part: int) -> bool:
     try:
-        verify(path, part=part, parts=3)
+        verify(path, shard=part, shards=3)
     except ValueError:
         return False
     return True
