@@ -64,9 +64,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
         # Moments start at zero, sharded like the parameter.
         if not state:
             state["step"] = torch.zeros(())
-            for name in _MOMENTS:
-                state[name] = empty_like(parameter, dtype=torch.bfloat16)
-                local_part(state[name]).zero_()
+            for moment in _MOMENTS:
+                state[moment] = empty_like(parameter, dtype=torch.bfloat16)
+                local_part(state[moment]).zero_()
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
         weight, box = local_shard(parameter)
