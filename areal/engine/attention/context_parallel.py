@@ -183,8 +183,8 @@ class AttentionLayout:
 class _GatherStream(torch.autograd.Function):
     """All-gather of slices whose backward keeps the local slice.
 
-    The gradient is not reduced over ranks: every rank computes the same loss from the same gathered tensor, so that each
-    already has the full gradient of its own slice.
+    The gradient is not reduced over ranks: every rank computes the same loss from the same gathered tensor, so that its
+    local gradient of the slice is complete.
     """
 
     @staticmethod

@@ -26,25 +26,23 @@ def from_prompt_response(
     loss_mask: Tensor | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Join prompts and responses to one right-padded batch.
+    """Concatenate prompts and responses to one right-padded batch.
 
     Args:
         prompt_ids: int64 ``[n, P]``, padded on either side.
-        prompt_mask: ``[n, P]``, 1 at real tokens, at least one in each row.
+        prompt_mask: ``[n, P]``. 1 at real tokens, at least one in each row.
         response_ids: int64 ``[n, R]``, right-padded.
-        response_mask: ``[n, R]``, 1 at real tokens.
-        loss_mask: ``[n, R]``, what each response token weighs in the loss (0 for a tool's output); 1 for each by
-            default.
-        values: per-token keys ``[n, R, ...]``, whose ``j`` speaks of response token ``j`` (behaviour log-probs,
-            advantages).
+        response_mask: ``[n, R]``. 1 at real tokens.
+        loss_mask: ``[n, R]``. Weight of each response token in the loss (0 for output of a tool). Defaults to 1.
+        values: per-token keys ``[n, R, ...]``. Index ``j`` refers to response token ``j`` (behaviour log-probs, advantages).
 
     Returns:
-        A batch ``[n, S]`` with ``input_ids``, ``attention_mask`` (bool), ``loss_mask`` (float32 by default) and the
-        keys of ``values``, where what speaks of response token ``j`` stands at the position that predicts it; zeros
-        elsewhere. ``S`` is the longest sequence.
+        A batch ``[n, S]`` with ``input_ids``, ``attention_mask`` (bool), ``loss_mask`` (float32 by default) and the keys of
+        ``values``. The value of response token ``j`` is at the position that predicts it; other positions are zero. ``S`` is
+        the longest sequence.
 
     Raises:
-        ValueError: shapes do not agree, a prompt is empty, a response is not right-padded, or a key has a reserved name.
+        ValueError: shapes do not match, a prompt is empty, a response is not right-padded, or a key has a reserved name.
     """
     values = dict(values or {})
     _check_prompt_response(prompt_ids, prompt_mask, response_ids, response_mask)
@@ -118,20 +116,20 @@ class Segment:
 
 
 def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
-    """Join the segments of one trajectory to one sample of a list batch.
+    """Concatenate the segments of one trajectory to one sample of a list batch.
 
-    The first token of all is predicted by nothing: it carries no loss, and values about it are left out.
+    The first token of the trajectory is not predicted: it does not enter the loss, and its values are dropped.
 
     Args:
-        segments: in order. A key that some of them lack is zero there.
+        segments: segments in order. Values of a key that a segment does not have are zero.
 
     Returns:
-        ``input_ids`` int64 ``[S]``, ``loss_mask`` float32 ``[S]`` (1 at the positions that predict a trainable token),
-        and each key of ``values`` ``[S, ...]``, at the position that predicts the token it speaks of.
+        ``input_ids`` int64 ``[S]``, ``loss_mask`` float32 ``[S]`` (1 at positions that predict a trainable token), and each
+        key of ``values``, ``[S, ...]``, at the positions that predict its tokens.
 
     Raises:
-        ValueError: there are no tokens, a key has not one value for each token, a reserved name, or different shapes in
-            different segments.
+        ValueError: there are no tokens, a key does not have one value for each token, a reserved name is used, or shapes
+            differ between segments.
     """
     ids = [torch.as_tensor(segment.tokens, dtype=torch.int64) for segment in segments]
     if not sum(len(x) for x in ids):
