@@ -1,4 +1,4 @@
-"""Micro-batches: values that carry the layout of packed sequences, and the way back to the caller's order."""
+"""Micro-batches: frozen values with the layout of packed sequences, and the conversion of results to the caller's order."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from areal.api.batch import Batch
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """What the sequences of a micro-batch have in common at their beginnings, each token of which a model computes once.
+    """The common prefixes of the sequences of a micro-batch, so that a model computes each of their tokens once.
 
-    The model's stream is made of branches, end to end: of each sequence, in the order of its tokens, what does not stand in the stream
-    already. Sequences that have nothing of their own have no branch. All tensors are on the host.
+    The model's token stream consists of branches, end to end. The branch of a sequence holds its tokens after the prefix that
+    is already in the stream. Sequences that add no tokens to the stream are without a branch. All tensors are
+    on the host.
 
     Attributes:
-        own: tokens of each branch, at least 1. They sum to ``S``, the length of the stream.
-        whole: tokens from the beginning of its sequence to the end of each branch.
-        paths: int64 ``[sum(whole)]``, for each branch where all these tokens stand in the stream.
-        tokens: int64 ``[S]``, the packed token that each token of the stream is taken from.
-        places: int64 ``[T]``, where each packed token stands in the stream.
-        scored: int64 ``[R]``, packed tokens that differ in where they stand, or in what is asked of them there: their outputs are computed.
-        answers: int64 ``[T]``, which of the ``R`` has the outputs of each packed token.
+        lengths: number of tokens of each branch, at least 1. They sum to ``S``, the length of the stream.
+        context_lengths: number of tokens from the beginning of the sequence to the end of each branch.
+        context_index: int64 ``[sum(context_lengths)]``. Stream indices of these tokens, for one branch after the other.
+        tokens: int64 ``[S]``. Index of the packed token that each token of the stream is a copy of.
+        stream_index: int64 ``[T]``. Stream index of each packed token. Shared tokens have the same one.
+        output_tokens: int64 ``[R]``. Packed tokens whose outputs are computed: one for each distinct combination of a stream
+            index and the keys that outputs depend on there (target, output mask, temperature).
+        output_index: int64 ``[T]``. Index into ``output_tokens`` of the entry with the outputs of each packed token.
     """
 
-    own: tuple[int, ...]
-    whole: tuple[int, ...]
-    paths: Tensor
+    lengths: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    context_index: Tensor
     tokens: Tensor
-    places: Tensor
-    scored: Tensor
-    answers: Tensor
+    stream_index: Tensor
+    output_tokens: Tensor
+    output_index: Tensor
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,18 +46,19 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some whole sequences, packed end to end. Frozen: nothing is ever written into it.
+    """Complete sequences, packed end to end. Frozen: nothing is written into a micro-batch after it was built.
 
     Attributes:
-        index: position in the step, by which results are keyed.
-        data: the packed :class:`Batch` that a loss sees, on the engine's device.
-        seqlens: tokens of each sequence.
-        cu_seqlens: int32 ``[n + 1]``, where each sequence starts; the same tensor as ``data.cu_seqlens``.
-        sample_ids: position of each sequence in the caller's batch.
-        padded_length: tokens that the model sees: ``sum(seqlens)``, or the length of ``tree``, rounded up to what the layout needs.
-        filler: True for a dummy of one token, which keeps ranks in step and reaches neither loss nor results.
-        tree: what sequences share, where that is computed once.
-        wanted: bool ``[T]``, the key ``output_mask`` on the host; ``None`` without it.
+        index: position in the step. Results are keyed by this number.
+        data: the packed :class:`Batch` that a loss receives, on the engine's device.
+        seqlens: number of tokens of each sequence.
+        cu_seqlens: int32 ``[n + 1]``. Start of each sequence; the same tensor as ``data.cu_seqlens``.
+        sample_ids: index of each sequence in the caller's batch.
+        padded_length: number of tokens that the model computes: ``sum(seqlens)``, or the length of ``tree``, rounded up to a
+            multiple that the layout needs.
+        filler: True for a dummy of one token, which keeps ranks in step and enters neither loss nor results.
+        tree: common prefixes of the sequences, if they are computed once.
+        wanted: bool ``[T]``, on the host. The key ``output_mask``; ``None`` without that key.
     """
 
     index: int
@@ -70,19 +73,19 @@ class MicroBatch:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the sequences, unpadded: the ``T`` that a loss sees."""
+        """Number of tokens without padding: the ``T`` of the tensors that a loss receives."""
         return sum(self.seqlens)
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How the caller's batch looked: what :meth:`MicroBatchList.restore` goes back to.
+    """The form of the caller's batch, which :meth:`MicroBatchList.restore` gives to results.
 
     Attributes:
         kind: ``"padded"`` for a dict of ``[B, S]`` tensors, ``"list"`` for a list of per-sample dicts.
-        seqlens: tokens of each sample, in the caller's order.
+        seqlens: number of tokens of each sample, in the caller's order.
         width: ``S`` of a padded batch.
-        device: of the caller's tensors.
+        device: device of the caller's tensors.
     """
 
     kind: Literal["padded", "list"]
@@ -93,12 +96,12 @@ class BatchForm:
 
 @dataclass(frozen=True)
 class MicroBatchList:
-    """The micro-batches of one call on one rank. A value: it may be iterated again and again.
+    """The micro-batches of one call on one rank. Immutable, so that it can be iterated repeatedly.
 
     Attributes:
-        mbs: all micro-batches, the fillers last; as many as on every other rank.
-        form: of the caller's batch.
-        dropped: samples left out for their length (``overlong="drop"``), as positions in the caller's batch.
+        mbs: all micro-batches, fillers last. Every rank has the same number.
+        form: form of the caller's batch.
+        dropped: indices in the caller's batch of samples that were dropped for their length (``overlong="drop"``).
     """
 
     mbs: tuple[MicroBatch, ...]
@@ -116,28 +119,29 @@ class MicroBatchList:
 
     @property
     def real(self) -> tuple[MicroBatch, ...]:
-        """The micro-batches that hold the caller's samples."""
+        """The micro-batches with the caller's samples, without fillers."""
         return tuple(mb for mb in self.mbs if not mb.filler)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of this rank's samples, unpadded."""
+        """Number of tokens of this rank's samples, without padding."""
         return sum(mb.n_tokens for mb in self.real)
 
     def restore(self, per_mb: Sequence[Any]) -> Any:
-        """Bring per-micro-batch results back to the caller's order and form.
+        """Convert per-micro-batch results to the caller's order and form.
 
         Args:
             per_mb: one pytree of tensors for each of :attr:`real`, in order, as ``forward_backward_batch`` returns them. A leaf is
-                ``[T, ...]`` (per token) or ``[n, ...]`` (per sequence); which one is told by the shapes over all micro-batches,
-                and is per token where both fit.
+                ``[T, ...]`` (per token) or ``[n, ...]`` (per sequence). The shapes over all micro-batches decide between
+                both; if both match, the leaf is per token.
 
         Returns:
-            The same pytree. Each leaf is ``[B, S, ...]`` (per token, right-padded with zeros) or ``[B, ...]`` (per sequence) for
-            a padded batch, and a list of ``B`` tensors for a list; on the caller's device. Dropped samples are zeros.
+            The same pytree, on the caller's device. For a padded batch each leaf is ``[B, S, ...]`` (per token, right-padded with
+            zeros) or ``[B, ...]`` (per sequence); for a list, each leaf is a list of ``B`` tensors. Dropped samples are zeros.
 
         Raises:
-            ValueError: a leaf fits neither, there is not one result for each micro-batch, or every sample was dropped.
+            ValueError: a leaf matches neither shape, the number of results is not that of the micro-batches, or every sample
+                was dropped.
         """
         mbs = self.real
         if len(per_mb) != len(mbs):
@@ -146,6 +150,7 @@ class MicroBatchList:
             )
         if not mbs:
             raise ValueError("restore has nothing to go by: every sample of this rank was dropped for its length")
+        # Transpose a pytree for each micro-batch into a list over micro-batches for each leaf.
         flat = [pytree.tree_flatten(result) for result in per_mb]
         spec = flat[0][1]
         if any(other != spec for _, other in flat):
@@ -155,6 +160,7 @@ class MicroBatchList:
 
     def _restore_leaf(self, leaves: list[Tensor]) -> Tensor | list[Tensor]:
         mbs = self.real
+        # Per token or per sequence? All micro-batches decide together: in a single one, T may equal n.
         per_token = all(leaf.shape[:1] == (mb.n_tokens,) for leaf, mb in zip(leaves, mbs, strict=True))
         if not per_token and any(leaf.shape[:1] != (len(mb.seqlens),) for leaf, mb in zip(leaves, mbs, strict=True)):
             shapes = [tuple(leaf.shape) for leaf in leaves]
@@ -162,19 +168,22 @@ class MicroBatchList:
                 f"restore got shapes {shapes}: the first dimension is neither the tokens {[mb.n_tokens for mb in mbs]} "
                 f"nor the sequences {[len(mb.seqlens) for mb in mbs]} of the micro-batches"
             )
-        rows: dict[int, Tensor] = {}
+        # Unpack: the result of each sample, by its index in the caller's batch.
+        by_sample: dict[int, Tensor] = {}
         for leaf, mb in zip(leaves, mbs, strict=True):
-            pieces = leaf.split(list(mb.seqlens)) if per_token else leaf.unbind()
-            rows.update(zip(mb.sample_ids, pieces, strict=True))
+            values = leaf.split(list(mb.seqlens)) if per_token else leaf.unbind()
+            by_sample.update(zip(mb.sample_ids, values, strict=True))
+        # Dropped samples were never computed: their results are zeros of the right shape.
         like = leaves[0]
         for i in self.dropped:
-            rows[i] = like.new_zeros((self.form.seqlens[i], *like.shape[1:]) if per_token else like.shape[1:])
-        ordered = [rows[i].to(self.form.device) for i in range(len(self.form.seqlens))]
+            by_sample[i] = like.new_zeros((self.form.seqlens[i], *like.shape[1:]) if per_token else like.shape[1:])
+        ordered = [by_sample[i].to(self.form.device) for i in range(len(self.form.seqlens))]
         if self.form.kind == "list":
             return ordered
         if not per_token:
             return torch.stack(ordered)
+        # A padded batch: right-pad each sample to the caller's width.
         out = torch.zeros((len(ordered), self.form.width, *like.shape[1:]), dtype=like.dtype, device=self.form.device)
-        for row, piece in zip(out, ordered, strict=True):
-            row[: len(piece)] = piece
+        for row, values in zip(out, ordered, strict=True):
+            row[: len(values)] = values
         return out

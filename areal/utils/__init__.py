@@ -1,1 +1,1 @@
-"""Pure helpers: nothing here knows an engine."""
+"""Helpers that do not import the engine: collectives, devices, data, tensor functions and profiling."""

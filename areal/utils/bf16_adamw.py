@@ -1,4 +1,4 @@
-"""AdamW that keeps its moments in bfloat16: half their memory, with rounding that loses nothing on average."""
+"""AdamW with moments in bfloat16: half of their memory, with stochastic rounding that is unbiased."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) with bfloat16 moments that are rounded stochastically.
 
-    A moment moves by a small share of itself, less than half a unit of bfloat16's last place: rounded to nearest it would never move.
-    Rounded up with the probability that its remainder is of that unit, it is right on average (Gupta et al., 2015). The noise comes from
-    ``seed``, the step, the parameter's name and where a shard lies in it, so that ranks with the same shard round alike, and a run that goes
-    on from a checkpoint goes on with the same noise.
+    An update changes a moment by a small fraction, often less than half a unit in bfloat16's last place: rounding to nearest
+    would never change it. Rounding up with a probability equal to the remainder (in units of the last place) gives the right
+    result on average (Gupta et al., 2015). The noise depends on ``seed``, the step, the parameter's name and the box of the
+    shard. So ranks with the same shard round in the same way, and a resumed run continues with the same noise.
 
     Args:
-        parameters: plain or distributed tensors, of which each is stepped in its own dtype; arithmetic is in float32.
-        seed: of the noise. names: of the parameters; their numbers where there are none.
-        others: as of ``torch.optim.AdamW``.
+        parameters: plain or distributed tensors. Each is updated in its own dtype; arithmetic is in float32.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        seed: seed of the noise.
+        names: names of the parameters. Defaults to their positions.
     """
 
     def __init__(
@@ -52,34 +53,41 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which makes the moments float32 on their way."""
+        """Load a state. Moments stay bfloat16."""
+        # torch casts state to the dtype of the parameter.
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state |= {name: state[name].bfloat16() for name in _MOMENTS}
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], number: int) -> None:
         state, name = self.state[parameter], self._names[number] if self._names else number
+        # Moments start at zero, sharded like the parameter.
         if not state:
             state["step"] = torch.zeros(())
-            for name in _MOMENTS:
-                state[name] = empty_like(parameter, dtype=torch.bfloat16)
-                local_part(state[name]).zero_()
+            for moment in _MOMENTS:
+                state[moment] = empty_like(parameter, dtype=torch.bfloat16)
+                local_part(state[moment]).zero_()
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
         weight, box = local_shard(parameter)
-        where = [(part.start, part.stop) for part in box]
+        bounds = [(s.start, s.stop) for s in box]
+        # New moments in float32: m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2.
         gradient = local_part(parameter.grad).float()  # type: ignore[arg-type]  # there is one
         first = local_part(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
         second = local_part(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        generator = torch.Generator(weight.device).manual_seed(mixed(self._seed, name, step, where))
+        # Store them rounded. The update below uses the values before rounding.
+        generator = torch.Generator(weight.device).manual_seed(mixed(self._seed, name, step, bounds))
         _round(local_part(state["exp_avg"]), first, generator)
         _round(local_part(state["exp_avg_sq"]), second, generator)
+        # Decoupled weight decay, then the step with bias correction.
         second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.sub_(first.div_(second).mul_(group["lr"] / (1 - beta1**step)))
 
 
 def _round(out: Tensor, value: Tensor, generator: torch.Generator) -> None:
-    """``value`` float32 into ``out`` bfloat16: the upper half of its bits, after noise was added to the lower half."""
+    """Round float32 ``value`` stochastically to bfloat16 ``out``."""
+    # A bfloat16 is the upper 16 bits of a float32. Adding uniform noise to the lower 16 bits carries into the upper ones with
+    # a probability equal to the remainder; then the lower bits are cleared.
     noise = torch.randint(0, 2**16, value.shape, generator=generator, dtype=torch.int32, device=value.device)
     out.copy_(noise.add_(value.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32))

@@ -1,4 +1,8 @@
-"""All-gather and reduce-scatter of rows, each the other's gradient, and all-to-all, its own."""
+"""Collectives on rows of tensors: all-gather, reduce-scatter and all-to-all, plain and differentiable.
+
+The gradient of an all-gather is a reduce-scatter, and the other way round. The gradient of an all-to-all is the all-to-all in
+the other direction.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed both, and warns of the old names.
+# torch 2.13 renamed both functions, and warns when the old names are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[t, ...]`` of each rank end to end, ``[size * t, ...]``. Not differentiable."""
+    """Gather ``[t, ...]`` of every rank end to end, ``[size * t, ...]``. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
     _all_gather(out, x, group=group)
@@ -22,7 +26,7 @@ def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows ``[t, ...]`` of the sum over ranks of ``[size * t, ...]``. Not differentiable."""
+    """Sum ``[size * t, ...]`` over ranks, and return this rank's rows ``[t, ...]``. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
     _reduce_scatter(out, x, op=dist.ReduceOp.SUM, group=group)
@@ -30,7 +34,10 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class GatherRows(torch.autograd.Function):
-    """All-gather whose gradient is summed over ranks: each of them used the gathered rows for something of its own."""
+    """All-gather whose backward sums gradients over ranks, for gathered rows that each rank uses in a different way.
+
+    If all ranks compute the same from the gathered rows, their gradients are equal and must not be summed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -43,7 +50,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class ReduceScatterRows(torch.autograd.Function):
-    """Reduce-scatter of what each rank computed a summand of."""
+    """Reduce-scatter of summands, one on each rank. The backward gathers the gradients of all rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,10 +63,13 @@ class ReduceScatterRows(torch.autograd.Function):
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows that the ranks send to this one, end to end. Not differentiable.
+    """Send rows to all ranks, and return the received rows end to end (all-to-all). Not differentiable.
 
     Args:
-        x: what this rank sends, end to end. sent, received: how many rows, by rank.
+        x: rows to send, those for rank 0 first.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        group: ranks that exchange rows.
     """
     out = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
@@ -67,14 +77,14 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
 
 
 class ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows, whose gradients go back the way they came."""
+    """All-to-all of rows. The backward sends the gradient of each row to the rank that the row came from."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way, ctx.group = (sent, received), group
+        ctx.counts, ctx.group = (sent, received), group
         return exchange_rows(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        sent, received = ctx.way
+        sent, received = ctx.counts
         return exchange_rows(grads[0], received, sent, ctx.group), None, None, None

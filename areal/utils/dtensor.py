@@ -17,15 +17,17 @@ Box = tuple[slice, ...]
 
 
 def full_box(shape: tuple[int, ...] | torch.Size) -> Box:
-    """The box that is all of a tensor of that shape."""
+    """Return the box that covers a full tensor of the given shape."""
     return tuple(slice(0, n) for n in shape)
 
 
 def local_part(tensor: Tensor | None, gradient: Placement | None = None) -> Any:
-    """This rank's part of a distributed tensor; all of a plain one.
+    """Return this rank's shard of a distributed tensor, differentiably; a plain tensor is returned as it is.
 
     Args:
-        gradient: what this rank's gradient of it is, where not of its own part alone.
+        tensor: the tensor, or ``None``.
+        gradient: placement of the gradient. Defaults to the placement of the tensor. ``Partial()``: this rank's gradient is a
+            summand.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -33,14 +35,14 @@ def local_part(tensor: Tensor | None, gradient: Placement | None = None) -> Any:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put every parameter back to its shards: a forward without a backward leaves the root's gathered."""
+    """Reshard all parameters of an FSDP model. After a forward without a backward, those of the root are still gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, Box]:
-    """This rank's part of a tensor, sharing its memory, and where that part lies in the full one. A plain tensor is all there."""
+    """Return this rank's shard of a tensor, detached and in the same memory, and its box in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), full_box(tensor.shape)
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -55,9 +57,9 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, Box]:
 
 @torch.no_grad()
 def empty_like(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of the same layout over the same mesh, without values.
+    """Return an uninitialized tensor with the same shape, placements and mesh.
 
-    torch's own ``empty_like`` may answer from a cache with the mesh of an engine that is gone, if that mesh was equal to this one.
+    ``torch.empty_like`` caches results by equality of meshes, and may return a tensor on the mesh of a destroyed engine.
     """
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device, dtype=dtype)
@@ -66,19 +68,21 @@ def empty_like(tensor: Tensor, device: torch.device | None = None, dtype: torch.
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor, detached, in memory of its own, on the device of its mesh. Collective."""
+    """Gather the full tensor, detached, in new memory on the device of its mesh. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
+    # Shards on the host are moved first: collectives run on the mesh's device.
     device = collective_device(tensor)
     if tensor.device != device:
         tensor = _with_local(tensor, tensor.to_local().to(device))
     full = tensor.full_tensor().detach()
-    shares = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
-    return full.clone() if shares else full
+    # A replicated tensor is returned without a copy: its memory is the parameter's.
+    aliased = full.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    return full.clone() if aliased else full
 
 
 def collective_device(tensor: Tensor) -> torch.device:
-    """Where collectives over a tensor's ranks run: its shards may be kept on the host."""
+    """Return the device for collectives on a tensor, whose shards may be on the host."""
     if not isinstance(tensor, DTensor) or tensor.device.type == tensor.device_mesh.device_type:
         return tensor.device
     return platform.current_device()

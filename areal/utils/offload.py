@@ -1,4 +1,4 @@
-"""Tensors between the device and host memory, or files, bit for bit."""
+"""Offload tensors to host memory or files, and restore them bit for bit."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from torch.distributed.tensor import DTensor
 
 
 class HostMemory:
-    """Copies storages to host memory and frees them in place, so that every view of them stays valid once they are back.
+    """Moves tensors to host memory or files, by freeing and restoring their storages in place.
+
+    Views of an offloaded storage stay valid: they have their values again after :meth:`onload`.
 
     Args:
-        tensors: what there is to move, under ``"params"``, ``"grads"`` and ``"optimizer"``.
-        folder: where they go to files of this rank instead, which are removed when they are back or nobody wants them any more.
+        tensors: functions that return the tensors of ``"params"``, ``"grads"`` and ``"optimizer"``.
+        folder: directory for files of this rank, instead of host memory. Files are removed after they are restored or
+            discarded.
 
     Raises:
-        ValueError: there is no such folder, or it cannot be written to.
+        ValueError: the directory does not exist or is not writable.
     """
 
     def __init__(self, tensors: Mapping[str, Callable[[], Iterable[Tensor]]], folder: str | None = None) -> None:
         self._tensors = tensors
-        self._away: dict[str, list[tuple[torch.UntypedStorage, _Away]]] = {}
+        self._backups: dict[str, list[tuple[torch.UntypedStorage, _Backup]]] = {}
         self._folder: Path | None = None
         if folder is not None:
             try:
@@ -36,62 +39,66 @@ class HostMemory:
                 raise ValueError(
                     f"offload_dir = {folder!r}: {error}; name a directory that can be written to"
                 ) from error
+            # Also removed if this object is never closed.
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
-        """Move what is named; what is away already stays there."""
+        """Move the named kinds of tensors out. Kinds that are offloaded already are left as they are."""
         for kind, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted and kind not in self._away:
-                self._away[kind] = [self._send(storage) for storage in _storages(self._tensors[kind]())]
+            if wanted and kind not in self._backups:
+                self._backups[kind] = [self._move_out(storage) for storage in _storages(self._tensors[kind]())]
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
-        """Bring back what is named; what is here already stays. Returns the bytes that came."""
+        """Restore the named kinds of tensors that are offloaded. Returns the number of bytes moved."""
         nbytes = 0
         for kind, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
             if wanted:
-                for storage, away in self._away.pop(kind, []):
-                    away.bring_back(storage)
+                for storage, backup in self._backups.pop(kind, []):
+                    backup.restore(storage)
                     nbytes += storage.nbytes()
         return nbytes
 
     def forget(self, kind: str) -> None:
-        """Leave what is away where it is: nobody will want it back."""
-        self._away.pop(kind, None)
+        """Discard the offloaded values of a kind. They cannot be restored."""
+        self._backups.pop(kind, None)
 
-    def _send(self, storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, _Away]:
-        away = _Copy(storage) if self._folder is None else _File(storage, self._folder)
-        storage.resize_(0)
-        return storage, away
+    def _move_out(self, storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, _Backup]:
+        backup = _HostBackup(storage) if self._folder is None else _FileBackup(storage, self._folder)
+        storage.resize_(0)  # frees the memory and keeps the storage object, which all views refer to
+        return storage, backup
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The state of a torch optimizer, but for scalars."""
+    """Return the state tensors of a torch optimizer, except scalars."""
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages of tensors, each once, without those that are empty (offloaded)."""
     local = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
     unique = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in local if x.untyped_storage().nbytes()}
     return list(unique.values())
 
 
-class _Away(Protocol):
-    def bring_back(self, storage: torch.UntypedStorage) -> None: ...
+class _Backup(Protocol):
+    """Bytes of one offloaded storage."""
+
+    def restore(self, storage: torch.UntypedStorage) -> None: ...
 
 
-class _Copy:
-    """Bytes in host memory."""
+class _HostBackup:
+    """Backup in host memory."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._bytes = storage.cpu() if storage.device.type != "cpu" else storage.clone()
 
-    def bring_back(self, storage: torch.UntypedStorage) -> None:
+    def restore(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(self._bytes.nbytes())
         storage.copy_(self._bytes)
 
 
-class _File:
-    """Bytes in a file, which is mapped only while they move, so that they are not in this process's memory meanwhile."""
+class _FileBackup:
+    """Backup in a file. The file is memory-mapped only during copies, so that it takes no memory of the process."""
 
     def __init__(self, storage: torch.UntypedStorage, folder: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
@@ -99,7 +106,7 @@ class _File:
         self._nbytes = storage.nbytes()
         self._mapped().copy_(storage)
 
-    def bring_back(self, storage: torch.UntypedStorage) -> None:
+    def restore(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(self._nbytes)
         storage.copy_(self._mapped())
 

@@ -1,4 +1,4 @@
-"""The only place that knows a GPU from a CPU."""
+"""Devices: the only module that distinguishes GPUs from CPUs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from torch.profiler import ProfilerActivity
 
 
 def accelerator() -> str:
-    """``"cuda"`` where there is a GPU, else ``"cpu"``."""
+    """Return ``"cuda"`` if there is a GPU, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def current_device() -> torch.device:
-    """The device of this process: the GPU of its local rank (several processes may share one), or the CPU."""
+    """Return the device of this process: the GPU of its local rank, which several processes may use, or the CPU."""
     if accelerator() == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def collective_backend() -> str:
-    """Backend of the default process group: gloo, and NCCL for tensors on GPUs where each local rank has one of its own."""
+    """Return the backend of the default process group: gloo for CPU tensors, NCCL for GPU tensors if possible."""
+    # NCCL needs a separate GPU for each local rank.
     if accelerator() == "cpu":
         return "gloo"
     shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
@@ -34,29 +35,28 @@ def collective_backend() -> str:
 
 
 def fast_dtype() -> Literal["bfloat16", "float32"]:
-    """The dtype in which this machine multiplies matrices fastest: bfloat16 on GPUs and on processors that have instructions for it, and
-    float32 elsewhere, where bfloat16 is several times slower.
-    """
+    """Return the dtype with the fastest matrix products: bfloat16 on GPUs and CPUs with bfloat16 instructions, else float32."""
     if accelerator() != "cpu":
         return "bfloat16"
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return "bfloat16" if any(known.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")) else "float32"
+    # Without such instructions, bfloat16 is several times slower than float32.
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return "bfloat16" if any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16")) else "float32"
 
 
 def set_device(device: torch.device) -> None:
-    """Make ``device`` the current one, where devices have an index."""
+    """Make ``device`` the current GPU. Does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return freed memory to the device."""
+    """Release the allocator's unused memory to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, or the host's allocator, had no memory left."""
+    """Return whether an error means that the device or the host ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
@@ -64,22 +64,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Stopwatch(Protocol):
-    """Takes marks in time."""
+    """Measures the time between marks in the execution of a device."""
 
     def mark(self) -> Any:
-        """Here."""
+        """Set a mark at this point of the execution."""
 
     def laps(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds between each mark and the next."""
+        """Return the seconds between each mark and the next."""
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """Measures what ``device`` does in its current stream."""
+    """Return a stopwatch for work on ``device``, in its current stream."""
     return _StreamStopwatch(device) if device.type == "cuda" else _HostStopwatch()
 
 
 class _HostStopwatch:
-    """A CPU has done what it was told when the next line runs."""
+    """Stopwatch of a CPU: execution is synchronous, so that the host's clock is exact."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -89,10 +89,10 @@ class _HostStopwatch:
 
 
 class _StreamStopwatch:
-    """A GPU comes to a mark when it has done what was asked before it; nobody waits until laps are asked for.
+    """Stopwatch of a GPU: marks are events in a stream. The host waits only in :meth:`laps`.
 
-    Marks are in the stream that is current when it is made, whichever is when they are taken: what other streams do counts where that
-    one waits for them.
+    All marks are in the stream that is current when the stopwatch is created. Work in other streams counts while this stream
+    waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,30 +104,28 @@ class _StreamStopwatch:
         return event
 
     def laps(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        marks[-1].synchronize()
+        marks[-1].synchronize()  # elapsed_time() needs completed events, and returns milliseconds
         return [before.elapsed_time(after) / 1000 for before, after in pairwise(marks)]
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
-    """What a profile of work on ``device`` looks at."""
+    """Return the activities to record in a profile of work on ``device``."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 
 def profiled_memory(device: torch.device) -> tuple[int, int]:
-    """The type of ``device`` by which a profiler's memory events name it, and the bytes that tensors have there now. On a CPU these are not
-    known: 0.
-    """
+    """Return the number of the device type in a profiler's memory events, and the bytes allocated now (0 on a CPU: unknown)."""
     return (1, torch.cuda.memory_allocated(device)) if device.type == "cuda" else (0, 0)
 
 
 def start_memory_history(device: torch.device) -> None:
-    """Note each allocation with its stack, where the allocator can."""
+    """Start to record each allocation with its stack. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(device=device)
 
 
 def save_memory_history(device: torch.device, path: Path) -> None:
-    """Write what was noted, for https://pytorch.org/memory_viz, and note no more."""
+    """Write the recorded allocations for https://pytorch.org/memory_viz, and stop recording."""
     if device.type == "cuda":
         torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None, device=device)

@@ -1,4 +1,4 @@
-"""Random state: seeds, and what a checkpoint keeps of it."""
+"""Random state: seeds, and the state that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (every device), numpy and Python."""
+    """Seed torch (all devices), numpy and Python."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of torch's generators on this process, as tensors."""
+    """Return the state of torch's generators of this process, as tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -26,13 +26,13 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Bring back what :func:`rng_state` returned."""
+    """Restore the state that :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def mixed(*numbers: object) -> int:
-    """63 bits that look nothing like ``numbers`` (or sequences of them), the same on every machine."""
+    """Return a 63-bit hash of numbers (or sequences of them), equal on every machine, to derive a seed from."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

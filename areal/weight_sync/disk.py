@@ -26,7 +26,7 @@ from areal.engine.checkpoint.atomic_dir import (
     verify,
 )
 from areal.engine.checkpoint.safetensors import INDEX_FILE, TensorFiles, TensorSpec, TensorWriter, index_of
-from areal.engine.model.hub import copy_beside, read_config
+from areal.engine.model.hub import copy_model_files, read_config
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import full_box
 from areal.weight_sync.apply import Replica
@@ -152,7 +152,7 @@ def _write_beside(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
     config = read_config(model)
     config.dtype = dtype
     config.save_pretrained(draft)
-    return sorted({"config.json", *copy_beside(model, draft)})
+    return sorted({"config.json", *copy_model_files(model, draft)})
 
 
 # ---- receiving

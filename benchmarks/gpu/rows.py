@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from areal import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEngineConfig, create_engine
 from areal.api import Batch, TokenOutputs
-from areal.engine.attention.kernels import Segments, packed_attention
+from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
 
 LR = 1e-5
 CHUNK = 1024
@@ -49,7 +49,7 @@ def _packed(
 ) -> tuple[Tensor, None]:
     """Attention of packed ``[1, heads, T, width]`` by the same kernel as ours (flash-attn, or torch's varlen)."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return packed_attention(q, k, v, kwargs["segments"], scale=scaling)[None], None
+    return packed_attention(q, k, v, kwargs["segments"], AttentionOptions(scale=scaling))[None], None
 
 
 AttentionInterface.register("bench_packed", _packed)

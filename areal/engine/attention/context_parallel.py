@@ -1,7 +1,8 @@
-"""Context parallelism: how ranks share the tokens of a packed stream, and how attention reaches across them.
+"""Context parallelism: split the tokens of a packed stream over ranks, and run attention across them.
 
-Works on packed ``[T, ...]`` tensors alone, so that every engine uses the same. It never enters the normalisation of a
-loss: outputs are gathered with a backward that keeps the local slice, and a rank's gradients are its share of the sum.
+Only packed ``[T, ...]`` tensors are involved, so that all engines use this module. Context parallelism never enters the
+normalisation of a loss: outputs are gathered with a backward that keeps the local slice, and the gradients of a rank are
+summands of the sum over ranks.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
-from areal.engine.attention.gather_kv import gather_kv_attention, plan_keys, zigzag_places, zigzag_restore, zigzag_shard
-from areal.engine.attention.kernels import Segments, packed_attention
+from areal.engine.attention.gather_kv import gather_kv_attention, plan_keys, zigzag_index, zigzag_restore, zigzag_shard
+from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
 from areal.engine.attention.token_stream import TokenStream
 from areal.engine.attention.ulysses import ulysses_attention
 from areal.utils.collectives import all_gather_rows
 
 ContextParallelMode = Literal["ulysses", "gather_kv"]
-"""``ulysses`` trades tokens for heads by all-to-all; ``gather_kv`` gathers keys and values, whatever the heads."""
+"""``ulysses`` exchanges tokens for heads by all-to-all; ``gather_kv`` all-gathers keys and values, for any number of heads."""
 
 
 def choose_mode(
     requested: Literal["auto", "ulysses", "gather_kv"], size: int, n_heads: int, n_kv_heads: int
 ) -> ContextParallelMode:
-    """The mode for a model: what was asked for, or with ``"auto"`` Ulysses where the query heads divide.
+    """Return the requested mode; with ``"auto"``, Ulysses if the query heads divide over the ranks, else ``gather_kv``.
 
     Args:
-        requested: of the configuration.
-        size: context-parallel ranks.
+        requested: mode from the configuration.
+        size: number of context-parallel ranks.
         n_heads, n_kv_heads: query and key heads of a layer on one rank, after tensor parallelism.
 
     Raises:
-        ValueError: an unknown mode, heads that do not group, or Ulysses with heads that do not divide over the ranks.
+        ValueError: the mode is unknown, query heads do not group over key heads, or Ulysses cannot divide the heads over the ranks.
     """
     if requested not in ("auto", *get_args(ContextParallelMode)):
         raise ValueError(f"context-parallel mode {requested!r}: choose 'auto', 'ulysses' or 'gather_kv'")
@@ -57,15 +58,15 @@ def choose_mode(
 
 
 class ContextParallel:
-    """The ranks that share one packed stream, and the order in which they hold it.
+    """The ranks that one packed stream is split over, and how it is split.
 
     Args:
-        group: the context-parallel ranks, or ``None`` for one rank alone, which then takes part in no collective.
+        group: the context-parallel ranks. ``None`` for a single rank, which then calls no collective.
         mode: see :data:`ContextParallelMode`. ``ulysses`` slices the stream contiguously, ``gather_kv`` in zig-zag.
 
     Attributes:
-        size, rank: of the group.
-        align: a micro-batch's padded length is a multiple of this.
+        size, rank: size of the group, and rank in it.
+        align: the padded length of a micro-batch must be a multiple of this.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, mode: ContextParallelMode = "ulysses") -> None:
@@ -75,16 +76,17 @@ class ContextParallel:
         self.mode = mode
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        # Each rank has one contiguous slice in Ulysses, and two chunks of equal size in zig-zag order.
         self.align = 1 if self.size == 1 else self.size if mode == "ulysses" else 2 * self.size
 
     def __repr__(self) -> str:
         return f"ContextParallel(size={self.size}, mode={self.mode!r})"
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's slice of ``[T, ...]``, ``[T / size, ...]``; ``T`` is a multiple of :attr:`align`.
+        """Return this rank's slice of ``[T, ...]``, as ``[T / size, ...]``.
 
         Raises:
-            ValueError: ``T`` is not.
+            ValueError: ``T`` is not a multiple of :attr:`align`.
         """
         self._check_aligned(x.shape[0])
         if self.size == 1:
@@ -92,14 +94,14 @@ class ContextParallel:
         return x.chunk(self.size)[self.rank] if self.mode == "ulysses" else zigzag_shard(x, self.rank, self.size)
 
     def gather(self, x: Tensor, length: int) -> Tensor:
-        """The whole stream on every rank, in order and without padding. Collective.
+        """Gather the full stream on every rank, in stream order and without padding. Collective.
 
-        The backward keeps the local slice of the gradient: every rank computes the same loss of the whole stream, and
-        is answerable for its own tokens.
+        The backward keeps the local slice of the gradient: every rank computes the same loss over the full stream and keeps
+        the gradient of its slice only.
 
         Args:
-            x: this rank's slice, ``[T / size, ...]``, of any dtype.
-            length: tokens without padding, at most ``T``.
+            x: ``[T / size, ...]`` of any dtype. This rank's slice.
+            length: number of tokens without padding, at most ``T``.
 
         Returns:
             ``[length, ...]``.
@@ -107,21 +109,21 @@ class ContextParallel:
         return x[:length] if self.size == 1 else _GatherStream.apply(x, self, length, True)
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """The ranks' rows end to end, as many of each, ``[size * R, ...]``; the backward as of :meth:`gather`. Collective."""
+        """Gather ``R`` rows of each rank end to end, ``[size * R, ...]``, with the backward of :meth:`gather`. Collective."""
         return x if self.size == 1 else _GatherStream.apply(x, self, self.size * len(x), False)
 
-    def places(self, where: Tensor, length: int) -> Tensor:
-        """Where positions ``where`` of a stream of ``length`` stand in the ranks' slices end to end."""
-        return where if self.size == 1 or self.mode == "ulysses" else zigzag_places(where, length, self.size)
+    def gathered_index(self, positions: Tensor, length: int) -> Tensor:
+        """Map positions in a stream of ``length`` tokens to indices into the ranks' slices end to end."""
+        return positions if self.size == 1 or self.mode == "ulysses" else zigzag_index(positions, length, self.size)
 
-    def layout(self, branches: TokenStream, device: torch.device | str = "cpu") -> AttentionLayout:
-        """How attention runs over a stream.
+    def layout(self, stream: TokenStream, device: torch.device | str = "cpu") -> AttentionLayout:
+        """Return the layout of attention over a stream.
 
         Raises:
-            ValueError: its length is not a multiple of :attr:`align`.
+            ValueError: the length of the stream is not a multiple of :attr:`align`.
         """
-        self._check_aligned(len(branches))
-        return AttentionLayout(self, branches, branches.segments(device))
+        self._check_aligned(len(stream))
+        return AttentionLayout(self, stream, stream.segments(device))
 
     def _check_aligned(self, length: int) -> None:
         if length % self.align:
@@ -133,90 +135,91 @@ class ContextParallel:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
-    """Which tokens of one micro-batch may see each other, and where they are. Made by :meth:`ContextParallel.layout`.
+    """The tokens of one micro-batch for attention: who attends to whom, and on which rank. Made by :meth:`ContextParallel.layout`.
 
     Attributes:
-        cp: the ranks that hold the stream.
-        branches: of the whole stream, padding included. segments: the same for attention.
+        cp: the ranks that the stream is split over.
+        stream: the full stream, padding included.
+        segments: attention segments of the full stream.
     """
 
     cp: ContextParallel
-    branches: TokenStream
+    stream: TokenStream
     segments: Segments
     _keys: dict[int | None, Segments] = field(default_factory=dict, init=False, repr=False)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Causal attention of this rank's tokens over their own sequences. Collective where there are several ranks.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Compute causal attention of this rank's tokens within their sequences. Collective with several ranks.
 
         Args:
-            q, k, v: this rank's slices, ``[T / size, Hq, D]``, ``[T / size, Hkv, D]`` and ``[T / size, Hkv, Dv]``.
-            scale, window, sinks, softcap: as for :func:`~areal.engine.attention.kernels.packed_attention`.
+            q, k, v: ``[T / size, Hq, D]``, ``[T / size, Hkv, D]`` and ``[T / size, Hkv, Dv]``. This rank's slices.
 
         Returns:
             ``[T / size, Hq, Dv]``, in the dtype of ``q``.
 
         Raises:
-            ValueError: the tensors do not fit the layout or each other.
+            ValueError: the tensors do not match the layout or each other.
         """
-        expected = len(self.branches) // self.cp.size
+        expected = len(self.stream) // self.cp.size
         if q.shape[0] != expected:
             raise ValueError(f"attention got {q.shape[0]} tokens where this rank's share of the layout is {expected}")
         if self.cp.group is None or self.cp.size == 1:
-            return packed_attention(q, k, v, self.segments, scale=scale, window=window, sinks=sinks, softcap=softcap)
-        options: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks, "softcap": softcap}
+            return packed_attention(q, k, v, self.segments, options)
         if self.cp.mode == "ulysses":
-            return ulysses_attention(q, k, v, self.segments, self.cp.group, **options)
-        return gather_kv_attention(q, k, v, self._keys_for(window), self.cp.group, **options)
+            return ulysses_attention(q, k, v, self.segments, self.cp.group, options)
+        return gather_kv_attention(q, k, v, self._keys_for(options.window), self.cp.group, options)
 
     def _keys_for(self, window: int | None) -> Segments:
-        # Layers share a layout, and a model has one or two windows: each is planned and copied to the device once.
+        # All layers use the same layout, and a model has one or two windows: each is planned and copied to the device once.
         if window not in self._keys:
             device = self.segments.cu_q.device
-            self._keys[window] = plan_keys(self.branches, self.cp.rank, self.cp.size, window, device)
+            self._keys[window] = plan_keys(self.stream, self.cp.rank, self.cp.size, window, device)
         return self._keys[window]
 
 
 class _GatherStream(torch.autograd.Function):
+    """All-gather of slices whose backward keeps the local slice.
+
+    The gradient is not reduced over ranks: every rank computes the same loss from the same gathered tensor, so that its
+    local gradient of the slice is complete.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextParallel, length: int, in_order: bool) -> Tensor:
         ctx.cp, ctx.padding, ctx.in_order = cp, cp.size * x.shape[0] - length, in_order
         stream = all_gather_rows(x, cp.group)  # type: ignore[arg-type]  # more than one rank, hence a group
         if in_order and cp.mode == "gather_kv":
             stream = zigzag_restore(stream, cp.size)
+        # A copy, so that the result does not keep the padded buffer alive as its base.
         return stream[:length].clone() if ctx.padding else stream
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
+        # Padding got no gradient. It is appended again so that the slices have their forward sizes.
         if ctx.padding:
             grad = torch.cat([grad, grad.new_zeros((ctx.padding, *grad.shape[1:]))])
-        mine = ctx.cp.shard(grad) if ctx.in_order else grad.chunk(ctx.cp.size)[ctx.cp.rank]
-        return mine, None, None, None
+        local = ctx.cp.shard(grad) if ctx.in_order else grad.chunk(ctx.cp.size)[ctx.cp.rank]
+        return local, None, None, None
 
 
 def context_parallel_of(
     config: PretrainedConfig, dims: ParallelDims, requested: Literal["auto", "ulysses", "gather_kv"], ranks: DeviceMesh
 ) -> ContextParallel:
-    """How the ranks of a layout share the tokens of a model.
+    """Return the context parallelism of a layout of ranks for a model.
 
     Args:
-        requested: of the engine's configuration. ranks: the axis ``cp``.
+        config: configuration of the model.
+        dims: sizes of the layout.
+        requested: mode from the engine's configuration.
+        ranks: the axis ``cp`` of the device mesh.
 
     Raises:
-        ValueError: as :func:`choose_mode`.
+        ValueError: see :func:`choose_mode`.
     """
     if dims.cp == 1:
         return ContextParallel(None)
+    # Ulysses splits the heads that tensor parallelism leaves on a rank.
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // dims.tp

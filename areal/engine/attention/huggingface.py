@@ -1,11 +1,11 @@
-"""The packed attention that Hugging Face models run: registered with transformers under :data:`PACKED_ATTENTION`.
+"""Packed attention for Hugging Face models, registered with transformers as :data:`PACKED_ATTENTION`.
 
 A model is built with ``attn_implementation=PACKED_ATTENTION`` and called with ``packed=layout``, ``attention_mask=None`` and
-``use_cache=False``; transformers hands ``packed`` through to every attention layer. No mask function is registered under the
-name, so transformers builds no mask: the layout says which tokens see each other.
+``use_cache=False``. transformers passes ``packed`` through to every attention layer. No mask function is registered under
+that name, so that transformers builds no mask: the layout defines which tokens see each other.
 
-A model whose layers cannot keep packed sequences apart runs ``rows`` instead, one sequence per row under its own attention and
-mask; one for which that is wrong too is refused. :func:`choose_attention` decides.
+A model whose layers would mix packed sequences runs ``rows`` instead: one sequence per row, with the model's own attention
+and mask. If that is wrong, too, the model is refused. :func:`choose_attention` decides.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from areal.api.config import MicroBatchSpec
 from areal.engine.attention.context_parallel import AttentionLayout
+from areal.engine.attention.kernels import AttentionOptions
 from areal.engine.attention.probe import probe
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ PACKED_ATTENTION = "areal_packed"
 """Name of the attention implementation."""
 
 TESTED_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
-"""Model types whose packed numbers the test suite pins. Others are generic: a probe decides whether they are packed."""
+"""Model types whose packed results the tests compare with transformers. For others, a probe decides whether they are packed."""
 
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -52,7 +53,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Arguments that models hand to attention without a bearing on its result here. Any other is refused unless it is unset."""
+"""Arguments of attention that do not change its result here. Any other argument is refused unless it is unset."""
 
 
 def packed_attention_forward(
@@ -71,23 +72,29 @@ def packed_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute packed attention, with the signature that transformers calls.
 
     Args:
-        query, key, value: ``[1, Hq | Hkv, T, D | Dv]``, this rank's tokens.
+        module: the attention layer.
+        query, key, value: ``[1, Hq | Hkv, T, D | Dv]``. This rank's tokens.
         attention_mask: must be ``None``.
-        packed: the layout, as it was passed to the model's forward.
-        scaling: defaults to ``D ** -0.5``.
-        sliding_window: a key is visible to a query less than this many positions behind it, and to itself.
-        s_aux: attention sinks ``[Hq]``.
+        packed: layout that was passed to the model's forward.
+        scaling: factor on ``q @ k``. Defaults to ``D ** -0.5``.
+        dropout: must be 0.
+        sliding_window: number of keys that a query sees, its own included. ``None``: all earlier keys.
+        s_aux: ``[Hq]``. Attention sinks.
+        softcap: bound of the logits, or ``None``.
+        is_causal: must not be False.
+        kwargs: other arguments of the model. Arguments that could change the result are refused.
 
     Returns:
-        ``[1, T, Hq, Dv]``, and no attention weights.
+        ``[1, T, Hq, Dv]``, and ``None`` instead of attention weights.
 
     Raises:
-        ValueError: there is no layout, there is a mask or dropout, the model is not causal, or it asks for something that packed
-            attention does not know. Each is named.
+        ValueError: the layout is missing, or the model passes a mask, dropout, ``is_causal=False`` or an argument that packed
+            attention does not support. The error names it.
     """
+    # Refuse everything that would change the result: nothing is ignored.
     if packed is None:
         raise ValueError(
             f"{PACKED_ATTENTION!r} attention needs packed=AttentionLayout in the call of the model's forward"
@@ -99,14 +106,18 @@ def packed_attention_forward(
         raise ValueError(
             f"query has {query.shape[0]} rows: packed attention takes one row with all sequences end to end"
         )
+
+    # transformers has one row of [heads, tokens, dim]; the kernels take [tokens, heads, dim].
     out = packed.attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        sinks=s_aux,
-        softcap=softcap,
+        AttentionOptions(
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            sinks=s_aux,
+            softcap=softcap,
+        ),
     )
     return out.unsqueeze(0), None
 
@@ -134,13 +145,16 @@ def _is_unset(value: Any) -> bool:
 
 
 def why_not_packed(config: PretrainedConfig) -> str | None:
-    """Why a model cannot keep packed sequences apart, or ``None`` where it is known to.
+    """Return the reason why a model would mix packed sequences, or ``None`` if it keeps them apart.
 
-    Known by name for :data:`TESTED_FAMILIES`, and otherwise by running a tiny copy; see :mod:`areal.engine.attention.probe`.
+    :data:`TESTED_FAMILIES` are known to keep them apart. For other models, a tiny copy is run; see
+    :mod:`areal.engine.attention.probe`.
 
     Raises:
-        ValueError: a model that cannot be trained on next tokens, whatever the layout: an encoder-decoder, or one that looks ahead.
+        ValueError: the model cannot be trained on next tokens with any layout, such as an encoder-decoder or a model whose
+            tokens see later ones.
     """
+    # Models that cannot be trained at all.
     if config.is_encoder_decoder:
         raise ValueError(f"model_type = {config.model_type!r} is an encoder-decoder; engines train decoder-only models")
     if getattr(config.get_text_config(), "use_bidirectional_attention", False):
@@ -151,25 +165,28 @@ def why_not_packed(config: PretrainedConfig) -> str | None:
             f"rope_type = {rope['rope_type']!r}: its frequencies depend on the longest sequence beside a token, so that the "
             "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
         )
+    # Models that can be trained, but not packed, according to their configuration.
     if config.get_text_config() is not config:
         return f"model_type = {config.model_type!r} has parts beside its language model"
     declared = _declared_obstacle(config)
     if config.model_type in TESTED_FAMILIES:
         return declared
-    found = probe(config, None if declared else PACKED_ATTENTION)
-    if found.causal or found.rows:
+    # All other models: run a tiny copy and compare.
+    result = probe(config, None if declared else PACKED_ATTENTION)
+    if result.causal or result.rows:
         raise ValueError(
             f"model_type = {config.model_type!r} cannot be trained on next tokens: "
             + (
-                f"after a later token changed, {found.causal}"
-                if found.causal
-                else f"beside right padding, {found.rows}"
+                f"after a later token changed, {result.causal}"
+                if result.causal
+                else f"beside right padding, {result.rows}"
             )
         )
-    return declared or found.packed
+    return declared or result.packed
 
 
 def _declared_obstacle(config: PretrainedConfig) -> str | None:
+    """Return the entry of a configuration that excludes packing: a kind of layer, or dropout of attention weights."""
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
     if others:
         return f"its layer_types has {', '.join(others)}"
@@ -181,21 +198,23 @@ def _declared_obstacle(config: PretrainedConfig) -> str | None:
 def choose_attention(
     config: PretrainedConfig, requested: Literal["auto", "packed", "rows"], cp: int
 ) -> Literal["packed", "rows"]:
-    """How a model keeps sequences apart: end to end under packed attention, or one per row under its own.
+    """Return how a model runs several sequences: packed end to end, or one per row with the model's own attention.
 
     Args:
-        config: of the model.
-        requested: what the user asked for; ``"auto"`` packs where that is known to be right, and warns where it is not.
-        cp: context-parallel ranks, which need packed attention.
+        config: configuration of the model.
+        requested: setting of the user. ``"auto"`` packs models that keep packed sequences apart, and logs a warning for others.
+        cp: number of context-parallel ranks, which need packed attention.
 
     Raises:
-        ValueError: the model cannot be trained, or not as asked for.
+        ValueError: the model cannot be trained, or not as requested.
     """
     why = why_not_packed(config)
+    # Packed, if the model keeps sequences apart and the user does not want rows.
     if requested == "packed" and why:
         raise ValueError(f"attention = 'packed', but {config.model_type!r} would mix sequences: {why}; use 'auto'")
     if requested != "rows" and why is None:
         return "packed"
+    # Otherwise rows, which context parallelism cannot slice.
     if cp > 1:
         reason = why or "attention = 'rows' was asked for"
         raise ValueError(f"context parallelism over {cp} ranks needs packed attention, but {reason}; use c1")
@@ -205,10 +224,10 @@ def choose_attention(
 
 
 def check_sharing(spec: MicroBatchSpec, *, packed: bool) -> None:
-    """Refuse prefixes that cannot be shared.
+    """Raise if prefixes are to be shared by a model that runs one sequence per row.
 
     Raises:
-        ValueError: sequences run in rows.
+        ValueError: ``spec.share_prefixes`` is set, and the model is not packed.
     """
     if spec.share_prefixes and not packed:
         raise ValueError(
@@ -216,5 +235,5 @@ def check_sharing(spec: MicroBatchSpec, *, packed: bool) -> None:
         )
 
 
-# Lengths of sequences are numbers to it: inside a compiled graph each batch would be one of its own.
+# Not compiled: lengths of sequences are Python numbers here, so that every batch would compile another graph.
 AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention_forward))

@@ -1,11 +1,12 @@
-"""Causal attention over packed sequences, ``[T, heads, dim]`` in and out; knows nothing of models and of ranks.
+"""Causal attention over packed sequences, ``[T, heads, dim]`` in and out, independent of models and ranks.
 
-On a GPU in half precision: flash_attn where it is installed, torch's ``varlen_attn`` otherwise. Anywhere else: scaled
-dot-product attention on one run of equal segments at a time, so that no ``T x T`` mask and no padding is ever made.
+On a GPU in half precision: flash_attn if installed, else torch's ``varlen_attn``. Otherwise: scaled dot-product attention
+on one run of segments of equal size at a time, so that neither a ``T x T`` mask nor padding is allocated.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Iterator, Sequence
@@ -25,24 +26,42 @@ try:
 except ImportError:
     flash_attn_varlen_func = None
 
+# Older torch releases cannot group heads in varlen_attn: key heads are repeated for them.
 _VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-_FLASH_HEAD_DIM = 256
+_FLASH_HEAD_DIM = 256  # largest head dim of the variable-length kernels
 _BLOCK = 512
-"""Queries in a block where a mask has to be written out, which bounds the mask to ``_BLOCK`` rows."""
+"""Queries in a block if a mask must be materialized. Bounds the mask to ``_BLOCK`` rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """Settings of one attention layer.
+
+    Attributes:
+        scale: multiplies ``q @ k``.
+        window: key ``j`` is visible to query ``i`` if ``0 <= i - j < window``. ``None``: every earlier key is visible.
+        sinks: ``[Hq]``. One logit per head that enters only the denominator of the softmax.
+        softcap: logits become ``softcap * tanh(logits / softcap)``, before masking and sinks.
+    """
+
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where packed sequences start and end. Queries of a segment see keys of the same segment alone.
+    """Boundaries of packed sequences. Queries of a segment see keys of the same segment only.
 
-    Segments stand end to end. Queries and keys of a segment are aligned at their ends: with ``a``
-    queries and ``b >= a`` keys, query ``i`` stands at key ``i + b - a``. Segments without queries are left out.
+    Segments are stored end to end. Queries and keys of a segment are aligned at their ends: with ``a`` queries and
+    ``b >= a`` keys, query ``i`` has the position of key ``i + b - a``. Segments without queries are left out.
 
     Attributes:
-        q_lens, k_lens: queries and keys of each segment, on the host.
-        cu_q, cu_k: int32 ``[n + 1]``, where each segment starts, on the device.
-        keys: int64 ``[sum(k_lens)]``, which rows of the keys and values given the segments see, on the device; ``None`` where these stand
-            end to end as well.
+        q_lens, k_lens: number of queries and of keys of each segment, on the host.
+        cu_q, cu_k: int32 ``[n + 1]``, on the device. Start of each segment, as cumulative sums of the lengths.
+        keys: int64 ``[sum(k_lens)]``, on the device. Rows of the given keys and values that the segments see, which may
+            repeat. ``None``: the keys of the segments are stored end to end, too.
     """
 
     q_lens: tuple[int, ...]
@@ -60,10 +79,10 @@ class Segments:
         device: torch.device | str = "cpu",
         keys: Tensor | None = None,
     ) -> Segments:
-        """Segments of these lengths; ``k_lens`` defaults to ``q_lens``. ``keys`` may be on any device.
+        """Return segments of the given lengths. ``k_lens`` defaults to ``q_lens``. ``keys`` may be on any device.
 
         Raises:
-            ValueError: a segment has no query, or fewer keys than queries.
+            ValueError: a segment is without queries, or its keys are fewer than its queries.
         """
         k_lens = q_lens if k_lens is None else k_lens
         if len(q_lens) != len(k_lens) or any(not 0 < a <= b for a, b in zip(q_lens, k_lens, strict=False)):
@@ -77,16 +96,17 @@ class Segments:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Runs of neighbours of equal size, as (segments, queries of each, keys of each)."""
+        """Runs of adjacent segments of equal size, as (number of segments, queries of each, keys of each)."""
         return [(len(list(run)), a, b) for (a, b), run in groupby(zip(self.q_lens, self.k_lens, strict=True))]
 
     def mask(self, n_queries: int, n_keys: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What to add to logits ``[n_queries, n_keys]``, aligned at their ends; ``None`` for a query alone, which sees all.
+        """Return the additive mask for logits ``[n_queries, n_keys]``, aligned at their ends. Built once for all layers.
 
-        Made once, for all layers: the backward of each keeps it.
+        ``None`` for a single query, which sees all keys.
         """
         if n_queries == 1:
             return None
+        # Every layer's backward keeps the mask: one tensor for all layers instead of one for each.
         key = (n_queries, n_keys, window, dtype)
         if key not in self._masks:
             visible = _visible(n_queries, n_keys, window, self.cu_q.device)
@@ -96,39 +116,31 @@ class Segments:
         return self._masks[key]
 
 
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Causal attention within each segment; exact, and differentiable in ``q``, ``k``, ``v`` and ``sinks``.
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    """Compute causal attention within each segment. Exact, and differentiable in ``q``, ``k``, ``v`` and the sinks.
 
     Args:
         q, k, v: ``[Tq, Hq, D]``, ``[Tk, Hkv, D]`` and ``[Tk, Hkv, Dv]``, of one floating dtype. ``Hq`` is a multiple of
             ``Hkv``; query head ``h`` reads key head ``h // (Hq / Hkv)``.
-        segments: lengths that sum to ``Tq`` and ``Tk``, on the device of ``q``; with ``segments.keys`` any ``Tk``.
-        scale: multiplies ``q @ k``.
-        window: key ``j`` is visible to query ``i`` where ``0 <= i - j < window``; ``None`` shows every earlier key.
-        sinks: ``[Hq]``, a logit per head that joins the softmax's denominator and brings no value.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` before masking and sinks.
+        segments: on the device of ``q``. The lengths sum to ``Tq`` and ``Tk``; with ``segments.keys``, ``Tk`` is arbitrary.
+        options: scale, window, sinks and softcap of the layer.
 
     Returns:
         ``[Tq, Hq, Dv]``, in the dtype of ``q``.
 
     Raises:
-        ValueError: shapes, dtypes or lengths that do not fit together.
+        ValueError: shapes, dtypes or lengths do not match.
     """
-    _check(q, k, v, segments, window, sinks)
+    _check_arguments(q, k, v, segments, options)
+    # Segments with a common prefix read the same rows: give each segment its own copy, end to end.
     if segments.keys is not None:
         k, v = (TakeRows.apply(x, segments.keys) for x in (k, v))
-    if _runs_varlen(q, v, sinks, softcap):
-        return _varlen(q, k, v, segments, scale, window, softcap)
+
+    # Fast path: one kernel call for segments of any lengths.
+    if _runs_varlen(q, v, options):
+        return _varlen(q, k, v, segments, options)
+
+    # Otherwise one call per run of equal segments, batched as [n, heads, tokens, dim]. No padding is needed within a run.
     runs = segments.runs
     queries = q.split([n * a for n, a, _ in runs])
     keys = k.split([n * b for n, _, b in runs])
@@ -136,16 +148,15 @@ def packed_attention(
     outs = []
     for (n, _, _), qs, ks, vs in zip(runs, queries, keys, values, strict=True):
         qs, ks, vs = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (qs, ks, vs))
-        if sinks is None and softcap is None:
-            out = _fused(qs, ks, vs, segments, scale, window)
-        else:
-            out = _written_out(qs, ks, vs, scale, window, sinks, softcap)
+        # Fused kernels support neither sinks nor softcap.
+        attention = _fused if options.sinks is None and options.softcap is None else _unfused
+        out = attention(qs, ks, vs, segments, options)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 class TakeRows(torch.autograd.Function):
-    """Some rows of a tensor, any of them several times; their gradients are summed in float32 at least."""
+    """Rows of a tensor by index, where an index may repeat. Gradients of repeated rows are summed in at least float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -155,12 +166,14 @@ class TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         shape, dtype = ctx.like
+        # Summing many readers of a row in bfloat16 would round small summands away.
         wide = torch.promote_types(dtype, torch.float32)
         total = grads[0].new_zeros(shape, dtype=wide)
         return total.index_add_(0, ctx.index, grads[0].to(wide)).to(dtype), None
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | None, sinks: Tensor | None) -> None:
+def _check_arguments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> None:
+    # Shapes and dtypes of the three tensors.
     if q.dim() != 3 or k.shape[2] != q.shape[2] or v.shape[:2] != k.shape[:2] or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: "
@@ -168,12 +181,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: int | No
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: cast them to one dtype")
+    # Segments must cover all queries; with an index, keys may be left out or repeated.
     n_keys = sum(segments.k_lens) if segments.keys is None else k.shape[0]
     if sum(segments.q_lens) != q.shape[0] or n_keys != k.shape[0]:
         raise ValueError(
             f"segments of {sum(segments.q_lens)} queries and {n_keys} keys do not cover the "
             f"{q.shape[0]} queries and {k.shape[0]} keys given; padding is a segment of its own"
         )
+    window, sinks = options.window, options.sinks
     if window is not None and window < 1:
         raise ValueError(f"window = {window}: a token sees at least itself, or pass None for no window")
     if sinks is not None and sinks.shape != q.shape[1:2]:
@@ -187,24 +202,26 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     return "torch varlen_attn" if flash_attn_varlen_func is None else "flash_attn"
 
 
-def _runs_varlen(q: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None) -> bool:
+def _runs_varlen(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+    """Return whether a variable-length kernel supports these tensors and options."""
     return (
         q.is_cuda
         and q.dtype in (torch.float16, torch.bfloat16)
         and max(q.shape[2], v.shape[2]) <= _FLASH_HEAD_DIM
-        and sinks is None
-        and (softcap is None or flash_attn_varlen_func is not None)
+        and options.sinks is None
+        # Only flash_attn has a softcap.
+        and (options.softcap is None or flash_attn_varlen_func is not None)
     )
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
-    # The kernels want one head dim for all three, a multiple of 8. Zeros change neither logits nor other columns.
+def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    """Compute attention by a kernel for segments of different lengths."""
+    # The kernels need one head dim for q, k and v, a multiple of 8. Zeros change neither logits nor other columns.
     head_dim = v.shape[2]
     width = math.ceil(max(q.shape[2], head_dim) / 8) * 8
     q, k, v = (x if x.shape[2] == width else F.pad(x, (0, width - x.shape[2])) for x in (q, k, v))
-    left = -1 if window is None else window - 1
+    # The kernels count the keys to the left of the query's own key; -1 means no limit.
+    left = -1 if options.window is None else options.window - 1
     ends = (segments.cu_q, segments.cu_k, max(segments.q_lens), max(segments.k_lens))
     if flash_attn_varlen_func is not None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -213,40 +230,51 @@ def _varlen(
             k,
             v,
             *ends,
-            softmax_scale=scale,
+            softmax_scale=options.scale,
             causal=True,
             window_size=(left, 0),
-            softcap=softcap or 0.0,
+            softcap=options.softcap or 0.0,
             deterministic=deterministic,
         )
     elif _VARLEN_HAS_GQA:
-        out = varlen_attn(q, k, v, *ends, scale=scale, window_size=(left, 0), enable_gqa=k.shape[1] != q.shape[1])
+        grouped = k.shape[1] != q.shape[1]
+        out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0), enable_gqa=grouped)
     else:
         groups = q.shape[1] // k.shape[1]
         k, v = (x if groups == 1 else x.repeat_interleave(groups, dim=1) for x in (k, v))
-        out = varlen_attn(q, k, v, *ends, scale=scale, window_size=(left, 0))
+        out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0))
     return out[..., :head_dim]
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None) -> Tensor:
-    """Attention of ``n`` segments of one size: ``[n, Hq, a, D]`` over ``[n, Hkv, b, D]`` to ``[n, Hq, a, Dv]``."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    """Compute attention of ``n`` segments of equal size by fused kernels.
+
+    Args:
+        q, k, v: ``[n, Hq, a, D]``, ``[n, Hkv, b, D]`` and ``[n, Hkv, b, Dv]``.
+
+    Returns:
+        ``[n, Hq, a, Dv]``.
+    """
+    window = options.window
     head_dim = v.shape[3]
-    if head_dim < k.shape[3]:  # latent attention; fused kernels want one head dim
+    if head_dim < k.shape[3]:  # multi-head latent attention; fused kernels need one head dim
         v = F.pad(v, (0, k.shape[3] - head_dim))
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.device.type != "cpu":  # elsewhere, float32 kernels of linear memory take no grouped heads
+    if grouped and q.device.type != "cpu":  # on a GPU, float32 kernels with linear memory do not support grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     if q.shape[2] == k.shape[2] and (window is None or window >= k.shape[2]):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        # Plain causal attention needs no mask.
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale, enable_gqa=grouped)
     else:
+        # A window, or more keys than queries: a mask is needed. Blocks of queries bound its size.
         out = _concat(
             F.scaled_dot_product_attention(
                 q[:, :, i:j],
                 k[:, :, first:last],
                 v[:, :, first:last],
                 attn_mask=segments.mask(j - i, last - first, window, q.dtype),
-                scale=scale,
+                scale=options.scale,
                 enable_gqa=grouped,
             )
             for i, j, first, last in _blocks(q, k, window)
@@ -254,50 +282,53 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, wi
     return out[..., :head_dim]
 
 
-def _written_out(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None, softcap: float | None
-) -> Tensor:
-    """The same by plain operations, for what fused kernels cannot do; linear memory, as blocks are recomputed."""
+def _unfused(q: Tensor, k: Tensor, v: Tensor, _: Segments, options: AttentionOptions) -> Tensor:
+    """Compute the same as :func:`_fused` by plain operations, with sinks and softcap.
+
+    Memory is linear in the length: the backward recomputes one block of queries at a time.
+    """
+    # Group query heads by key head, so that keys broadcast over their group: [n, Hkv, groups, tokens, dim].
     groups = q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, groups))
     k, v = k.unsqueeze(2), v.unsqueeze(2)
-    sinks = None if sinks is None else sinks.view(-1, groups, 1)
-    run = partial(_block, scale=scale, window=window, sinks=sinks, softcap=softcap)
+    sinks = None if options.sinks is None else options.sinks.view(-1, groups, 1)
+    run = partial(_block, options=dataclasses.replace(options, sinks=sinks))
     if torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-    outs = (run(q[..., i:j, :], k[..., a:b, :], v[..., a:b, :]) for i, j, a, b in _blocks(q, k, window))
+    outs = (run(q[..., i:j, :], k[..., a:b, :], v[..., a:b, :]) for i, j, a, b in _blocks(q, k, options.window))
     return _concat(outs).flatten(1, 2)
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, sinks: Tensor | None, softcap: float | None
-) -> Tensor:
-    logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~_visible(q.shape[-2], k.shape[-2], window, q.device), -torch.inf)
+def _block(q: Tensor, k: Tensor, v: Tensor, *, options: AttentionOptions) -> Tensor:
+    """Compute attention of one block of queries, with softmax statistics in at least float32."""
+    logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * options.scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    logits = logits.masked_fill(~_visible(q.shape[-2], k.shape[-2], options.window, q.device), -torch.inf)
+    # A sink is one more logit in the softmax whose value is zero: it enters the denominator only.
     total = logits.logsumexp(-1)
-    if sinks is not None:
-        total = torch.logaddexp(total, sinks.to(total.dtype))
+    if options.sinks is not None:
+        total = torch.logaddexp(total, options.sinks.to(total.dtype))
     return (logits - total.unsqueeze(-1)).exp().to(v.dtype) @ v
 
 
 def _blocks(q: Tensor, k: Tensor, window: int | None) -> Iterator[tuple[int, int, int, int]]:
-    """Blocks of queries and the keys they may see, as (first query, end, first key, end)."""
+    """Yield blocks of queries and the keys visible to them, as (first query, end, first key, end)."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     # With blocks no longer than the window, at most half of what a block computes is masked away.
     step = _BLOCK if window is None else min(max(window, 64), _BLOCK)
     shift = n_keys - n_queries
     for i in range(0, n_queries, step):
         j = min(i + step, n_queries)
+        # Query i has the position of key i + shift; the window reaches back from the first query of the block.
         first = 0 if window is None else max(0, i + shift - window + 1)
         yield i, j, first, j + shift
 
 
 def _visible(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each query sees, bool ``[n_queries, n_keys]``, the last query standing at the last key."""
-    places = torch.arange(n_keys, device=device)
-    distance = places[n_keys - n_queries :, None] - places
+    """Return the keys visible to each query, bool ``[n_queries, n_keys]``. The last query has the position of the last key."""
+    positions = torch.arange(n_keys, device=device)
+    distance = positions[n_keys - n_queries :, None] - positions
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 

@@ -1,7 +1,7 @@
-"""Whether a model keeps sequences apart, found by running a tiny random copy of it on the CPU.
+"""Probe of a model: run a tiny random copy on the CPU, and test whether it keeps packed sequences apart.
 
-A model's layers do what they do: they may mix neighbours without attention, drop a window that only a mask carries, or look
-ahead. Names in a configuration do not tell. A copy of a few small layers of each kind does, in about a second.
+A configuration does not show whether layers mix neighbouring tokens without attention, need a window that only a mask
+contains, or see later tokens. A copy with one small layer of each kind shows it, in about a second.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.token_stream import TokenStream
 
 LENGTHS = (9, 1, 14, 2)
-"""Sequences that the probe runs; the long ones are longer than the shrunken window."""
+"""Lengths of the sequences that the probe runs. The long ones exceed the reduced sliding window."""
 
-_TOLERANCE = 1e-4
+_TOLERANCE = 1e-4  # relative; rounding of float32 stays far below, a leaked token far above
 _VOCABULARY = 96
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _SIZES = {
@@ -61,12 +61,12 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the copy showed. Each is ``None`` where all is well, and else says what is not.
+    """Result of a probe. Each field is ``None`` if the check passed, else a description of the difference.
 
     Attributes:
-        packed: with sequences end to end, the numbers of each sequence alone.
-        rows: with one right-padded sequence per row, the numbers of each sequence alone.
-        causal: a token changes nothing before it. A model that looks ahead can be trained in no way.
+        packed: sequences packed end to end have the same outputs as each sequence by itself.
+        rows: right-padded sequences, one per row, have the same outputs as each sequence by itself.
+        causal: a token does not change the outputs of earlier tokens. A model that fails this check cannot be trained.
     """
 
     packed: str | None
@@ -78,17 +78,18 @@ def probe(config: PretrainedConfig, implementation: str | None) -> ProbeResult:
     """Run a tiny random copy of the model on the CPU. Deterministic, and without effect on the caller's random state.
 
     Args:
-        config: of a causal language model.
-        implementation: a registered attention implementation that takes ``packed=AttentionLayout``; ``None`` leaves
-            packing out.
+        config: configuration of a causal language model.
+        implementation: name of a registered attention implementation that takes ``packed=AttentionLayout``. ``None``: packing
+            is not checked.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(0)
         try:
+            # The reference: each sequence by itself, with the eager attention of transformers.
             reference = _build(shrink(config), "eager")
             sequences = [torch.randint(3, _VOCABULARY, (n,)) for n in LENGTHS]
             alone = torch.cat([_run(reference, ids[None])[0] for ids in sequences])
-        except Exception as error:  # whatever a copy of an unknown model raises, nothing is known of the model then
+        except Exception as error:  # an unknown model may raise anything; the probe then knows nothing about it
             why = f"a tiny copy of it does not run: {_first_line(error)}"
             return ProbeResult(why, None, None)
         return ProbeResult(
@@ -99,27 +100,32 @@ def probe(config: PretrainedConfig, implementation: str | None) -> ProbeResult:
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of the configuration with small sizes and one layer of each kind (two, where layers are all alike)."""
+    """Return a copy of a configuration with small sizes and one layer of each kind (two, if all layers are equal)."""
     tiny = copy.deepcopy(config)
+    # Reduce every size that the configuration has.
     for name, size in _SIZES.items():
         if isinstance(getattr(tiny, name, None), int):
             setattr(tiny, name, size)
+    # Four query heads; key heads keep their kind: as many, grouped, or a single one.
     heads, kv_heads = (getattr(config, name, None) for name in _HEADS)
     if heads is not None:
         tiny.num_attention_heads = 4
     if kv_heads is not None:
         tiny.num_key_value_heads = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
     if hasattr(tiny, "initializer_range"):
-        tiny.initializer_range = 0.2  # strong enough that a token out of place is seen far above rounding
+        tiny.initializer_range = 0.2  # large weights: one wrong token must change outputs far more than rounding does
     _keep_layers(tiny)
     return tiny
 
 
 def _keep_layers(tiny: PretrainedConfig) -> None:
+    """Reduce a configuration to one layer of each kind, where a kind is a combination of all per-layer settings."""
     n = tiny.num_hidden_layers
+    # Settings with one entry for each layer, such as layer_types.
     per_layer = {
         name: value for name, value in vars(tiny).items() if isinstance(value, list | tuple) and len(value) == n
     }
+    # The first layer of each kind, at least two layers in all.
     kinds = list(zip(*per_layer.values(), strict=True))
     keep = sorted({kinds.index(kind) for kind in kinds})
     keep = keep if len(keep) > 1 else list(range(min(2, n)))
@@ -129,7 +135,7 @@ def _keep_layers(tiny: PretrainedConfig) -> None:
 
 
 def _build(tiny: PretrainedConfig, implementation: str) -> PreTrainedModel:
-    # The copy: building a model writes the implementation into its configuration.
+    # A copy of the configuration, because building a model writes the attention implementation into it.
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(tiny), attn_implementation=implementation, dtype=torch.float32
     )
@@ -141,21 +147,23 @@ def _run(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _packed(reference: PreTrainedModel, implementation: str, sequences: list[Tensor]) -> Tensor:
+    """Return the outputs of all sequences packed end to end, with the same weights."""
     model = _build(reference.config, implementation)
     model.load_state_dict(reference.state_dict())
-    branches = TokenStream.of(LENGTHS, sum(LENGTHS))
-    layout, positions = ContextParallel(None).layout(branches), branches.positions()[None]
+    stream = TokenStream.of(LENGTHS, sum(LENGTHS))
+    layout, positions = ContextParallel(None).layout(stream), stream.positions()[None]
     return _run(model, torch.cat(sequences)[None], position_ids=positions, attention_mask=None, packed=layout)[0]
 
 
 def _padded(reference: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
+    """Return the outputs of the real tokens of right-padded sequences, one per row."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]
     return _run(reference, ids, attention_mask=mask.long())[mask]
 
 
 def _with_other_ends(reference: PreTrainedModel, sequences: list[Tensor], alone: Tensor) -> Tensor:
-    """Outputs after the last token of each sequence became another one; at that token itself, what they were."""
+    """Return the outputs of sequences whose last token is replaced; at the last token itself, the original outputs."""
     outs = []
     for ids, before in zip(sequences, alone.split(LENGTHS), strict=True):
         changed = torch.cat([ids[:-1], (ids[-1:] + 1) % _VOCABULARY])
@@ -164,6 +172,7 @@ def _with_other_ends(reference: PreTrainedModel, sequences: list[Tensor], alone:
 
 
 def _compare(expected: Tensor, run: Callable[[], Tensor]) -> str | None:
+    """Return ``None`` if ``run`` computes the expected outputs, else its error or the size of the difference."""
     try:
         error = ((run() - expected).abs().max() / expected.abs().max()).item()
     except Exception as caught:

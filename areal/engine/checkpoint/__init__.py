@@ -1,1 +1,1 @@
-"""Atomic checkpoint directories in the Hugging Face and the distributed format."""
+"""Atomic checkpoint directories in the Hugging Face format and the format of torch.distributed.checkpoint."""

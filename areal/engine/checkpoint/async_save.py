@@ -1,8 +1,8 @@
-"""One checkpoint, written by all ranks and published by one, now or in the background.
+"""Save one checkpoint: all ranks write their files, the first rank publishes. Synchronous, or in background threads.
 
-Threads of different ranks never meet in a process group, which training may be using: each rank's thread leaves a report in the draft when
-its files are on the disk, and the first rank's thread publishes once all reports are there. The calling threads agree over the
-control plane when the save is waited for, so that a lost rank or an error is raised on all.
+Background threads use no process group, because training may be using it. Instead, each rank's thread writes a report file
+into the draft when its files are on disk, and the first rank's thread publishes the draft when all reports exist. The calling
+threads agree over the control plane in :meth:`CheckpointSaver.wait`, so that an error or a lost rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -19,117 +19,127 @@ from areal.engine.checkpoint.atomic_dir import FileRecord, discard, open_draft, 
 from areal.utils.distributed import ControlPlane
 
 Observe = Callable[[str], None]
-"""Called with the name of each stage of a save as it is reached, on every rank, from whichever thread is there."""
+"""Function that is called with the name of each stage of a save, on every rank, in the thread that reaches it."""
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02  # between looks for the reports of other ranks
 
 
 def ignore(stage: str) -> None:
-    """An :data:`Observe` that does nothing."""
+    """Do nothing: the default :data:`Observe`."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """What one rank wrote: its files, and whatever the rank that finishes the checkpoint needs to know."""
+class WrittenFiles:
+    """Files that one rank wrote, and a payload for the rank that finishes the checkpoint."""
 
     files: Sequence[FileRecord]
     payload: Any = None
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a rank does for a save, apart from any collective.
+class SaveTask:
+    """The work of one rank for a save. It calls no collective, so that it can run in a thread.
 
     Attributes:
-        write: writes this rank's files into the draft and brings them to the disk.
-        finish: given every rank's payload, writes the last files. Called on the first rank alone.
-        about: goes into the manifest.
+        write: function that writes this rank's files into the draft and syncs them to disk.
+        finish: function that receives the payloads of all ranks and writes the last files. Called on the first rank only.
+        about: entries for the manifest.
     """
 
-    write: Callable[[], Written]
+    write: Callable[[], WrittenFiles]
     finish: Callable[[list[Any]], Sequence[FileRecord]]
     about: dict[str, Any]
 
 
-class Saver:
+class CheckpointSaver:
     """Runs the saves of one engine, one at a time.
 
     Args:
-        control: over all ranks of the engine.
-        observe: told of every stage.
+        control: control plane over all ranks of the engine.
+        observe: function that is called with every stage.
     """
 
     def __init__(self, control: ControlPlane, observe: Observe = ignore) -> None:
         self._control = control
         self._observe = observe
-        self._job: _Job | None = None
+        self._job: _SaveJob | None = None
 
     def save(
         self,
         path: Path,
         kind: str,
-        prepare: Callable[[Path], Work],
+        prepare: Callable[[Path], SaveTask],
         *,
         keep_last: int | None = None,
         asynchronous: bool = False,
     ) -> None:
-        """Save. Collective.
+        """Save a checkpoint. Collective.
 
         Args:
-            prepare: called with the draft, on every rank and in this thread; may use collectives. If the save is asynchronous, what
-                its work refers to must not change any more.
-            keep_last: after publishing, keep only so many complete checkpoints in the parent directory.
+            path: directory of the checkpoint.
+            kind: format, for the manifest.
+            prepare: function that receives the draft directory and returns this rank's task. It runs on every rank in the
+                calling thread and may use collectives. For an asynchronous save, the data of the task must not change later.
+            keep_last: number of complete checkpoints to keep in the parent directory, or ``None`` for all.
+            asynchronous: whether to return before the files are written.
 
         Raises:
-            ValueError, RuntimeError: what went wrong on any rank, on every rank. What was at ``path`` before is still there.
+            ValueError, RuntimeError: the error of any rank, raised on every rank. A previous checkpoint at ``path`` is kept.
         """
+        # 1. Wait for the previous save, and create an empty draft directory next to ``path``.
         self.wait()
         path = path.resolve()
-        draft = self._open(path)
+        draft = self._open_draft(path)
         self._observe("draft opened")
+
+        # 2. Everything that needs collectives or the current values of tensors happens here, in the calling thread.
         try:
-            work = self._control.attempt(lambda: prepare(draft), f"nothing was saved to {path}")
+            task = self._control.attempt(lambda: prepare(draft), f"nothing was saved to {path}")
         except Exception:
-            self._give_up(draft)
+            self._discard(draft)
             raise
         self._observe("prepared")
-        self._job = _Job(self._control, path, draft, kind, work, keep_last, self._observe)
+
+        # 3. Write and publish in threads. A synchronous save waits for them.
+        self._job = _SaveJob(self._control, path, draft, kind, task, keep_last, self._observe)
         self._job.start()
         if not asynchronous:
             self.wait()
 
     def wait(self) -> None:
-        """Return when the save under way, if any, is published. Collective.
+        """Return when the current save, if any, is published. Collective.
 
         Raises:
-            ValueError, RuntimeError: what went wrong on any rank, on every rank.
+            ValueError, RuntimeError: the error of any rank, raised on every rank.
         """
         job, self._job = self._job, None
         if job is None:
             return
         note = f"nothing was saved to {job.path}"
         try:
+            # First the files of all ranks, then the publication: a rank that could not write would be waited for in vain.
             self._control.settle(job.written(), note)
             self._control.settle(job.published(), note)
         except Exception:
+            # Stop the threads before the draft is removed under them.
             job.stop()
-            self._give_up(job.draft)
+            self._discard(job.draft)
             raise
 
-    def _open(self, path: Path) -> Path:
+    def _open_draft(self, path: Path) -> Path:
         """Create the draft on the first rank. Returns its path on every rank."""
         first, *_ = self._control.attempt_and_gather(
             lambda: open_draft(path) if self._control.rank == 0 else path  # the other ranks' value is not used
         )
         return first
 
-    def _give_up(self, draft: Path) -> None:
+    def _discard(self, draft: Path) -> None:
         if self._control.rank == 0:
             discard(draft)
 
 
-class _Job:
-    """The threads of one save on one rank."""
+class _SaveJob:
+    """The threads of one save on one rank: one writes this rank's files; on the first rank, another one publishes."""
 
     def __init__(
         self,
@@ -137,13 +147,13 @@ class _Job:
         path: Path,
         draft: Path,
         kind: str,
-        work: Work,
+        task: SaveTask,
         keep_last: int | None,
         observe: Observe,
     ) -> None:
         self.path, self.draft = path, draft
         self._rank, self._size = control.rank, control.size
-        self._kind, self._work, self._keep_last, self._observe = kind, work, keep_last, observe
+        self._kind, self._task, self._keep_last, self._observe = kind, task, keep_last, observe
         self._stopped = threading.Event()
         self._errors: dict[str, BaseException] = {}
         self._writer = self._thread("write", self._write)
@@ -155,24 +165,26 @@ class _Job:
             self._publisher.start()
 
     def written(self) -> BaseException | None:
-        """Wait for this rank's files; what went wrong."""
+        """Wait for this rank's files. Return the error of writing them, if any."""
         self._writer.join()
         return self._errors.get("write")
 
     def published(self) -> BaseException | None:
-        """Wait for the publication, which happens on the first rank; what went wrong."""
+        """Wait for the publication, which runs on the first rank only. Return its error, if any."""
         if self._publisher is not None:
             self._publisher.join()
         return self._errors.get("publish")
 
     def stop(self) -> None:
-        """Wait no longer for other ranks."""
+        """Stop waiting for other ranks, and join the threads."""
         self._stopped.set()
         self._writer.join()
         if self._publisher is not None:
             self._publisher.join()
 
     def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        """Return a thread that keeps the error of ``target`` for the calling thread."""
+
         def run() -> None:
             try:
                 target()
@@ -182,28 +194,33 @@ class _Job:
         return threading.Thread(target=run, name=f"checkpoint-{name}", daemon=True)
 
     def _write(self) -> None:
+        """Write this rank's files, then its report."""
         self._observe("writing")
-        written = self._work.write()
+        written = self._task.write()
         self._observe("written")
+        # Renamed when complete: the first rank must not read half a report.
         partial = self.draft / f".report-{self._rank}.partial"
         partial.write_bytes(pickle.dumps(written))
         partial.rename(_report(self.draft, self._rank))
         self._observe("reported")
 
     def _publish(self) -> None:
+        """Wait for the reports of all ranks, write the last files and publish the checkpoint."""
         reports = [_report(self.draft, rank) for rank in range(self._size)]
         while not all(report.exists() for report in reports):
             if self._stopped.is_set() or "write" in self._errors:
                 return
             time.sleep(_POLL_SECONDS)
-        written: list[Written] = [pickle.loads(report.read_bytes()) for report in reports]
+        written: list[WrittenFiles] = [pickle.loads(report.read_bytes()) for report in reports]
         self._observe("all written")
-        last = self._work.finish([w.payload for w in written])
+        # Files that describe the others, such as the metadata of all tensors.
+        last = self._task.finish([w.payload for w in written])
         self._observe("finished")
+        # Reports do not belong to the checkpoint.
         for report in reports:
             report.unlink()
         files = [file for w in written for file in w.files]
-        publish(self.draft, self.path, self._kind, [*files, *last], self._work.about)
+        publish(self.draft, self.path, self._kind, [*files, *last], self._task.about)
         self._observe("published")
         if self._keep_last is not None:
             prune(self.path.parent, self._keep_last)

@@ -1,8 +1,8 @@
 """Checkpoint directories that appear complete or not at all.
 
-A checkpoint is written into a *draft*, a hidden directory beside its place. When everything is on the disk, a manifest that lists every file
-with its size and checksum is renamed into the draft, and the draft is renamed to its place, so that a reader meets the previous
-checkpoint or the new one, whatever is killed in between. What killed saves leave behind is removed by the next save.
+A checkpoint is written into a *draft*: a hidden directory next to the final path. When all files are on disk, a manifest with
+the size and checksum of every file is renamed into the draft, and the draft is renamed to the final path. So a reader finds
+the previous checkpoint or the new one, wherever a process is killed. The next save removes the leftovers of killed saves.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of the manifest."""
 
+# Names of drafts and trash contain the host and process that made them, so that those of dead processes are recognized.
 _LEFTOVER = re.compile(r"^\.(?P<name>.+)\.(?P<what>draft|trash)-(?P<host>.+)-(?P<pid>\d+)-\d+$")
-_STALE_SECONDS = 24 * 3600.0
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_STALE_SECONDS = 24 * 3600.0  # age at which the leftovers of another host are removed: its processes cannot be checked
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of renameat2(2)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a checkpoint: its path within the directory, its bytes and their CRC-32."""
+    """A file of a checkpoint: path relative to the directory, size in bytes, and CRC-32."""
 
     name: str
     size: int
@@ -42,13 +43,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says of itself.
+    """Description of a complete checkpoint.
 
     Attributes:
-        kind: what was saved, such as ``"hf"`` or ``"dcp"``.
-        sequence: grows with every checkpoint published in the same parent directory.
-        files: every file but the manifest.
-        about: what the writer wants to know again.
+        kind: format, such as ``"hf"`` or ``"dcp"``.
+        sequence: number that increases with every checkpoint published in the same parent directory.
+        files: all files except the manifest.
+        about: entries of the writer, which the reader gets back.
     """
 
     kind: str
@@ -58,10 +59,10 @@ class Manifest:
 
 
 def open_draft(path: Path) -> Path:
-    """Make an empty draft for a checkpoint at ``path``, and remove what killed saves left. Called by one rank.
+    """Create an empty draft for a checkpoint at ``path``, and remove leftovers of killed saves. Called by one rank.
 
     Raises:
-        ValueError: something that is no checkpoint of ours stands at ``path``.
+        ValueError: ``path`` exists and is neither a checkpoint nor an empty directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     restore(path)
@@ -71,20 +72,20 @@ def open_draft(path: Path) -> Path:
             "choose another path, or remove it"
         )
     _remove_leftovers(path)
-    draft = _beside(path, "draft")
+    draft = _temporary_name(path, "draft")
     draft.mkdir()
     return draft
 
 
 def record(folder: Path, name: str) -> FileRecord:
-    """Bring a file to the disk, and describe it."""
+    """Sync a file to disk, and return its record."""
     with open(folder / name, "rb") as stream:
         os.fsync(stream.fileno())
     return describe(folder, name)
 
 
 def describe(folder: Path, name: str) -> FileRecord:
-    """A file's size and checksum."""
+    """Return the record of a file: its size and checksum."""
     crc32 = 0
     with open(folder / name, "rb") as stream:
         while chunk := stream.read(1 << 22):
@@ -93,45 +94,52 @@ def describe(folder: Path, name: str) -> FileRecord:
 
 
 def publish(draft: Path, path: Path, kind: str, files: Iterable[FileRecord], about: dict[str, Any]) -> None:
-    """Turn a draft, whose files are all on the disk, into the checkpoint at ``path``. Called by one rank.
+    """Publish a draft, whose files are all on disk, as the checkpoint at ``path``. Called by one rank.
 
     Raises:
-        ValueError: a file is not there: the ranks do not share this directory.
+        ValueError: a file is missing, because the ranks write to different file systems.
     """
+    # 1. Check that the files of all ranks are visible here.
     files = tuple(sorted(files, key=lambda file: file.name))
     for file in files:
         if not (draft / file.name).is_file():
             raise ValueError(
                 f"{draft / file.name} was written by another rank, but is not visible here: save to a shared directory"
             )
-    sequence = 1 + max((manifest.sequence for _, manifest in _complete_in(path.parent)), default=0)
+
+    # 2. Write the manifest under another name. The draft is not complete yet.
+    sequence = 1 + max((manifest.sequence for _, manifest in _checkpoints_in(path.parent)), default=0)
     content = {"format": FORMAT, **asdict(Manifest(kind, sequence, files, about))}
     partial = draft / f"{MANIFEST}.partial"
     with open(partial, "w") as stream:
         json.dump(content, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
+
+    # 3. Sync the directories, so that all files survive a crash, before the manifest gets its name.
     for folder in {(draft / file.name).parent for file in files} | {draft}:
         _sync_folder(folder)
     partial.rename(draft / MANIFEST)
     _sync_folder(draft)
-    _put_in_place(draft, path)
+
+    # 4. Rename the draft to its final path, and make that rename durable, too.
+    _replace(draft, path)
     _sync_folder(path.parent)
 
 
 def discard(folder: Path) -> None:
-    """Remove a draft or a checkpoint: it is gone at once, and deleted then."""
-    trash = _beside(folder, "trash")
+    """Remove a draft or a checkpoint. It disappears atomically and is deleted afterwards."""
+    trash = _temporary_name(folder, "trash")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a complete checkpoint.
+    """Read the manifest of a complete checkpoint.
 
     Raises:
-        ValueError: there is no complete checkpoint, or a later version wrote it.
+        ValueError: the checkpoint does not exist, is incomplete or damaged, or a later version wrote it.
     """
     restore(path)
     file = path / MANIFEST
@@ -149,16 +157,21 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint was published at ``path``."""
+    """Return whether a checkpoint was published at ``path``."""
     restore(path)
     return (path / MANIFEST).is_file()
 
 
-def verify(path: Path, *, part: int = 0, parts: int = 1) -> Manifest:
-    """Check a checkpoint's files against its manifest: sizes of all, checksums of every ``parts``-th from ``part`` on.
+def verify(path: Path, *, shard: int = 0, shards: int = 1) -> Manifest:
+    """Check the files of a checkpoint against its manifest.
+
+    Args:
+        path: directory of the checkpoint.
+        shard, shards: the checksums of every ``shards``-th file are checked, starting with file ``shard``, so that ranks
+            divide the reading. Sizes of all files are always checked.
 
     Raises:
-        ValueError: there is no complete checkpoint, or a file is missing, shortened or changed; names it.
+        ValueError: there is no complete checkpoint, or a file is missing, truncated or changed. The error names the file.
     """
     manifest = read_manifest(path)
     for index, file in enumerate(manifest.files):
@@ -168,22 +181,22 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Manifest:
         size = target.stat().st_size
         if size != file.size:
             raise ValueError(f"{target} is damaged: it has {size} bytes instead of {file.size}")
-        if index % parts == part and describe(path, file.name) != file:
+        if index % shards == shard and describe(path, file.name) != file:
             raise ValueError(f"{target} is damaged: its checksum is not the one in {MANIFEST}")
     return manifest
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest complete checkpoints of a directory, by publication. Returns those removed."""
-    found = sorted(_complete_in(folder), key=lambda entry: entry[1].sequence)
-    removed = [path for path, _ in found[: max(0, len(found) - keep)]]
+    """Remove all but the ``keep`` most recently published checkpoints of a directory. Returns the removed paths."""
+    checkpoints = sorted(_checkpoints_in(folder), key=lambda entry: entry[1].sequence)
+    removed = [path for path, _ in checkpoints[: max(0, len(checkpoints) - keep)]]
     for path in removed:
         discard(path)
     return removed
 
 
 def restore(path: Path) -> None:
-    """Undo half of a replacement by two renames that was killed in between: the previous checkpoint comes back."""
+    """Restore the previous checkpoint if a replacement by two renames was killed in between."""
     if path.exists():
         return
     previous = path.with_name(f".{path.name}.previous")
@@ -191,13 +204,17 @@ def restore(path: Path) -> None:
         previous.rename(path)
 
 
-def _put_in_place(draft: Path, path: Path) -> None:
+def _replace(draft: Path, path: Path) -> None:
+    """Rename ``draft`` to ``path``, replacing a previous checkpoint if there is one."""
+    # Nothing to replace: rename() is atomic, also onto an empty directory.
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         draft.rename(path)
         return
-    if _exchange(draft, path):
+    # Swap both atomically, if the system can.
+    if _swap(draft, path):
         discard(draft)  # now the previous checkpoint
         return
+    # Two renames. If this process is killed in between, restore() undoes the first one.
     previous = path.with_name(f".{path.name}.previous")
     while True:
         shutil.rmtree(previous, ignore_errors=True)
@@ -205,14 +222,14 @@ def _put_in_place(draft: Path, path: Path) -> None:
         try:
             draft.rename(path)
             break
-        except OSError as error:  # a reader saw no checkpoint and restored the previous one: once more
+        except OSError as error:  # a reader ran restore() in between, so that ``path`` exists again: try once more
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _exchange(first: Path, second: Path) -> bool:
-    """Let two paths change places at once, where the system and the file system can (Linux; not NFS)."""
+def _swap(first: Path, second: Path) -> bool:
+    """Swap two paths atomically. Return False if the system or the file system does not support it (Linux only, not NFS)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -222,31 +239,37 @@ def _exchange(first: Path, second: Path) -> bool:
     return done
 
 
-def _complete_in(folder: Path) -> list[tuple[Path, Manifest]]:
-    found = []
+def _checkpoints_in(folder: Path) -> list[tuple[Path, Manifest]]:
+    """Return the complete checkpoints of a directory. Damaged ones are left out."""
+    checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.name.startswith(".") and (path / MANIFEST).is_file():
             with contextlib.suppress(ValueError):
-                found.append((path, read_manifest(path)))
-    return found
+                checkpoints.append((path, read_manifest(path)))
+    return checkpoints
 
 
-def _beside(path: Path, what: str) -> Path:
+def _temporary_name(path: Path, what: str) -> Path:
+    """Return a new hidden path next to ``path`` that matches :data:`_LEFTOVER`, with ``what`` being draft or trash."""
+    # The trash of a draft is named after the checkpoint, not after the draft.
     name = path.name if _LEFTOVER.match(path.name) is None else str(_LEFTOVER.sub(r"\g<name>", path.name))
     return path.with_name(f".{name}.{what}-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}")
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the drafts and trash of dead processes in the parent directory. Other engines may be saving there right now."""
+    """Remove the drafts and trash of dead processes in the parent directory, where other engines may be saving now."""
     for entry in path.parent.iterdir():
         match = _LEFTOVER.match(entry.name)
         if match is None:
             continue
-        here = match["host"] == socket.gethostname()
-        mine = here and int(match["pid"]) == os.getpid()
-        dead = here and not mine and not _is_alive(int(match["pid"]))
-        same = match["name"] == path.name
-        if dead or (same and (mine or not here)) or (not here and _age(entry) > _STALE_SECONDS):
+        this_host = match["host"] == socket.gethostname()
+        this_process = this_host and int(match["pid"]) == os.getpid()
+        dead = this_host and not this_process and not _is_alive(int(match["pid"]))
+        same_name = match["name"] == path.name
+        # A save to ``path`` is starting, so that no other draft of that name can be in use by this engine: not by this process,
+        # and not by the former first rank on another host. Drafts of other names on other hosts may be in use until stale.
+        replaced = same_name and (this_process or not this_host)
+        if dead or replaced or (not this_host and _age(entry) > _STALE_SECONDS):
             shutil.rmtree(entry, ignore_errors=True)
     if path.exists():
         shutil.rmtree(path.with_name(f".{path.name}.previous"), ignore_errors=True)
@@ -257,7 +280,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # the process exists and belongs to another user
         return True
     return True
 
@@ -270,6 +293,7 @@ def _age(entry: Path) -> float:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Sync the entries of a directory to disk: without it, a crash could lose a file's name although its data is there."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

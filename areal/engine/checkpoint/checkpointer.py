@@ -1,4 +1,4 @@
-"""Saves and loads an engine: what all engines do alike, around what each knows of its own tensors."""
+"""Save and load an engine: the steps that all engines have in common, around the tensors of each engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from areal.api.checkpoint import SaveLoadMeta, Stateful
 from areal.api.parallel import ParallelDims
-from areal.engine.checkpoint.async_save import Observe, Saver, Work, ignore
+from areal.engine.checkpoint.async_save import CheckpointSaver, Observe, SaveTask, ignore
 from areal.engine.checkpoint.atomic_dir import Manifest, is_complete, verify
 from areal.engine.checkpoint.huggingface import MAX_FILE_BYTES, Export, prepare_hf
 from areal.engine.checkpoint.run_state import STATE_FILE, read_state, rng_file, state_of, to_bytes
@@ -18,58 +18,58 @@ from areal.utils.distributed import ControlPlane
 from areal.utils.seeding import rng_state, set_rng_state
 
 
-class Run(Protocol):
-    """What a checkpoint keeps of an engine beside its model and optimizer."""
+class RunInfo(Protocol):
+    """Attributes of an engine that a checkpoint contains in addition to model and optimizer."""
 
     version: int
     dims: ParallelDims
 
 
 class FolderWeights(Protocol):
-    """A model's weights, to and from a directory in the format of Hugging Face."""
+    """Weights of a model that can be written to, and read from, a directory in the Hugging Face format."""
 
     def export(self) -> Export:
-        """What is to be written. Collective."""
+        """Return the tensors and settings to write. Collective."""
 
     def check(self, folder: Path) -> None:
-        """Compare a model directory with the model, changing nothing. No collective.
+        """Compare a model directory with the model, without changing the model. Not collective.
 
         Raises:
-            ValueError: it is of another model; names file and key.
+            ValueError: the directory is of another model. The error names file and key.
         """
 
     def read(self, folder: Path) -> None:
-        """Take the weights of a directory that :meth:`check` has accepted. Collective."""
+        """Load the weights of a directory that :meth:`check` has accepted. Collective."""
 
 
 class EngineCheckpointer(ABC):
     """Checkpoints of one engine. Every method is collective, and errors are raised on every rank.
 
-    ``"dcp"`` checkpoints hold the model, and with ``with_optim`` the optimizer's moments, the schedule and each rank's random state, which
-    is brought back where the layout is the one that saved it and left alone elsewhere. Hyperparameters come from the configuration,
-    but for the base learning rate, which ``set_lr`` may have changed. ``"hf"`` checkpoints hold the weights that are trained, in their own
-    dtype, so that nothing is lost; ``config.json`` names that dtype.
+    ``"dcp"`` checkpoints contain the model, and with ``with_optim`` the optimizer's moments, the learning-rate schedule and
+    the random state of each rank. The random state is restored only into the layout that saved it. Hyperparameters come from
+    the configuration, except the base learning rate, which ``set_lr`` may have changed. ``"hf"`` checkpoints contain the
+    trained weights in their own dtype, without rounding; ``config.json`` names that dtype.
 
     Args:
-        schedule: the state of the learning-rate schedule, or None where nothing is trained.
-        optimizer_kind: name of what keeps the moments, or None.
-        weights: of the model.
-        run: gives and takes the version; its layout is noted.
-        control: over all ranks.
+        schedule: state of the learning-rate schedule; ``None`` without training.
+        optimizer_kind: name of the optimizer, or ``None``.
+        weights: weights of the model.
+        run: version and layout of the engine. Loading sets the version.
+        control: control plane over all ranks.
         source: directory or hub name from which tokenizer files are copied.
-        observe: told of every stage of a save.
-        max_file_bytes: largest weight file of an ``"hf"`` checkpoint.
+        observe: function that is called with every stage of a save.
+        max_file_bytes: size of the largest weight file of an ``"hf"`` checkpoint.
     """
 
     engine: ClassVar[str]
-    """Whose ``"dcp"`` files these are: each engine has its own names for tensors."""
+    """Name of the engine, written to ``"dcp"`` checkpoints: each engine has its own names for tensors."""
 
     def __init__(
         self,
         schedule: Stateful | None,
         optimizer_kind: str | None,
         weights: FolderWeights,
-        run: Run,
+        run: RunInfo,
         control: ControlPlane,
         source: str,
         *,
@@ -84,25 +84,30 @@ class EngineCheckpointer(ABC):
         self._max_file_bytes = max_file_bytes
         self._control = control
         self._observe = observe
-        self._saver = Saver(control, observe)
+        self._saver = CheckpointSaver(control, observe)
 
-    # ---- what an engine knows
+    # ---- implemented by each engine
 
     @abstractmethod
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
-    ) -> Work:
-        """The engine's own tensors, beside ``files`` of this rank. Collective."""
+    ) -> SaveTask:
+        """Return the task that writes the engine's tensors and this rank's ``files``. Collective."""
 
     @abstractmethod
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
-        """Compare a checkpoint with the model, changing nothing; what reads it. No collective.
+        """Compare a checkpoint with the model, without changing the model. Not collective.
 
         Args:
-            about: from the manifest.
+            path: directory of the checkpoint.
+            about: entries of the manifest.
+            with_optim: whether the optimizer is loaded, too.
+
+        Returns:
+            A function that reads the tensors into the engine.
 
         Raises:
-            ValueError: it is of another model; names file and key.
+            ValueError: the checkpoint is of another model. The error names file and key.
         """
 
     # ---- the interface
@@ -122,20 +127,21 @@ class EngineCheckpointer(ABC):
         """Load a checkpoint written in any layout, or with ``"hf"`` any model directory of the same architecture.
 
         Raises:
-            ValueError: there is none, or it is damaged or of another model; nothing was changed. Names file and key.
+            ValueError: the checkpoint is missing, damaged or of another model. Nothing was changed. The error names file and key.
         """
         self.wait()
+        # Every rank checks everything before any rank changes anything.
         check = self._check_run if meta.weight_format == "dcp" else self._check_folder
         apply = self._control.attempt(lambda: check(meta), "nothing was loaded")
         self._control.attempt(apply, "the engine holds parts of the checkpoint: load one again before going on")
 
     def wait(self) -> None:
-        """Return when an asynchronous save is published; raise what it raised."""
+        """Return when an asynchronous save is published. Raises the error of that save."""
         self._saver.wait()
 
     # ---- saving
 
-    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> Work:
+    def _prepare_hf(self, meta: SaveLoadMeta, draft: Path) -> SaveTask:
         return prepare_hf(
             self._folder.export(),
             self._control,
@@ -146,10 +152,11 @@ class EngineCheckpointer(ABC):
             max_file_bytes=self._max_file_bytes,
         )
 
-    def _prepare_run(self, meta: SaveLoadMeta, draft: Path) -> Work:
+    def _prepare_run(self, meta: SaveLoadMeta, draft: Path) -> SaveTask:
         with_optim = meta.with_optim and self._optimizer_kind is not None
 
         def collect_files() -> dict[str, bytes]:
+            # Each rank saves its own random state; everything else of the run is the same on all ranks.
             files = {rng_file(self._control.rank): to_bytes(rng_state())}
             state = {
                 "version": self._run.version,
@@ -169,7 +176,7 @@ class EngineCheckpointer(ABC):
         }
         return self._prepare_dcp(files, draft, with_optim=with_optim, asynchronous=meta.asynchronous, about=about)
 
-    # ---- loading: first everything that can be wrong, then a function that changes the engine
+    # ---- loading: each function checks everything first and returns a function that changes the engine
 
     def _check_folder(self, meta: SaveLoadMeta) -> Callable[[], None]:
         folder = model_folder(meta.path)
@@ -180,6 +187,7 @@ class EngineCheckpointer(ABC):
 
     def _check_run(self, meta: SaveLoadMeta) -> Callable[[], None]:
         path = Path(meta.path).resolve()
+        # Files, engine and optimizer.
         about = self._verify(path, "dcp").about
         if about.get("engine", "fsdp") != self.engine:
             raise ValueError(
@@ -192,13 +200,16 @@ class EngineCheckpointer(ABC):
                 f"{path} was saved with {f'the optimizer {saved}' if saved else 'no optimizer state'}, and this engine has "
                 f"{self._optimizer_kind}: load with with_optim=False"
             )
+        # Tensors: names, shapes and dtypes.
         read = self._check_dcp(path, about, with_optim=with_optim)
+        # State of the run and of the user's objects.
         state = read_state(path / STATE_FILE)
         unknown = sorted(set(meta.stateful) - set(state["stateful"]))
         if unknown:
             raise ValueError(
                 f"{path / STATE_FILE} has no state for SaveLoadMeta.stateful[{unknown[0]!r}]; it has {sorted(state['stateful'])}"
             )
+        # Random state belongs to a rank of a layout.
         same_layout = about["layout"] == str(self._run.dims)
         rng = read_state(path / rng_file(self._control.rank)) if with_optim and same_layout else None
 
@@ -209,13 +220,14 @@ class EngineCheckpointer(ABC):
             if rng is not None:
                 set_rng_state(rng)
             self._run.version = state["version"]
-            for name, thing in meta.stateful.items():
-                thing.load_state_dict(state["stateful"][name])
+            for name, stateful in meta.stateful.items():
+                stateful.load_state_dict(state["stateful"][name])
 
         return apply
 
     def _verify(self, path: Path, kind: str) -> Manifest:
-        manifest = verify(path, part=self._control.rank, parts=self._control.size)
+        # Ranks divide the checksums of the files among them.
+        manifest = verify(path, shard=self._control.rank, shards=self._control.size)
         if manifest.kind != kind:
             raise ValueError(f"{path} was saved with weight_format={manifest.kind!r}: load it with that")
         return manifest

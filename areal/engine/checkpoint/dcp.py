@@ -1,7 +1,7 @@
-"""Files of torch's distributed checkpoint, written and read without a process group.
+"""Write and read files of torch.distributed.checkpoint (DCP) without a process group.
 
-The planners and storage classes of torch are driven step by step here, instead of by ``dcp.save``: planning is agreed over the control plane in
-the calling thread, and writing needs no process group at all, so that it may go on in a thread while training uses the groups.
+This module calls torch's planners and storage classes step by step instead of ``dcp.save``. Planning runs over the control
+plane in the calling thread. Writing needs no communication, so that it can run in a thread while training uses the groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from areal.engine.checkpoint.async_save import Work, Written
+from areal.engine.checkpoint.async_save import SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
 from areal.utils.distributed import ControlPlane
 
@@ -24,20 +24,20 @@ METADATA = ".metadata"
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """A planner that can copy what it will write, so that the tensors themselves may change meanwhile."""
+    """A save planner that can copy the planned tensors in advance, so that training may change them during the save."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._staged: dict[MetadataIndex, Any] | None = None
 
     def stage(self, plan: SavePlan) -> None:
-        """Copy what ``plan`` writes to host memory."""
+        """Copy all items of ``plan`` to host memory."""
         resolve = super().resolve_data
         self._staged = {item.index: _copy_to_host(resolve(item)) for item in plan.items}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        found = super().resolve_data(write_item) if self._staged is None else self._staged[write_item.index]
-        return found.detach() if isinstance(found, Tensor) else found
+        data = super().resolve_data(write_item) if self._staged is None else self._staged[write_item.index]
+        return data.detach() if isinstance(data, Tensor) else data
 
 
 def prepare_files(
@@ -49,36 +49,42 @@ def prepare_files(
     *,
     asynchronous: bool,
     about: dict[str, Any],
-) -> Work:
-    """Plan who writes what, and copy it if the save is ``asynchronous``. Collective.
+) -> SaveTask:
+    """Plan which rank writes which tensors, and copy them if the save is ``asynchronous``. Collective.
 
     Args:
-        tensors: this rank's, by the name in the checkpoint, in a form that ``planner`` knows.
-        files: this rank's other files, by name.
-        about: goes into the manifest.
+        tensors: name -> tensor of this rank, in a form that ``planner`` supports.
+        files: name -> content of this rank's other files.
+        planner: planner of the engine.
+        control: control plane over all ranks.
+        draft: directory to write into.
+        asynchronous: whether the tensors may change before they are written.
+        about: entries for the manifest.
     """
-    writer = FileSystemWriter(draft, sync_files=False)  # brought to the disk once, when the checksum is taken
+    writer = FileSystemWriter(draft, sync_files=False)  # record() syncs each file when it computes the checksum
     plan, metadata = _agree_on_plan(dict(tensors), planner, writer, control)
     if asynchronous:
         planner.stage(plan)
 
-    def write() -> Written:
+    def write() -> WrittenFiles:
+        # Tensors of the plan, then the other files. The first rank needs the results to write the metadata.
         results = writer.write_data(plan, planner).value()
         for name, content in files.items():
             (draft / name).write_bytes(content)
         names = {result.storage_data.relative_path for result in results}
-        return Written([record(draft, name) for name in sorted(names.union(files))], results)
+        return WrittenFiles([record(draft, name) for name in sorted(names.union(files))], results)
 
     def finish(payloads: list[Any]) -> list[FileRecord]:
         writer.finish(metadata, payloads)
         return [record(draft, METADATA)]
 
-    return Work(write, finish, about)
+    return SaveTask(write, finish, about)
 
 
 def _agree_on_plan(
     tensors: dict[str, Any], planner: DefaultSavePlanner, writer: FileSystemWriter, control: ControlPlane
 ) -> tuple[SavePlan, Metadata]:
+    """Return this rank's plan, and the metadata of all tensors. Collective over the control plane."""
     is_first = control.rank == 0
 
     def plan_locally() -> SavePlan:
@@ -86,13 +92,14 @@ def _agree_on_plan(
         planner.set_up_planner(tensors, is_coordinator=is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
+    # Each rank plans for its own shards.
     local_plans = control.attempt_and_gather(plan_locally)
 
     def plan_globally() -> tuple[list[SavePlan], Metadata]:
         plans, metadata = planner.create_global_plan(local_plans)
         return writer.prepare_global_plan(plans), metadata
 
-    # The first rank plans for all.
+    # The first rank merges the plans of all ranks: replicated tensors are written once.
     plans, metadata = control.attempt_and_gather(lambda: plan_globally() if is_first else ([], Metadata({})))[0]
     return planner.finish_plan(plans[control.rank]), metadata
 
@@ -100,15 +107,16 @@ def _agree_on_plan(
 def _copy_to_host(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
+    # cpu() returns the tensor itself if it is already on the CPU.
     copied = value.detach().cpu()
     return copied.clone() if copied.data_ptr() == value.data_ptr() else copied
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What a checkpoint holds.
+    """Read the metadata of a checkpoint: names, shapes and files of its tensors.
 
     Raises:
-        ValueError: its metadata is damaged.
+        ValueError: the metadata is damaged.
     """
     try:
         return FileSystemReader(path).read_metadata()
@@ -119,7 +127,8 @@ def read_metadata(path: Path) -> Metadata:
 def read_tensors(
     path: Path, metadata: Metadata, tensors: Mapping[str, Any], planner: DefaultLoadPlanner | None = None
 ) -> None:
-    """Fill tensors in place. Each rank reads what its shards need; no collective."""
+    """Read tensors in place. Each rank reads the data of its shards. Not collective."""
+    # Every rank is its own coordinator, so that torch neither gathers nor scatters plans.
     planner, reader = planner or DefaultLoadPlanner(allow_partial_load=False), FileSystemReader(path)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -1,4 +1,4 @@
-"""A checkpoint in the Hugging Face format: what ``transformers.from_pretrained`` loads, with the tokenizer beside it."""
+"""Checkpoints in the Hugging Face format: a model directory that ``transformers.from_pretrained`` loads, with the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from areal.engine.checkpoint.async_save import Observe, Work, Written
+from areal.engine.checkpoint.async_save import Observe, SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
 from areal.engine.checkpoint.gather_slices import ComputedSlice, Slice, SliceGatherer
 from areal.engine.checkpoint.safetensors import (
@@ -25,27 +25,27 @@ from areal.engine.checkpoint.safetensors import (
     index_of,
     split_into_files,
 )
-from areal.engine.model.hub import copy_beside
+from areal.engine.model.hub import copy_model_files
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
 VALUE_HEAD = "value_head.weight"
 VALUE_HEAD_FILE = "value_head.safetensors"
-"""A value head has a file of its own: to transformers, the rest is a causal language model like any other."""
+"""A value head is saved to a separate file, so that transformers loads the rest as an ordinary causal language model."""
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Largest weight file, unless a single tensor is larger."""
+"""Size of the largest weight file, unless a single tensor is larger."""
 
 # ---- reading
 
 
 class HFWeights:
-    """The weights in a model directory, under the names that the model has for them. A context manager.
+    """Weights of a model directory, by the names of the model. A context manager that closes the files.
 
     Args:
-        folder: with safetensors.
-        tied: other names of a weight, where a file may hold one of them or all.
-        value_head: whether the model has one.
+        folder: directory with safetensors files.
+        tied: name -> other names of the same weight. Files may contain one or all of them.
+        value_head: whether the model has a value head.
 
     Raises:
         ValueError: the files are missing or unreadable.
@@ -66,30 +66,33 @@ class HFWeights:
             self._head.close()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], model: type[PreTrainedModel]) -> None:
-        """Compare keys and shapes with those of a model, reading no values.
+        """Compare keys and shapes with those of a model, without reading values.
 
         Args:
-            shapes: of all its weights.
-            model: its class, which says what else a file may hold.
+            shapes: name -> shape of all weights of the model.
+            model: class of the model, which lists additional keys that files may contain.
 
         Raises:
-            ValueError: these are the weights of another model; names file and key.
+            ValueError: the weights are of another model. The error names file and key.
         """
+        # Every weight of the model must be in the files, with its shape.
         for name, shape in shapes.items():
             if name != VALUE_HEAD:
                 self._check_one(self._files, self._key(name), shape)
+        # Every key of the files must be a weight of the model: extra weights mean another architecture.
         known = {name for name in shapes if name != VALUE_HEAD}.union(*self._tied.values())
         extra = [key for key in self._files if key not in known and not _is_ignored(model, key)]
         if extra:
             more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
             raise ValueError(f"{self._files.file_of(extra[0])} has {extra[0]!r}{more}, which {model.__name__} has not")
+        # A missing value head is allowed (it starts at zero), a wrong one is not.
         if VALUE_HEAD in shapes and self._head is not None:
             if VALUE_HEAD not in self._head:
                 raise ValueError(f"{self._folder / VALUE_HEAD_FILE} has no {VALUE_HEAD!r}")
             self._check_one(self._head, VALUE_HEAD, shapes[VALUE_HEAD])
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A slice of a weight, in the dtype of the file, on the CPU. A value head that has no file is zero."""
+        """Read a slice of a weight, in the dtype of the file, on the CPU. A value head without a file is zero."""
         if name != VALUE_HEAD:
             return self._files.read(self._key(name), box)
         if self._head is None:
@@ -97,7 +100,7 @@ class HFWeights:
         return self._head.read(name, box)
 
     def _key(self, name: str) -> str:
-        """The key of a weight: its own name, or one that is tied to it, where a file holds only that one."""
+        """Return the key of a weight in the files: its name, or a tied name if the files contain only that one."""
         if name in self._files:
             return name
         return next((other for other in self._tied.get(name, ()) if other in self._files), name)
@@ -114,7 +117,7 @@ class HFWeights:
 
 
 def _is_ignored(model: type[PreTrainedModel], key: str) -> bool:
-    """Whether files of this model may hold a key that it does not use: old rotary buffers, and what transformers ignores."""
+    """Return whether an unknown key is harmless: an old rotary buffer, or a key that transformers ignores for this class."""
     ignored = [r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     return any(re.search(pattern, key) for pattern in ignored)
 
@@ -124,11 +127,12 @@ def _is_ignored(model: type[PreTrainedModel], key: str) -> bool:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is written beside the weights.
+    """Settings of a model that are written next to the weights.
 
     Attributes:
-        config: goes to ``config.json``. model: its class.
-        generation: for models that come without ``generation_config.json``.
+        config: configuration, for ``config.json``.
+        model: class of the model.
+        generation: generation settings, written if the source of the model is without ``generation_config.json``.
     """
 
     config: PretrainedConfig
@@ -138,12 +142,12 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class Export:
-    """A model as it is to be written.
+    """A model to write.
 
     Attributes:
-        specs: of all weights, in the order of the files; the same on every rank.
-        slices: what this rank holds of them, in the dtype of the files.
-        card: what is written beside them.
+        specs: specs of all weights, in the order of the files. The same on every rank.
+        slices: slices of this rank, in the dtype of the files.
+        card: settings of the model.
     """
 
     specs: Sequence[TensorSpec]
@@ -160,17 +164,23 @@ def prepare_hf(
     asynchronous: bool,
     observe: Observe,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> Work:
-    """Collect weights into the files of a draft. Collective.
+) -> SaveTask:
+    """Gather weights and write them into the files of a draft. Collective.
 
-    Files go to the ranks in turn. Each tensor on disk is put together from slices by the rank that writes it, and by no other. A rank
-    writes a tensor as it comes and holds one of them at a time; if ``asynchronous``, it keeps its files' tensors in host memory for
-    the thread that writes them.
+    Files are assigned to ranks in turn. A synchronous save writes each gathered tensor at once, so that a rank needs memory
+    for one full tensor. An asynchronous save keeps the tensors of this rank's files in host memory for the writing thread.
 
     Args:
+        export: the model.
+        control: control plane over all ranks.
         source: directory or hub name from which tokenizer files and code are copied.
-        max_file_bytes: largest weight file.
+        draft: directory to write into.
+        asynchronous: whether the files are written later, in a thread.
+        observe: function that is called with the stages of the save.
+        max_file_bytes: size of the largest weight file.
     """
+    # 1. Divide the weights into files, and the files among the ranks. The value head gets a separate file, which is not in
+    # the index of the model.
     by_name = {spec.name: spec for spec in export.specs}
     head = by_name.pop(VALUE_HEAD, None)
     dtype = next(iter(by_name.values())).dtype
@@ -179,47 +189,54 @@ def prepare_hf(
     if head is not None:
         files[VALUE_HEAD_FILE] = [head]
     writers = {name: i % control.size for i, name in enumerate(files)}
-    mine = {name: tensors for name, tensors in files.items() if writers[name] == control.rank}
-    sink = _Copies(draft, mine) if asynchronous else _Files(draft, mine)
-    _collect(files, writers, SliceGatherer(export.slices, control), sink, observe)
+    own_files = {name: tensors for name, tensors in files.items() if writers[name] == control.rank}
 
-    def write() -> Written:
+    # 2. Gather tensor by tensor.
+    sink = _CopySink(draft, own_files) if asynchronous else _FileSink(draft, own_files)
+    _gather_tensors(files, writers, SliceGatherer(export.slices, control), sink, observe)
+
+    # 3. Close the files. The first rank also writes configuration, tokenizer and index.
+    def write() -> WrittenFiles:
         written = sink.finish()
         if control.rank == 0:
-            names = _write_beside(export.card, source, dtype, draft)
+            names = _write_model_files(export.card, source, dtype, draft)
             if index is not None:
                 (draft / INDEX_FILE).write_text(json.dumps(index, indent=2))
                 names.append(INDEX_FILE)
             written += [record(draft, name) for name in names]
-        return Written(written)
+        return WrittenFiles(written)
 
-    return Work(write, finish=lambda payloads: [], about={"tensors": sum(map(len, files.values()))})
+    return SaveTask(write, finish=lambda payloads: [], about={"tensors": sum(map(len, files.values()))})
 
 
-def _collect(
+def _gather_tensors(
     files: Mapping[str, Sequence[TensorSpec]],
     writers: Mapping[str, int],
-    collector: SliceGatherer,
-    sink: _Files | _Copies,
+    gatherer: SliceGatherer,
+    sink: _FileSink | _CopySink,
     observe: Observe,
 ) -> None:
-    """Pass every tensor of this rank's files on. A fault of this rank's disk waits until all have what they need from it."""
+    """Gather all tensors of all files, and pass those of this rank's files to ``sink``. Collective.
+
+    An error of this rank's disk is raised at the end: until then, other ranks need its slices.
+    """
     faults: list[Exception] = []
     for done, (file, spec) in enumerate((file, spec) for file, specs in files.items() for spec in specs):
-        tensor = collector.collect(spec, writers[file])
+        tensor = gatherer.gather(spec, writers[file])
         if tensor is not None and not faults:
             try:
                 sink.put(file, tensor)
             except (OSError, ValueError) as error:
                 faults.append(error)
+        # Two stages within the loop, for tests that kill a rank there.
         if done in (0, 8):
             observe(f"tensor {done}")
     if faults:
         raise faults[0]
 
 
-class _Files:
-    """Writes tensors to this rank's files as they come."""
+class _FileSink:
+    """Writes each tensor to its file at once."""
 
     def __init__(self, draft: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
         self._draft, self._files = draft, files
@@ -236,11 +253,11 @@ class _Files:
         return [FileRecord(name, writer.size, writer.crc32) for name, writer in self._open.items()]
 
 
-class _Copies:
-    """Keeps tensors, and writes them at the end."""
+class _CopySink:
+    """Keeps tensors in memory, and writes them all in :meth:`finish`."""
 
     def __init__(self, draft: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
-        self._files = _Files(draft, files)
+        self._files = _FileSink(draft, files)
         self._copies: list[tuple[str, Tensor]] = []
 
     def put(self, file: str, tensor: Tensor) -> None:
@@ -253,15 +270,17 @@ class _Copies:
         return self._files.finish()
 
 
-def _write_beside(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
-    """Configuration, generation settings, tokenizer and code of the model. Returns the names of the files."""
+def _write_model_files(card: ModelCard, source: str, dtype: torch.dtype, draft: Path) -> list[str]:
+    """Write configuration, generation settings, tokenizer and code of the model. Returns the names of the files."""
     before = set(os.listdir(draft))
-    names = copy_beside(source, draft)
+    # Files of the source first, so that the configuration of this model replaces the one of the source.
+    names = copy_model_files(source, draft)
     config = copy.deepcopy(card.config)
     config.dtype = dtype
     config.architectures = [card.model.__name__]
     config.save_pretrained(draft)
     if "generation_config.json" not in names and card.generation is not None:
         card.generation.save_pretrained(draft)
+    # save_pretrained() decides on its file names: compare the directory with its earlier content.
     top = {p.name for p in draft.iterdir() if p.is_file()} - before
     return sorted({*names, *(name for name in top if name.endswith((".json", ".jinja")))})

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run beside its tensors: version, schedule, random states, and what the user adds."""
+"""State of a run in a checkpoint, other than tensors: version, schedule, random states, and objects of the user."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ STATE_FILE = "state.pt"
 
 
 def rng_file(rank: int) -> str:
-    """Where a rank's random state is kept."""
+    """Return the name of the file with a rank's random state."""
     return f"rng-{rank:05d}.pt"
 
 
 def state_of(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The states of named objects.
+    """Return the states of named objects.
 
     Raises:
-        ValueError: one holds something that can not be read again without running code.
+        ValueError: a state contains a value that cannot be loaded without executing code.
     """
-    states = {name: thing.state_dict() for name, thing in stateful.items()}
+    states = {name: value.state_dict() for name, value in stateful.items()}
+    # Load each state once now: an error at the time of loading the checkpoint would be too late.
     for name, content in states.items():
         try:
             from_bytes(to_bytes(content))
@@ -40,32 +41,32 @@ def state_of(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
 
 
 def to_bytes(content: Any) -> bytes:
-    """Tensors, numbers, text and containers of them, as a file holds them."""
+    """Serialize tensors, numbers, text and containers of them."""
     stream = io.BytesIO()
     torch.save(content, stream)
     return stream.getvalue()
 
 
 def from_bytes(content: bytes) -> Any:
-    """What :func:`to_bytes` was given, on the CPU.
+    """Deserialize the result of :func:`to_bytes`, on the CPU.
 
     Raises:
-        pickle.UnpicklingError: it holds more than tensors, numbers, text and containers of them.
+        pickle.UnpicklingError: the content is not limited to tensors, numbers, text and containers of them.
     """
-    # Libraries widen what torch accepts for the whole process; a checkpoint must be readable where they are not imported.
-    widened = get_safe_globals()
+    # Libraries register more types with torch, process-wide. A checkpoint must be readable without importing them.
+    registered = get_safe_globals()
     clear_safe_globals()
     try:
         return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     finally:
-        add_safe_globals(widened)
+        add_safe_globals(registered)
 
 
 def read_state(file: Path) -> Any:
-    """The content of a state file.
+    """Read a state file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     try:
         return from_bytes(file.read_bytes())

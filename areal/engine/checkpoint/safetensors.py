@@ -1,4 +1,4 @@
-"""Safetensors files, read in slices and written one tensor at a time."""
+"""Safetensors files: read slices of tensors, and write one tensor at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a file holds or will hold."""
+    """Name, dtype and shape of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -43,34 +43,36 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class TensorFiles:
-    """The tensors of some safetensors files, by key. Files stay mapped until :meth:`close`.
+    """Tensors of several safetensors files, by key. Files stay memory-mapped until :meth:`close`.
 
     Args:
-        where: the file that holds each key.
+        files: key -> file.
     """
 
-    def __init__(self, where: dict[str, Path]) -> None:
-        self._where = where
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._file_of = files
         self._handles: dict[Path, Any] = {}
         self._stack = contextlib.ExitStack()
 
     @classmethod
     def of_model(cls, folder: Path) -> TensorFiles:
-        """The weights in a model directory: one file, or several with an index.
+        """Return the weights of a model directory: a single file, or several files with an index.
 
         Raises:
-            ValueError: there are none, or the index is damaged or names a file that is missing.
+            ValueError: the directory is without weights, or the index is damaged or names a missing file.
         """
+        # A single file.
         index = folder / INDEX_FILE
         if not index.is_file():
             if not (folder / SINGLE_FILE).is_file():
                 raise ValueError(_no_weights(folder))
             return cls.of_file(folder / SINGLE_FILE)
+        # Several files: the index maps each key to its file.
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
@@ -82,7 +84,7 @@ class TensorFiles:
 
     @classmethod
     def of_file(cls, file: Path) -> TensorFiles:
-        """All tensors of one file."""
+        """Return all tensors of one file."""
         with _reading(file), safe_open(file, framework="pt") as handle:
             return cls(dict.fromkeys(handle.keys(), file))
 
@@ -93,34 +95,35 @@ class TensorFiles:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Unmap and close the files."""
         self._handles.clear()
         self._stack.close()
 
     def __iter__(self) -> Iterator[str]:
-        """All keys, in alphabetical order."""
-        return iter(sorted(self._where))
+        """Iterate over all keys in alphabetical order."""
+        return iter(sorted(self._file_of))
 
     def __contains__(self, key: str) -> bool:
-        return key in self._where
+        return key in self._file_of
 
     def file_of(self, key: str) -> Path:
-        """The file that holds ``key``."""
-        return self._where[key]
+        """Return the file that contains ``key``."""
+        return self._file_of[key]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
-        with _reading(self._where[key], key):
-            return tuple(self._open(self._where[key]).get_slice(key).get_shape())
+        """Return the shape of a tensor, without reading its values."""
+        with _reading(self._file_of[key], key):
+            return tuple(self._open(self._file_of[key]).get_slice(key).get_shape())
 
     def read(self, key: str, index: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor, in the dtype of the file, on the CPU. Reads nothing else.
+        """Read a slice of a tensor, in the dtype of the file, on the CPU. Nothing else is read.
 
         Args:
+            key: key of the tensor.
             index: one slice for each dimension.
         """
-        with _reading(self._where[key], key):
-            handle = self._open(self._where[key])
+        with _reading(self._file_of[key], key):
+            handle = self._open(self._file_of[key])
             return handle.get_slice(key)[index] if index else handle.get_tensor(key)
 
     def _open(self, file: Path) -> Any:
@@ -131,6 +134,7 @@ class TensorFiles:
 
 @contextlib.contextmanager
 def _reading(file: Path, key: str | None = None) -> Iterator[None]:
+    """Convert errors of reading a file to a ``ValueError`` that names file and key."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -139,17 +143,18 @@ def _reading(file: Path, key: str | None = None) -> Iterator[None]:
 
 
 def _no_weights(folder: Path) -> str:
-    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".gguf", ".pt", ".pth"))
-    if not found:
+    """Return the error message for a directory without safetensors, which names weights in another format."""
+    others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".gguf", ".pt", ".pth"))
+    if not others:
         return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a model with its weights"
     return (
-        f"{folder} has its weights in {found[0]}, and no {SINGLE_FILE}: convert it once with "
+        f"{folder} has its weights in {others[0]}, and no {SINGLE_FILE}: convert it once with "
         "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), and give the new directory"
     )
 
 
 def split_into_files(tensors: Iterable[TensorSpec], max_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Which file gets which tensors, in order: one file, or as many as keep each at most ``max_bytes`` (or one tensor)."""
+    """Divide tensors into files of at most ``max_bytes`` (or one larger tensor), in order. Returns name -> specs."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in tensors:
@@ -158,13 +163,14 @@ def split_into_files(tensors: Iterable[TensorSpec], max_bytes: int) -> dict[str,
             size = 0
         groups[-1].append(spec)
         size += spec.nbytes
+    # Names as in transformers: a single file is not numbered.
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
 def index_of(files: dict[str, list[TensorSpec]]) -> dict[str, Any]:
-    """The content of the index file for files from :func:`split_into_files`."""
+    """Return the content of the index file for files from :func:`split_into_files`."""
     return {
         "metadata": {"total_size": sum(spec.nbytes for group in files.values() for spec in group)},
         "weight_map": {spec.name: name for name, group in files.items() for spec in group},
@@ -172,14 +178,15 @@ def index_of(files: dict[str, list[TensorSpec]]) -> dict[str, Any]:
 
 
 class TensorWriter:
-    """Writes one safetensors file, tensor by tensor: no more than one of them need be in memory.
+    """Writes one safetensors file, tensor by tensor, so that only one tensor needs to be in memory.
 
     Args:
-        file: does not exist yet.
-        specs: what will be written, in this order.
+        file: path of a file that does not exist yet.
+        specs: specs of all tensors, in the order in which they are written.
 
     Attributes:
-        size: bytes written so far. crc32: their checksum.
+        size: number of bytes written so far.
+        crc32: checksum of these bytes, computed while writing.
     """
 
     def __init__(self, file: Path, specs: Sequence[TensorSpec]) -> None:
@@ -187,25 +194,27 @@ class TensorWriter:
         self._stream: BinaryIO = file.open("xb")
         self.file = file
         self.size = self.crc32 = 0
+        # The header contains the offsets of all tensors: shapes and dtypes must be known in advance.
         self._put(_header(self._specs))
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor, from any device.
 
         Raises:
-            ValueError: it is not the one that ``specs`` says comes next.
+            ValueError: dtype or shape are not those of the next spec.
         """
         spec = self._specs.pop(0) if self._specs else None
         if spec is None or (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise ValueError(f"{self.file}: a tensor {tensor.dtype} {tuple(tensor.shape)} where {spec} comes next")
+        # As bytes, because numpy does not support bfloat16.
         flat = tensor.detach().cpu().contiguous().view(-1)
         self._put(flat.view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Bring everything to the disk.
+        """Sync the file to disk and close it.
 
         Raises:
-            ValueError: some tensor was not written.
+            ValueError: a tensor was not written.
         """
         with self._stream:
             self._stream.flush()
@@ -220,7 +229,7 @@ class TensorWriter:
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:
-    """Eight bytes of length, then JSON padded to eight bytes (the safetensors format, little-endian)."""
+    """Return the header of a safetensors file: its length in eight little-endian bytes, then JSON padded to eight bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from areal.engine.checkpoint.async_save import Work
-from areal.engine.checkpoint.checkpointer import EngineCheckpointer, Run
+from areal.engine.checkpoint.async_save import SaveTask
+from areal.engine.checkpoint.checkpointer import EngineCheckpointer, RunInfo
 from areal.engine.checkpoint.dcp import StagedPlanner, prepare_files, read_metadata
 from areal.engine.checkpoint.tensor_layout import stored_tensors
 from areal.engine.fsdp.dist_checkpoint import (
@@ -37,7 +37,7 @@ class FSDPCheckpointer(EngineCheckpointer):
         self,
         chunks: ModelChunks,
         optimizer: CheckpointedOptimizer | None,
-        run: Run,
+        run: RunInfo,
         control: ControlPlane,
         source: str,
         **options: Any,
@@ -49,7 +49,7 @@ class FSDPCheckpointer(EngineCheckpointer):
 
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
-    ) -> Work:
+    ) -> SaveTask:
         optimizer = self._optimizer if with_optim else None
         tensors = self._control.attempt(lambda: tensors_of(self._chunks.own(), optimizer.inner if optimizer else None))
         return prepare_files(

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from areal.api.batch import OptimStats
 from areal.api.config import FinetuneSpec, LoRAConfig, TrainEngineConfig
 from areal.api.weights import NamedTensor
-from areal.engine.checkpoint.async_save import Saver, Work
+from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
 from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.files import adapter_files, read_training, write_files
 from areal.engine.lora.low_rank import Delta
@@ -84,11 +84,11 @@ class AdapterSet:
     def save(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
         self[name]
 
-        def prepare(draft: Path) -> Work:
+        def prepare(draft: Path) -> SaveTask:
             about = {"base": self._config.path, "optimizer": with_optim}
             return write_files(self.files(name, with_optim=with_optim), draft, about)
 
-        Saver(self._control).save(Path(path), "peft", prepare)
+        CheckpointSaver(self._control).save(Path(path), "peft", prepare)
 
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
         if name not in self._adapters:

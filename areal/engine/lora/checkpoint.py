@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areal.api.checkpoint import SaveLoadMeta
-from areal.engine.checkpoint.async_save import Work
-from areal.engine.checkpoint.checkpointer import EngineCheckpointer, FolderWeights, Run
+from areal.engine.checkpoint.async_save import SaveTask
+from areal.engine.checkpoint.checkpointer import EngineCheckpointer, FolderWeights, RunInfo
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.files import write_files
 from areal.utils.distributed import ControlPlane
@@ -33,7 +33,7 @@ class AdapterCheckpointer(EngineCheckpointer):
         self,
         adapters: AdapterSet,
         weights: FolderWeights,
-        run: Run,
+        run: RunInfo,
         control: ControlPlane,
         source: str,
         trained: bool,
@@ -44,7 +44,7 @@ class AdapterCheckpointer(EngineCheckpointer):
 
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
-    ) -> Work:
+    ) -> SaveTask:
         everything = dict(files)
         for name in self._adapters.names:
             for file, content in self._adapters.files(name, with_optim=with_optim).items():

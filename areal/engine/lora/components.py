@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from areal.api.config import TrainEngineConfig
-from areal.engine.checkpoint.checkpointer import Run
+from areal.engine.checkpoint.checkpointer import RunInfo
 from areal.engine.components import EngineComponents
 from areal.engine.lora.adapter_set import AdapterSet, SelectedOptimizer
 from areal.engine.lora.checkpoint import AdapterCheckpointer
@@ -15,7 +15,7 @@ from areal.engine.optimizer import GradientState
 from areal.utils.distributed import ControlPlane
 
 
-class Engine(Run, Protocol):
+class Engine(RunInfo, Protocol):
     """The attributes of an engine that its adapters need."""
 
     config: TrainEngineConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from areal.engine.checkpoint.async_save import Work, Written
+from areal.engine.checkpoint.async_save import SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import record
 from areal.engine.checkpoint.gather_slices import SliceGatherer
 from areal.engine.checkpoint.run_state import read_state, to_bytes
@@ -34,28 +34,28 @@ def adapter_files(
     return files
 
 
-def write_files(files: Mapping[str, bytes], draft: Path, about: dict[str, Any]) -> Work:
+def write_files(files: Mapping[str, bytes], draft: Path, about: dict[str, Any]) -> SaveTask:
     """Writes this rank's files, by their names within the draft.
 
     Args:
         about: goes into the manifest.
     """
 
-    def write() -> Written:
+    def write() -> WrittenFiles:
         for name, content in files.items():
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             (draft / name).write_bytes(content)
-        return Written([record(draft, name) for name in files])
+        return WrittenFiles([record(draft, name) for name in files])
 
-    return Work(write, finish=lambda payloads: [], about=about)
+    return SaveTask(write, finish=lambda payloads: [], about=about)
 
 
 def _collect(adapter: Adapter, control: ControlPlane, *, with_optim: bool) -> dict[str, Tensor]:
     """Full tensors on the first rank, in host memory of their own; none elsewhere."""
     parts = list(adapter.parts(with_optim=with_optim))
     specs = {spec.name: spec for others in control.gather([spec for spec, _ in parts]) for spec in others}
-    collector = SliceGatherer((part for _, part in parts), control)
-    found = {name: collector.collect(spec, writer=0) for name, spec in specs.items()}
+    gatherer = SliceGatherer((part for _, part in parts), control)
+    found = {name: gatherer.gather(spec, writer=0) for name, spec in specs.items()}
     return {name: x for name, x in found.items() if x is not None}
 
 

@@ -19,8 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from areal.api.checkpoint import SaveLoadMeta
-from areal.engine.checkpoint.async_save import Work
-from areal.engine.checkpoint.checkpointer import EngineCheckpointer, Run
+from areal.engine.checkpoint.async_save import SaveTask
+from areal.engine.checkpoint.checkpointer import EngineCheckpointer, RunInfo
 from areal.engine.checkpoint.dcp import METADATA, prepare_files, read_metadata, read_tensors
 from areal.engine.checkpoint.run_state import to_bytes
 from areal.engine.megatron import gradients as grad
@@ -72,7 +72,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         weights: MegatronWeights,
         groups: ProcessGroupCollection,
         vocab_size: int,
-        run: Run,
+        run: RunInfo,
         control: ControlPlane,
         source: str,
         **options: Any,
@@ -97,7 +97,7 @@ class MegatronCheckpointer(EngineCheckpointer):
 
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
-    ) -> Work:
+    ) -> SaveTask:
         grad.settle_parameters(self._chunks)
         files = dict(files)
 

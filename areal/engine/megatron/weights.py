@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.api.weights import NamedTensor
-from areal.engine.checkpoint.gather_slices import Place, Slice
+from areal.engine.checkpoint.gather_slices import Slice, SliceKey
 from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.megatron.model.packed_gpt import PackedGPT
@@ -70,7 +70,7 @@ class MegatronWeights:
             (
                 held.place,
                 [TensorSpec(part.name, held.parameter.dtype, part.shape) for part in held.parts],
-                [part.place for part in held.slices(held.parameter.detach().view(-1))],
+                [part.key for part in held.slices(held.parameter.detach().view(-1))],
                 held.parameter.requires_grad,
             )
             for held in own
@@ -85,7 +85,7 @@ class MegatronWeights:
             self._trained |= {spec.name for spec in specs if trained}
         self._known = list(known.values())
         # Of the ranks that hold the same part, the first speaks for it.
-        speaker: dict[Place, int] = {}
+        speaker: dict[SliceKey, int] = {}
         for rank in dist.get_process_group_ranks(self._group):
             for _, _, places, _ in everyone[rank]:
                 for place in places:
@@ -229,7 +229,7 @@ class MegatronWeights:
             for name, tensor in full.items():
                 for held in self._holders.get(name, ()):
                     for part in held.slices(value(held).reshape(-1)):
-                        if part.name == name and part.place in self._spoken:
+                        if part.name == name and part.key in self._spoken:
                             tensor[part.box] = part.values
             if dist.get_world_size(self._group) > 1:
                 dist.all_reduce(flat.view(torch.int64), group=self._group)

@@ -1,4 +1,4 @@
-"""Where a model's files are, and its configuration."""
+"""Files of a model: its directory or hub download, its configuration, and everything that belongs to it except weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
-BESIDE_WEIGHTS = (
+MODEL_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -25,14 +25,14 @@ BESIDE_WEIGHTS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-"""What belongs to a model beside its weights and its configuration, copied from where the model came from."""
+"""Files of a model other than weights and configuration. A checkpoint gets copies from the model's source."""
 
 
 def model_folder(path: str | Path) -> Path:
-    """The directory of a model: ``path`` itself, or where the hub's files for that name are kept.
+    """Return the directory of a model: ``path`` itself, or the local download of the hub model of that name.
 
     Raises:
-        ValueError: it is no directory, and the hub has no model of that name or cannot be reached.
+        ValueError: ``path`` is not a directory, and the hub does not have such a model or cannot be reached.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -47,10 +47,10 @@ def model_folder(path: str | Path) -> Path:
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """The configuration of a model.
+    """Read the configuration of a model.
 
     Raises:
-        ValueError: none can be read there.
+        ValueError: ``path`` does not contain a readable configuration.
     """
     try:
         return AutoConfig.from_pretrained(path)
@@ -58,17 +58,19 @@ def read_config(path: str) -> PretrainedConfig:
         raise ValueError(f"path = {path!r}: no model configuration can be read there: {error}") from error
 
 
-def copy_beside(source: str, draft: Path) -> list[str]:
-    """Copy :data:`BESIDE_WEIGHTS`, code and further chat templates of the model ``source`` to ``draft``.
+def copy_model_files(source: str, draft: Path) -> list[str]:
+    """Copy :data:`MODEL_FILES`, code and additional chat templates of the model ``source`` to the directory ``draft``.
 
     Returns:
-        The names of the files, within ``draft``.
+        Paths of the files, relative to ``draft``.
     """
     folder = model_folder(source)
-    names = [name for name in BESIDE_WEIGHTS if (folder / name).is_file()]
+    # Known files that the model has, and the Python files of a model with code.
+    names = [name for name in MODEL_FILES if (folder / name).is_file()]
     names += sorted(code.name for code in folder.glob("*.py"))
     for name in names:
         shutil.copyfile(folder / name, draft / name)
+    # A model with several chat templates keeps them in a directory.
     if (folder / "additional_chat_templates").is_dir():
         shutil.copytree(folder / "additional_chat_templates", draft / "additional_chat_templates")
         names += [str(p.relative_to(draft)) for p in sorted((draft / "additional_chat_templates").iterdir())]

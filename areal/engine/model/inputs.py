@@ -1,4 +1,4 @@
-"""From a micro-batch to what one rank feeds its model."""
+"""Convert a micro-batch to the inputs of one rank's model."""
 
 from __future__ import annotations
 
@@ -25,34 +25,39 @@ def model_inputs(
     rows: bool,
     routing: ExpertRouting | None = None,
 ) -> ModelInputs:
-    """This rank's slice of a micro-batch, padded to ``mb.padded_length``.
+    """Return this rank's slice of a micro-batch, padded to ``mb.padded_length``.
 
     Args:
-        temperature: for every token, unless the batch has a per-sequence key ``temperature``.
+        mb: the micro-batch.
+        cp: the ranks that the token stream is split over.
+        outputs: per-token outputs to compute.
+        temperature: for all tokens, unless the batch has a per-sequence key ``temperature``.
         rows: run one sequence per row instead of packed.
-        routing: of an engine whose model may have experts.
+        routing: expert routing of the engine, if its model may have experts.
     """
     device, length = mb.cu_seqlens.device, mb.padded_length
-    grid = _rows(mb.seqlens, device) if rows else None
-    branches = TokenStream.of(mb.seqlens, length, mb.tree)
+    grid = _row_grid(mb.seqlens, device) if rows else None
+    # The tokens that the model computes: the packed sequences, or with shared prefixes each common token once.
+    stream = TokenStream.of(mb.seqlens, length, mb.tree)
     ids = mb.data["input_ids"] if mb.tree is None else mb.data["input_ids"][mb.tree.tokens.to(device)]
-    scored = None if mb.tree is None else OutputRows.of(mb.tree, length, cp)
+    output_rows = None if mb.tree is None else OutputRows.of(mb.tree, length, cp)
 
-    def asked(x: Tensor, padding: float) -> Tensor:
-        """What packed tokens ``[T, ...]`` ask, by the rows that answer on this rank."""
-        return cp.shard(_pad(x, length, padding)) if scored is None else x[scored.packed.to(x.device)]
+    def for_outputs(x: Tensor, padding: float) -> Tensor:
+        """Select from a packed key ``[T, ...]`` the values of this rank's output rows."""
+        return cp.shard(_pad(x, length, padding)) if output_rows is None else x[output_rows.packed_index.to(x.device)]
 
+    # Targets and positions were computed from complete sequences. Only now the stream is sliced over ranks.
     return ModelInputs(
         input_ids=cp.shard(_pad(ids, length, 0)),
-        position_ids=cp.shard(branches.positions().to(device)),
-        targets=asked(mb.data["target_ids"], IGNORE_INDEX),
-        temperature=asked(_per_token(mb, "temperature"), 1.0) if "temperature" in mb.data else temperature,
-        layout=None if rows else cp.layout(branches, device),
+        position_ids=cp.shard(stream.positions().to(device)),
+        targets=for_outputs(mb.data["target_ids"], IGNORE_INDEX),
+        temperature=for_outputs(_per_token(mb, "temperature"), 1.0) if "temperature" in mb.data else temperature,
+        layout=None if rows else cp.layout(stream, device),
         rows=grid,
         outputs=outputs,
-        # Found on the host: on a GPU, counting them would wait for the device.
-        wanted=None if mb.wanted is None else asked(mb.wanted, False).nonzero().squeeze(1).to(device),
-        scored=None if scored is None else scored.places.to(device),
+        # Counted on the host: on a GPU, nonzero() would wait for the device.
+        wanted=None if mb.wanted is None else for_outputs(mb.wanted, False).nonzero().squeeze(1).to(device),
+        output_rows=None if output_rows is None else output_rows.local_index.to(device),
         routing=routing.of(mb, grid, record=ROUTED_EXPERTS in outputs) if routing else None,
     )
 
@@ -64,22 +69,24 @@ def _pad(x: Tensor, length: int, value: float) -> Tensor:
 
 
 def check_temperature(plan: BatchPlan) -> None:
-    """Refuse a key ``temperature`` that is not one number per sequence.
+    """Raise if the key ``temperature`` is not one number per sequence.
 
     Raises:
-        ValueError: says what it is.
+        ValueError: the key is per-token, or has more than one value per sequence.
     """
-    found = {**plan.tokens, **plan.sequences}.get("temperature")
-    if found is not None and ("temperature" in plan.tokens or found.dim() != 1):
+    temperature = {**plan.tokens, **plan.sequences}.get("temperature")
+    if temperature is not None and ("temperature" in plan.tokens or temperature.dim() != 1):
         raise ValueError("key 'temperature' is not one number per sequence: pass [B], or a scalar in each sample")
 
 
 def _per_token(mb: MicroBatch, key: str) -> Tensor:
-    """A per-sequence key ``[n]`` for each of the packed tokens."""
+    """Expand a per-sequence key ``[n]`` to the packed tokens, ``[T]``."""
+    # The output size is known on the host; without it, repeat_interleave would wait for the device.
     return mb.data[key].repeat_interleave(mb.cu_seqlens.diff(), output_size=mb.n_tokens)
 
 
-def _rows(seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int, int]:
+def _row_grid(seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int, int]:
+    """Return the index of each packed token in a grid of one sequence per row, and the grid's rows and columns."""
     width = max(seqlens)
-    where = torch.cat([torch.arange(length) + row * width for row, length in enumerate(seqlens)])
-    return where.to(device), len(seqlens), width
+    grid_index = torch.cat([torch.arange(length) + row * width for row, length in enumerate(seqlens)])
+    return grid_index.to(device), len(seqlens), width

@@ -1,4 +1,4 @@
-"""Which rows of a shared stream have outputs, where several packed tokens may stand at one place, and ask different things there."""
+"""Output rows of a prefix-shared stream: packed tokens may map to the same stream index, but have different targets there."""
 
 from __future__ import annotations
 
@@ -16,40 +16,49 @@ from areal.engine.faults import map_outputs
 
 @dataclass(frozen=True, eq=False)
 class OutputRows:
-    """What one context-parallel rank computes outputs of: as many rows on each, some of which may be there for that alone. On the host.
+    """The rows that one context-parallel rank computes outputs of. All tensors are on the host.
+
+    Every rank has the same number of rows, because an all-gather needs equal sizes: ranks with fewer rows repeat one.
 
     Attributes:
-        places: int64 ``[R]``, in this rank's slice of the stream.
-        packed: int64 ``[R]``, the packed token that each row answers for.
-        answers: int64 ``[T]``, which of the ranks' rows, end to end, has the outputs of each packed token.
+        local_index: int64 ``[R]``. Index of each row's token in this rank's slice of the stream.
+        packed_index: int64 ``[R]``. Packed token whose target and temperature each row uses.
+        output_index: int64 ``[T]``. For each packed token, the index of its outputs in the ranks' rows end to end.
     """
 
-    places: Tensor
-    packed: Tensor
-    answers: Tensor
+    local_index: Tensor
+    packed_index: Tensor
+    output_index: Tensor
 
     @classmethod
     def of(cls, tree: PrefixTree, padded_length: int, cp: ContextParallel) -> OutputRows:
-        """Each row is scored where its token stands."""
+        """Assign each output token of a tree to the rank that has its hidden state, and return the rows of this rank."""
         if cp.size == 1:
-            return cls(tree.places[tree.scored], tree.scored, tree.answers)
-        width = padded_length // cp.size
-        where = cp.places(tree.places[tree.scored], padded_length)
-        owner = where // width
+            return cls(tree.stream_index[tree.output_tokens], tree.output_tokens, tree.output_index)
+        # The rank of each output token, and how many each rank has.
+        slice_length = padded_length // cp.size
+        gathered = cp.gathered_index(tree.stream_index[tree.output_tokens], padded_length)
+        owner = gathered // slice_length
         counts = owner.bincount(minlength=cp.size)
         most = int(counts.max())
+
+        # Number the rows rank by rank, with room for ``most`` rows on each: rank r begins at row r * most.
         by_owner = owner.argsort(stable=True)
         starts = counts.cumsum(0) - counts
-        row = torch.empty_like(where)
-        row[by_owner] = torch.arange(len(where)) + (torch.arange(cp.size) * most - starts)[owner[by_owner]]
-        mine = by_owner[starts[cp.rank] : starts[cp.rank] + counts[cp.rank]]
-        mine = torch.cat([mine, by_owner[:1].expand(most - len(mine))])
-        return cls((where[mine] - cp.rank * width) % width, tree.scored[mine], row[tree.answers])
+        row = torch.empty_like(gathered)
+        row[by_owner] = torch.arange(len(gathered)) + (torch.arange(cp.size) * most - starts)[owner[by_owner]]
+
+        # This rank's rows, filled up to ``most``. Nothing reads the additional rows, so that any token will do.
+        local = by_owner[starts[cp.rank] : starts[cp.rank] + counts[cp.rank]]
+        local = torch.cat([local, by_owner[:1].expand(most - len(local))])
+        local_index = (gathered[local] - cp.rank * slice_length) % slice_length
+        return cls(local_index, tree.output_tokens[local], row[tree.output_index])
 
 
 def gather_outputs(local: TokenOutputs, cp: ContextParallel, mb: MicroBatch) -> TokenOutputs:
-    """Outputs in canonical form: of all packed tokens ``[T, ...]``, gathered over context-parallel ranks."""
+    """Return outputs in canonical form: of all packed tokens, ``[T, ...]``, gathered over context-parallel ranks."""
     if mb.tree is None:
         return map_outputs(lambda x: cp.gather(x, mb.n_tokens), local)
-    answers = OutputRows.of(mb.tree, mb.padded_length, cp).answers.to(mb.cu_seqlens.device)
-    return map_outputs(lambda x: TakeRows.apply(cp.gather_rows(x), answers), local)
+    # Tokens with equal outputs read the same row; TakeRows sums their gradients.
+    output_index = OutputRows.of(mb.tree, mb.padded_length, cp).output_index.to(mb.cu_seqlens.device)
+    return map_outputs(lambda x: TakeRows.apply(cp.gather_rows(x), output_index), local)

@@ -1,7 +1,7 @@
-"""The root module that an engine trains: a Hugging Face backbone, and the heads that turn hidden states into per-token outputs.
+"""The root module of an engine: a Hugging Face backbone, with heads that turn hidden states into per-token outputs.
 
-The heads run inside this module's forward, where FSDP has gathered their weights, so that a step never allocates ``[T, V]``
-unless logits were asked for.
+The heads run inside this module's forward, while FSDP has their weights gathered. So a step allocates ``[T, V]`` only if
+logits are requested.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from areal.utils.functional.logprobs import head_outputs, logits
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What one rank feeds its model for one micro-batch. Opaque to autograd hooks: FSDP neither casts nor copies it.
+    """Inputs of one rank's model for one micro-batch. Opaque to FSDP, which casts and copies only tensors that it finds.
 
     Attributes:
-        input_ids, position_ids: int64 ``[T]``, this rank's tokens, padding included.
-        targets: int64 ``[T]`` or ``[T, K]``; of the ``R`` tokens of ``scored``, where that is given.
-        temperature: a number, or one for each of the same tokens.
-        layout: how attention keeps sequences apart; ``None`` runs ``rows``.
-        rows: where each packed token stands in the ``[n, S]`` grid of one sequence per row (int64 ``[T]``, and ``n``, ``S``).
-        outputs: what to compute per token.
-        wanted: int64, those of the same tokens of which log-probs, entropy and top-k are computed; ``None`` for all.
-        scored: int64 ``[R]``, tokens that have outputs, some of them several times; ``None`` for each once.
-        routing: for the routers of a model with experts.
+        input_ids, position_ids: int64 ``[T]``. This rank's tokens, padding included.
+        targets: int64 ``[T]`` or ``[T, K]``; with ``output_rows``, ``[R]`` or ``[R, K]``.
+        temperature: number, or float ``[T]`` (``[R]``).
+        layout: layout of packed attention. ``None`` for one sequence per row, see ``rows``.
+        rows: int64 ``[T]``, ``n`` and ``S``: the index of each packed token in an ``[n, S]`` grid of one sequence per row.
+        outputs: per-token outputs to compute.
+        wanted: int64. Indices of the tokens (rows) with log-probs, entropy and top-k; ``None`` for all.
+        output_rows: int64 ``[R]``. Tokens with outputs, which may repeat; ``None`` for every token once.
+        routing: state of the routers, for a model with experts.
     """
 
     input_ids: Tensor
@@ -49,21 +49,24 @@ class ModelInputs:
     rows: tuple[Tensor, int, int] | None
     outputs: tuple[OutputName, ...]
     wanted: Tensor | None = None
-    scored: Tensor | None = None
+    output_rows: Tensor | None = None
     routing: Routing | None = None
 
 
 class PackedCausalLM(nn.Module):
     """A Hugging Face causal language model that takes packed tokens and returns per-token outputs.
 
-    Parameters keep their Hugging Face names behind the prefix ``hf.``; a value head is ``value_head.weight`` ``[1, H]``. Where the output head
-    is spread over ranks, ``vocab_group`` are these. ``has_head`` is False for a pipeline stage before the last.
+    Parameters keep their Hugging Face names after the prefix ``hf.``; a value head is ``value_head.weight`` ``[1, H]``.
 
     Args:
         hf: the model, on any device.
-        value_head: add a value head.
-        fp32_head: multiply by the head's weight in float32.
-        keep_bytes: of logits that may stay for the backward; as of :func:`~areal.utils.functional.logprobs.head_outputs`.
+        value_head: whether to add a value head.
+        fp32_head: whether to multiply by the head's weight in float32.
+        keep_bytes: memory for logits that are kept for the backward; see :func:`~areal.utils.functional.logprobs.head_outputs`.
+
+    Attributes:
+        vocab_group: ranks that the output head is sharded over, or ``None``.
+        has_head: False for a pipeline stage before the last.
     """
 
     def __init__(
@@ -82,7 +85,8 @@ class PackedCausalLM(nn.Module):
         )
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
         text = hf.config.get_text_config()
-        # Granite divides its logits, Cohere multiplies them, Gemma caps them: properties of the model, before any temperature.
+        # Granite divides its logits, Cohere multiplies them, Gemma caps them. These belong to the model and come before the
+        # temperature.
         self._logit_scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
             getattr(text, "logits_scaling", None) or 1.0
         )
@@ -92,20 +96,27 @@ class PackedCausalLM(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output head."""
+        """Number of rows of the output head."""
         return self.hf.get_output_embeddings().weight.shape[0]
 
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
-        """Outputs by name, each ``[T, ...]`` for this rank's tokens (``[R, ...]``, with ``inputs.scored``); a dict, so that FSDP finds the
-        tensors in it. Of a pipeline stage before the last, its hidden states ``[1, T, H]``.
+        """Return outputs by name, each ``[T, ...]`` for this rank's tokens (``[R, ...]`` with ``inputs.output_rows``).
+
+        A pipeline stage before the last returns its hidden states ``[1, T, H]`` instead.
 
         Args:
-            hidden: of the stage before, likewise.
+            inputs: this rank's slice of the micro-batch.
+            hidden: ``[1, T, H]``. Hidden states of the previous pipeline stage; ``None`` on the first stage.
         """
+        # A stage without the head passes its hidden states on. (FSDP's hooks need a tensor that is not a view.)
         if not self.has_head:
-            states: Tensor = self._packed(inputs, hidden)
+            states: Tensor = self._run_packed(inputs, hidden)
             return states.clone() if states._is_view() else states
-        hidden = self._rows(inputs) if inputs.layout is None else self._packed(inputs, hidden)[0]
+
+        # The backbone, packed or with one sequence per row.
+        hidden = self._run_rows(inputs) if inputs.layout is None else self._run_packed(inputs, hidden)[0]
+
+        # The heads. The result is a dict, so that FSDP finds the tensors in it.
         head = self.hf.get_output_embeddings()
         out = token_outputs(
             hidden,
@@ -119,10 +130,12 @@ class PackedCausalLM(nn.Module):
             fp32=self._fp32_head,
             group=self.vocab_group,
         )
-        # An operation in place on a view would drop the hook that FSDP puts on what it returns.
+        # An in-place operation on a view would drop the backward hook that FSDP registers on the outputs.
         return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
 
-    def _packed(self, inputs: ModelInputs, hidden: Tensor | None) -> Any:
+    def _run_packed(self, inputs: ModelInputs, hidden: Tensor | None) -> Any:
+        """Run the backbone on all sequences end to end, ``[1, T]``."""
+        # A later pipeline stage starts from hidden states instead of token ids.
         entry = {"input_ids": inputs.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
         result = self.hf.get_decoder()(
             **entry,
@@ -134,23 +147,26 @@ class PackedCausalLM(nn.Module):
         )
         return result.last_hidden_state
 
-    def _rows(self, inputs: ModelInputs) -> Tensor:
+    def _run_rows(self, inputs: ModelInputs) -> Tensor:
+        """Run the backbone on one right-padded sequence per row, and return packed hidden states ``[T, H]``."""
         if inputs.rows is None:
             raise ValueError("ModelInputs has neither an attention layout nor rows")
-        where, n, width = inputs.rows
-        ids = inputs.input_ids.new_zeros(n * width).index_copy(0, where, inputs.input_ids)
-        mask = torch.zeros_like(ids).index_fill(0, where, 1)
+        # Scatter packed tokens into the grid, with a mask over the real ones.
+        grid_index, n, width = inputs.rows
+        ids = inputs.input_ids.new_zeros(n * width).index_copy(0, grid_index, inputs.input_ids)
+        mask = torch.zeros_like(ids).index_fill(0, grid_index, 1)
         result = self.hf.get_decoder()(
             input_ids=ids.view(n, width),
             attention_mask=mask.view(n, width),
             use_cache=False,
             **_for_routers(inputs),
         )
-        return result.last_hidden_state.flatten(0, 1).index_select(0, where)
+        # Pack again, so that everything after the backbone is independent of how it ran.
+        return result.last_hidden_state.flatten(0, 1).index_select(0, grid_index)
 
 
 def _for_routers(inputs: ModelInputs) -> dict[str, Any]:
-    # Only the layers of a model whose routers are watched know this argument.
+    # Only models whose routers are observed accept this argument.
     return {} if inputs.routing is None else {"routing": inputs.routing}
 
 
@@ -162,23 +178,28 @@ def token_outputs(
     keep_bytes: int | None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What ``inputs.outputs`` asks for, by name, each ``[T, ...]`` or ``[R, ...]``, from the last hidden state.
+    """Compute the outputs that ``inputs.outputs`` names, each ``[T, ...]`` or ``[R, ...]``, from the last hidden state.
 
     Args:
-        hidden: ``[T, H]``.
-        weight: gives the output head's weight ``[V, H]`` (this rank's rows of it), and is called only where an output needs it.
-        value_head: ``H`` to 1, or ``None``.
-        keep_bytes: of :func:`~areal.utils.functional.logprobs.head_outputs`.
-        options: of :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits`` alike.
+        hidden: ``[T, H]``. Last hidden state.
+        inputs: inputs of the forward.
+        weight: function that returns the weight of the output head, ``[V, H]`` (this rank's rows). It is called only if an
+            output needs the head.
+        value_head: linear layer from ``H`` to 1, or ``None``.
+        keep_bytes: see :func:`~areal.utils.functional.logprobs.head_outputs`.
+        options: arguments of both :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits``.
 
     Raises:
-        ValueError: values are asked of a model without a value head.
+        ValueError: values are requested from a model without a value head.
     """
     names, top = split_outputs(inputs.outputs)
     out: dict[str, Any] = {}
+    # With shared prefixes, a token has one row for each distinct target: select rows before the heads.
     if ROUTED_EXPERTS in names and inputs.routing is not None:
-        out[ROUTED_EXPERTS] = _take(inputs.routing.chosen(), inputs.scored)
-    hidden = _take(hidden, inputs.scored)
+        out[ROUTED_EXPERTS] = _select_rows(inputs.routing.chosen(), inputs.output_rows)
+    hidden = _select_rows(hidden, inputs.output_rows)
+
+    # Outputs that do not need the output head.
     if "hidden" in names:
         out["hidden"] = hidden
     if "values" in names:
@@ -188,30 +209,36 @@ def token_outputs(
     needs_head = top is not None or bool(names & {"logits", "logprobs", "entropy"})
     if not needs_head:
         return out
+
+    # Outputs of the head. Only "logits" allocates [T, V].
     head = weight()
     if "logits" in names:
         out["logits"] = logits(hidden, head, temperature=inputs.temperature, **options)
     if top is not None or names & {"logprobs", "entropy"}:
         options |= {"entropy": "entropy" in names, "topk": top.k if top else None, "keep_bytes": keep_bytes}
-        out |= _of_head(hidden, head, inputs, scored="logprobs" in names, **options)
+        out |= _wanted_head_outputs(hidden, head, inputs, logprobs="logprobs" in names, **options)
     return out
 
 
-def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else TakeRows.apply(x, rows)
 
 
-def _of_head(hidden: Tensor, head: Tensor, inputs: ModelInputs, *, scored: bool, **options: Any) -> dict[str, Any]:
-    """Log-probs, entropy and top-k by name, 0 where they are not wanted."""
-    targets, temperature = inputs.targets if scored else None, inputs.temperature
+def _wanted_head_outputs(
+    hidden: Tensor, head: Tensor, inputs: ModelInputs, *, logprobs: bool, **options: Any
+) -> dict[str, Any]:
+    """Return log-probs, entropy and top-k by name, with 0 at tokens that are not in ``inputs.wanted``."""
+    targets, temperature = inputs.targets if logprobs else None, inputs.temperature
     rows, n_tokens = inputs.wanted, len(hidden)
+    # Leave unwanted tokens out before the head, which is the most expensive layer per token.
     if rows is not None:
         hidden = hidden.index_select(0, rows)
         targets = targets.index_select(0, rows) if targets is not None else None
         temperature = temperature.index_select(0, rows) if isinstance(temperature, Tensor) else temperature
-    found = head_outputs(hidden, head, targets, temperature=temperature, **options)
-    given = {"logprobs": found.logprobs, "entropy": found.entropy, "topk": found.topk}
-    out = {name: value for name, value in given.items() if value is not None}
+    result = head_outputs(hidden, head, targets, temperature=temperature, **options)
+    by_name = {"logprobs": result.logprobs, "entropy": result.entropy, "topk": result.topk}
+    out = {name: value for name, value in by_name.items() if value is not None}
     if rows is None:
         return out
+    # Scatter back to all tokens.
     return pytree.tree_map(lambda x: x.new_zeros(n_tokens, *x.shape[1:]).index_copy(0, rows, x), out)

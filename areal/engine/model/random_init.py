@@ -1,4 +1,4 @@
-"""Random weights as transformers draws them: on the CPU, one block at a time and in full, so that a seed gives one model on every layout."""
+"""Random initialization by transformers, on the CPU and in full, so that a seed gives the same weights on every layout."""
 
 from __future__ import annotations
 
@@ -10,60 +10,71 @@ from transformers import PreTrainedModel
 
 
 @torch.no_grad()
-def draw(hf: PreTrainedModel, seed: int, take: Callable[[dict[str, Tensor]], None]) -> None:
-    """Draw all parameters of a model by its own initialisation.
+def draw(hf: PreTrainedModel, seed: int, receive: Callable[[dict[str, Tensor]], None]) -> None:
+    """Draw all parameters of a model with the initialization of its class, one block at a time.
 
     Args:
-        hf: on the meta device, or sharded: shapes and dtypes count, and nothing is written to it.
-        seed: of the weights. The generators of the process are left as they were.
-        take: called with each block's parameters by name, full and on the CPU. A shared parameter comes once, under its first name.
+        hf: model on the meta device, or sharded. Only shapes and dtypes are read; nothing is written.
+        seed: seed of the weights. The global random state is left unchanged.
+        receive: function that is called with the parameters of each block by name, full and on the CPU. A shared parameter
+            occurs once, under its first name.
 
     Raises:
-        ValueError: transformers does not initialise some parameter of this model.
+        ValueError: transformers does not initialize some parameter of this model.
     """
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for block in _blocks(hf):
-            take({names[key]: full for key, full in _draw(hf, block).items()})
+            receive({names[key]: full for key, full in _draw_block(hf, block).items()})
 
 
 def _blocks(hf: PreTrainedModel) -> Iterator[list[str]]:
-    """Module names, cut so that a block can be in memory in full: one layer each, and all that is in no layer."""
+    """Yield blocks of module names: one for the modules outside of layers, and one for each layer.
+
+    Only one block is in memory in full at a time.
+    """
     blocks: dict[tuple[str, ...], list[str]] = {(): []}
     for name, _ in hf.named_modules():
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        blocks.setdefault(() if number is None else tuple(parts[: number + 1]), []).append(name)
+        # The first number in a module's name is the index of its layer.
+        names = name.split(".")
+        number = next((i for i, component in enumerate(names) if component.isdigit()), None)
+        blocks.setdefault(() if number is None else tuple(names[: number + 1]), []).append(name)
     yield from blocks.values()
 
 
-def _draw(hf: PreTrainedModel, block: list[str]) -> dict[int, Tensor]:
-    """Values of a block's parameters, by the ``id`` of the parameter."""
+def _draw_block(hf: PreTrainedModel, block: list[str]) -> dict[int, Tensor]:
+    """Return initial values of a block's parameters, keyed by the ``id`` of the parameter."""
     modules = {name: hf.get_submodule(name) for name in block}
     slots = [(module, name) for module in modules.values() for name in module._parameters]
-    own = {slot: slot[0]._parameters[slot[1]] for slot in slots}
+    original = {slot: slot[0]._parameters[slot[1]] for slot in slots}
+
+    # Put full CPU parameters in place of the model's, which may be on the meta device or sharded. Filled with NaN, so that
+    # a parameter without an initialization is detected below.
     full: dict[int, nn.Parameter] = {}
-    for (module, name), parameter in own.items():
+    for (module, name), parameter in original.items():
         if parameter is not None:
             empty = torch.empty(parameter.shape, dtype=parameter.dtype).fill_(torch.nan)
             module._parameters[name] = full.setdefault(id(parameter), nn.Parameter(empty))
+    # Initialize them, and put the model's own parameters back.
     try:
         for name, module in modules.items():
             _closest_model(hf, name)._init_weights(module)
     finally:
-        for (module, name), parameter in own.items():
+        for (module, name), parameter in original.items():
             module._parameters[name] = parameter
-    for (module, name), parameter in own.items():
+
+    for (module, name), parameter in original.items():
         if parameter is not None and full[id(parameter)].isnan().any():
             raise ValueError(f"init_from_scratch: transformers does not initialise {type(module).__name__}.{name}")
     return {key: parameter.detach() for key, parameter in full.items()}
 
 
 def _closest_model(hf: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The innermost model that a module belongs to: its ``_init_weights`` is the one that counts."""
-    found = hf
+    """Return the innermost model that contains a module: its ``_init_weights`` applies."""
+    closest = hf
+    # Walk from the root to the module: every prefix of the name is a module on the way.
     for end in (i for i, c in enumerate(name + ".") if c == "."):
         module = hf.get_submodule(name[:end]) if name else hf
-        found = module if isinstance(module, PreTrainedModel) else found
-    return found
+        closest = module if isinstance(module, PreTrainedModel) else closest
+    return closest

@@ -1,1 +1,1 @@
-"""Mixture-of-experts routing: balancing losses, replay of recorded routing, and expert load."""
+"""Mixture of experts on any engine: balancing losses, replay of recorded routing, and load of the experts."""

@@ -1,4 +1,4 @@
-"""The balancing losses of one router, and what their sums over layers, micro-batches and ranks come to."""
+"""Balancing losses of one router, and their sums over layers, micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,42 +10,45 @@ from torch import Tensor
 from areal.utils.data import segment_mean
 
 AUX_LOSS, Z_LOSS = "moe_aux_loss", "moe_z_loss"
-"""Names of the terms."""
+"""Names of the terms in the loss."""
 
 LOAD = "load"
 
 
 def assignments(experts: Tensor, number: int) -> Tensor:
-    """Which of ``number`` experts each token goes to: from int64 ``[T, K]`` to bool ``[T, E]``."""
+    """Convert expert ids int64 ``[T, K]`` to a mask over all ``number`` experts, bool ``[T, E]``."""
     return (experts[..., None] == torch.arange(number, device=experts.device)).any(1)
 
 
 def balance_loss(logits: Tensor, assigned: Tensor, cu_seqlens: Tensor, *, sigmoid: bool = False) -> Tensor:
-    """The load-balancing loss of one layer, summed over sequences.
+    """Return the load-balancing loss of one layer, summed over sequences.
 
-    Of a sequence it is ``E * sum_e f_e * P_e``, where ``f_e`` is the share of its ``T * K`` assignments that go to expert ``e``, without a
-    gradient, and ``P_e`` the mean probability of ``e`` over its tokens. It is 1 where the load is even. From Switch Transformer (Fedus et
-    al., 2021), equations 4 to 6, within each sequence as in DeepSeek-V3 (2024), equations 17 to 20.
+    For one sequence it is ``E * sum_e f_e * P_e``: ``f_e`` is the fraction of the sequence's ``T * K`` assignments that go to
+    expert ``e``, without a gradient, and ``P_e`` the mean probability of ``e`` over its tokens. It is 1 if the load is even.
+    From Switch Transformer (Fedus et al., 2021), equations 4 to 6, per sequence as in DeepSeek-V3 (2024), equations 17 to 20.
 
     Args:
-        logits: of the router, ``[T, E]``. assigned: bool ``[T, E]``. cu_seqlens: int32 ``[n + 1]``.
-        sigmoid: probabilities are the sigmoids of a token's logits over their sum, instead of their softmax.
+        logits: ``[T, E]``. Logits of the router.
+        assigned: bool ``[T, E]``. Experts of each token.
+        cu_seqlens: int32 ``[n + 1]``. Start of each sequence.
+        sigmoid: whether probabilities are normalized sigmoids of the logits instead of their softmax.
 
     Returns:
-        A scalar, float32 or the wider dtype of ``logits``.
+        A scalar, in float32 or the wider dtype of ``logits``.
     """
     wide = _wide(logits)
     probabilities = wide.sigmoid() / wide.sigmoid().sum(-1, keepdim=True) if sigmoid else wide.softmax(-1)
-    share = segment_mean(assigned.to(probabilities.dtype), cu_seqlens)
-    share = share / share.sum(-1, keepdim=True)
-    return logits.shape[-1] * (share * segment_mean(probabilities, cu_seqlens)).sum()
+    # f_e of each sequence, [n, E]: the mean of 0 and 1, normalized because a token has K experts.
+    fraction = segment_mean(assigned.to(probabilities.dtype), cu_seqlens)
+    fraction = fraction / fraction.sum(-1, keepdim=True)
+    return logits.shape[-1] * (fraction * segment_mean(probabilities, cu_seqlens)).sum()
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """``logsumexp(logits) ** 2``, summed over tokens: keeps logits small (ST-MoE, Zoph et al., 2022, equation 5).
+    """Return ``logsumexp(logits) ** 2``, summed over tokens. Keeps logits small (ST-MoE, Zoph et al., 2022, equation 5).
 
     Args:
-        logits: of the router, ``[T, E]``.
+        logits: ``[T, E]``. Logits of the router.
     """
     return _wide(logits).logsumexp(-1).square().sum()
 
@@ -56,10 +59,11 @@ def _wide(x: Tensor) -> Tensor:
 
 @dataclass
 class RoutingSums:
-    """What routers found, as host numbers; mergeable.
+    """Sums of balancing losses and expert load, as Python numbers.
 
     Attributes:
-        terms: undivided sums. loads: layer -> for each expert, the tokens that went to it.
+        terms: term -> undivided sum.
+        loads: layer -> number of tokens of each expert.
     """
 
     terms: dict[str, float] = field(default_factory=dict)
@@ -70,13 +74,14 @@ class RoutingSums:
         for name, value in other.terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + value
         for layer, load in other.loads.items():
-            known = self.loads.get(layer, [0.0] * len(load))
-            self.loads[layer] = [a + b for a, b in zip(known, load, strict=True)]
+            previous = self.loads.get(layer, [0.0] * len(load))
+            self.loads[layer] = [a + b for a, b in zip(previous, load, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """Load of the experts: of the fullest over the mean, averaged over layers and in the worst of them; how many got no token."""
+        """Return metrics of the load: the largest over the mean (averaged over layers, and of the worst layer), and idle experts."""
         if not self.loads:
             return {}
+        # The largest load over the mean load, for each layer: 1 is even.
         peaks = [max(load) * len(load) / sum(load) for load in self.loads.values()]
         return {
             "moe/load_max_over_mean": sum(peaks) / len(peaks),

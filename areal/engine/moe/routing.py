@@ -1,7 +1,7 @@
-"""Experts in the sum contract: balancing losses, replay of recorded routing, and load, alike on every engine.
+"""Expert routing: balancing losses as sums, replay of recorded routing, and load of the experts, on every engine.
 
-A router may stand on any pipeline stage, and see any part of the tokens. So the gradient of the balancing losses is attached where the
-router is, with divisors that are known before the forward, and their values are summed over the stages after the call.
+A router may be on any pipeline stage and see only some of the tokens. So the gradient of the balancing losses is attached at
+the router, with divisors that are known before the forward. Their values are summed over stages after the call.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from areal.engine.moe.balance_loss import AUX_LOSS, LOAD, Z_LOSS, RoutingSums, a
 from areal.utils.data import BatchPlan
 
 ROUTED_EXPERTS = "routed_experts"
-"""Per-token key of a batch, and output: the experts that each token goes to, ``[T, L, K]``."""
+"""Name of a per-token key of a batch, and of an output: the experts that each token is sent to, ``[T, L, K]``."""
 
 Rows = tuple[Tensor, int, int]
-"""Where each packed token stands in a grid of one sequence per row (int64 ``[T]``), and the grid's rows and columns."""
+"""Index of each packed token in a grid of one sequence per row (int64 ``[T]``), and the number of rows and columns."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a whole model.
+    """The experts of a full model, over all pipeline stages.
 
     Attributes:
-        layers: that have experts. number: experts in each of them. per_token: experts that a token goes to.
-        sigmoid: routers score experts by sigmoids, not by a softmax.
+        layers: number of layers with experts.
+        number: number of experts in each of these layers.
+        per_token: number of experts that a token is sent to.
+        sigmoid: whether routers score experts by sigmoids instead of a softmax.
     """
 
     layers: int = 0
@@ -45,12 +47,15 @@ class Experts:
 
 
 class Tally:
-    """What the routers of this rank found in one call, by micro-batch and layer: a layer that is recomputed says the same again.
+    """Balancing losses and expert load of this rank's routers in one call.
+
+    Entries are keyed by micro-batch and layer, so that a recomputed layer overwrites its entry instead of adding to it.
 
     Args:
-        coefficients: of the terms that are wanted.
-        scales: term -> what its sum over layers and sequences (or tokens) is multiplied by in the loss.
-        statistics: count the tokens of each expert. sigmoid: of :class:`Experts`.
+        coefficients: term -> coefficient, for the terms that are configured.
+        scales: term -> factor of its sum (over layers, and sequences or tokens) in the loss.
+        statistics: whether to count the tokens of each expert.
+        sigmoid: see :class:`Experts`.
     """
 
     def __init__(
@@ -59,48 +64,56 @@ class Tally:
         self._coefficients = coefficients
         self._scales = scales
         self._statistics, self._sigmoid = statistics, sigmoid
-        self._found: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._values: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def add(self, mb: MicroBatch, layer: int, logits: Tensor, experts: Tensor) -> Tensor | None:
-        """Count one layer of one micro-batch.
+        """Record one layer of one micro-batch.
 
         Args:
-            logits: of the router, ``[T, E]``; experts: int64 ``[T, K]``; both of all real tokens, in order.
+            mb: the micro-batch.
+            layer: index of the layer among those with experts.
+            logits: ``[T, E]``. Logits of the router for all real tokens, in order.
+            experts: int64 ``[T, K]``. Experts of the same tokens.
 
         Returns:
-            The balancing losses as they enter the loss, a scalar with a graph; ``None`` where there are none.
+            The sum of the balancing losses, scaled as in the loss: a scalar with a graph. ``None`` without such losses.
         """
         assigned = assignments(experts, logits.shape[-1])
-        found: dict[str, Tensor] = {}
+        # Undivided sums over the sequences (or tokens) of this micro-batch.
+        values: dict[str, Tensor] = {}
         if AUX_LOSS in self._coefficients:
-            found[AUX_LOSS] = balance_loss(logits, assigned, mb.cu_seqlens, sigmoid=self._sigmoid)
+            values[AUX_LOSS] = balance_loss(logits, assigned, mb.cu_seqlens, sigmoid=self._sigmoid)
         if Z_LOSS in self._coefficients:
-            found[Z_LOSS] = router_z_loss(logits)
-        total = torch.stack([self._scales[name] * value for name, value in found.items()]).sum() if found else None
+            values[Z_LOSS] = router_z_loss(logits)
+        total = torch.stack([self._scales[name] * value for name, value in values.items()]).sum() if values else None
+        # Load is a number only: it enters no loss.
         if self._statistics:
-            found[LOAD] = assigned.sum(0)
-        self._found[mb.index, layer] = {name: value.detach() for name, value in found.items()}
+            values[LOAD] = assigned.sum(0)
+        self._values[mb.index, layer] = {name: value.detach() for name, value in values.items()}
         return total
 
     def sums(self) -> RoutingSums:
-        """The sums over this rank's layers and micro-batches, with one host read.
+        """Return the sums over this rank's layers and micro-batches. Reads the device once.
 
         Raises:
             ValueError: a balancing loss is not finite.
         """
         names = [*self._coefficients, *([LOAD] if self._statistics else [])]
-        if not names or not self._found:
+        if not names or not self._values:
             return RoutingSums()
+        # One row [1] for each term, summed over everything.
         rows = [
-            torch.stack([found[name].double().sum() for found in self._found.values()]).sum()[None]
+            torch.stack([values[name].double().sum() for values in self._values.values()]).sum()[None]
             for name in self._coefficients
         ]
-        layers = sorted({layer for _, layer in self._found}) if self._statistics else []
+        # One row [E] for each layer: tokens of each expert, summed over micro-batches.
+        layers = sorted({layer for _, layer in self._values}) if self._statistics else []
         rows += [
-            torch.stack([found[LOAD] for (_, at), found in self._found.items() if at == layer]).sum(0).double()
+            torch.stack([values[LOAD] for (_, at), values in self._values.items() if at == layer]).sum(0).double()
             for layer in layers
         ]
-        numbers = iter([part.tolist() for part in torch.cat(rows).cpu().split([len(row) for row in rows])])
+        # Copy all rows to the host at once, then take them apart again.
+        numbers = iter([row.tolist() for row in torch.cat(rows).cpu().split([len(row) for row in rows])])
         terms = {name: factor * next(numbers)[0] for name, factor in self._coefficients.items()}
         for name, value in terms.items():
             if not math.isfinite(value):
@@ -110,13 +123,16 @@ class Tally:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """One forward of one micro-batch, as the routers of a model see it.
+    """State that the routers of a model use during one forward of one micro-batch.
 
     Attributes:
-        mb: the micro-batch. splits: how its tokens are spread over ranks, one split after the other. rows: see :data:`Rows`.
-        tally: what to count in; ``None`` counts nothing.
-        experts: int64 ``[T, L, K]``, where this rank's tokens must go, padding included; ``None`` leaves that to the routers.
-        record: keep where tokens went.
+        mb: the micro-batch.
+        splits: splits of its tokens over ranks, applied one after the other.
+        rows: see :data:`Rows`; ``None`` for packed sequences.
+        tally: the call's tally; ``None`` to record nothing.
+        experts: int64 ``[T, L, K]``, padding included. Experts that this rank's tokens are sent to; ``None`` if the routers
+            decide.
+        record: whether to keep the experts of each token as an output.
     """
 
     mb: MicroBatch
@@ -128,53 +144,58 @@ class Routing:
     _chosen: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def replayed(self, layer: int) -> Tensor | None:
-        """Where this rank's tokens must go in that layer, int64 ``[T, K]``."""
+        """Return the replayed experts of this rank's tokens in a layer, int64 ``[T, K]``; ``None`` if the router decides."""
         return None if self.experts is None else self.experts[:, layer]
 
     def watch(self, layer: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Count where tokens go, and attach the gradient of the balancing losses. Collective where tokens are spread over ranks.
+        """Record the routing of a layer, and attach the gradient of the balancing losses. Collective if tokens are split.
 
         Args:
-            layer: its number among those with experts, from 0.
-            logits: of the router, ``[T, E]``. experts: int64 ``[T, K]``, where this rank's tokens go.
-            weights: what the router hands to the experts: any tensor that the loss depends on.
+            layer: index of the layer among those with experts, from 0.
+            logits: ``[T, E]``. Logits of the router.
+            experts: int64 ``[T, K]``. Experts that this rank's tokens are sent to.
+            weights: tensor that the router passes to the experts. Any tensor will do that the loss depends on.
 
         Returns:
-            ``weights``, whose backward also gives the router its part of the balancing losses' gradient.
+            ``weights``, whose backward also computes the gradient of the balancing losses for the router.
         """
         if self.record:
             self._chosen[layer] = experts.detach()
         if self.tally is None:
             return weights
-        total = self.tally.add(self.mb, layer, self._whole(logits), self._whole(experts))
+        # The losses are means over complete sequences, so that they need the tokens of all ranks.
+        total = self.tally.add(self.mb, layer, self._all_tokens(logits), self._all_tokens(experts))
         return weights if total is None else _AddLoss.apply(weights, total)
 
     def chosen(self) -> Tensor:
-        """Where tokens went: int64 ``[T, L, K]``, most likely first, or as they were replayed; of one context-parallel rank's tokens."""
+        """Return the experts of one context-parallel rank's tokens, int64 ``[T, L, K]``, most likely first or as replayed."""
         chosen = torch.stack([self._chosen[layer] for layer in sorted(self._chosen)], dim=1)
         if self.rows is not None:
             return chosen.index_select(0, self.rows[0])
+        # The first split is context parallelism, over which outputs are gathered later.
         return _gather(chosen, self.splits[1:])
 
-    def _whole(self, x: Tensor) -> Tensor:
-        """All real tokens in order, from this rank's; the backward keeps this rank's."""
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        """Gather all real tokens in packed order. The backward keeps the gradient of this rank's tokens."""
         if self.rows is not None:
             return x.index_select(0, self.rows[0])
         stream, tree = _gather(x, self.splits), self.mb.tree
-        return stream[: self.mb.n_tokens] if tree is None else TakeRows.apply(stream, tree.places.to(x.device))
+        # A shared token counts once for each sequence that contains it, as without sharing.
+        return stream[: self.mb.n_tokens] if tree is None else TakeRows.apply(stream, tree.stream_index.to(x.device))
 
 
 class ExpertRouting:
-    """What an engine does with the experts of its model; with a model that has none, nothing.
+    """Expert routing of one engine. Does nothing for a model without experts.
 
     Args:
-        config: which terms and numbers are wanted.
-        experts: of the model. stages: of its pipeline.
-        splits: how tokens are spread over ranks where routers are: over context-parallel ranks, then by sequence parallelism.
-        why_none: why the model counts as one without experts.
+        config: balancing losses and statistics to compute.
+        experts: experts of the model.
+        splits: splits of the tokens at the routers: over context-parallel ranks, then by sequence parallelism.
+        stages: number of pipeline stages.
+        why_none: reason why the model counts as one without experts, for error messages.
 
     Raises:
-        ValueError: the configuration asks for something that the model has not.
+        ValueError: the configuration needs experts, and the model is without.
     """
 
     def __init__(
@@ -202,10 +223,10 @@ class ExpertRouting:
         self._splits, self._tally = (), None
 
     def check_outputs(self, outputs: Sequence[Any]) -> None:
-        """Refuse to record routing that cannot be.
+        """Raise if routing is to be recorded, and cannot be.
 
         Raises:
-            ValueError: says why.
+            ValueError: the model is without experts, or its layers are on several pipeline stages.
         """
         if ROUTED_EXPERTS in outputs and not self._experts.layers:
             raise ValueError(f"outputs has {ROUTED_EXPERTS!r}, but {self._why_none}: leave it out")
@@ -215,30 +236,33 @@ class ExpertRouting:
             )
 
     def check(self, plan: BatchPlan, outputs: Sequence[Any]) -> None:
-        """Refuse routing that cannot be replayed, or recorded.
+        """Raise if the routing in a batch cannot be replayed, or if it cannot be recorded.
 
         Raises:
-            ValueError: names the key, what is wrong with it and the way out.
+            ValueError: names the key, the problem and the way out.
         """
         self.check_outputs(outputs)
         if ROUTED_EXPERTS in {**plan.tokens, **plan.sequences, **plan.payloads}:
             self._check_replay(plan.tokens.get(ROUTED_EXPERTS))
 
     def _check_replay(self, recorded: Tensor | None) -> None:
+        """Raise unless recorded routing is ``[T, L, K]`` of distinct, valid expert ids."""
         known, what = self._experts, f"key {ROUTED_EXPERTS!r}"
         if not known.layers:
             raise ValueError(f"{what} is in the batch, but {self._why_none}: leave it out")
+        # Shape and dtype.
         shape = None if recorded is None else tuple(recorded.shape[1:])
         if recorded is None or shape != (known.layers, known.per_token):
-            found = "not per-token" if shape is None else f"[B, S, {', '.join(map(str, shape))}]"
+            actual = "not per-token" if shape is None else f"[B, S, {', '.join(map(str, shape))}]"
             raise ValueError(
-                f"{what} is {found}: pass [B, S, {known.layers}, {known.per_token}], the {known.per_token} experts of each token in the "
+                f"{what} is {actual}: pass [B, S, {known.layers}, {known.per_token}], the {known.per_token} experts of each token in the "
                 f"{known.layers} layers that have experts"
             )
         if recorded.is_floating_point() or recorded.dtype == torch.bool:
             raise ValueError(f"{what} is {recorded.dtype}: expert ids are integers")
         if not len(recorded):
             return
+        # Values: ids of the model's experts, and no expert twice for one token.
         low, high = recorded.min().item(), recorded.max().item()
         if low < 0 or high >= known.number:
             raise ValueError(
@@ -251,26 +275,32 @@ class ExpertRouting:
             )
 
     def with_terms(self, totals: Mapping[str, float], sequences: int, tokens: int) -> dict[str, float]:
-        """The global weights of a loss, with those of the balancing losses: sequences and tokens of the global batch.
+        """Return the global weights of a loss, with the weights of the balancing losses added.
+
+        Args:
+            totals: term -> global weight.
+            sequences, tokens: numbers of the global batch, the weights of the auxiliary loss and the z-loss.
 
         Raises:
-            ValueError: the loss has a term of the same name.
+            ValueError: the loss already has a term of the same name.
         """
-        mine = {AUX_LOSS: float(sequences), Z_LOSS: float(tokens)}
+        weights = {AUX_LOSS: float(sequences), Z_LOSS: float(tokens)}
         taken = sorted(self._coefficients.keys() & totals.keys())
         if taken:
             raise ValueError(
                 f"loss_fn has a term {taken[0]!r}, which is that of the engine's balancing loss: give it another name"
             )
-        return {**totals, **{name: mine[name] for name in self._coefficients}}
+        return {**totals, **{name: weights[name] for name in self._coefficients}}
 
     @contextlib.contextmanager
     def counting(self, divisors: Mapping[str, float], scale: float) -> Iterator[Tally]:
-        """Inside, routers add the terms to the gradient and count.
+        """Return a context in which routers record into a new tally and add the balancing losses to the gradient.
 
         Args:
-            divisors: of the terms. scale: of the whole loss, and what the schedule's gradients are to be multiplied by.
+            divisors: term -> divisor.
+            scale: factor of the loss, times the factor that the schedule's gradients need.
         """
+        # The gradient leaves the router before the sums are known: every factor must be known in advance.
         scales = {name: factor * scale / divisors[name] for name, factor in self._coefficients.items()}
         tally = Tally(self._coefficients, scales, statistics=self._statistics, sigmoid=self._experts.sigmoid)
         self._tally = tally if self._coefficients or self._statistics else None
@@ -280,7 +310,10 @@ class ExpertRouting:
             self._tally = None
 
     def of(self, mb: MicroBatch, rows: Rows | None, *, record: bool) -> Routing | None:
-        """For one forward of a micro-batch; ``None`` where the model has no experts. Fillers are neither counted nor replayed."""
+        """Return the routing of one forward of a micro-batch; ``None`` for a model without experts.
+
+        Fillers are neither recorded nor replayed.
+        """
         if not self._experts.layers:
             return None
         replayed = mb.data[ROUTED_EXPERTS] if ROUTED_EXPERTS in mb.data and not mb.filler else None
@@ -294,13 +327,15 @@ class ExpertRouting:
         )
 
     def _local(self, recorded: Tensor, mb: MicroBatch, rows: Rows | None) -> Tensor:
-        """This rank's part of ``[n_tokens, L, K]``; padding goes to the first experts."""
+        """Slice recorded routing ``[n_tokens, L, K]`` for this rank. Padding is sent to the first experts."""
+        # A valid choice for padding, too: K distinct experts.
         length = mb.padded_length if rows is None else rows[1] * rows[2]
         padded = (
             torch.arange(self._experts.per_token, device=recorded.device).expand(length, *recorded.shape[1:]).clone()
         )
         if rows is not None:
             return padded.index_copy(0, rows[0], recorded.long())
+        # Packed tokens to tokens of the stream, then to this rank's slice of it.
         if mb.tree is not None:
             recorded = recorded[mb.tree.tokens.to(recorded.device)]
         padded[: len(recorded)] = recorded
@@ -310,18 +345,22 @@ class ExpertRouting:
 
 
 def _gather(x: Tensor, splits: Sequence[ContextParallel]) -> Tensor:
+    """Undo splits in reverse order. Collective."""
     for split in reversed(splits):
         x = split.gather(x, len(x) * split.size)
     return x
 
 
 def no_experts() -> ExpertRouting:
-    """For a model without experts."""
+    """Return the routing of a model without experts."""
     return ExpertRouting(MoEConfig(), Experts(), ())
 
 
 class _AddLoss(torch.autograd.Function):
-    """Passes a tensor through; whatever its gradient, that of the loss is 1."""
+    """Identity on ``x`` whose backward also starts the backward of ``loss``, with gradient 1.
+
+    So the balancing losses enter the gradient on the rank of the router, although the loss is computed on the last stage.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ def recomputed_layer_counted_twice(right: Function) -> Function:
     """A layer that is recomputed is counted once more."""
 
     def wrong(self: Any, mb: Any, layer: int, *args: Any) -> Any:
-        before = self._found.get((mb.index, layer), {})
+        before = self._values.get((mb.index, layer), {})
         total = right(self, mb, layer, *args)
-        found = self._found[mb.index, layer]
-        self._found[mb.index, layer] = {name: value + before.get(name, 0) for name, value in found.items()}
+        found = self._values[mb.index, layer]
+        self._values[mb.index, layer] = {name: value + before.get(name, 0) for name, value in found.items()}
         return total
 
     return wrong
@@ -55,7 +55,7 @@ def fillers_balanced(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.moe.routing:Routing._whole", BALANCING.format("fsdp:c2-*"))
+@mutant("areal.engine.moe.routing:Routing._all_tokens", BALANCING.format("fsdp:c2-*"))
 def balanced_by_ranks_own_tokens(right: Function) -> Function:
     """Each context-parallel rank balances as if the tokens of the whole micro-batch were copies of its own."""
 

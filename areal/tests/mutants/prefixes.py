@@ -31,7 +31,7 @@ def one_token_too_many(right: Function) -> Function:
 )
 def branches_begin_at_0(right: Function) -> Function:
     """A branch is taken for a sequence of its own where its tokens stand."""
-    return lambda self: right(type(self)(self.own, self.own))
+    return lambda self: right(type(self)(self.lengths, self.lengths))
 
 
 @mutant("areal.engine.attention.kernels:TakeRows.backward", OUTPUTS.format("fsdp:d1"))
@@ -47,10 +47,10 @@ def the_last_sequence_wins(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.attention.context_parallel:ContextParallel.places", OUTPUTS.format("fsdp:c2-gather_kv"))
+@mutant("areal.engine.attention.context_parallel:ContextParallel.gathered_index", OUTPUTS.format("fsdp:c2-gather_kv"))
 def rows_of_another_rank(right: Function) -> Function:
     """Outputs of a zig-zag slice are looked for where a contiguous one has them."""
-    return lambda self, where, length: where
+    return lambda self, positions, length: positions
 
 
 @mutant("areal.utils.data.prefixes:Prefixes.tree", OUTPUTS.format("fsdp:d1"))
@@ -63,7 +63,9 @@ def one_answer_for_all(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.moe.routing:Routing._whole", EXPERTS.format("fsdp:d1", ""), EXPERTS.format("megatron:d1", ""))
+@mutant(
+    "areal.engine.moe.routing:Routing._all_tokens", EXPERTS.format("fsdp:d1", ""), EXPERTS.format("megatron:d1", "")
+)
 def a_shared_token_counts_once(right: Function) -> Function:
     """The load of experts counts a shared token where it stands first."""
 

@@ -157,13 +157,18 @@ def last_position_weighted(right: Function) -> Function:
 @mutant("areal.engine.attention.context_parallel:ContextParallel.layout", LOOP.format("fsdp:d1"))
 def attention_leaks(right: Function) -> Function:
     """A sequence sees those packed before it."""
-    return lambda self, branches, *args: right(self, TokenStream.of((len(branches),), len(branches)), *args)
+    return lambda self, stream, *args: right(self, TokenStream.of((len(stream),), len(stream)), *args)
 
 
 @mutant("areal.engine.attention.kernels:packed_attention", CALLS.format("weight-fsdp:d1"))
 def window_off_by_one(right: Function) -> Function:
     """A sliding window shows one key more."""
-    return lambda *args, window=None, **kwargs: right(*args, window=window and window + 1, **kwargs)
+
+    def wrong(q: Any, k: Any, v: Any, segments: Any, options: Any) -> Any:
+        window = options.window and options.window + 1
+        return right(q, k, v, segments, dataclasses.replace(options, window=window))
+
+    return wrong
 
 
 @mutant(
@@ -187,10 +192,10 @@ def positions_run_on(right: Function) -> Function:
 def key_heads_in_wrong_order(right: Function) -> Function:
     """Key heads fewer than ranks are repeated end to end instead of one by one."""
 
-    def wrong(q: Any, k: Any, v: Any, segments: Any, group: Any, **options: Any) -> Any:
+    def wrong(q: Any, k: Any, v: Any, segments: Any, group: Any, options: Any) -> Any:
         size = dist.get_world_size(group)
         repeats = size // math.gcd(size, k.shape[1])
-        return right(q, k.repeat(1, repeats, 1), v.repeat(1, repeats, 1), segments, group, **options)
+        return right(q, k.repeat(1, repeats, 1), v.repeat(1, repeats, 1), segments, group, options)
 
     return wrong
 

@@ -1,4 +1,4 @@
-"""From samples to micro-batches: loading, building, padding, packing."""
+"""Data: load samples, build and pad sequences, and pack a batch into micro-batches."""
 
 from areal.utils.data.columns import Columns, read_batch
 from areal.utils.data.digest import checksum

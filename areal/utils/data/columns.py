@@ -1,4 +1,4 @@
-"""A caller's batch, checked and brought to one form: which keys it has, and what each of them speaks of."""
+"""Check a caller's batch, and convert both of its forms to columns: per-token, per-sequence and payload keys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from areal.utils.data.padding import row_lengths
 PER_TOKEN = frozenset({"input_ids", "attention_mask", "loss_mask", "target_ids", "output_mask"})
 """Keys that are per-token in every batch."""
 
+# Key -> what to do instead.
 _RESERVED = {
     "cu_seqlens": "micro-batches get their own; leave it out, and pass packed sequences as a list of samples",
     "labels": "labels do not stand at the position that predicts them; convert the batch with "
@@ -24,11 +25,11 @@ _RESERVED = {
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The keys of a checked batch of ``B`` samples. Tensors are detached, and still share memory with the caller's.
+    """The keys of a checked batch of ``B`` samples. Tensors are detached views of the caller's tensors.
 
     Attributes:
-        form: how the caller's batch looked.
-        tokens: per-token keys (``input_ids`` among them, ``attention_mask`` not), ``B`` tensors ``[S_i, ...]`` each.
+        form: form of the caller's batch.
+        tokens: per-token keys (with ``input_ids``, without ``attention_mask``), ``B`` tensors ``[S_i, ...]`` each.
         sequences: per-sequence keys, ``[B, ...]``.
         payloads: ``B`` tensors of any shape each.
         meta: the caller's ``meta``.
@@ -42,21 +43,21 @@ class Columns:
 
 
 def read_batch(batch: BatchInput, spec: MicroBatchSpec) -> Columns:
-    """Check names, types, shapes, devices and padding of a batch. One host read for a padded batch, none for a list.
+    """Check names, types, shapes, devices and padding of a batch. Reads the device once for a padded batch, never for a list.
 
-    A padded batch is a dict of tensors whose ``input_ids`` are ``[B, S]``. Without ``attention_mask`` every position is
-    real. A key whose first two dims are ``[B, S]`` is per-token, and one whose first alone is ``B`` per-sequence.
+    A padded batch is a dict of tensors with ``input_ids`` ``[B, S]``. Without ``attention_mask``, every position is real. A
+    key is per-token if its first two dimensions are ``[B, S]``, and per-sequence if only its first one is ``B``.
 
-    A list holds one dict for each sample, whose ``input_ids`` are ``[S_i]``, with the same keys in each. A key that is
-    ``[S_i, ...]`` in every sample is per-token, and one of one shape in every sample per-sequence. An
-    ``attention_mask`` must be all ones. ``meta`` must be the same in every sample.
+    A list contains one dict for each sample, with ``input_ids`` ``[S_i]`` and the same keys. A key is per-token if it is
+    ``[S_i, ...]`` in every sample, and per-sequence if it has the same shape in every sample. An ``attention_mask`` must be
+    all ones. ``meta`` must be the same in every sample.
 
-    A shape alone cannot tell a per-sequence row of ``S`` numbers from a per-token key: name such keys in
-    ``spec.per_sequence``. A key with a row of ``S - 1`` or ``S + 1`` numbers is an error until it is named there: it is
-    likely to be a per-token key that was shifted.
+    The shape of a per-sequence row of ``S`` numbers is that of a per-token key: name such keys in ``spec.per_sequence``. A key
+    with a row of ``S - 1`` or ``S + 1`` numbers is an error unless it is named there, because it is probably a shifted
+    per-token key.
 
     Raises:
-        ValueError: names the key, what is wrong with it and the way out.
+        ValueError: the error names the key, the problem and the way out.
     """
     if isinstance(batch, Mapping):
         return _read_padded(batch, spec)
@@ -71,14 +72,16 @@ def read_batch(batch: BatchInput, spec: MicroBatchSpec) -> Columns:
 
 
 def _read_padded(batch: Mapping[str, Any], spec: MicroBatchSpec) -> Columns:
+    # input_ids and attention_mask define the shape of the batch.
     _check_names(batch, spec, "the batch")
     ids = _input_ids(batch["input_ids"], 2, "[B, S]")
     if ids.numel() == 0:
         raise ValueError(f"empty batch: input_ids is {list(ids.shape)}; pass at least one sequence on each rank")
     rows, width = ids.shape
     lengths = _padded_lengths(batch.get("attention_mask"), ids)
-    # One split into real and padding parts by turns: far fewer calls than a slice for each row.
-    cuts = [part for length in lengths for part in (length, width - length)]
+    # Flattened rows alternate between real tokens and padding. One split() is much faster than a slice for each row.
+    lengths_and_gaps = [n for length in lengths for n in (length, width - length)]
+    # All other keys, by their kind.
     tokens: dict[str, Sequence[Tensor]] = {}
     sequences: dict[str, Tensor] = {}
     payloads: dict[str, Sequence[Tensor]] = {}
@@ -90,7 +93,7 @@ def _read_padded(batch: Mapping[str, Any], spec: MicroBatchSpec) -> Columns:
             continue
         x = _tensor(key, value, ids.device)
         if _is_per_token(key, x, rows, width, spec):
-            tokens[key] = x.flatten(0, 1).split(cuts)[::2]
+            tokens[key] = x.flatten(0, 1).split(lengths_and_gaps)[::2]
         else:
             sequences[key] = x
     form = BatchForm(kind="padded", seqlens=tuple(lengths), width=width, device=ids.device)
@@ -99,6 +102,7 @@ def _read_padded(batch: Mapping[str, Any], spec: MicroBatchSpec) -> Columns:
 
 def _padded_lengths(mask: Any, ids: Tensor) -> list[int]:
     rows, width = ids.shape
+    """Return the number of real tokens of each row."""
     if mask is None:
         return [width] * rows
     mask = _tensor("attention_mask", mask, ids.device)
@@ -123,6 +127,7 @@ def _payload(key: str, value: Any, rows: int, device: torch.device) -> list[Tens
 
 
 def _is_per_token(key: str, x: Tensor, rows: int, width: int, spec: MicroBatchSpec) -> bool:
+    """Return whether a key of a padded batch is per-token. Raise if it is neither per-token nor per-sequence."""
     shape = list(x.shape)
     per_token = shape[:2] == [rows, width]
     if key in PER_TOKEN and not per_token:
@@ -146,6 +151,7 @@ def _is_per_token(key: str, x: Tensor, rows: int, width: int, spec: MicroBatchSp
 def _read_list(samples: Sequence[Mapping[str, Any]], spec: MicroBatchSpec) -> Columns:
     if not samples:
         raise ValueError("empty batch: the list has no samples; pass at least one sequence on each rank")
+    # All samples must have the same keys.
     first = samples[0]
     for i, sample in enumerate(samples):
         if sample.keys() != first.keys():
@@ -154,12 +160,14 @@ def _read_list(samples: Sequence[Mapping[str, Any]], spec: MicroBatchSpec) -> Co
                 "sample the same keys"
             )
     _check_names(first, spec, "sample 0")
+    # input_ids define the lengths.
     ids = [_input_ids(sample["input_ids"], 1, "[S_i]", f"input_ids of sample {i}") for i, sample in enumerate(samples)]
     lengths = [len(x) for x in ids]
     if 0 in lengths:
         raise ValueError(
             f"input_ids of sample {lengths.index(0)} is empty: a sequence has at least 1 token; leave the sample out"
         )
+    # All other keys, by their kind.
     device = ids[0].device
     tokens: dict[str, Sequence[Tensor]] = {}
     sequences: dict[str, Tensor] = {}
@@ -175,6 +183,7 @@ def _read_list(samples: Sequence[Mapping[str, Any]], spec: MicroBatchSpec) -> Co
             tokens[key] = column
         else:
             sequences[key] = torch.stack(column)
+    # Samples of a list are unpadded: a mask is redundant, and dropped.
     if "attention_mask" in tokens and not bool((torch.cat(list(tokens.pop("attention_mask"))) == 1).all()):
         raise ValueError(
             "attention_mask of a sample holds zeros: samples of a list are unpadded; leave padding and attention_mask "
@@ -185,6 +194,7 @@ def _read_list(samples: Sequence[Mapping[str, Any]], spec: MicroBatchSpec) -> Co
 
 
 def _is_ragged(key: str, column: list[Tensor], lengths: list[int], spec: MicroBatchSpec) -> bool:
+    """Return whether a key of a list is per-token. Raise if it is neither per-token nor per-sequence."""
     first = column[0]
     odd = next((i for i, x in enumerate(column) if x.dtype != first.dtype), None)
     if odd is not None:
@@ -211,6 +221,7 @@ def _is_ragged(key: str, column: list[Tensor], lengths: list[int], spec: MicroBa
             "neither per-token, [S_i, ...], nor per-sequence, one shape for all; reshape it, or name it in "
             "MicroBatchSpec.payloads"
         )
+    # Off by one in every sample: probably shifted targets or log-probs.
     shifted = first.dim() > 0 and all(abs(first.shape[0] - n) == 1 for n in lengths)
     if shifted and key not in spec.per_sequence:
         raise _ambiguous(key, f"{list(first.shape)} in samples of {sorted(set(lengths))} tokens")
@@ -218,6 +229,7 @@ def _is_ragged(key: str, column: list[Tensor], lengths: list[int], spec: MicroBa
 
 
 def _check_one_meta(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless ``meta`` is the same in all samples."""
     first = samples[0]["meta"]
     for i, sample in enumerate(samples):
         meta = sample["meta"]
@@ -226,7 +238,7 @@ def _check_one_meta(samples: Sequence[Mapping[str, Any]]) -> None:
         if (
             not isinstance(meta, Mapping)
             or meta.keys() != first.keys()
-            or not all(_same(meta[k], first[k]) for k in first)
+            or not all(_equal_plain_values(meta[k], first[k]) for k in first)
         ):
             raise ValueError(
                 f"'meta' of sample {i} is not that of sample 0: it goes to every micro-batch as it is, so all samples "
@@ -234,12 +246,12 @@ def _check_one_meta(samples: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _same(a: Any, b: Any) -> bool:
-    # Only of plain values is equality surely one bool: arrays and tensors compare by element.
+def _equal_plain_values(a: Any, b: Any) -> bool:
+    # Only plain values are compared: ``==`` of arrays and tensors is elementwise.
     return a is b or (isinstance(a, str | bytes | int | float | None) and type(a) is type(b) and a == b)
 
 
-# ---- checks that both forms share
+# ---- checks of both forms
 
 
 def _check_names(batch: Mapping[str, Any], spec: MicroBatchSpec, what: str) -> None:

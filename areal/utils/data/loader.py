@@ -1,4 +1,4 @@
-"""A data loader that shards by data-parallel rank and resumes on any number of ranks."""
+"""A data loader that shards samples by data-parallel rank, and resumes on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ class SizedDataset(Protocol):
 
 
 class _ShardSampler(Sampler[list[int]]):
-    """The indices of this rank's part of each global batch, from wherever ``cursor`` stands."""
+    """Sampler of this rank's indices of each global batch.
+
+    Attributes:
+        epoch: current epoch.
+        cursor: number of samples of this epoch that all ranks together have received.
+    """
 
     def __init__(
         self,
@@ -50,31 +55,32 @@ class _ShardSampler(Sampler[list[int]]):
         full, tail = divmod(self.length, self.batch_size)
         return max(1, full + (tail >= self.dp_size))
 
-    def stop(self) -> int:
-        """Where the global batch that begins at the cursor ends."""
+    def batch_end(self) -> int:
+        """Return the end of the global batch that begins at the cursor."""
         end = self.cursor + self.batch_size
-        # A tail that cannot give every rank a sample joins the batch before it.
+        # A last batch with fewer samples than ranks is joined to the batch before it.
         return self.length if self.length - end < self.dp_size else end
 
     def __iter__(self) -> Iterator[list[int]]:
-        made, order = None, []
+        ordered_for, order = None, []
+        # The loader advances the cursor between two batches. The order is computed again only for another seed or epoch.
         while self.cursor < self.length:
-            if made != (self.seed, self.epoch):
-                made, order = (self.seed, self.epoch), self.order()
-            yield self.share(order[self.cursor : self.stop()])
+            if ordered_for != (self.seed, self.epoch):
+                ordered_for, order = (self.seed, self.epoch), self.order()
+            yield self.rank_indices(order[self.cursor : self.batch_end()])
 
-    def share(self, batch: list[int]) -> list[int]:
-        """This rank's part of a global batch."""
+    def rank_indices(self, batch: list[int]) -> list[int]:
+        """Return this rank's indices of a global batch: of similar cost, or a contiguous slice."""
         if self.costs is not None:
             return [batch[i] for i in deal([self.costs[i] for i in batch], self.dp_size)[self.dp_rank]]
         first, last = (len(batch) * r // self.dp_size for r in (self.dp_rank, self.dp_rank + 1))
         return batch[first:last]
 
     def order(self) -> list[int]:
-        """The epoch's order of the whole dataset; the same on every rank."""
+        """Return the order of the full dataset in this epoch, equal on all ranks."""
         if not self.shuffle:
             return list(range(self.length))
-        # Mixed so that epoch 1 of seed 0 is not epoch 0 of seed 1.
+        # Seed and epoch are mixed by large odd numbers, so that epoch 1 of seed 0 differs from epoch 0 of seed 1.
         generator = torch.Generator().manual_seed(
             (self.seed * 0x9E3779B97F4A7C15 + self.epoch * 0xD1B54A32D192ED03) % 2**63
         )
@@ -82,19 +88,19 @@ class _ShardSampler(Sampler[list[int]]):
 
 
 class ShardedLoader(StatefulDataLoader[Any]):
-    """This rank's part of one global order of samples; made by :func:`sharded_loader`.
+    """Loader of this rank's samples, in an order that is global over ranks. Created by :func:`sharded_loader`.
 
-    One iteration runs from where the loader stands to the end of the epoch; the next begins the next epoch. Where an
-    iteration is left early, or a state was loaded, the next one goes on from there. The loader stands behind the last
-    batch that it *yielded*: one whose loading raised comes again. Iterate in one place at a time.
+    One iteration runs from the current position to the end of the epoch, the next iteration over the next epoch. After an
+    iteration that was left early, or after loading a state, the next one continues from there. The position is after the last
+    batch that was *yielded*: a batch whose loading raised is loaded again. Only one iteration can be active at a time.
     """
 
     def __init__(self, dataset: SizedDataset, sampler: _ShardSampler, collate: Callable[[list[Any]], Any]) -> None:
         source: Dataset[Any] = dataset  # type: ignore[assignment]  # any object with a length and items will do
-        # A generator of its own: otherwise each iteration draws from the global one, and a resumed run differs.
+        # A separate generator: otherwise each iteration draws from the global one, and a resumed run differs.
         generator = torch.Generator()
         with warnings.catch_warnings():
-            # torchdata 0.11 calls something that torch 2.13 deprecated; the caller can do nothing about it.
+            # torchdata 0.11 calls a function that torch 2.13 deprecated. The caller cannot change that.
             warnings.filterwarnings("ignore", message=".*set_vital.*")
             super().__init__(source, batch_sampler=sampler, collate_fn=collate, num_workers=0, generator=generator)
         self._position = sampler
@@ -106,25 +112,24 @@ class ShardedLoader(StatefulDataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():
-            # Before the yield: a state that is taken while the caller works on the batch counts it.
-            self._position.cursor = self._position.stop()
+            # Before the yield: a state that is saved while the caller uses the batch must count it.
+            self._position.cursor = self._position.batch_end()
             yield batch
         self._position.epoch += 1
         self._position.cursor = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """``seed``, ``epoch`` and ``cursor``, the samples of this epoch that all ranks together were given. The same on
-        every rank."""
+        """Return ``seed``, ``epoch`` and ``cursor`` (samples of this epoch received by all ranks). Equal on all ranks."""
         return {name: getattr(self._position, name) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a loader of the same dataset stood, on whatever number of ranks.
+        """Continue from the position of a loader of the same dataset, on any number of ranks.
 
-        The samples of the rest of the epoch are exactly those that had not been yielded. Should fewer of them be left
-        than there are ranks now, some ranks get an empty list.
+        The rest of the epoch consists of exactly those samples that were not yielded. If fewer samples are left than there are
+        ranks, some ranks get an empty list.
 
         Raises:
-            ValueError: this is not the state of a loader, or of one with a longer dataset.
+            ValueError: this is not the state of a loader, or the state is of a loader with a longer dataset.
         """
         values = [state_dict.get(name) for name in _STATE]
         if any(not isinstance(value, int) or value < 0 for value in values):
@@ -154,23 +159,24 @@ def sharded_loader(
 ) -> ShardedLoader:
     """Shard a map-style dataset by data-parallel rank, batch by batch.
 
-    An epoch is one order of all samples, cut into global batches of ``batch_size``; each rank gets a contiguous part of
-    every batch, the parts differing by at most one sample, or with ``costs`` parts of about the same cost. So the
-    global batches are the same for every ``dp_size``. Nothing is dropped: a last short batch is passed on, and one of
-    fewer than ``dp_size`` samples joins the batch before it.
+    An epoch is one order of all samples, divided into global batches of ``batch_size``. Each rank gets a contiguous slice of
+    every global batch; slices differ by at most one sample. With ``costs``, ranks get samples of similar total cost instead.
+    So the global batches are the same for every ``dp_size``. No sample is dropped: the last batch may be short, and if it has
+    fewer than ``dp_size`` samples, it is joined to the batch before it.
 
     Args:
-        dataset: ``len()`` and items by index.
-        batch_size: samples of a global batch, over all ranks.
-        dp_rank: this rank's data-parallel coordinate; ranks that share it get the same samples.
-        dp_size: data-parallel ranks.
-        seed: of the order, together with the epoch; the same on every rank.
-        shuffle: whether the order is random, and another in each epoch.
-        costs: of each sample of the dataset, such as its tokens, or their :func:`~areal.utils.data.sequence_cost`: ranks wait for the slowest.
-        collate: makes a batch of a list of samples; the list itself by default.
+        dataset: map-style dataset, with ``len()`` and items by index.
+        batch_size: number of samples of a global batch, over all ranks.
+        dp_rank: data-parallel rank. Processes with the same data-parallel rank get the same samples.
+        dp_size: number of data-parallel ranks.
+        seed: seed of the order, together with the epoch. Equal on all ranks.
+        shuffle: whether the order is random, and different in each epoch.
+        costs: cost of each sample of the dataset, such as its :func:`~areal.utils.data.sequence_cost`. Balances the ranks,
+            which wait for the slowest one.
+        collate: function that converts a list of samples to a batch. Defaults to the list itself.
 
     Raises:
-        ValueError: a number is out of range, or there are fewer samples than ranks.
+        ValueError: an argument is out of range, or there are fewer samples than ranks.
     """
     length = len(dataset)
     if not 0 <= dp_rank < dp_size:

@@ -1,4 +1,4 @@
-"""From a rank's batch to its micro-batches."""
+"""Plan and build the micro-batches of one rank's batch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from areal.utils.data.targets import add_targets, check_output_mask, check_targe
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """A checked batch of one rank, packed; what is still open is on how many micro-batches the ranks agree.
+    """A checked and packed batch of one rank. Ranks then agree on the number of micro-batches, and call :meth:`build`.
 
     Attributes:
-        form: of the caller's batch.
-        bins: the samples of each micro-batch.
-        trees: for each micro-batch, what its samples share where that is computed once.
-        dropped: samples left out for their length.
-        align: what the length of a micro-batch is rounded up to a multiple of.
-        tokens: per-token keys ``[T, ...]`` of all bins end to end.
-        sequences: per-sequence keys ``[n, ...]`` likewise.
-        payloads: lists of ``n`` tensors likewise.
+        form: form of the caller's batch.
+        bins: indices of the samples of each micro-batch.
+        trees: prefix tree of each micro-batch, or ``None``.
+        dropped: indices of samples that were dropped for their length.
+        align: the length of a micro-batch is rounded up to a multiple of this.
+        tokens: per-token keys ``[T, ...]``, all bins end to end.
+        sequences: per-sequence keys ``[n, ...]``, all bins end to end.
+        payloads: lists of ``n`` tensors, all bins end to end.
         meta: the caller's ``meta``.
-        filler: the keys of a filler micro-batch.
-        derived: keys that were made of the others.
+        filler: keys of a filler micro-batch.
+        derived: names of keys that were computed from other keys.
     """
 
     form: BatchForm
@@ -51,29 +51,31 @@ class BatchPlan:
 
     @property
     def n_mbs(self) -> int:
-        """Micro-batches that this rank's samples need; 0 when all were dropped."""
+        """Number of micro-batches with this rank's samples; 0 if all samples were dropped."""
         return len(self.bins)
 
     @property
     def padded_length(self) -> int:
-        """The longest micro-batch, rounded up to ``align``; that of a filler when there is no other."""
+        """Length of the longest micro-batch, rounded up to ``align``; the length of a filler without samples."""
         return max((self._aligned(k) for k in range(self.n_mbs)), default=self.align)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the samples that were not dropped, unpadded."""
+        """Number of tokens of the samples that were not dropped, without padding."""
         return sum(self.form.seqlens[i] for members in self.bins for i in members)
 
     def _aligned(self, k: int) -> int:
+        """Return the padded length of micro-batch ``k``. With a prefix tree, shared tokens count once."""
         tree = self.trees[k]
         length = sum(self.form.seqlens[i] for i in self.bins[k]) if tree is None else len(tree)
         return round_up(length, self.align)
 
     def digest(self) -> int:
-        """A 63-bit checksum of the names, values and order of the keys that were given (of ``meta``, the names), padding excluded.
+        """Return a 63-bit checksum of the caller's keys: names, values and order, without padding (of ``meta``, the names).
 
-        Equal on ranks that were given the same batch; different batches agree about once in ``2**40``.
+        Equal on ranks with the same batch. Different batches have the same checksum about once in ``2**40``.
         """
+        # Derived keys follow from the others, so that they add nothing.
         tensors = [(key, x) for key, x in self.tokens.items() if key not in self.derived]
         tensors += self.sequences.items()
         tensors += [(key, x) for key, payload in self.payloads.items() for x in payload]
@@ -81,15 +83,15 @@ class BatchPlan:
         return checksum(tensors, (self.form.kind, self.form.seqlens, self.bins, sorted(map(str, self.meta))))
 
     def build(self, *, n_mbs: int, device: torch.device, padded_length: int | None = None) -> MicroBatchList:
-        """Make the micro-batches, with fillers at the end.
+        """Build the micro-batches, with fillers at the end.
 
         Args:
-            n_mbs: micro-batches on every rank.
-            device: where their tensors are put. Each key is copied at once.
-            padded_length: one length for all micro-batches, for schedules that need it; by default each has its own.
+            n_mbs: number of micro-batches, equal on all ranks.
+            device: device of their tensors.
+            padded_length: common length of all micro-batches, for schedules that need one. By default lengths differ.
 
         Raises:
-            ValueError: ``n_mbs`` or ``padded_length`` is too small, or the latter is not aligned.
+            ValueError: ``n_mbs`` or ``padded_length`` is too small, or ``padded_length`` is not aligned.
         """
         if n_mbs < max(1, self.n_mbs):
             raise ValueError(
@@ -100,22 +102,26 @@ class BatchPlan:
                 f"padded_length = {padded_length}: it is at least that of the longest micro-batch, "
                 f"{self.padded_length}, and a multiple of {self.align}"
             )
-        mbs = list(self._real(device, padded_length))
-        mbs += self._fillers(range(len(mbs), n_mbs), device, padded_length)
+        mbs = list(self._build_real(device, padded_length))
+        mbs += self._build_fillers(range(len(mbs), n_mbs), device, padded_length)
         return MicroBatchList(mbs=tuple(mbs), form=self.form, dropped=self.dropped)
 
-    def _real(self, device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
+    def _build_real(self, device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
+        """Yield the micro-batches with the caller's samples."""
         seqlens = [tuple(self.form.seqlens[i] for i in members) for members in self.bins]
         n_tokens, n_seqs = [sum(lengths) for lengths in seqlens], [len(lengths) for lengths in seqlens]
+        # One copy to the device for each key of the whole batch; micro-batches are views of it.
         tokens = {key: x.to(device).split(n_tokens) for key, x in self.tokens.items()}
         sequences = {key: x.to(device).split(n_seqs) for key, x in self.sequences.items()}
         payloads = {key: iter([x.to(device) for x in payload]) for key, payload in self.payloads.items()}
+        # Offsets of all micro-batches, also in one copy.
         starts = [start for lengths in seqlens for start in accumulate(lengths, initial=0)]
         cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device).split([n + 1 for n in n_seqs])
+        # The output mask stays on the host, too, where positions can be counted without waiting for the device.
         mask = self.tokens.get("output_mask")
         wanted = [None] * len(n_tokens) if mask is None else mask.cpu().split(n_tokens)
         for k, members in enumerate(self.bins):
-            values: dict[str, Any] = {key: parts[k] for key, parts in (tokens | sequences).items()}
+            values: dict[str, Any] = {key: tensors[k] for key, tensors in (tokens | sequences).items()}
             values |= {key: [next(items) for _ in members] for key, items in payloads.items()}
             yield MicroBatch(
                 index=k,
@@ -128,7 +134,10 @@ class BatchPlan:
                 wanted=wanted[k],
             )
 
-    def _fillers(self, indices: Iterable[int], device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
+    def _build_fillers(
+        self, indices: Iterable[int], device: torch.device, padded_length: int | None
+    ) -> Iterator[MicroBatch]:
+        """Yield dummy micro-batches of one token, which all use the same tensors."""
         cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
         values = {
             key: [x.to(device) for x in v] if isinstance(v, list) else v.to(device) for key, v in self.filler.items()
@@ -147,111 +156,128 @@ class BatchPlan:
 
 
 def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab_size: int | None = None) -> BatchPlan:
-    """Check a rank's batch and cut it into micro-batches, without a word to other ranks.
+    """Check a rank's batch and divide it into micro-batches, without communication.
 
-    The caller's dict and tensors are left as they are, and later changes to them do not reach the plan (payloads
-    excepted, which are not copied). See :func:`~areal.utils.data.columns.read_batch` for what a batch may be.
+    The caller's dict and tensors are not changed. Later changes to them do not affect the plan, except changes to payloads,
+    which are not copied. See :func:`~areal.utils.data.columns.read_batch` for the forms of a batch.
 
     Args:
         batch: padded dict or list of samples.
         spec: budget and granularity.
-        align: what the length of a micro-batch is rounded up to a multiple of; the budget holds after it.
-        vocab_size: ids of ``input_ids`` and ``target_ids`` are below it; ``None`` only refuses negative ones.
+        align: the length of a micro-batch is rounded up to a multiple of this. The budget includes it.
+        vocab_size: upper bound of ``input_ids`` and ``target_ids``. ``None``: only negative ids are refused.
 
     Raises:
-        ValueError: the batch is wrong, or a sequence is above the budget and ``spec.overlong`` is ``"error"``; names
-            the key, the value and the way out.
+        ValueError: the batch is invalid, or a sequence exceeds the budget and ``spec.overlong`` is ``"error"``. The error
+            names the key, the value and the way out.
     """
+    # 1. Bring both forms of a batch to columns, and check them.
     columns = read_batch(batch, spec)
     if "target_ids" in columns.tokens:
         check_target_shape(columns.tokens["target_ids"][0])
     if "output_mask" in columns.tokens:
         check_output_mask(columns.tokens["output_mask"][0])
+
+    # 2. Pack: assign samples to micro-batches by their lengths. With shared prefixes, common tokens count once.
     prefixes = Prefixes(columns.tokens) if spec.share_prefixes else None
-    bins, dropped = _cut(columns.form, spec, align, prefixes)
+    bins, dropped = _pack_samples(columns.form, spec, align, prefixes)
+
+    # 3. Concatenate per-token keys in packed order. This copies the caller's tensors.
     order = [i for members in bins for i in members]
     seqlens = [columns.form.seqlens[i] for i in order]
     tokens = {key: torch.cat([rows[i] for i in order] or [rows[0][:0]]) for key, rows in columns.tokens.items()}
     for key in ("input_ids", "target_ids"):
         if key in tokens:
             tokens[key] = tokens[key].to(torch.int64)
+
+    # 4. Targets, from complete sequences: a slice of a sequence would not know its next token.
     device = columns.form.device
     ends = torch.tensor(list(accumulate(seqlens)), dtype=torch.int64).to(device) - 1
     if order:
         check_values(tokens, columns.sequences.get("temperature"), vocab_size, order, seqlens)
     tokens = add_targets(tokens, ends)
+
+    # 5. Per-sequence keys in packed order, and prefix trees, which depend on the targets.
     index = torch.tensor(order, dtype=torch.int64).to(device)
     sequences = {key: x.index_select(0, index) for key, x in columns.sequences.items()}
     return BatchPlan(
         form=columns.form,
         bins=bins,
-        trees=(None,) * len(bins) if prefixes is None else _trees(prefixes, bins, columns.form, tokens, sequences),
+        trees=(None,) * len(bins)
+        if prefixes is None
+        else _build_trees(prefixes, bins, columns.form, tokens, sequences),
         dropped=dropped,
         align=align,
         tokens=tokens,
         sequences=sequences,
         payloads={key: [payload[i] for i in order] for key, payload in columns.payloads.items()},
         meta=columns.meta,
-        filler=_filler(tokens, columns),
+        filler=_filler_keys(tokens, columns),
         derived=frozenset(tokens) - set(columns.tokens),
     )
 
 
-def _cut(
+def _pack_samples(
     form: BatchForm, spec: MicroBatchSpec, align: int, prefixes: Prefixes | None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Bins of samples, and the samples that were dropped."""
+    """Return the samples of each micro-batch, and the samples that were dropped."""
+    # The unit of packing is a group of ``granularity`` consecutive samples, which stay together.
     size, n = spec.granularity, len(form.seqlens)
     if n % size:
         raise ValueError(
             f"MicroBatchSpec.granularity = {size} does not divide the batch of {n} samples: pass whole groups, or "
             "lower it"
         )
-    groups = [_samples([g], size) for g in range(n // size)]
+    groups = [_samples_of([g], size) for g in range(n // size)]
     if prefixes is None:
         lengths = [sum(form.seqlens[i] for i in group) for group in groups]
     else:
         lengths = [prefixes.length(group) for group in groups]
-    fitting, overlong = _sort_out(lengths, spec, align)
+    # Groups above the budget get separate micro-batches or are dropped. (With overlong="error", this call raises.)
+    fitting, overlong = _split_by_budget(lengths, spec, align)
     alone = overlong if spec.overlong == "alone" else []
     least = max(1, (spec.n_mbs or 1) - len(alone))
     options: dict[str, Any] = {"min_bins": least, "align": align}
     if prefixes is None:
         packed = pack([lengths[g] for g in fitting], spec.max_tokens_per_mb, **options)
     else:
+        # Order the groups by their first samples, so that neighbours have the longest common prefixes.
         firsts = {prefixes.sort(groups[g])[0]: g for g in fitting}
         leaders = prefixes.sort(list(firsts))
         fitting = [firsts[i] for i in leaders]
         shared = [0, *(prefixes.shared(a, b) for a, b in pairwise(leaders))]
         packed = pack_sharing([lengths[g] for g in fitting], shared[: len(fitting)], spec.max_tokens_per_mb, **options)
+    # From groups back to samples.
     bins = [sorted(fitting[i] for i in members) for members in packed] + [[g] for g in alone]
     dropped = overlong if spec.overlong == "drop" else []
-    return tuple(_samples(members, size) for members in bins), _samples(dropped, size)
+    return tuple(_samples_of(members, size) for members in bins), _samples_of(dropped, size)
 
 
-def _trees(
+def _build_trees(
     prefixes: Prefixes,
     bins: Sequence[Sequence[int]],
     form: BatchForm,
     tokens: Mapping[str, Tensor],
     sequences: Mapping[str, Tensor],
 ) -> tuple[PrefixTree, ...]:
-    """For each bin the stream that the model sees. ``tokens`` and ``sequences`` are those of all bins end to end."""
-    asked = [tokens[key].cpu() for key in ("target_ids", "output_mask") if key in tokens]
+    """Return the prefix tree of each bin. ``tokens`` and ``sequences`` are those of all bins end to end."""
+    # Keys that outputs depend on, expanded to packed tokens.
+    output_keys = [tokens[key].cpu() for key in ("target_ids", "output_mask") if key in tokens]
     lengths = torch.tensor([form.seqlens[i] for members in bins for i in members])
     if "temperature" in sequences and sequences["temperature"].dim() == 1:
-        asked.append(sequences["temperature"].cpu().repeat_interleave(lengths))
+        output_keys.append(sequences["temperature"].cpu().repeat_interleave(lengths))
     n_tokens = [sum(form.seqlens[i] for i in members) for members in bins]
-    parts = zip(*(x.split(n_tokens) for x in asked), strict=True)
-    return tuple(prefixes.tree(members, part) for members, part in zip(bins, parts, strict=True))
+    keys_by_bin = zip(*(x.split(n_tokens) for x in output_keys), strict=True)
+    return tuple(prefixes.tree(members, keys) for members, keys in zip(bins, keys_by_bin, strict=True))
 
 
-def _samples(groups: Sequence[int], size: int) -> tuple[int, ...]:
+def _samples_of(groups: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return the indices of the samples of groups."""
     return tuple(i for g in groups for i in range(g * size, (g + 1) * size))
 
 
-def _sort_out(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -> tuple[list[int], list[int]]:
-    """Groups within the budget, and those above it."""
+def _split_by_budget(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -> tuple[list[int], list[int]]:
+    """Return the groups within the budget, and the groups above it."""
     budget = spec.max_tokens_per_mb
     if budget is None:
         return list(range(len(lengths))), []
@@ -262,6 +288,7 @@ def _sort_out(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -> tuple
         )
     fitting = [g for g, length in enumerate(lengths) if round_up(length, align) <= budget]
     overlong = [g for g, length in enumerate(lengths) if round_up(length, align) > budget]
+    # The message names samples, not groups, and mentions alignment only if it matters.
     if overlong and spec.overlong == "error":
         g, size = overlong[0], spec.granularity
         what = (
@@ -276,11 +303,11 @@ def _sort_out(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -> tuple
     return fitting, overlong
 
 
-def _filler(tokens: Mapping[str, Tensor], columns: Columns) -> dict[str, Any]:
-    """One token of id 0 without a target. Per-sequence values are the first sample's: a zero temperature would make
-    NaNs."""
+def _filler_keys(tokens: Mapping[str, Tensor], columns: Columns) -> dict[str, Any]:
+    """Return the keys of a filler: one token of id 0 without a target."""
     filler: dict[str, Any] = {key: x.new_zeros((1, *x.shape[1:])) for key, x in tokens.items()}
     filler["target_ids"].fill_(IGNORE_INDEX)
+    # Per-sequence values are those of the first sample: a temperature of 0 would give NaN.
     filler |= {key: x[:1].clone() for key, x in columns.sequences.items()}
     filler |= {key: [payload[0].new_zeros((0, *payload[0].shape[1:]))] for key, payload in columns.payloads.items()}
     return filler

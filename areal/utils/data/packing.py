@@ -1,4 +1,4 @@
-"""Bin packing: which sequences share a micro-batch."""
+"""Bin packing: assign sequences to micro-batches, and samples to ranks."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import heapq
 import math
 from collections.abc import Sequence
 
-_WORTH = 16
-"""Neighbours stay together if they share at least one in so many of their tokens."""
+_MIN_SHARED_FRACTION = 1 / 16
+"""Neighbours are kept in one bin if at least this fraction of their tokens is shared."""
 
 
 def pack(lengths: Sequence[int], budget: int | None, *, min_bins: int = 1, align: int = 1) -> list[list[int]]:
-    """Partition positions ``0 .. n-1`` into bins whose lengths add up to no more than a budget.
+    """Partition indices ``0 .. n-1`` into bins, so that the sum of lengths of each bin is within a budget.
 
-    First-fit-decreasing (Johnson, 1973) in ``O(n log n)``. Where that leaves fewer bins than asked for, the same
-    lengths are spread evenly over more. The same input gives the same bins.
+    First-fit-decreasing (Johnson, 1973) in ``O(n log n)``. If that results in fewer bins than ``min_bins``, the lengths are
+    spread evenly over more bins. Deterministic.
 
     Args:
-        lengths: tokens of each sequence, each at least 1.
-        budget: tokens of a bin after its sum is rounded up to ``align``; ``None`` makes ``min_bins`` balanced bins.
-        min_bins: least number of bins; with fewer lengths than this, each has a bin of its own.
-        align: what the sum of a bin is rounded up to a multiple of.
+        lengths: number of tokens of each sequence, at least 1.
+        budget: upper bound of a bin's sum, rounded up to ``align``. ``None``: ``min_bins`` balanced bins.
+        min_bins: smallest number of bins. With fewer sequences, each sequence has a separate bin.
+        align: the sum of a bin is rounded up to a multiple of this.
 
     Returns:
-        Bins that are not empty, of positions in ascending order; each position is in exactly one.
+        Non-empty bins of indices in ascending order. Each index is in exactly one bin.
 
     Raises:
         ValueError: a length is above the budget or below 1, or an argument is out of range.
@@ -44,6 +44,7 @@ def pack(lengths: Sequence[int], budget: int | None, *, min_bins: int = 1, align
             f"lengths[{bad}] = {lengths[bad]} does not fit the budget of {budget} tokens (aligned to {align}: "
             f"{capacity}): raise the budget, or shorten the sequence"
         )
+    # As few bins as possible, then more if they are wanted.
     bins = _first_fit_decreasing(lengths, capacity)
     return bins if len(bins) >= wanted else _split(bins, lengths, capacity, wanted)
 
@@ -51,44 +52,50 @@ def pack(lengths: Sequence[int], budget: int | None, *, min_bins: int = 1, align
 def pack_sharing(
     lengths: Sequence[int], shared: Sequence[int], budget: int | None, *, min_bins: int = 1, align: int = 1
 ) -> list[list[int]]:
-    """The same, where neighbours have tokens in common that a bin with both holds once.
+    """Pack sequences with common prefixes: tokens that neighbours share count once in a bin with both.
 
-    Neighbours that share much stay together as long as they fit; such pieces are then packed like sequences.
+    Neighbours with long common prefixes are joined to runs, up to the budget. Runs are then packed like sequences.
 
     Args:
-        lengths: tokens of each sequence.
-        shared: how many of them the sequence before has too; fewer than ``lengths``, or as many.
+        lengths: number of tokens of each sequence, in lexicographic order of the sequences.
+        shared: number of tokens that each sequence shares with the sequence before it, at most its length.
+        budget, min_bins, align: see :func:`pack`.
 
     Returns:
-        As :func:`pack`. What a bin holds, shared tokens counted once, is no more than the budget.
+        Bins, see :func:`pack`. The sum of a bin, with shared tokens counted once, is within the budget.
     """
+    # Capacity of a run. Without a budget: an even division of all tokens over the bins.
     most = budget // align * align if budget is not None else -(-(sum(lengths) - sum(shared[1:])) // min_bins)
-    pieces: list[list[int]] = []
+    runs: list[list[int]] = []
     size = 0
     for i, (length, common) in enumerate(zip(lengths, shared, strict=True)):
-        if pieces and common * _WORTH >= length and size + length - common <= most:
-            pieces[-1].append(i)
+        # Join the run before, if enough is shared and the sum stays within the capacity.
+        if runs and common >= length * _MIN_SHARED_FRACTION and size + length - common <= most:
+            runs[-1].append(i)
             size += length - common
         else:
-            pieces.append([i])
+            runs.append([i])
             size = length
-    while len(pieces) < min(min_bins, len(lengths)):
-        longest = max(range(len(pieces)), key=lambda k: len(pieces[k]))
-        members = pieces[longest]
-        pieces[longest : longest + 1] = [members[: len(members) // 2], members[len(members) // 2 :]]
-    sizes = [sum(lengths[i] for i in piece) - sum(shared[i] for i in piece[1:]) for piece in pieces]
+    # Split the longest runs until there are enough for all bins.
+    while len(runs) < min(min_bins, len(lengths)):
+        longest = max(range(len(runs)), key=lambda k: len(runs[k]))
+        members = runs[longest]
+        runs[longest : longest + 1] = [members[: len(members) // 2], members[len(members) // 2 :]]
+    sizes = [sum(lengths[i] for i in run) - sum(shared[i] for i in run[1:]) for run in runs]
+    # Pack the runs, and return their sequences.
     packed = pack(sizes, budget, min_bins=min_bins, align=align)
-    return [sorted(i for k in members for i in pieces[k]) for members in packed]
+    return [sorted(i for k in members for i in runs[k]) for members in packed]
 
 
 def deal(costs: Sequence[float], n: int) -> list[list[int]]:
-    """Partition positions ``0 .. len(costs) - 1`` into ``n`` shares of about the same cost: what each of ``n`` ranks gets of a batch.
+    """Partition indices ``0 .. len(costs) - 1`` into ``n`` lists of similar cost, one for each of ``n`` ranks.
 
-    Longest processing time first (Graham, 1969): the dearest share costs at most a third more than the best partition's. No share
-    is empty where there are ``n`` positions. The same input gives the same shares.
+    Longest processing time first (Graham, 1969): the largest cost is at most 4/3 of that of the best partition. With at least
+    ``n`` indices, no list is empty. Deterministic.
 
     Args:
-        costs: of each sample, such as :func:`sequence_cost`; any unit, above 0.
+        costs: cost of each sample in any unit, such as :func:`sequence_cost`. Finite and above 0.
+        n: number of ranks.
 
     Raises:
         ValueError: a cost is not above 0, or ``n`` is below 1.
@@ -102,31 +109,35 @@ def deal(costs: Sequence[float], n: int) -> list[list[int]]:
 
 
 def sequence_cost(length: int, attention: float) -> float:
-    """What a sequence costs to train on, in tokens of a short one: ``length + attention * length ** 2``.
+    """Return the cost of training on a sequence, in tokens of a short sequence: ``length + attention * length ** 2``.
 
     Args:
-        attention: what one more key costs a token, over what the matrix products cost it: ``layers * heads * head_dim`` over the
-            parameters that multiply every token (a causal token sees half of its sequence, and attention has two products for each
-            key where a parameter has one).
+        length: number of tokens.
+        attention: cost of one key per token, relative to the cost of all matrix products per token. Estimate it as
+            ``layers * heads * head_dim`` divided by the number of parameters that multiply every token. (A causal token sees
+            half of its sequence, and attention has two products per key; a parameter has one per token.)
     """
     return length + attention * length**2
 
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    # A tree of maxima over the free space of all possible bins. Those not yet opened lie to the right with all their
-    # capacity, so the leftmost bin with room always exists and is found in one descent.
+    """Put each length, longest first, into the first bin with enough space."""
+    # A segment tree with the maximum of the free space of all n possible bins. Unopened bins are on the right, with full
+    # capacity. So the leftmost bin with enough space always exists, and one descent finds it.
     n = len(lengths)
     size = 1 << max(0, n - 1).bit_length()
     free = [capacity] * (2 * size)
     bins: list[list[int]] = [[] for _ in range(n)]
     for i in _longest_first(range(n), lengths):
         length = lengths[i]
+        # Descend: to the left child if its maximum is large enough, else to the right child.
         node = 1
         while node < size:
             node *= 2
             if free[node] < length:
                 node += 1
         bins[node - size].append(i)
+        # Update the maxima on the way up, until one does not change.
         free[node] -= length
         while node > 1:
             node //= 2
@@ -142,7 +153,8 @@ def _longest_first(members: Sequence[int], lengths: Sequence[float]) -> list[int
 
 
 def _spread(members: Sequence[int], lengths: Sequence[float], n_bins: int) -> list[list[int]]:
-    """Longest processing time first (Graham, 1969): the next longest goes where least is."""
+    """Put each length, longest first, into the bin with the smallest sum (Graham, 1969)."""
+    # A heap of (sum, bin).
     bins: list[list[int]] = [[] for _ in range(n_bins)]
     loads: list[tuple[float, int]] = [(0, b) for b in range(n_bins)]
     for i in _longest_first(members, lengths):
@@ -153,10 +165,12 @@ def _spread(members: Sequence[int], lengths: Sequence[float], n_bins: int) -> li
 
 
 def _split(bins: list[list[int]], lengths: Sequence[int], capacity: int, wanted: int) -> list[list[int]]:
+    """Return at least ``wanted`` bins instead of fewer."""
+    # Balanced bins, if they fit.
     even = _spread(range(len(lengths)), lengths, wanted)
     if all(sum(lengths[i] for i in members) <= capacity for members in even):
         return even
-    # Spreading anew does not know the capacity. Halving bins that keep it does, whatever the lengths are.
+    # Otherwise split the largest bins in two. The result always fits, because the bins do.
     heap = [(-sum(lengths[i] for i in members), members) for members in bins if len(members) > 1]
     done = [members for members in bins if len(members) == 1]
     heapq.heapify(heap)

@@ -1,4 +1,4 @@
-"""Padding: from sequences of different lengths to one rectangle, and back."""
+"""Padding: convert sequences of different lengths to one rectangular tensor, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``n``."""
+    """Round ``n`` up to a multiple of ``multiple``."""
     return -(-n // multiple) * multiple
 
 
@@ -19,14 +19,14 @@ def pad(tensors: Sequence[Tensor], *, value: float = 0, width: int | None = None
 
     Args:
         tensors: ``B`` tensors that differ only in their first dimension.
-        value: what stands in the padding.
-        width: ``S``; the longest by default.
+        value: value of the padding.
+        width: ``S``. Defaults to the longest length.
 
     Returns:
         ``[B, S, ...]`` and the attention mask, bool ``[B, S]``.
 
     Raises:
-        ValueError: there is no tensor, trailing shapes differ, or one is longer than ``width``.
+        ValueError: there are no tensors, trailing shapes differ, or a tensor is longer than ``width``.
     """
     if not tensors:
         raise ValueError("pad got no tensors: pass at least one")
@@ -41,6 +41,7 @@ def pad(tensors: Sequence[Tensor], *, value: float = 0, width: int | None = None
     width = longest if width is None else width
     if longest > width:
         raise ValueError(f"pad got width = {width} for a tensor of {longest}: raise the width")
+    # Fill row by row, and mark the real positions.
     out = first.new_full((len(tensors), width, *first.shape[1:]), value)
     for row, x in zip(out, tensors, strict=True):
         row[: len(x)] = x
@@ -49,10 +50,10 @@ def pad(tensors: Sequence[Tensor], *, value: float = 0, width: int | None = None
 
 
 def unpad(padded: Tensor, attention_mask: Tensor) -> list[Tensor]:
-    """Undo :func:`pad`: the ``B`` tensors ``[S_i, ...]`` (views) of a right-padded ``[B, S, ...]``.
+    """Undo :func:`pad`: return the ``B`` tensors ``[S_i, ...]`` of a right-padded ``[B, S, ...]``, as views.
 
     Raises:
-        ValueError: as :func:`row_lengths`, or the shapes do not agree.
+        ValueError: the shapes do not match, or the mask is invalid; see :func:`row_lengths`.
     """
     if padded.shape[:2] != attention_mask.shape:
         raise ValueError(
@@ -63,18 +64,20 @@ def unpad(padded: Tensor, attention_mask: Tensor) -> list[Tensor]:
 
 
 def row_lengths(attention_mask: Tensor) -> list[int]:
-    """Real positions of each row of a right-padded batch. One host read.
+    """Return the number of real positions of each row of a right-padded batch. Reads the device once.
 
     Args:
-        attention_mask: ``[B, S]`` of ones and zeros in any dtype, or of booleans.
+        attention_mask: ``[B, S]``, ones and zeros in any dtype, or booleans.
 
     Raises:
-        ValueError: a row is left-padded or has a hole, or a value is neither 0 nor 1; names the row.
+        ValueError: a row is left-padded or has a hole, or a value is neither 0 nor 1. The error names the row.
     """
     real = attention_mask != 0
+    # A real position directly after padding: the row is not right-padded.
     rises = (real[:, 1:] & ~real[:, :-1]).any(1)
     odd = _odd_values(attention_mask).any(1)
     lengths, rising, other = torch.stack([real.sum(1), rises.long(), odd.long()]).tolist()
+    # Errors. Details are read from the device only now.
     if any(other):
         row = other.index(1)
         value = attention_mask[row][_odd_values(attention_mask[row])][0].item()
@@ -97,12 +100,12 @@ def _odd_values(mask: Tensor) -> Tensor:
 
 
 def closing_order(attention_mask: Tensor) -> Tensor:
-    """Columns of each row with the real ones first, both in their order: int64 ``[B, S]``."""
+    """Return for each row the order of columns that moves real positions to the front, int64 ``[B, S]``. Stable."""
     return (attention_mask == 0).to(torch.int8).argsort(dim=1, stable=True)
 
 
 def take_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """``x[i, columns[i, j]]`` for ``x`` ``[B, S, ...]`` and int64 ``columns`` ``[B, J]``: ``[B, J, ...]``."""
+    """Return ``x[i, columns[i, j]]``, ``[B, J, ...]``, for ``x`` ``[B, S, ...]`` and int64 ``columns`` ``[B, J]``."""
     rows = torch.arange(len(x), device=x.device)[:, None]
     return x[rows, columns]
 
@@ -110,15 +113,15 @@ def take_columns(x: Tensor, columns: Tensor) -> Tensor:
 def from_left_padded(batch: Mapping[str, Any], *, per_sequence: Sequence[str] = ()) -> dict[str, Any]:
     """Right-pad a batch that is left-padded, padded on both sides, or has holes.
 
-    Real positions move to the front of their row in their order, together with everything per-token. The width stays.
+    Real positions move to the front of their row and keep their order, with the values of all per-token keys. The width does
+    not change.
 
     Args:
-        batch: a dict with ``attention_mask`` ``[B, S]``. Tensors whose first two dims are ``[B, S]`` are per-token;
-            others are kept.
-        per_sequence: keys that are not per-token whatever their shape suggests.
+        batch: dict with ``attention_mask`` ``[B, S]``. Tensors ``[B, S, ...]`` are per-token; others are not changed.
+        per_sequence: keys that are not per-token although their shape is ``[B, S, ...]``.
 
     Returns:
-        A new dict; what did not move is the caller's own tensor.
+        A new dict. Keys that are not per-token are the caller's tensors.
 
     Raises:
         ValueError: ``attention_mask`` is missing or not ``[B, S]``.

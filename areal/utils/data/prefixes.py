@@ -1,7 +1,7 @@
-"""Samples that begin alike: which tokens they share, and the stream in which each of these stands once.
+"""Common prefixes of samples: find them, and build the token stream in which each shared token occurs once.
 
-Found from the tokens themselves. In lexicographic order a sample has with no earlier one more in common than with the one just before it,
-so that comparing neighbours finds a tree of any depth.
+Prefixes are found from the tokens themselves. In lexicographic order, no earlier sample has a longer common prefix with a
+sample than the one directly before it. So comparing neighbours is enough to find a tree of any depth.
 """
 
 from __future__ import annotations
@@ -16,98 +16,109 @@ from torch import Tensor
 
 from areal.api import PrefixTree
 
-_READ = ("input_ids", "routed_experts")
-"""Per-token keys that hidden states depend on."""
+_HIDDEN_STATE_KEYS = ("input_ids", "routed_experts")
+"""Per-token keys that hidden states depend on. Only tokens that agree in all of them are shared."""
 
 
 class Prefixes:
-    """What the samples of a rank's batch have in common at their beginnings.
+    """The common prefixes of the samples of one rank's batch.
 
     Args:
         tokens: per-token keys, one tensor ``[S_i, ...]`` for each sample.
     """
 
     def __init__(self, tokens: Mapping[str, Sequence[Tensor]]) -> None:
-        columns = [tokens[key] for key in _READ if key in tokens]
-        self._rows = [_integers(parts) for parts in zip(*columns, strict=True)]
-        # Bytes compare as the numbers do where the highest comes first.
+        # One integer matrix [S_i, C] for each sample: a token is a row of all values that its hidden state depends on.
+        columns = [tokens[key] for key in _HIDDEN_STATE_KEYS if key in tokens]
+        self._rows = [_integers(tensors) for tensors in zip(*columns, strict=True)]
+        # Big-endian bytes compare like the (non-negative) numbers they encode, and much faster than lists.
         keys = [row.astype(">u4").tobytes() for row in self._rows]
         self._rank = {sample: rank for rank, sample in enumerate(sorted(range(len(keys)), key=keys.__getitem__))}
-        self._known: dict[tuple[int, int], int] = {}
+        self._shared_cache: dict[tuple[int, int], int] = {}
 
     def shared(self, a: int, b: int) -> int:
-        """Tokens with which samples ``a`` and ``b`` both begin."""
-        if (a, b) not in self._known:
-            one, other = self._rows[a], self._rows[b]
-            n = min(len(one), len(other))
-            differs = (one[:n] != other[:n]).ravel()
-            first = int(differs.argmax())
-            self._known[a, b] = first // one.shape[1] if differs[first] else n
-        return self._known[a, b]
+        """Return the length of the longest common prefix of samples ``a`` and ``b``."""
+        if (a, b) not in self._shared_cache:
+            first, second = self._rows[a], self._rows[b]
+            n = min(len(first), len(second))
+            # Index of the first difference; argmax is 0 without any, hence the check.
+            differs = (first[:n] != second[:n]).ravel()
+            index = int(differs.argmax())
+            self._shared_cache[a, b] = index // first.shape[1] if differs[index] else n
+        return self._shared_cache[a, b]
 
     def sort(self, samples: Sequence[int]) -> list[int]:
-        """These samples in lexicographic order."""
+        """Return these samples in lexicographic order."""
         return sorted(samples, key=self._rank.__getitem__)
 
     def length(self, samples: Sequence[int]) -> int:
-        """Tokens of these samples, those that they share counted once."""
+        """Return the number of tokens of these samples, with shared tokens counted once."""
         ordered = self.sort(samples)
         total = sum(len(self._rows[i]) for i in ordered)
         return total - sum(self.shared(a, b) for a, b in pairwise(ordered))
 
-    def tree(self, samples: Sequence[int], asked: Sequence[Tensor]) -> PrefixTree:
-        """The stream of a micro-batch.
+    def tree(self, samples: Sequence[int], output_keys: Sequence[Tensor]) -> PrefixTree:
+        """Return the prefix tree of a micro-batch.
 
         Args:
-            samples: in packed order.
-            asked: for all of these, end to end, what outputs depend on beside hidden states: ``[T]`` or ``[T, ...]`` each, on the host.
+            samples: samples of the micro-batch, in packed order.
+            output_keys: packed keys that outputs depend on in addition to hidden states (such as targets), ``[T]`` or
+                ``[T, ...]`` each, on the host.
         """
         starts = list(accumulate((len(self._rows[i]) for i in samples), initial=0))
-        questions = np.concatenate([_bits(x) for x in asked], axis=1)
-        place, answer = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
-        own, whole, paths, tokens, scored = [], [], [], [], []
-        length, n_scored, last, before = 0, 0, -1, 0
+        key_bits = np.concatenate([_bits(x) for x in output_keys], axis=1)
+        # For each packed token: its index in the stream, and the index of its outputs.
+        stream_index, output_index = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
+        lengths, context_lengths, contexts, tokens, output_tokens = [], [], [], [], []
+        stream_length, n_outputs, previous, previous_start = 0, 0, -1, 0
+
+        # Visit the samples in lexicographic order, each compared with the one before it.
         for number in sorted(range(len(samples)), key=lambda number: self._rank[samples[number]]):
+            # Packed tokens [start, fork) are shared with the previous sample; [fork, end) are new.
             start, end = starts[number], starts[number + 1]
-            fork = start + (self.shared(samples[last], samples[number]) if last >= 0 else 0)
+            fork = start + (self.shared(samples[previous], samples[number]) if previous >= 0 else 0)
             common, new = fork - start, end - fork
-            place[start:fork] = place[before : before + common]
-            place[fork:end] = np.arange(length, length + new)
+
+            # Shared tokens have the stream indices that they got in the previous sample; new ones extend the stream.
+            stream_index[start:fork] = stream_index[previous_start : previous_start + common]
+            stream_index[fork:end] = np.arange(stream_length, stream_length + new)
             if new:
-                own.append(new)
-                whole.append(end - start)
-                paths.append(place[start:end])
+                lengths.append(new)
+                context_lengths.append(end - start)
+                contexts.append(stream_index[start:end])
                 tokens.append(np.arange(fork, end))
-                length += new
-            # Of the shared tokens those are scored again of which something else is asked.
-            again = (questions[before : before + common] != questions[start:fork]).any(1)
-            answer[start:fork] = answer[before : before + common]
-            fresh = np.concatenate([start + np.flatnonzero(again), np.arange(fork, end)])
-            answer[fresh] = np.arange(n_scored, n_scored + len(fresh))
-            scored.append(fresh)
-            n_scored += len(fresh)
-            last, before = number, start
+                stream_length += new
+
+            # A shared token has the outputs of the previous sample, too, unless another key (its target, say) differs.
+            differs = (key_bits[previous_start : previous_start + common] != key_bits[start:fork]).any(1)
+            output_index[start:fork] = output_index[previous_start : previous_start + common]
+            # Additional outputs: of shared tokens whose keys differ, and of all new tokens.
+            computed = np.concatenate([start + np.flatnonzero(differs), np.arange(fork, end)])
+            output_index[computed] = np.arange(n_outputs, n_outputs + len(computed))
+            output_tokens.append(computed)
+            n_outputs += len(computed)
+            previous, previous_start = number, start
         return PrefixTree(
-            own=tuple(own),
-            whole=tuple(whole),
-            paths=_joined(paths),
-            tokens=_joined(tokens),
-            places=torch.from_numpy(place),
-            scored=_joined(scored),
-            answers=torch.from_numpy(answer),
+            lengths=tuple(lengths),
+            context_lengths=tuple(context_lengths),
+            context_index=_concatenated(contexts),
+            tokens=_concatenated(tokens),
+            stream_index=torch.from_numpy(stream_index),
+            output_tokens=_concatenated(output_tokens),
+            output_index=torch.from_numpy(output_index),
         )
 
 
-def _integers(parts: Sequence[Tensor]) -> NDArray[np.int64]:
-    """``[S, C]``, of tensors ``[S, ...]``."""
-    return np.concatenate([part.detach().cpu().numpy().reshape(len(part), -1) for part in parts], axis=1)
+def _integers(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Flatten and concatenate tensors ``[S, ...]`` to one matrix ``[S, C]``."""
+    return np.concatenate([x.detach().cpu().numpy().reshape(len(x), -1) for x in tensors], axis=1)
 
 
 def _bits(x: Tensor) -> NDArray[np.int64]:
-    """``[T, C]`` integers that are equal exactly where those of ``[T, ...]`` are."""
+    """Return integers ``[T, C]`` that are equal exactly if the values of ``x`` ``[T, ...]`` are equal."""
     values = x.double().view(torch.int64) if x.is_floating_point() else x.long()
     return values.numpy().reshape(len(x), -1)
 
 
-def _joined(parts: Sequence[NDArray[np.int64]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))
+def _concatenated(arrays: Sequence[NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))

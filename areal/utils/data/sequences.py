@@ -1,7 +1,7 @@
-"""Builders of position-aligned sequences, so that user code never shifts anything by hand.
+"""Build position-aligned sequences, so that user code never shifts tensors by hand.
 
-What stands at ``t`` speaks of the prediction made *at* ``t``: a value about the token at ``k`` (its log-prob, its
-advantage, whether it is trained on) stands at ``k - 1``. The first token of a sequence is predicted by nothing.
+Index ``t`` of a per-token key refers to the prediction made *at* position ``t``. So a value of the token at ``k`` (its
+log-prob, its advantage, its loss weight) is stored at ``k - 1``. The first token of a sequence is not predicted.
 """
 
 from __future__ import annotations
@@ -26,68 +26,69 @@ def from_prompt_response(
     loss_mask: Tensor | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Join prompts and responses to one right-padded batch.
+    """Concatenate prompts and responses to one right-padded batch.
 
     Args:
         prompt_ids: int64 ``[n, P]``, padded on either side.
-        prompt_mask: ``[n, P]``, 1 at real tokens, at least one in each row.
+        prompt_mask: ``[n, P]``. 1 at real tokens, at least one in each row.
         response_ids: int64 ``[n, R]``, right-padded.
-        response_mask: ``[n, R]``, 1 at real tokens.
-        loss_mask: ``[n, R]``, what each response token weighs in the loss (0 for a tool's output); 1 for each by
-            default.
-        values: per-token keys ``[n, R, ...]``, whose ``j`` speaks of response token ``j`` (behaviour log-probs,
-            advantages).
+        response_mask: ``[n, R]``. 1 at real tokens.
+        loss_mask: ``[n, R]``. Weight of each response token in the loss (0 for output of a tool). Defaults to 1.
+        values: per-token keys ``[n, R, ...]``. Index ``j`` refers to response token ``j`` (behaviour log-probs, advantages).
 
     Returns:
-        A batch ``[n, S]`` with ``input_ids``, ``attention_mask`` (bool), ``loss_mask`` (float32 by default) and the
-        keys of ``values``, where what speaks of response token ``j`` stands at the position that predicts it; zeros
-        elsewhere. ``S`` is the longest sequence.
+        A batch ``[n, S]`` with ``input_ids``, ``attention_mask`` (bool), ``loss_mask`` (float32 by default) and the keys of
+        ``values``. The value of response token ``j`` is at the position that predicts it; other positions are zero. ``S`` is
+        the longest sequence.
 
     Raises:
-        ValueError: shapes do not agree, a prompt is empty, a response is not right-padded, or a key has a taken name.
+        ValueError: shapes do not match, a prompt is empty, a response is not right-padded, or a key has a reserved name.
     """
     values = dict(values or {})
     _check_prompt_response(prompt_ids, prompt_mask, response_ids, response_mask)
     about_response = {**values, "loss_mask": response_mask.float() if loss_mask is None else loss_mask}
-    taken = {"input_ids", "attention_mask", "loss_mask"}.intersection(values)
-    if taken:
+    reserved = {"input_ids", "attention_mask", "loss_mask"}.intersection(values)
+    if reserved:
         raise ValueError(
-            f"values has the keys {sorted(taken)}, which the batch gets from other arguments: rename or leave them out"
+            f"values has the keys {sorted(reserved)}, which the batch gets from other arguments: rename or leave them out"
         )
     for key, value in about_response.items():
         if value.shape[:2] != response_ids.shape:
             raise ValueError(
                 f"{key!r} is {list(value.shape)}: its first dims are those of response_ids, {list(response_ids.shape)}"
             )
+    # Move real tokens of [prompt, response] to the front of each row, and cut the rows to the longest one.
     real = torch.cat([prompt_mask != 0, response_mask != 0], 1)
     width = int(real.sum(1).max())
     columns = closing_order(real)[:, :width]
     attention_mask = take_columns(real, columns)
     joined = {"input_ids": torch.cat([prompt_ids, response_ids], 1), "attention_mask": attention_mask}
     joined["input_ids"] = take_columns(joined["input_ids"], columns).masked_fill(~attention_mask, 0)
+    # Values get zeros for the prompt, move with their tokens, and shift to the positions that predict them.
     for key, value in about_response.items():
-        value = _where(response_mask != 0, value)
+        value = _masked_to_zero(response_mask != 0, value)
         value = torch.cat([value.new_zeros((*prompt_ids.shape, *value.shape[2:])), value], 1)
-        joined[key] = _one_earlier(take_columns(value, columns))
+        joined[key] = _shift_to_predictor(take_columns(value, columns))
     return joined
 
 
 def to_responses(outputs: Tensor | Sequence[Tensor], prompt_mask: Tensor, response_mask: Tensor) -> Tensor:
-    """Read per-token outputs of a batch that :func:`from_prompt_response` built back as one row for each response.
+    """Convert per-token outputs of a batch of :func:`from_prompt_response` to one row for each response.
 
     Args:
-        outputs: ``[n, S, ...]``, or ``n`` tensors ``[S_i, ...]``, as an engine returns them.
-        prompt_mask: ``[n, P]``, as the builder got it.
-        response_mask: ``[n, R]``, likewise.
+        outputs: ``[n, S, ...]``, or ``n`` tensors ``[S_i, ...]``, as returned by an engine.
+        prompt_mask: ``[n, P]``. The mask that was passed to :func:`from_prompt_response`.
+        response_mask: ``[n, R]``. The mask that was passed to :func:`from_prompt_response`.
 
     Returns:
-        ``[n, R, ...]``, whose ``j`` speaks of response token ``j``; zeros where ``response_mask`` is 0.
+        ``[n, R, ...]``. Index ``j`` refers to response token ``j``; zero at positions with ``response_mask`` 0.
 
     Raises:
-        ValueError: ``outputs`` are too short for these masks, or of another number of sequences.
+        ValueError: ``outputs`` are too short for these masks, or the number of sequences differs.
     """
     x = outputs if isinstance(outputs, Tensor) else pad(list(outputs))[0]
     real = (response_mask != 0).to(x.device)
+    # The last token of the prompt predicts the first token of the response.
     starts = (prompt_mask != 0).to(x.device).sum(1, keepdim=True) - 1
     columns = starts + torch.arange(response_mask.shape[1], device=x.device)
     if len(x) != len(real) or int(torch.where(real, columns, 0).max() if real.numel() else 0) >= x.shape[1]:
@@ -96,17 +97,17 @@ def to_responses(outputs: Tensor | Sequence[Tensor], prompt_mask: Tensor, respon
             f"{list(response_mask.shape)}): pass "
             f"the masks that the batch was built with"
         )
-    return _where(real, take_columns(x, columns.clamp(0, x.shape[1] - 1)))
+    return _masked_to_zero(real, take_columns(x, columns.clamp(0, x.shape[1] - 1)))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of an agent's trajectory: tokens that the policy wrote, or that it was given.
+    """A segment of an agent's trajectory: consecutive tokens that the policy generated, or that it received.
 
     Attributes:
-        tokens: ids, integers ``[m]``.
-        trainable: whether the policy wrote them and is trained on them.
-        values: numbers about each of the tokens, ``[m, ...]`` each (behaviour log-probs, advantages).
+        tokens: integers ``[m]``. Token ids.
+        trainable: whether the policy generated the tokens and is trained on them.
+        values: per-token keys ``[m, ...]`` (behaviour log-probs, advantages).
     """
 
     tokens: Sequence[int] | Tensor
@@ -115,20 +116,20 @@ class Segment:
 
 
 def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
-    """Join the segments of one trajectory to one sample of a list batch.
+    """Concatenate the segments of one trajectory to one sample of a list batch.
 
-    The first token of all is predicted by nothing: it carries no loss, and values about it are left out.
+    The first token of the trajectory is not predicted: it does not enter the loss, and its values are dropped.
 
     Args:
-        segments: in order. A key that some of them lack is zero there.
+        segments: segments in order. Values of a key that a segment does not have are zero.
 
     Returns:
-        ``input_ids`` int64 ``[S]``, ``loss_mask`` float32 ``[S]`` (1 at the positions that predict a trainable token),
-        and each key of ``values`` ``[S, ...]``, at the position that predicts the token it speaks of.
+        ``input_ids`` int64 ``[S]``, ``loss_mask`` float32 ``[S]`` (1 at positions that predict a trainable token), and each
+        key of ``values``, ``[S, ...]``, at the positions that predict its tokens.
 
     Raises:
-        ValueError: there are no tokens, a key has not one value for each token, a taken name, or different shapes in
-            different segments.
+        ValueError: there are no tokens, a key does not have one value for each token, a reserved name is used, or shapes
+            differ between segments.
     """
     ids = [torch.as_tensor(segment.tokens, dtype=torch.int64) for segment in segments]
     if not sum(len(x) for x in ids):
@@ -136,18 +137,21 @@ def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
     weights = [
         torch.full(x.shape, float(segment.trainable), device=x.device) for x, segment in zip(ids, segments, strict=True)
     ]
-    out = {"input_ids": torch.cat(ids), "loss_mask": _one_earlier(torch.cat(weights)[None])[0]}
+    out = {"input_ids": torch.cat(ids), "loss_mask": _shift_to_predictor(torch.cat(weights)[None])[0]}
+    # All keys of all segments, in the order of their first occurrence.
     for key in dict.fromkeys(key for segment in segments for key in segment.values):
         if key in out:
             raise ValueError(
                 f"a segment has values of the name {key!r}, which the builder makes itself: rename or leave them out"
             )
-        out[key] = _one_earlier(torch.cat(_column(key, segments, ids))[None])[0]
+        out[key] = _shift_to_predictor(torch.cat(_column(key, segments, ids))[None])[0]
     return out
 
 
 def _column(key: str, segments: Sequence[Segment], ids: list[Tensor]) -> list[Tensor]:
+    """Return the values of a key for each segment, with zeros for segments without the key."""
     given = {i: torch.as_tensor(segment.values[key]) for i, segment in enumerate(segments) if key in segment.values}
+    # Trailing shape and dtype, from the first values that are not empty.
     like = next((x for x in given.values() if x.numel()), next(iter(given.values())))
     column = []
     for i, tokens in enumerate(ids):
@@ -162,13 +166,13 @@ def _column(key: str, segments: Sequence[Segment], ids: list[Tensor]) -> list[Te
 
 
 def where_trained(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for log-probs and entropy only where a sample is trained on, which spares the output head the rest.
+    """Request log-probs and entropy only at positions that are trained on, so that the output head computes only these.
 
     Args:
-        sample: with ``loss_mask`` ``[S]``; a padded batch does as well.
+        sample: sample with ``loss_mask`` ``[S]``, or a padded batch.
 
     Returns:
-        The same with ``output_mask``, True where ``loss_mask`` is not 0.
+        A copy with ``output_mask``: True if ``loss_mask`` is not 0.
     """
     return {**sample, "output_mask": sample["loss_mask"] != 0}
 
@@ -180,22 +184,21 @@ def from_hf_labels(batch: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]: 
 
 
 def from_hf_labels(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any] | list[dict[str, Any]]:
-    """Turn ``labels`` as Hugging Face models take them into ``target_ids`` and ``loss_mask``.
+    """Convert ``labels`` of Hugging Face models to ``target_ids`` and ``loss_mask``.
 
-    There, ``labels[t]`` is the token at ``t`` itself, or -100 where it has no loss, and the model shifts. Here
-    ``target_ids[t]`` is ``labels[t + 1]``, and ``loss_mask[t]`` is 1 where that is a token. Works before or after
+    In Hugging Face batches, ``labels[t]`` is the token at ``t`` itself, or -100 without a loss, and the model shifts. Here,
+    ``target_ids[t]`` is ``labels[t + 1]``, and ``loss_mask[t]`` is 1 if that is a token. Can be called before or after
     :func:`~areal.utils.data.padding.from_left_padded`.
 
     Args:
-        batch: a dict with ``labels`` ``[B, S]`` and perhaps ``attention_mask``, or a list of dicts with ``[S_i]``.
+        batch: dict with ``labels`` ``[B, S]`` and optionally ``attention_mask``, or list of dicts with ``labels`` ``[S_i]``.
 
     Returns:
-        The same without ``labels``, with ``target_ids`` int64 and ``loss_mask`` float32; other keys are the caller's
-        own.
+        A copy without ``labels``, with ``target_ids`` int64 and ``loss_mask`` float32. Other keys are the caller's tensors.
 
     Raises:
-        ValueError: ``labels`` are missing or not of the shape of ``input_ids``, or there already are targets or a loss
-            mask.
+        ValueError: ``labels`` are missing or do not have the shape of ``input_ids``, or the batch already has targets or a
+            loss mask.
     """
     if not isinstance(batch, Mapping):
         return [from_hf_labels(sample) for sample in batch]
@@ -207,6 +210,7 @@ def from_hf_labels(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> di
     clash = sorted({"target_ids", "loss_mask"} & batch.keys())
     if clash:
         raise ValueError(f"the batch has labels and also {clash}: leave out one or the other")
+    # Shift by one. The last position is without a target, and so is a position next to padding.
     targets = torch.full_like(labels, IGNORE_INDEX, dtype=torch.int64)
     targets[..., :-1] = labels[..., 1:]
     if mask is not None:
@@ -245,13 +249,13 @@ def _check_prompt_response(
         ) from None
 
 
-def _where(keep: Tensor, x: Tensor) -> Tensor:
-    """``x`` with zeros where ``keep`` is False, over the trailing dims of ``x``. A NaN in the padding goes as well."""
+def _masked_to_zero(keep: Tensor, x: Tensor) -> Tensor:
+    """Set ``x`` to zero at positions that are False in ``keep``, including NaN in the padding."""
     return x.masked_fill(~keep.reshape(*keep.shape, *[1] * (x.dim() - keep.dim())), 0)
 
 
-def _one_earlier(x: Tensor) -> Tensor:
-    """From the token that ``x`` ``[n, S, ...]`` speaks of to the position that predicts it."""
+def _shift_to_predictor(x: Tensor) -> Tensor:
+    """Shift per-token values ``[n, S, ...]`` to the positions that predict their tokens: one earlier."""
     out = torch.zeros_like(x)
     out[:, :-1] = x[:, 1:]
     return out

@@ -1,4 +1,4 @@
-"""Functions of tensors: from hidden states to log-probs, entropy, the most likely tokens, or all logits."""
+"""Functions of tensors that know no engine: from hidden states to log-probs, entropy, the most likely tokens, or all logits."""
 
 from areal.utils.functional.logprobs import HeadOutputs, head_outputs, logits
 

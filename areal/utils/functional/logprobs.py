@@ -1,4 +1,4 @@
-"""Log-probs, entropy and the most likely tokens from hidden states, without all logits at once."""
+"""Log-probs, entropy and the most likely tokens from hidden states, without materializing all logits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from areal.api import IGNORE_INDEX, TopKOutput
 from areal.utils.functional.chunked_head import ChunkedHead, HeadSpec
 from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput, VocabShard
 
-_CPU_CHUNK_BYTES = 8 * 2**20  # stays in its caches
-_CHUNK_BYTES = 512 * 2**20  # elsewhere: for each chunk the weight is read, and its gradient read and written
+# Memory for the logits of one chunk. On a CPU they should stay in its caches. On a GPU chunks should be large, because each
+# reads the weight, and reads and writes the gradient of the weight.
+_CPU_CHUNK_BYTES = 8 * 2**20
+_CHUNK_BYTES = 512 * 2**20
+# Memory for logits that are kept for the backward.
 _CPU_KEEP_BYTES = 128 * 2**20
 _KEEP_BYTES = 2**30
-_MIN_CHUNK = 128  # with fewer tokens, reading the weight takes longer than multiplying by it
+_MIN_CHUNK = 128  # tokens; with fewer, reading the weight takes longer than multiplying by it
 
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """What was asked of a head; float32, or float64 where the hidden states or the weight are; the rest is ``None``.
+    """Requested outputs of a head, in float32 (float64 if the hidden states or the weight are). Others are ``None``.
 
     Attributes:
-        logprobs: ``[T]`` or ``[T, K]``, as the targets; exactly 0.0 where there is no target.
+        logprobs: ``[T]`` or ``[T, K]``, the shape of the targets. Exactly 0.0 at positions without a target.
         entropy: ``[T]``, in nats, after temperature.
-        topk: log-probs ``[T, k]`` after temperature, falling, and their token ids.
+        topk: log-probs ``[T, k]`` after temperature, in descending order, and their token ids.
     """
 
     logprobs: Tensor | None = None
@@ -51,53 +54,48 @@ def head_outputs(
     keep_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> HeadOutputs:
-    """Log-probs, entropy and top-k of ``softmax(z)`` for the logits ``z`` of :func:`logits`, made chunk by chunk.
+    """Compute log-probs, entropy and top-k of ``softmax(z)`` for the logits ``z`` of :func:`logits`, chunk by chunk.
 
-    Peak memory is ``keep_bytes`` and a few times ``chunk_size * V`` elements beside the gradients, whatever ``T``: backward makes
-    logits again that were not kept. It is differentiable once, in ``hidden``, ``weight`` and ``bias``; the gradient of top-k goes through
-    the ids as chosen. Logits are float32 (float64) as soon as they are multiplied; gradients sum over chunks in that
-    dtype.
+    Differentiable once, in ``hidden``, ``weight`` and ``bias``; the gradient of top-k treats the ids as constants. Peak memory
+    is ``keep_bytes``, a few times ``chunk_size * V`` elements and the gradients, independent of ``T``.
 
-    With ``group`` the vocabulary is spread over ranks: ``weight`` and ``bias`` are this rank's rows, consecutive blocks
-    in group-rank order; ``hidden``, ``targets`` and all options are the same on every rank. So are the outputs, and so
-    must be the gradients that come back. The gradient of ``hidden`` is then the full one on every rank (summed over the
-    group in backward: do not sum it again); those of ``weight`` and ``bias`` are of this rank's rows. All ranks must
-    call together: three collectives forward (five with top-k), one backward, whatever the number of chunks.
+    With ``group``, the head is sharded: ``weight`` and ``bias`` are this rank's rows, and all other arguments must be equal on
+    all ranks. Outputs are equal on all ranks, and so must be their gradients. The gradient of ``hidden`` is already summed
+    over the group. Three collectives forward (five with top-k) and one backward, for any number of chunks.
 
     Args:
         hidden: ``[T, H]``.
         weight: ``[V, H]``, or this rank's rows ``[V_r, H]``.
-        targets: int64 ``[T]`` or ``[T, K]``; ``IGNORE_INDEX`` gives exactly 0.0 and no gradient. ``None``: no
-            log-probs.
+        targets: int64 ``[T]`` or ``[T, K]``. ``IGNORE_INDEX`` gives exactly 0.0 and no gradient. ``None``: no log-probs.
         bias: ``[V]`` or ``[V_r]``.
-        temperature: a positive number, or one per token ``[T]``, to which no gradient flows.
-        logit_scale: the model's own factor on its logits.
-        softcap: the model's own bound on its logits.
+        temperature: positive number, or ``[T]``. Receives no gradient.
+        logit_scale: factor of the model on its logits.
+        softcap: bound of the model on its logits.
         entropy: whether to return the entropy.
-        topk: how many of the most likely tokens to return; at most the rows that any rank holds.
-        fp32: multiply in float32 where ``hidden`` and ``weight`` are narrower.
-        chunk_size: tokens whose logits exist at a time; by default as many as fit 512 MiB (8 MiB on a CPU), but at least 128.
-        keep_bytes: of logits that may stay for the backward; by default 1 GiB (128 MiB on a CPU).
-        group: ranks that hold the vocabulary between them.
+        topk: number of most likely tokens to return, at most the smallest number of rows on a rank.
+        fp32: whether to multiply in float32 if ``hidden`` and ``weight`` are narrower.
+        chunk_size: number of tokens whose logits exist at a time. Defaults to 512 MiB of logits (8 MiB on a CPU).
+        keep_bytes: memory for logits that are kept for the backward. Defaults to 1 GiB (128 MiB on a CPU).
+        group: ranks that the vocabulary is sharded over, in consecutive blocks.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, an option out of its range, a target outside the vocabulary. On an
-            accelerator, where looking would wait for the device, the log-prob of such a target is NaN instead.
+        ValueError: shapes, dtypes or options are invalid, or a target is outside the vocabulary. On an accelerator the
+            log-prob of such a target is NaN instead, because a check would wait for the device.
     """
-    _check(hidden, weight, bias, temperature, softcap)
+    _check_inputs(hidden, weight, bias, temperature, softcap)
     _check_options(hidden, weight, targets, topk, chunk_size, keep_bytes)
     if targets is None and not entropy and not topk:
         return HeadOutputs()
     shard = VocabShard.of(weight, group)
-    rows: Tensor | None = None
+
+    # Leave out positions that need no logits.
     n_tokens = hidden.shape[0]
-    if targets is not None and targets.device.type == "cpu":  # elsewhere this would wait for the device
-        _check_ids(targets, int(shard.total))
-        if not entropy and not topk:
-            rows = _rows_with_targets(targets)
+    rows = None if targets is None else _rows_to_compute(targets, shard, all_rows=bool(entropy or topk))
     if targets is not None and rows is not None:
         hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
         temperature = temperature.index_select(0, rows) if isinstance(temperature, Tensor) else temperature
+
+    # The head itself, with targets [T, K].
     spec = HeadSpec(
         temperature=temperature.detach() if isinstance(temperature, Tensor) else float(temperature),
         logit_scale=float(logit_scale),
@@ -106,12 +104,14 @@ def head_outputs(
         entropy=entropy,
         topk=topk or 0,
         chunk_size=chunk_size or _default_chunk(hidden, weight),
-        keep_bytes=_kept(hidden, weight, bias, keep_bytes),
+        keep_bytes=_bytes_to_keep(hidden, weight, bias, keep_bytes),
         shard=shard,
     )
     columns = targets.unsqueeze(1) if targets is not None and targets.ndim == 1 else targets
-    with _no_autocast(hidden):  # there is none in backward, which must see the same logits
+    with _no_autocast(hidden):  # off in backward, too, which must compute the same logits
         logprobs, entropies, best, best_ids = ChunkedHead.apply(hidden, weight, bias, columns, spec)
+
+    # Back to the shape of the targets, with 0.0 at positions that were left out.
     if logprobs is not None and targets is not None:
         logprobs = logprobs.view(targets.shape)
         if rows is not None:
@@ -130,20 +130,21 @@ def logits(
     fp32: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """All logits ``[T, V]``, float32 (float64 where an input is), differentiable. Allocates what it says.
+    """Return all logits ``[T, V]``, in float32 (float64 if an input is). Differentiable. Materializes the full tensor.
 
-    ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)`` where the model has a
-    softcap, then divided by the temperature. Arguments, and what a ``group`` means for gradients, are those of
-    :func:`head_outputs`; the logits of all ranks are gathered, and the gradient keeps this rank's columns.
+    ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)`` if the model has a softcap, then
+    division by the temperature. For the arguments, and for gradients with a ``group``, see :func:`head_outputs`. The logits
+    of all ranks are gathered; the backward keeps the gradient of this rank's columns.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of its range.
+        ValueError: shapes or options are invalid.
     """
-    _check(hidden, weight, bias, temperature, softcap)
+    _check_inputs(hidden, weight, bias, temperature, softcap)
     shard = VocabShard.of(weight, group)
     compute = torch.promote_types(hidden.dtype, weight.dtype)
     stats = torch.promote_types(compute, torch.float32)
     compute = stats if fp32 else compute
+    # Sum the gradient of the hidden states over ranks: each computes the columns of its shard only.
     if shard.group is not None:
         hidden = ReplicatedInput.apply(hidden, shard)
     with _no_autocast(hidden):
@@ -162,38 +163,51 @@ def logits(
 
 
 def _no_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Take dtypes as they are; on devices that know no autocast (meta), do nothing."""
+    """Return a context without autocast. Does nothing on devices that do not support autocast (meta)."""
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
-    """Tokens a chunk: as many as the bytes of the device allow, at least ``_MIN_CHUNK``, shared out evenly."""
+    """Return the number of tokens of a chunk: within the device's memory bound, at least ``_MIN_CHUNK``, evenly divided."""
     allowed = _CPU_CHUNK_BYTES if hidden.device.type == "cpu" else _CHUNK_BYTES
     width = 8 if torch.float64 in (hidden.dtype, weight.dtype) else 4
     most = max(_MIN_CHUNK, allowed // (width * max(weight.shape[0], 1)))
+    # Chunks of equal size, instead of full ones and a small rest.
     n_chunks = max(1, -(-hidden.shape[0] // most))
     return max(1, -(-hidden.shape[0] // n_chunks))
 
 
-def _kept(hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_bytes: int | None) -> int:
-    """Bytes of logits to keep: none where there will be no backward."""
+def _bytes_to_keep(hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_bytes: int | None) -> int:
+    """Return the memory for kept logits: 0 if there will be no backward."""
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         return 0
     default = _CPU_KEEP_BYTES if hidden.device.type == "cpu" else _KEEP_BYTES
     return default if keep_bytes is None else keep_bytes
 
 
+def _rows_to_compute(targets: Tensor, shard: VocabShard, *, all_rows: bool) -> Tensor | None:
+    """Check targets, and return the positions to compute, or ``None`` for all positions.
+
+    Both happen on a CPU only. On an accelerator, they would wait for the device.
+    """
+    if targets.device.type != "cpu":
+        return None
+    _check_ids(targets, int(shard.total))
+    return None if all_rows else _rows_with_targets(targets)
+
+
 def _rows_with_targets(targets: Tensor) -> Tensor | None:
-    """The positions with any target, or ``None`` where all have one."""
+    """Return the positions with at least one target, or ``None`` if all positions have one."""
     has_target = targets != IGNORE_INDEX
     has_target = has_target.any(1) if targets.ndim == 2 else has_target
     return None if bool(has_target.all()) else has_target.nonzero().squeeze(1)
 
 
-def _check(
+def _check_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> None:
+    # Shapes of the head.
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [V, H]: flatten batch and "
@@ -203,6 +217,7 @@ def _check(
         raise ValueError("weight has no rows: every rank of a vocab-parallel head must hold at least one")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} must have one entry per row of weight {list(weight.shape)}")
+    # Values of a temperature tensor are not checked here, which would wait for the device.
     if isinstance(temperature, Tensor):
         if temperature.shape != hidden.shape[:1]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The part of a vocabulary that one rank holds, and how the parts of all ranks become one distribution."""
+"""Vocabulary parallelism: the shard of a vocabulary on one rank, and the merge of all shards to one distribution."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from torch.autograd.function import FunctionCtx
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The consecutive rows of a head's weight that this rank holds.
+    """Rows of the output head's weight on this rank.
 
-    Ranks of ``group`` hold consecutive blocks in group-rank order; blocks need not be equal. Every method that talks to
-    other ranks must be called by all of them, and gives all of them the same numbers. Without a group each is the
-    identity.
+    The ranks of ``group`` have consecutive blocks of rows in group-rank order, which may differ in size. Methods that
+    communicate must be called by all ranks, and return the same values on all of them. Without a group they do nothing.
 
     Attributes:
-        rows: rows that this rank holds.
-        start: the token id of this rank's first row. A 0-dim tensor in a group: reading it would wait for the device.
-        total: the size of the vocabulary; a 0-dim tensor in a group.
-        group: the ranks that hold the vocabulary between them; ``None`` where this rank holds it all.
+        rows: number of rows on this rank.
+        start: token id of this rank's first row. A 0-dim tensor with a group, because reading it would wait for the device.
+        total: size of the vocabulary. A 0-dim tensor with a group.
+        group: ranks that the vocabulary is sharded over. ``None`` if this rank has all rows.
     """
 
     rows: int
@@ -32,8 +31,9 @@ class VocabShard:
 
     @classmethod
     def of(cls, weight: Tensor, group: dist.ProcessGroup | None) -> VocabShard:
-        """The shard that ``weight`` ``[rows, H]`` is; one small all-gather in a group."""
+        """Return the shard that consists of ``weight`` ``[rows, H]``. Collective with a group: one small all-gather."""
         rows = weight.shape[0]
+        # Blocks may differ in size, so that the offset of a block is the sum of all blocks before it.
         if group is None or dist.get_world_size(group) == 1:
             return cls(rows=rows, start=0, total=rows)
         sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=weight.device)
@@ -41,54 +41,59 @@ class VocabShard:
         return cls(rows=rows, start=sizes[: dist.get_rank(group)].sum(), total=sizes.sum(), group=group)
 
     def localize(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Where ``ids`` stand among this rank's rows (0 where they do not), and whether they do."""
+        """Convert token ids to this rank's row indices (0 for ids of other ranks), and return a mask of this rank's ids."""
         local = ids - self.start
-        mine = (local >= 0) & (local < self.rows)
-        return local.masked_fill(~mine, 0), mine
+        is_local = (local >= 0) & (local < self.rows)
+        return local.masked_fill(~is_local, 0), is_local
 
     def merge(self, lse: Tensor, entropy: Tensor | None, picked: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Make statistics of the vocabulary from those of this rank's rows, in two all-reduces.
+        """Combine the statistics of all ranks to statistics of the full vocabulary, with two all-reduces.
 
-        With ``w_r`` the probability mass of rank ``r`` and ``H_r`` the entropy within it, the entropy of the mixture of
-        disjoint parts is ``sum_r w_r (H_r - log w_r)`` (the chain rule of entropy).
+        With ``w_r`` the probability mass of rank ``r`` and ``H_r`` the entropy within its rows, the entropy of the full
+        distribution is ``sum_r w_r (H_r - log w_r)`` (chain rule of entropy).
 
         Args:
-            lse: ``[T]``, log-sum-exp over this rank's logits.
-            entropy: ``[T]``, entropy of the softmax over this rank's logits, or ``None``.
-            picked: ``[T, K]``, logits of chosen tokens, 0 where this rank does not hold them.
+            lse: ``[T]``. Log-sum-exp over this rank's logits.
+            entropy: ``[T]``. Entropy of the softmax over this rank's logits, or ``None``.
+            picked: ``[T, K]``. Logits of the chosen tokens; 0 for tokens of other ranks.
 
         Returns:
-            The same three over the whole vocabulary.
+            The same three statistics over the full vocabulary.
         """
         if self.group is None:
             return lse, entropy, picked
+        # Shift by the largest log-sum-exp of all ranks, so that exp() cannot overflow.
         top = lse.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self.group)
-        log_share = lse - top
-        share = log_share.exp()
-        surprise = share * (entropy - log_share) if entropy is not None else torch.zeros_like(share)
-        sums = torch.cat([torch.stack([share, surprise], dim=1), picked], dim=1)
+        # Unnormalized mass e^(lse_r - top) of this rank, and its term of the entropy.
+        log_mass = lse - top
+        mass = log_mass.exp()
+        entropy_term = mass * (entropy - log_mass) if entropy is not None else torch.zeros_like(mass)
+        # Sum all of them at once. Each chosen token is on exactly one rank, so that a sum collects its logit.
+        sums = torch.cat([torch.stack([mass, entropy_term], dim=1), picked], dim=1)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=self.group)
-        log_mass = sums[:, 0].log()
-        whole_entropy = sums[:, 1] / sums[:, 0] + log_mass if entropy is not None else None
-        return top + log_mass, whole_entropy, sums[:, 2:]
+        # Normalize: with total mass m, w_r = mass_r / m, hence H = sum(mass_r (H_r - log mass_r)) / m + log m.
+        log_total = sums[:, 0].log()
+        full_entropy = sums[:, 1] / sums[:, 0] + log_total if entropy is not None else None
+        return top + log_total, full_entropy, sums[:, 2:]
 
     def merge_topk(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Make the vocabulary's ``k`` largest logits ``[T, k]`` and their token ids from those of each rank."""
+        """Combine the ``k`` largest logits ``[T, k]`` of each rank, and their token ids, to those of the full vocabulary."""
         if self.group is None:
             return values, ids
+        # The k largest logits are among the k largest of each rank.
         all_values, all_ids = self._gather(values), self._gather(ids)
         best = all_values.topk(values.shape[1], dim=1)
         return best.values, all_ids.gather(1, best.indices)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the group, in place."""
+        """Sum ``x`` over the ranks of the group, in place."""
         if self.group is not None:
             dist.all_reduce(x, dist.ReduceOp.SUM, group=self.group)
         return x
 
     def _gather(self, x: Tensor) -> Tensor:
-        """``[T, k]`` of every rank side by side, ``[T, ranks * k]``."""
+        """Gather ``[T, k]`` of every rank to ``[T, ranks * k]``."""
         ranks = dist.get_world_size(self.group)
         out = x.new_empty(ranks * x.shape[0], x.shape[1])
         dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
@@ -96,7 +101,7 @@ class VocabShard:
 
 
 class ReplicatedInput(torch.autograd.Function):
-    """The identity on a tensor that all ranks hold alike; its gradient is the sum of theirs."""
+    """Identity on a tensor that is equal on all ranks. The backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, shard: VocabShard) -> Tensor:
@@ -109,9 +114,9 @@ class ReplicatedInput(torch.autograd.Function):
 
 
 class GatheredVocab(torch.autograd.Function):
-    """``[T, rows]`` of every rank as ``[T, V]`` on all of them; the gradient keeps this rank's columns.
+    """Gather logits ``[T, rows]`` of every rank to ``[T, V]`` on all ranks. The backward keeps this rank's columns.
 
-    Reads the sizes of the blocks on the host.
+    Waits for the device to read the sizes of the blocks.
     """
 
     @staticmethod
@@ -121,7 +126,7 @@ class GatheredVocab(torch.autograd.Function):
         rows = torch.empty(ranks, dtype=torch.int64, device=x.device)
         dist.all_gather_into_tensor(rows, rows.new_full((1,), shard.rows), group=shard.group)
         sizes: list[int] = rows.tolist()
-        # Equal blocks on the wire: not every backend gathers unequal ones.
+        # Pad blocks to equal sizes, because not every backend gathers unequal ones. Padding is cut off after the gather.
         padded = torch.nn.functional.pad(x, (0, max(sizes) - shard.rows)).contiguous()
         out = x.new_empty(ranks, *padded.shape)
         dist.all_gather_into_tensor(out.view(-1, padded.shape[1]), padded, group=shard.group)

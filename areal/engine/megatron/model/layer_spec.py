@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from areal.engine.attention.context_parallel import AttentionLayout
+from areal.engine.attention.kernels import AttentionOptions
 from areal.engine.megatron.router import RoutedLayer, RoutedTopK
 from areal.engine.moe.routing import Routing
 
@@ -83,8 +84,8 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         channels = k_channels or config.kv_channels
-        self._scale = softmax_scale if softmax_scale is not None else channels**-0.5
-        self._window = windows[layer_number - 1]
+        scale = softmax_scale if softmax_scale is not None else channels**-0.5
+        self._options = AttentionOptions(scale=scale, window=windows[layer_number - 1])
 
     def forward(
         self,
@@ -100,7 +101,7 @@ class PackedAttention(nn.Module):
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise ValueError("packed attention needs packed_seq_params=PackedLayout(...)")
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
-        out = packed_seq_params.layout.attend(q, k, v, scale=self._scale, window=self._window)
+        out = packed_seq_params.layout.attend(q, k, v, self._options)
         return out.reshape(len(out), 1, -1)
 
 

@@ -16,7 +16,7 @@ from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
 from areal.engine.checkpoint.huggingface import prepare_hf
 from areal.engine.registry import create_engine
 from areal.engine.checkpoint.safetensors import TensorFiles
-from areal.engine.checkpoint.async_save import Saver, ignore
+from areal.engine.checkpoint.async_save import CheckpointSaver, ignore
 from areal.tests.dist.checkpoint.test_weights import DAMAGES, copied, edit, on_disk
 from areal.tests.grid.layouts import LAYOUTS, Layout
 from areal.tests.grid.models import model_dir
@@ -66,9 +66,9 @@ def saved(engine: TrainEngine, path: Path, **options: Any) -> dict[str, Tensor]:
     return found
 
 
-def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **options: Any) -> Saver:
+def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **options: Any) -> CheckpointSaver:
     """Save through the weights alone. Returns what is waited for."""
-    weights, saver = engine._components.weights, Saver(engine.control)
+    weights, saver = engine._components.weights, CheckpointSaver(engine.control)
     source = engine.config.path
     saver.save(
         path,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.engine.attention.kernels import Segments, packed_attention
+from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
 from areal.engine.attention.token_stream import TokenStream
 from areal.engine.attention.context_parallel import ContextParallel, choose_mode
 
@@ -44,7 +44,7 @@ def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[i
         layout = cp.layout(TokenStream.of((8,), 8))
         q, k, v, _ = packed(8, heads, (4, 4), 0)
         with pytest.raises(ValueError, match=f"{heads[0]} query heads do not divide over {cp.size}"):
-            layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), scale=1.0)
+            layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), AttentionOptions(scale=1.0))
         return
     # A window of 1 beside one across chunks, latent attention's narrower values, with and without sinks and softcap.
     options = [(None, False, None, 4), (6, True, None, 4), (1, False, None, 4), (None, True, 2.0, 3)]
@@ -57,12 +57,12 @@ def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[i
         tail = (tokens - sum(seqlens),) if tokens > sum(seqlens) else ()
         kwargs = {"scale": 0.7, "window": window, "softcap": softcap}
         expected = packed_attention(
-            *whole[:3], Segments.of((*seqlens, *tail)), sinks=whole[3] if has_sinks else None, **kwargs
+            *whole[:3], Segments.of((*seqlens, *tail)), AttentionOptions(sinks=whole[3] if has_sinks else None, **kwargs)
         )
         expected.backward(up)
 
         local = [cp.shard(x).clone().requires_grad_() for x in qkv] + [sinks.clone().requires_grad_()]
-        out = cp.layout(TokenStream.of(seqlens, tokens)).attend(*local[:3], sinks=local[3] if has_sinks else None, **kwargs)
+        out = cp.layout(TokenStream.of(seqlens, tokens)).attend(*local[:3], AttentionOptions(sinks=local[3] if has_sinks else None, **kwargs))
         out.backward(cp.shard(up))
 
         assert error(out, cp.shard(expected)) <= 1e-12
@@ -105,7 +105,7 @@ def test_padding_reaches_neither_sequences_nor_gradients() -> None:
                 x = x.clone()
                 x[5:] = fill
                 local.append(cp.shard(x).clone().requires_grad_())
-            out = cp.gather(cp.layout(TokenStream.of((2, 3), 8)).attend(*local, scale=1.0), 5)
+            out = cp.gather(cp.layout(TokenStream.of((2, 3), 8)).attend(*local, AttentionOptions(scale=1.0)), 5)
             out.square().sum().backward()
             outs.append(out)
             grads.append([cp.gather(x.grad, 8) for x in local])
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused(mode: str) -> None:
         cp.layout(TokenStream.of((cp.align, 1), cp.align))
     x = torch.zeros(cp.align, 4, 2)
     with pytest.raises(ValueError, match="this rank's share of the layout"):
-        cp.layout(TokenStream.of((cp.align,), cp.align)).attend(x, x, x, scale=1.0)
+        cp.layout(TokenStream.of((cp.align,), cp.align)).attend(x, x, x, AttentionOptions(scale=1.0))
 
 
 @pytest.mark.world(2)
@@ -146,6 +146,6 @@ def test_one_layout_serves_layers_with_different_windows() -> None:
     layout = cp.layout(TokenStream.of((20, 12), 32))
     q, k, v, _ = packed(32, (9, 3), (4, 4), seed=3)
     for window in (None, 4, None, 5):
-        out = layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), scale=0.5, window=window)
-        whole = packed_attention(q, k, v, Segments.of((20, 12)), scale=0.5, window=window)
+        out = layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), AttentionOptions(scale=0.5, window=window))
+        whole = packed_attention(q, k, v, Segments.of((20, 12)), AttentionOptions(scale=0.5, window=window))
         assert error(out, cp.shard(whole)) <= 1e-12

@@ -30,16 +30,16 @@ def beginnings(samples: list[list[int]]) -> set[tuple[int, ...]]:
 
 def check(tree: PrefixTree, samples: list[list[int]]) -> None:
     """Each token of the stream is one beginning; it is where each sample that begins so is sent, and it sees just its own beginning."""
-    assert len(tree) == sum(tree.own) == len(beginnings(samples))
+    assert len(tree) == sum(tree.lengths) == len(beginnings(samples))
     packed = [tuple(ids[: n + 1]) for ids in samples for n in range(len(ids))]
     stream = [packed[i] for i in tree.tokens]
-    assert [stream[place] for place in tree.places] == packed
-    branches = TokenStream.of([len(ids) for ids in samples], len(tree) + 3, tree)
-    assert branches.positions().tolist() == [len(beginning) - 1 for beginning in stream] + [0, 1, 2]
-    ends = list(accumulate(branches.own))
-    *paths, padding = branches.all_paths()
+    assert [stream[place] for place in tree.stream_index] == packed
+    stream_runs = TokenStream.of([len(ids) for ids in samples], len(tree) + 3, tree)
+    assert stream_runs.positions().tolist() == [len(beginning) - 1 for beginning in stream] + [0, 1, 2]
+    ends = list(accumulate(stream_runs.lengths))
+    *paths, padding = stream_runs.contexts()
     assert padding.tolist() == [len(tree), len(tree) + 1, len(tree) + 2]
-    for own, end, path in zip(tree.own, ends, paths, strict=False):
+    for own, end, path in zip(tree.lengths, ends, paths, strict=False):
         last = stream[end - 1]
         assert [stream[place] for place in path] == [last[: n + 1] for n in range(len(last))]
         assert path[-own:].tolist() == list(range(end - own, end))
@@ -95,14 +95,14 @@ def test_outputs_are_shared_only_where_the_same_is_asked() -> None:
     (tree,) = plan_batch(batch, MicroBatchSpec(share_prefixes=True)).trees
     assert tree is not None
     assert len(tree) == 5
-    assert len(tree.scored) == 6  # 5, 6, 7 before 1, 7 before 2, 1, 2
+    assert len(tree.output_tokens) == 6  # 5, 6, 7 before 1, 7 before 2, 1, 2
     for sample, temperature in zip(batch, (1.0, 1.0, 0.5), strict=True):
         sample["temperature"] = torch.tensor(temperature)
     (tree,) = plan_batch(batch, MicroBatchSpec(share_prefixes=True)).trees
     assert tree is not None
     assert len(tree) == 5
-    assert len(tree.scored) == 6 + 4
-    answers = tree.answers.view(3, 4)
+    assert len(tree.output_tokens) == 6 + 4
+    answers = tree.output_index.view(3, 4)
     assert (answers[0] == answers[1]).tolist() == [True, True, False, False]
     assert not (answers[1] == answers[2]).any()
 

@@ -45,7 +45,7 @@ def hidden(folder: Path) -> list[str]:
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Replace by one exchange, or by two renames as on file systems without it."""
     if request.param == "two renames":
-        monkeypatch.setattr(module, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(module, "_swap", lambda first, second: False)
     return request.param
 
 
@@ -64,7 +64,7 @@ def test_exchange_is_taken_where_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "x").touch()
-    if not module._exchange(tmp_path / "a", tmp_path / "b"):
+    if not module._swap(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system cannot exchange two paths")
     assert (tmp_path / "b" / "x").exists()
 
@@ -169,7 +169,7 @@ def test_parts_of_a_verification_together_see_every_file(tmp_path: Path) -> None
 
 def is_verified(path: Path, part: int) -> bool:
     try:
-        verify(path, part=part, parts=3)
+        verify(path, shard=part, shards=3)
     except ValueError:
         return False
     return True

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal.engine.attention import kernels
-from areal.engine.attention.kernels import Segments, packed_attention
+from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
 
 
 def naive(
@@ -87,7 +87,7 @@ def test_kernel_equals_naive_attention_and_its_gradients(
         "sinks": tensors[3] if with_sinks else None,
     }
     expected = naive(*tensors[:3], lengths, **options)
-    out = packed_attention(*tensors[:3], segments(lengths), **options)
+    out = packed_attention(*tensors[:3], segments(lengths), AttentionOptions(**options))
     up = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     assert (out - expected).abs().max() <= 1e-12
     for mine, theirs in zip(torch.autograd.grad(out, used, up), torch.autograd.grad(expected, used, up), strict=True):
@@ -99,8 +99,8 @@ def test_kernel_passes_gradcheck() -> None:
     tensors = inputs(lengths, (4, 2), (3, 2))
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        plain = packed_attention(q, k, v, segments(lengths), scale=0.5)
-        return plain + packed_attention(q, k, v, segments(lengths), scale=0.5, window=2, sinks=sinks)
+        plain = packed_attention(q, k, v, segments(lengths), AttentionOptions(scale=0.5))
+        return plain + packed_attention(q, k, v, segments(lengths), AttentionOptions(scale=0.5, window=2, sinks=sinks))
 
     assert torch.autograd.gradcheck(run, tensors)
 
@@ -116,7 +116,7 @@ def test_memory_of_the_written_out_kernel_is_linear(monkeypatch: pytest.MonkeyPa
     length = 256
     q, k, v, sinks = inputs([(length, length)], (1, 1), (4, 4))
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda x: x):
-        packed_attention(q, k, v, segments([(length, length)]), scale=1.0, sinks=sinks)
+        packed_attention(q, k, v, segments([(length, length)]), AttentionOptions(scale=1.0, sinks=sinks))
     logits = length * length * q.element_size()
     assert sum(saved.values()) < logits / 4
 
@@ -132,13 +132,13 @@ def test_memory_of_the_written_out_kernel_is_linear(monkeypatch: pytest.MonkeyPa
 )
 def test_kernel_refuses_what_does_not_fit(shapes: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        packed_attention(*(torch.zeros(s) for s in shapes), Segments.of([3, 1]), scale=1.0, **options)
+        packed_attention(*(torch.zeros(s) for s in shapes), Segments.of([3, 1]), AttentionOptions(scale=1.0, **options))
 
 
 def test_kernel_refuses_mixed_dtypes_and_empty_segments() -> None:
     x = torch.zeros(2, 1, 4)
     with pytest.raises(ValueError, match=r"float32, torch.bfloat16"):
-        packed_attention(x, x.bfloat16(), x, Segments.of([2]), scale=1.0)
+        packed_attention(x, x.bfloat16(), x, Segments.of([2]), AttentionOptions(scale=1.0))
     for q_lens, k_lens in [((2, 0), (2, 1)), ((2,), (1,)), ((1, 1), (2,))]:
         with pytest.raises(ValueError, match="each segment needs"):
             Segments.of(q_lens, k_lens)
@@ -154,9 +154,9 @@ def test_keys_that_several_segments_see(window: int | None) -> None:
     up = torch.randn(10, 4, 4, dtype=torch.float64, generator=generator)
     found = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = [x.clone().requires_grad_() for x in (q, k, v)]
-    shared = packed_attention(*found, Segments.of(own, whole, keys=index), scale=0.5, window=window)
+    shared = packed_attention(*found, Segments.of(own, whole, keys=index), AttentionOptions(scale=0.5, window=window))
     copies = (expected[1][index], expected[2][index])
-    apart = packed_attention(expected[0], *copies, Segments.of(own, whole), scale=0.5, window=window)
+    apart = packed_attention(expected[0], *copies, Segments.of(own, whole), AttentionOptions(scale=0.5, window=window))
     assert torch.equal(shared, apart)
     shared.backward(up)
     apart.backward(up)
@@ -206,7 +206,7 @@ def test_call_of_torch_varlen(
         qkv, ends = without_data(LOWER_RIGHT, dims)
         index = torch.empty(sum(ends.k_lens), dtype=torch.int64)
         for segments, window in ((ends, None), (ends, 3), (dataclasses.replace(ends, keys=index), None)):
-            out = packed_attention(*qkv, segments, scale=0.5, window=window)
+            out = packed_attention(*qkv, segments, AttentionOptions(scale=0.5, window=window))
             assert out.shape == (qkv[0].shape[0], 4, dims[1])
             for x, grad in zip(qkv, torch.autograd.grad(out.sum(), qkv), strict=True):
                 assert grad.shape == x.shape
@@ -230,8 +230,8 @@ def test_call_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "flash_attn_varlen_func", flash)
     with FakeTensorMode():
         qkv, ends = without_data(SAME, (8, 8))
-        packed_attention(*qkv, ends, scale=0.5, window=4, softcap=3.0)
-        packed_attention(*qkv, ends, scale=0.5)
+        packed_attention(*qkv, ends, AttentionOptions(scale=0.5, window=4, softcap=3.0))
+        packed_attention(*qkv, ends, AttentionOptions(scale=0.5))
     common = {"max": (13, 13), "softmax_scale": 0.5, "causal": True, "deterministic": False}
     assert calls == [
         common | {"window_size": (3, 0), "softcap": 3.0},
@@ -242,7 +242,7 @@ def test_call_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variable_length_kernels_run_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def runs(dtype: torch.dtype = torch.bfloat16, width: int = 64, device: str = "cuda", **options: Any) -> bool:
         q = torch.empty(1, 1, width, dtype=dtype, device=device)
-        return kernels._runs_varlen(q, q, options.get("sinks"), options.get("softcap"))
+        return kernels._runs_varlen(q, q, AttentionOptions(scale=1.0, **options))
 
     with FakeTensorMode():
         for flash in (None, packed_attention):
