@@ -51,13 +51,13 @@ class Replica:
         self._slots: dict[str, _Slot] = {}
         for name, tensor in stored_tensors(module):
             for piece in layout.get(name, (DiskTensor(name, full_box(tensor.shape)),)):
-                slot = _Slot(tensor, replace(piece, name=_beside_adapters(piece.name)))
+                slot = _Slot(tensor, replace(piece, name=_name_in_files(piece.name)))
                 if slot.piece.name in self._slots:
                     raise ValueError(
                         f"{type(module).__name__} has two adapters with {slot.piece.name!r}: leave one in it"
                     )
                 self._slots[slot.piece.name] = slot
-        self._first = _first_names(module)
+        self._first = _first_name_of(module)
 
     def __iter__(self) -> Iterator[str]:
         """All names, each weight once, in the order of the module."""
@@ -69,17 +69,17 @@ class Replica:
         Raises:
             ValueError: it has none of that name, or one of another shape.
         """
-        known = name if name in self._slots else self._first.get(name, name)
-        if known not in self._slots:
+        own_name = name if name in self._slots else self._first.get(name, name)
+        if own_name not in self._slots:
             raise ValueError(
                 f"the trainer sends {name!r}, which the replica ({type(self.module).__name__}) has not: it is another model, "
                 "or the name is to be left out with select"
             )
-        if self._slots[known].piece.shape != shape:
+        if self._slots[own_name].piece.shape != shape:
             raise ValueError(
-                f"{name}: the trainer sends {list(shape)}, and the replica has {list(self._slots[known].piece.shape)}"
+                f"{name}: the trainer sends {list(shape)}, and the replica has {list(self._slots[own_name].piece.shape)}"
             )
-        return known
+        return own_name
 
     def view(self, name: str) -> Tensor:
         """A weight in its Hugging Face shape: a view of the module's memory."""
@@ -120,20 +120,20 @@ class Coverage:
         Raises:
             ValueError: the tensor is unknown, of another shape, or these are not the elements that come next.
         """
-        known = self._replica.resolve(name, shape)
-        called = self._called.setdefault(known, name)
+        own_name = self._replica.resolve(name, shape)
+        called = self._called.setdefault(own_name, name)
         if called != name:
             raise ValueError(
                 f"the trainer sends {called!r} and {name!r}, which are one tensor in the replica: tie_word_embeddings differs"
             )
-        have = self._counts.get(known, -1)
-        if start != max(have, 0) or have == torch.Size(shape).numel():
+        received = self._counts.get(own_name, -1)
+        if start != max(received, 0) or received == torch.Size(shape).numel():
             raise ValueError(
-                f"{name}: elements from {start} on arrived when {max(have, 0)} were there: it was sent twice"
+                f"{name}: elements from {start} on arrived when {max(received, 0)} were there: it was sent twice"
             )
-        self._sizes[known] = torch.Size(shape).numel()
-        self._counts[known] = self._sizes[known] if stop is None else stop
-        return known
+        self._sizes[own_name] = torch.Size(shape).numel()
+        self._counts[own_name] = self._sizes[own_name] if stop is None else stop
+        return own_name
 
     def check(self, *, complete: bool) -> None:
         """See that all has arrived that was to.
@@ -170,7 +170,7 @@ class Staging:
         self._coverage = Coverage(replica)
         self._staged: dict[str, Tensor] = {}
 
-    def put(self, piece: BucketSlice, values: Tensor) -> None:
+    def put_slice(self, piece: BucketSlice, values: Tensor) -> None:
         """Keep a copy of a stretch of a tensor.
 
         Raises:
@@ -182,10 +182,10 @@ class Staging:
             self._staged[name] = torch.empty(size, dtype=self._replica.view(name).dtype, device=self._device)
         self._staged[name][piece.start : piece.stop].copy_(values)
 
-    def put_whole(self, named: NamedTensor) -> None:
-        """Keep a copy of a tensor; as :meth:`put`."""
+    def put_tensor(self, named: NamedTensor) -> None:
+        """Keep a copy of a tensor; as :meth:`put_slice`."""
         flat = named.tensor.detach().reshape(-1)
-        self.put(BucketSlice(named.name, flat.dtype, tuple(named.tensor.shape), 0, len(flat), 0), flat)
+        self.put_slice(BucketSlice(named.name, flat.dtype, tuple(named.tensor.shape), 0, len(flat), 0), flat)
 
     @property
     def n_tensors(self) -> int:
@@ -246,14 +246,14 @@ class ModuleSource:
 _FACTOR = re.compile(r"(.*\.lora_[AB])(?:\.[^.]+)?\.weight")
 
 
-def _beside_adapters(name: str) -> str:
+def _name_in_files(name: str) -> str:
     """A name in a module with adapters as it is in files: peft's in theirs, the model's in its own."""
     bare = name.removeprefix(PREFIX)
     factor = _FACTOR.fullmatch(bare)
     return f"{PREFIX}{factor[1]}.weight" if factor else bare.replace(".base_layer.", ".")
 
 
-def _first_names(module: nn.Module) -> dict[str, str]:
+def _first_name_of(module: nn.Module) -> dict[str, str]:
     """For each further name of a shared weight, the first one."""
     names: dict[int, str] = {}
     further: dict[str, str] = {}

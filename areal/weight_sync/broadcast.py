@@ -20,7 +20,7 @@ from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
 from areal.weight_sync.push import PushReceiver, PushSender
-from areal.weight_sync.transport import Transport, quietly
+from areal.weight_sync.transport import Transport, ignore_errors
 
 
 class BroadcastTransport(Transport):
@@ -56,10 +56,10 @@ class BroadcastTransport(Transport):
         self.address: tuple[str, int] | None = None
         sender = None
         if control.rank == 0:
-            hub = Listener(address, timeout)
-            self.address = (str(hub.address[0]), int(hub.address[1]))
-            carrier = _BroadcastCarrier(nbytes, torch.device(device), timeout)
-            sender = PushSender(hub, carrier, receivers, timeout, observe)
+            listener = Listener(address, timeout)
+            self.address = (str(listener.address[0]), int(listener.address[1]))
+            buffers = _BroadcastBuffers(nbytes, torch.device(device), timeout)
+            sender = PushSender(listener, buffers, receivers, timeout, observe)
         super().__init__(control, sender, cast=cast)
 
 
@@ -84,12 +84,12 @@ class BroadcastReceiver(PushReceiver):
         staging: torch.device | str = "cpu",
         observe: Observe = ignore,
     ) -> None:
-        line = Connection.to(address, timeout)
-        end = _BroadcastEnd(address[0], torch.device(device), timeout)
-        super().__init__(line, end, module, timeout=timeout, staging=staging, observe=observe)
+        connection = Connection.to(address, timeout)
+        bucket_receiver = _BroadcastBucketReceiver(address[0], torch.device(device), timeout)
+        super().__init__(connection, bucket_receiver, module, timeout=timeout, staging=staging, observe=observe)
 
 
-class _BroadcastCarrier:
+class _BroadcastBuffers:
     def __init__(self, nbytes: int, device: torch.device, timeout: float) -> None:
         self._nbytes, self._device, self._timeout = nbytes, device, timeout
         self._store: dist.TCPStore | None = None
@@ -98,16 +98,16 @@ class _BroadcastCarrier:
         self._epoch = 0
         self._buffers: list[Tensor] = []
         self._works: list[Any] = [None, None]
-        self.turn = 1
+        self.index = 1
 
-    def terms(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
+    def info(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
         store = self._store
         if store is None:
             store = self._store = dist.TCPStore(
                 "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout)
             )
         if self._group is None or list(members) != self._members:
-            self.drop()
+            self.abort()
             self._epoch += 1
         size = len(members) + 1
         return [{"port": store.port, "epoch": self._epoch, "rank": rank, "size": size} for rank in range(1, size)]
@@ -120,59 +120,59 @@ class _BroadcastCarrier:
             self._group = _group(store, 0, len(members) + 1, self._device, self._timeout)
             self._members = list(members)
 
-    def lend(self, update: int) -> Tensor:
-        self.turn = 1 - self.turn
-        self._wait(self.turn)
-        return self._buffers[self.turn]
+    def acquire(self, update: int) -> Tensor:
+        self.index = 1 - self.index
+        self._wait(self.index)
+        return self._buffers[self.index]
 
-    def ship(self, used: int) -> None:
-        self._works[self.turn] = _broadcast(self._group, self._buffers[self.turn][:used])
+    def send_bucket(self, used: int) -> None:
+        self._works[self.index] = _broadcast(self._group, self._buffers[self.index][:used])
 
-    def drain(self, update: int) -> None:
-        for turn in range(2):
-            self._wait(turn)
+    def flush(self, update: int) -> None:
+        for index in range(2):
+            self._wait(index)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         self._works = [None, None]
         group, self._group = self._group, None
         if group is not None:
-            quietly(group.abort)  # closes its connections: whoever waits gets an error at once
+            ignore_errors(group.abort)  # closes its connections: whoever waits gets an error at once
 
-    def _wait(self, turn: int) -> None:
-        work, self._works[turn] = self._works[turn], None
+    def _wait(self, index: int) -> None:
+        work, self._works[index] = self._works[index], None
         if work is not None:
             work.wait(timedelta(seconds=self._timeout))  # with a limit, NCCL too lets the host wait
 
 
-class _BroadcastEnd:
+class _BroadcastBucketReceiver:
     def __init__(self, host: str, device: torch.device, timeout: float) -> None:
         self._host, self._device, self._timeout = host, device, timeout
         self._group: Any = None
         self._epoch = 0
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def open(self, line: Connection, terms: Message) -> None:
-        if self._group is not None and terms["epoch"] == self._epoch:
+    def open(self, connection: Connection, info: Message) -> None:
+        if self._group is not None and info["epoch"] == self._epoch:
             return
-        self.drop()
-        store = dist.TCPStore(self._host, terms["port"], is_master=False, timeout=timedelta(seconds=self._timeout))
-        prefixed = dist.PrefixStore(str(terms["epoch"]), store)
-        self._group = _group(prefixed, terms["rank"], terms["size"], self._device, self._timeout)
-        self._epoch = terms["epoch"]
+        self.abort()
+        store = dist.TCPStore(self._host, info["port"], is_master=False, timeout=timedelta(seconds=self._timeout))
+        prefixed = dist.PrefixStore(str(info["epoch"]), store)
+        self._group = _group(prefixed, info["rank"], info["size"], self._device, self._timeout)
+        self._epoch = info["epoch"]
 
-    def take(self, turn: int, used: int) -> Tensor:
+    def receive_bucket(self, index: int, used: int) -> Tensor:
         if len(self._buffer) < used:
             self._buffer = torch.empty(used, dtype=torch.uint8, device=self._device)
         _broadcast(self._group, self._buffer[:used]).wait(timedelta(seconds=self._timeout))
         return self._buffer[:used]
 
-    def release(self, line: Connection, update: int) -> None:
+    def release(self, connection: Connection, update: int) -> None:
         pass  # the broadcast itself keeps the trainer waiting
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            quietly(group.abort)
+            ignore_errors(group.abort)
 
 
 def _group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:

@@ -44,7 +44,7 @@ class BucketSlice:
         """Bytes of the stretch."""
         return (self.stop - self.start) * self.dtype.itemsize
 
-    def of(self, buffer: Tensor) -> Tensor:
+    def view(self, buffer: Tensor) -> Tensor:
         """The stretch, ``[stop - start]`` in its dtype: a view of the bucket's bytes."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
 
@@ -71,7 +71,7 @@ class Bucket:
 
     buffer: Tensor
     used: int
-    pieces: tuple[BucketSlice, ...]
+    slices: tuple[BucketSlice, ...]
 
 
 def check_bucket_bytes(nbytes: int) -> int:
@@ -85,34 +85,34 @@ def check_bucket_bytes(nbytes: int) -> int:
     return nbytes // _ALIGN * _ALIGN
 
 
-def pack_buckets(tensors: Iterable[NamedTensor], lend: Callable[[], Tensor]) -> Iterator[Bucket]:
+def pack_buckets(tensors: Iterable[NamedTensor], acquire: Callable[[], Tensor]) -> Iterator[Bucket]:
     """Put a stream of tensors into buckets, in order.
 
     Args:
         tensors: full, from any device.
-        lend: gives a uint8 buffer ``[N]``, whose content may be overwritten, whenever one is needed; it may wait until there is one.
+        acquire: gives a uint8 buffer ``[N]``, whose content may be overwritten, whenever one is needed; it may wait until there is one.
 
     Yields:
-        Buckets, full but for the last. A bucket is finished when it comes, and may be kept until ``lend`` gives its buffer again.
+        Buckets, full but for the last. A bucket is finished when it comes, and may be kept until ``acquire`` gives its buffer again.
     """
     buffer: Tensor | None = None
-    used, pieces = 0, list[BucketSlice]()
+    used, slices = 0, list[BucketSlice]()
     for name, tensor in tensors:
         flat = tensor.detach().reshape(-1)
         size, start = flat.dtype.itemsize, 0
         while True:
-            buffer = lend() if buffer is None else buffer
+            buffer = acquire() if buffer is None else buffer
             offset = -(-used // _ALIGN) * _ALIGN
             stop = min(len(flat), start + max(0, len(buffer) - offset) // size)
             if stop == start < len(flat):  # no room
-                yield Bucket(buffer, used, tuple(pieces))
-                buffer, used, pieces = None, 0, []
+                yield Bucket(buffer, used, tuple(slices))
+                buffer, used, slices = None, 0, []
                 continue
-            piece = BucketSlice(name, flat.dtype, tuple(tensor.shape), start, stop, offset)
-            piece.of(buffer).copy_(flat[start:stop])
-            pieces.append(piece)
-            used, start = offset + piece.nbytes, stop
+            bucket_slice = BucketSlice(name, flat.dtype, tuple(tensor.shape), start, stop, offset)
+            bucket_slice.view(buffer).copy_(flat[start:stop])
+            slices.append(bucket_slice)
+            used, start = offset + bucket_slice.nbytes, stop
             if stop == len(flat):
                 break
     if buffer is not None:
-        yield Bucket(buffer, used, tuple(pieces))
+        yield Bucket(buffer, used, tuple(slices))

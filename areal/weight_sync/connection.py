@@ -34,15 +34,11 @@ class Connection:
     """One end of a line.
 
     Args:
-        connection: to the other end. name: of the other end, for errors.
-
-    Attributes:
-        tagged: what the owner has noted down for this line.
+        pipe: to the other end. name: of the other end, for errors.
     """
 
-    def __init__(self, connection: PipeConnection, name: str) -> None:
-        self.connection, self.name = connection, name
-        self.tagged: set[str] = set()
+    def __init__(self, pipe: PipeConnection, name: str) -> None:
+        self.pipe, self.name = pipe, name
 
     @classmethod
     def to(cls, address: Address, timeout: float) -> Connection:
@@ -53,27 +49,27 @@ class Connection:
         """
         deadline = time.monotonic() + timeout
         while True:
-            ours = socket.socket(_family(address))
+            sock = socket.socket(_family(address))
             try:
-                ours.connect(address)
+                sock.connect(address)
                 break
             except OSError as error:
-                ours.close()
+                sock.close()
                 if time.monotonic() >= deadline:
                     raise PeerLostError(f"no trainer listens at {address!r} after {timeout:g} s: {error}") from error
                 time.sleep(_RETRY_SECONDS)
-        line = cls(_connection(ours, timeout), "the trainer")
-        line.send({"name": f"{socket.gethostname()}:{os.getpid()}"})
-        return line
+        connection = cls(_pipe_over(sock, timeout), "the trainer")
+        connection.send({"name": f"{socket.gethostname()}:{os.getpid()}"})
+        return connection
 
     def send(self, message: Message) -> None:
         """Raises:
         PeerLostError: the other end is gone, or has not read for too long.
         """
         try:
-            self.connection.send_bytes(json.dumps(message).encode())
+            self.pipe.send_bytes(json.dumps(message).encode())
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._lost_error(error) from error
 
     def receive(self, deadline: float | None) -> Message:
         """The next message. ``deadline`` is in the time of ``time.monotonic``; ``None`` waits for ever.
@@ -82,13 +78,13 @@ class Connection:
             TimeoutError: there was none. PeerLostError: the other end is gone.
         """
         try:
-            if not self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"{self.name} did not answer")
-            return json.loads(self.connection.recv_bytes())
+            return json.loads(self.pipe.recv_bytes())
         except TimeoutError:
             raise
         except (OSError, EOFError) as error:
-            raise self._gone(error) from error
+            raise self._lost_error(error) from error
 
     def expect(self, what: str, update: int, deadline: float) -> Message:
         """The next message of that kind about an update. Those about other updates are passed over.
@@ -108,17 +104,17 @@ class Connection:
             if message["is"] == what:
                 return message
 
-    def waiting(self) -> bool:
+    def has_message(self) -> bool:
         """Whether a message is there, or the other end is gone."""
         try:
-            return self.connection.poll(0)
+            return self.pipe.poll(0)
         except (OSError, EOFError):
             return True
 
     def close(self) -> None:
-        self.connection.close()
+        self.pipe.close()
 
-    def _gone(self, error: BaseException) -> PeerLostError:
+    def _lost_error(self, error: BaseException) -> PeerLostError:
         return PeerLostError(f"{self.name} is gone ({type(error).__name__})")
 
 
@@ -131,7 +127,7 @@ class Listener:
 
     Attributes:
         address: where it listens.
-        lines: to the receivers that have called, in the order in which they did.
+        connections: to the receivers that have called, in the order in which they did.
 
     Raises:
         ValueError: the address is taken, or is no place for a socket.
@@ -139,9 +135,9 @@ class Listener:
 
     def __init__(self, address: Address, timeout: float) -> None:
         self._timeout = timeout
-        self.lines: list[Connection] = []
+        self.connections: list[Connection] = []
         if isinstance(address, str):
-            _make_room(address)
+            _check_socket_path(address)
         self._socket = socket.socket(_family(address))
         try:
             if not isinstance(address, str):
@@ -153,7 +149,7 @@ class Listener:
         self._socket.listen(128)
         self.address: Address = address if isinstance(address, str) else self._socket.getsockname()[:2]
 
-    def gather(self, n: int, timeout: float) -> list[Connection]:
+    def wait_for(self, n: int, timeout: float) -> list[Connection]:
         """The lines to all receivers that have called, at least ``n``.
 
         Raises:
@@ -161,24 +157,24 @@ class Listener:
         """
         deadline = time.monotonic() + timeout
         self._accept(0.0)
-        while len(self.lines) < n:
+        while len(self.connections) < n:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerLostError(
-                    f"{len(self.lines)} of {n} receivers have called at {self.address!r} within {timeout:g} s"
+                    f"{len(self.connections)} of {n} receivers have called at {self.address!r} within {timeout:g} s"
                 )
             self._accept(left)
-        return list(self.lines)
+        return list(self.connections)
 
-    def forget(self, lines: Sequence[Connection]) -> None:
+    def disconnect(self, connections: Sequence[Connection]) -> None:
         """Hang up."""
-        for line in lines:
-            line.close()
-        self.lines = [line for line in self.lines if line not in lines]
+        for connection in connections:
+            connection.close()
+        self.connections = [connection for connection in self.connections if connection not in connections]
 
     def close(self) -> None:
         """Hang up on all, and listen no more."""
-        self.forget(self.lines)
+        self.disconnect(self.connections)
         if self._socket.fileno() >= 0:
             self._socket.close()
             if isinstance(self.address, str):
@@ -189,17 +185,17 @@ class Listener:
         while True:
             self._socket.settimeout(max(timeout, 1e-3))
             try:
-                theirs, _ = self._socket.accept()
+                sock, _ = self._socket.accept()
             except TimeoutError:
                 return
-            theirs.settimeout(None)
-            line = Connection(_connection(theirs, self._timeout), "a receiver")
+            sock.settimeout(None)
+            connection = Connection(_pipe_over(sock, self._timeout), "a receiver")
             try:
-                line.name = f"receiver {line.receive(time.monotonic() + self._timeout)['name']}"
+                connection.name = f"receiver {connection.receive(time.monotonic() + self._timeout)['name']}"
             except (PeerLostError, TimeoutError, ValueError, KeyError):
-                line.close()
+                connection.close()
                 continue
-            self.lines.append(line)
+            self.connections.append(connection)
             timeout = 0.0
 
 
@@ -207,16 +203,16 @@ def _family(address: Address) -> socket.AddressFamily:
     return socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
 
 
-def _connection(of: socket.socket, timeout: float) -> PipeConnection:
+def _pipe_over(sock: socket.socket, timeout: float) -> PipeConnection:
     """A connection over a socket whose writes give up after ``timeout`` seconds."""
-    of.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
-    if of.family != socket.AF_UNIX:
-        of.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        of.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return PipeConnection(of.detach())
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return PipeConnection(sock.detach())
 
 
-def _make_room(path: str) -> None:
+def _check_socket_path(path: str) -> None:
     """See that a socket can be made at a path: one whose owner is dead is removed."""
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ValueError(f"address = {path!r} is too long for a socket: give a path of at most {_LONGEST_PATH} bytes")

@@ -30,7 +30,7 @@ from areal.engine.model.hub import copy_beside, read_config
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import full_box
 from areal.weight_sync.apply import Replica
-from areal.weight_sync.transport import Outgoing, Transport, quietly
+from areal.weight_sync.transport import OutgoingTensors, Transport, ignore_errors
 
 KIND = "weights"
 """What the manifest of a version calls it."""
@@ -93,25 +93,25 @@ class _DiskSender:
         self._draft, self._records = open_draft(self._path), []
         self._observe("draft opened")
 
-    def bring(self, tensors: Outgoing) -> None:
-        draft, files = self._required(), dict[str, list[TensorSpec]]()
-        waiting: list[NamedTensor] = []
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        draft, files = self._require_draft(), dict[str, list[TensorSpec]]()
+        batch: list[NamedTensor] = []
         size = 0
         for name, tensor in tensors:
-            if waiting and size + tensor.nbytes > self._file_bytes:
-                self._write(draft, waiting, files)
-                waiting, size = [], 0
-            waiting.append(NamedTensor(name, tensor.detach().cpu()))
+            if batch and size + tensor.nbytes > self._file_bytes:
+                self._write(draft, batch, files)
+                batch, size = [], 0
+            batch.append(NamedTensor(name, tensor.detach().cpu()))
             size += tensor.nbytes
-        self._write(draft, waiting, files)
+        self._write(draft, batch, files)
         (draft / INDEX_FILE).write_text(json.dumps(index_of(files), indent=1))
-        beside = [] if self._model is None else _write_beside(self._model, _main_dtype(files), draft)
-        self._records += [record(draft, name) for name in [INDEX_FILE, *beside]]
+        model_files = [] if self._model is None else _write_model_files(self._model, _main_dtype(files), draft)
+        self._records += [record(draft, name) for name in [INDEX_FILE, *model_files]]
         self._observe("written")
 
     def commit(self, meta: WeightUpdateMeta) -> None:
         about = {"version": meta.version, "update": meta.kind, "n_tensors": meta.n_tensors, "nbytes": meta.nbytes}
-        publish(self._required(), self._path, KIND, self._records, about)
+        publish(self._require_draft(), self._path, KIND, self._records, about)
         self._draft = None
         self._observe("published")
         prune(self._folder, self._keep)
@@ -120,7 +120,7 @@ class _DiskSender:
     def abort(self, why: str) -> None:
         draft, self._draft = self._draft, None
         if draft is not None:
-            quietly(lambda: discard(draft))
+            ignore_errors(lambda: discard(draft))
 
     def close(self) -> None:
         self.abort("closed")
@@ -137,7 +137,7 @@ class _DiskSender:
         files[file] = specs
         self._records.append(FileRecord(file, writer.size, writer.crc32))
 
-    def _required(self) -> Path:
+    def _require_draft(self) -> Path:
         if self._draft is None:
             raise RuntimeError("no update was prepared")
         return self._draft
@@ -147,7 +147,7 @@ def _main_dtype(files: dict[str, list[TensorSpec]]) -> torch.dtype:
     return next(spec.dtype for specs in files.values() for spec in specs if spec.dtype.is_floating_point)
 
 
-def _write_beside(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
+def _write_model_files(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
     """Configuration, tokenizer and code of the model. Returns the names of the files."""
     config = read_config(model)
     config.dtype = dtype
@@ -160,15 +160,15 @@ def _write_beside(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
 
 def published(folder: str | Path) -> list[tuple[Path, Manifest]]:
     """The versions in a directory that are complete, in the order in which they were published."""
-    found: list[tuple[Path, Manifest]] = []
+    versions: list[tuple[Path, Manifest]] = []
     for path in sorted(Path(folder).glob("version-*")):
         try:
             manifest = read_manifest(path)
         except ValueError:
             continue  # it was removed meanwhile, or is no version
         if manifest.kind == KIND:
-            found.append((path, manifest))
-    return sorted(found, key=lambda entry: entry[1].sequence)
+            versions.append((path, manifest))
+    return sorted(versions, key=lambda entry: entry[1].sequence)
 
 
 class DiskReceiver:
@@ -194,7 +194,7 @@ class DiskReceiver:
         return self._replica.version
 
     def pending(self) -> bool:
-        return bool(self._due())
+        return bool(self._pending_versions())
 
     def receive(self, timeout: float | None = None) -> int:
         """As :meth:`areal.api.WeightReceiver.receive`. Versions before the newest full one are passed over; selected updates after it are
@@ -202,10 +202,10 @@ class DiskReceiver:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            due = self._due()
-            if due and all(self._load(path, manifest) for path, manifest in due):
-                return int(due[-1][1].about["version"])
-            if not due:
+            pending = self._pending_versions()
+            if pending and all(self._load(path, manifest) for path, manifest in pending):
+                return int(pending[-1][1].about["version"])
+            if not pending:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"{self._folder}: no new version was published within {timeout:g} s")
                 time.sleep(_POLL_SECONDS)
@@ -213,7 +213,7 @@ class DiskReceiver:
     def close(self) -> None:
         pass
 
-    def _due(self) -> list[tuple[Path, Manifest]]:
+    def _pending_versions(self) -> list[tuple[Path, Manifest]]:
         """What is to be loaded, in order."""
         new = [entry for entry in published(self._folder) if entry[1].sequence > self._sequence]
         full = [i for i, (_, manifest) in enumerate(new) if manifest.about["update"] == "full"]

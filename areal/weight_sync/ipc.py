@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -26,9 +27,6 @@ from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
 from areal.weight_sync.push import PushReceiver, PushSender
 from areal.weight_sync.transport import Transport
-
-_GIVEN = "memory given"
-"""Noted on a line whose other end has the memory open."""
 
 
 class SharedMemoryTransport(Transport):
@@ -63,9 +61,9 @@ class SharedMemoryTransport(Transport):
         nbytes, device = check_bucket_bytes(bucket_bytes), torch.device(device)
         sender = None
         if control.rank == 0:
-            memory: _Memory = _HostMemory(nbytes) if device.type == "cpu" else _DeviceMemory(nbytes, device)
-            hub = Listener(str(path), timeout)
-            sender = PushSender(hub, _SharedCarrier(memory, timeout), receivers, timeout, observe)
+            memory: _SharedMemory = _HostMemory(nbytes) if device.type == "cpu" else _DeviceMemory(nbytes, device)
+            listener = Listener(str(path), timeout)
+            sender = PushSender(listener, _SharedBuffers(memory, timeout), receivers, timeout, observe)
         super().__init__(control, sender, cast=cast)
 
 
@@ -88,85 +86,89 @@ class SharedMemoryReceiver(PushReceiver):
         staging: torch.device | str = "cpu",
         observe: Observe = ignore,
     ) -> None:
-        line = Connection.to(str(path), timeout)
-        super().__init__(line, _SharedEnd(), module, timeout=timeout, staging=staging, observe=observe)
+        connection = Connection.to(str(path), timeout)
+        super().__init__(connection, _SharedBucketReceiver(), module, timeout=timeout, staging=staging, observe=observe)
 
 
-class _Memory(Protocol):
+class _SharedMemory(Protocol):
     """Two buffers that another process can open."""
 
     buffers: tuple[Tensor, Tensor]
     kind: str
 
-    def give(self, line: Connection) -> None:
+    def send_to(self, connection: Connection) -> None:
         """Let the other end open them, which it does at once."""
         ...
 
-    def written(self) -> None:
+    def synchronize(self) -> None:
         """Return when what was written can be read elsewhere."""
         ...
 
 
-class _SharedCarrier:
-    def __init__(self, memory: _Memory, timeout: float) -> None:
+class _SharedBuffers:
+    def __init__(self, memory: _SharedMemory, timeout: float) -> None:
         self._memory, self._timeout = memory, timeout
         self._members: list[Connection] = []
+        self._mapped_by: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._unread = [False, False]
-        self.turn = 1
+        self.index = 1
 
-    def terms(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
+    def info(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
         nbytes = len(self._memory.buffers[0])
-        return [{"memory": None if _GIVEN in line.tagged else self._memory.kind, "nbytes": nbytes} for line in members]
+        return [
+            {"memory": None if connection in self._mapped_by else self._memory.kind, "nbytes": nbytes}
+            for connection in members
+        ]
 
     def open(self, members: Sequence[Connection]) -> None:
         self._members = list(members)
-        for line in members:
-            if _GIVEN not in line.tagged:
-                self._memory.give(line)
-                line.tagged.add(_GIVEN)
+        for connection in members:
+            if connection not in self._mapped_by:
+                self._memory.send_to(connection)
+                self._mapped_by.add(connection)
 
-    def lend(self, update: int) -> Tensor:
-        self.turn = 1 - self.turn
-        self._await_read(self.turn, update)
-        return self._memory.buffers[self.turn]
+    def acquire(self, update: int) -> Tensor:
+        self.index = 1 - self.index
+        self._wait_until_read(self.index, update)
+        return self._memory.buffers[self.index]
 
-    def ship(self, used: int) -> None:
-        self._memory.written()
-        self._unread[self.turn] = True
+    def send_bucket(self, used: int) -> None:
+        self._memory.synchronize()
+        self._unread[self.index] = True
 
-    def drain(self, update: int) -> None:
-        for turn in (1 - self.turn, self.turn):
-            self._await_read(turn, update)
+    def flush(self, update: int) -> None:
+        for index in (1 - self.index, self.index):
+            self._wait_until_read(index, update)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         self._unread = [False, False]
 
-    def _await_read(self, turn: int, update: int) -> None:
+    def _wait_until_read(self, index: int, update: int) -> None:
         """Receivers say *read* once for each bucket, in order: the next that comes is about the older one."""
-        if self._unread[turn]:
+        if self._unread[index]:
             deadline = time.monotonic() + self._timeout
-            for line in self._members:
-                line.expect("read", update, deadline)
-            self._unread[turn] = False
+            for connection in self._members:
+                connection.expect("read", update, deadline)
+            self._unread[index] = False
 
 
-class _SharedEnd:
+class _SharedBucketReceiver:
     def __init__(self) -> None:
         self._buffers: tuple[Tensor, ...] = ()
 
-    def open(self, line: Connection, terms: Message) -> None:
-        if terms["memory"] is not None:
-            self._buffers = _OPENERS[terms["memory"]](line, terms["nbytes"])
+    def open(self, connection: Connection, info: Message) -> None:
+        if info["memory"] is not None:
+            self._buffers = _OPENERS[info["memory"]](connection, info["nbytes"])
 
-    def take(self, turn: int, used: int) -> Tensor:
-        return self._buffers[turn][:used]
+    def receive_bucket(self, index: int, used: int) -> Tensor:
+        return self._buffers[index][:used]
 
-    def release(self, line: Connection, update: int) -> None:
+    def release(self, connection: Connection, update: int) -> None:
         if self._buffers[0].is_cuda:
             torch.cuda.synchronize(self._buffers[0].device)
-        line.send({"is": "read", "update": update})
+        connection.send({"is": "read", "update": update})
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         pass  # the buffers are the trainer's, and stay open for its next update
 
 
@@ -178,22 +180,22 @@ class _HostMemory:
 
     def __init__(self, nbytes: int) -> None:
         self._file = _anonymous_file(2 * nbytes)
-        self.buffers = _mapped(self._file, nbytes)
+        self.buffers = _map_buffers(self._file, nbytes)
 
-    def give(self, line: Connection) -> None:
-        send_handle(line.connection, self._file, None)
+    def send_to(self, connection: Connection) -> None:
+        send_handle(connection.pipe, self._file, None)
 
-    def written(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def __del__(self) -> None:
         os.close(self._file)
 
 
-def _open_host(line: Connection, nbytes: int) -> tuple[Tensor, Tensor]:
-    file = recv_handle(line.connection)
+def _map_host_memory(connection: Connection, nbytes: int) -> tuple[Tensor, Tensor]:
+    file = recv_handle(connection.pipe)
     try:
-        return _mapped(file, nbytes)
+        return _map_buffers(file, nbytes)
     finally:
         os.close(file)
 
@@ -209,10 +211,10 @@ def _anonymous_file(nbytes: int) -> int:
     return file
 
 
-def _mapped(file: int, nbytes: int) -> tuple[Tensor, Tensor]:
+def _map_buffers(file: int, nbytes: int) -> tuple[Tensor, Tensor]:
     memory = mmap.mmap(file, 2 * nbytes)  # lives as long as the tensors
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[:nbytes], whole[nbytes:]
+    memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+    return memory_bytes[:nbytes], memory_bytes[nbytes:]
 
 
 # ---- memory of a GPU
@@ -230,16 +232,19 @@ class _DeviceMemory:
             torch.empty(nbytes, dtype=torch.uint8, device=device),
         )
 
-    def give(self, line: Connection) -> None:
+    def send_to(self, connection: Connection) -> None:
         # Handles are pickled by torch: a receiver trusts whoever owns the directory of the socket.
-        line.connection.send_bytes(pickle.dumps([reduce_tensor(buffer) for buffer in self.buffers]))
+        connection.pipe.send_bytes(pickle.dumps([reduce_tensor(buffer) for buffer in self.buffers]))
 
-    def written(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
 
-def _open_device(line: Connection, nbytes: int) -> tuple[Tensor, ...]:
-    return tuple(rebuild(*args) for rebuild, args in pickle.loads(line.connection.recv_bytes()))
+def _map_device_memory(connection: Connection, nbytes: int) -> tuple[Tensor, ...]:
+    return tuple(rebuild(*args) for rebuild, args in pickle.loads(connection.pipe.recv_bytes()))
 
 
-_OPENERS: dict[str, Callable[[Connection, int], tuple[Tensor, ...]]] = {"host": _open_host, "device": _open_device}
+_OPENERS: dict[str, Callable[[Connection, int], tuple[Tensor, ...]]] = {
+    "host": _map_host_memory,
+    "device": _map_device_memory,
+}

@@ -14,7 +14,7 @@ from areal.utils.distributed import ControlPlane, as_fault, raise_together
 from areal.weight_sync.apply import Replica, Staging
 
 
-class Outgoing:
+class OutgoingTensors:
     """The tensors of a source that are to be sent, in the dtype in which they are to be: iterated once, and counted.
 
     Args:
@@ -53,7 +53,7 @@ class Sender(Protocol):
         """See that the update can be sent, before anything is streamed."""
         ...
 
-    def bring(self, tensors: Outgoing) -> None:
+    def transfer(self, tensors: OutgoingTensors) -> None:
         """Iterate to the end, and bring everything to where receivers can take it, without any of it being used yet."""
         ...
 
@@ -89,7 +89,7 @@ class Transport:
         """
         WeightUpdateMeta(version, _kind(select), 0, 0)  # says what is wrong with the version
         note = f"version {version} was not sent; receivers keep what they have"
-        self._together(lambda sender: sender.prepare(version, _kind(select)), note)
+        self._on_sender(lambda sender: sender.prepare(version, _kind(select)), note)
         outgoing = self._stream(source, version, select, note)
         return self._commit(outgoing, version)
 
@@ -97,15 +97,17 @@ class Transport:
         if self._sender is not None:
             self._sender.close()
 
-    def _stream(self, source: TensorSource, version: int, select: SelectName | None, note: str) -> Outgoing | None:
-        outgoing: Outgoing | None = None
+    def _stream(
+        self, source: TensorSource, version: int, select: SelectName | None, note: str
+    ) -> OutgoingTensors | None:
+        outgoing: OutgoingTensors | None = None
         error: Exception | None = None
         try:
             stream = source.named_tensors()
             if self._sender is not None:
-                outgoing = Outgoing(stream, version, select, self._cast)
+                outgoing = OutgoingTensors(stream, version, select, self._cast)
                 try:
-                    self._sender.bring(outgoing)
+                    self._sender.transfer(outgoing)
                 except Exception as caught:
                     error = caught
             for _ in stream:
@@ -115,7 +117,7 @@ class Transport:
         self._settle(error, note)
         return outgoing
 
-    def _commit(self, outgoing: Outgoing | None, version: int) -> WeightUpdateMeta:
+    def _commit(self, outgoing: OutgoingTensors | None, version: int) -> WeightUpdateMeta:
         error: Exception | None = None
         meta = None if outgoing is None else outgoing.meta
         try:
@@ -129,7 +131,7 @@ class Transport:
         )
         return next(meta for _, meta in answers if meta is not None)
 
-    def _together(self, action: Callable[[Sender], None], note: str) -> None:
+    def _on_sender(self, action: Callable[[Sender], None], note: str) -> None:
         error: Exception | None = None
         try:
             if self._sender is not None:
@@ -182,14 +184,14 @@ class _DirectSender:
     def prepare(self, version: int, kind: UpdateKind) -> None:
         self._staging = Staging(self._replica, complete=kind == "full", device=self._device)
 
-    def bring(self, tensors: Outgoing) -> None:
-        staging = self._required()
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        staging = self._require_staging()
         for named in tensors:
-            staging.put_whole(named)
+            staging.put_tensor(named)
         staging.check()
 
     def commit(self, meta: WeightUpdateMeta) -> None:
-        self._required().commit(meta.version)
+        self._require_staging().commit(meta.version)
         self._staging = None
 
     def abort(self, why: str) -> None:
@@ -198,13 +200,13 @@ class _DirectSender:
     def close(self) -> None:
         self._staging = None
 
-    def _required(self) -> Staging:
+    def _require_staging(self) -> Staging:
         if self._staging is None:
             raise RuntimeError("no update was prepared")
         return self._staging
 
 
-def quietly(action: Callable[[], object]) -> None:
+def ignore_errors(action: Callable[[], object]) -> None:
     """Call something on the way out of a fault, whose own faults add nothing."""
     with contextlib.suppress(OSError, RuntimeError, EOFError, ValueError):
         action()
