@@ -15,7 +15,7 @@ from areal.api.config import ActivationCheckpointing
 
 _aten = torch.ops.aten
 
-KEPT = frozenset(
+SAVED_OPS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -31,29 +31,29 @@ KEPT = frozenset(
 """What is dear to compute again: matrix products and attention. Norms, activations, rotations and sums are cheap, and most of the memory."""
 
 
-def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, share: float) -> None:
+def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, fraction: float) -> None:
     """Let some layers compute activations again in the backward, in place.
 
     Args:
-        how: ``"full"`` keeps a layer's input alone, ``"selective"`` also the results of :data:`KEPT`.
-        share: of the layers, spread evenly.
+        how: ``"full"`` keeps a layer's input alone, ``"selective"`` also the results of :data:`SAVED_OPS`.
+        fraction: of the layers, spread evenly.
     """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        options["context_fn"] = _contexts
+        options["context_fn"] = _selective_contexts
     for number, layer in enumerate(layers):
-        if int((number + 1) * share) > int(number * share):
+        if int((number + 1) * fraction) > int(number * fraction):
             layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
-def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    forward, again = create_selective_checkpoint_contexts(list(KEPT))
-    return _KeptOnly(forward), _KeptOnly(again)
+def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    forward, again = create_selective_checkpoint_contexts(list(SAVED_OPS))
+    return _SavedOpsOnly(forward), _SavedOpsOnly(again)
 
 
-class _KeptOnly(TorchDispatchMode):
+class _SavedOpsOnly(TorchDispatchMode):
     """Shows a mode only what is kept. Of other operations there may be more the second time: FSDP gathers the weights of a module within the
     layer in its hooks, if they are not there."""
 
@@ -66,6 +66,6 @@ class _KeptOnly(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in KEPT:
+        if func in SAVED_OPS:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -13,9 +13,9 @@ from areal.engine.checkpoint.tensor_layout import stored_tensors
 from areal.engine.fsdp.dist_checkpoint import (
     CheckpointedOptimizer,
     check_tensors,
+    checkpoint_tensors,
     read_model,
     read_optimizer,
-    tensors_of,
 )
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.weights import FSDPWeights
@@ -53,7 +53,7 @@ class FSDPCheckpointer(EngineCheckpointer):
         optimizer = self._optimizer if with_optim else None
         tensors, error = {}, None
         try:
-            tensors = tensors_of(self._chunks.own(), optimizer.inner if optimizer else None)
+            tensors = checkpoint_tensors(self._chunks.own(), optimizer.inner if optimizer else None)
         except Exception as caught:
             error = caught
         self._control.settle(error)
@@ -63,7 +63,7 @@ class FSDPCheckpointer(EngineCheckpointer):
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
         metadata = read_metadata(path)
-        check_tensors(path, metadata, tensors_of(list(stored_tensors(self._chunks.whole)), None))
+        check_tensors(path, metadata, checkpoint_tensors(list(stored_tensors(self._chunks.full_model)), None))
 
         def read() -> None:
             stored = self._chunks.stored()

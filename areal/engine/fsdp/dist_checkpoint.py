@@ -26,7 +26,9 @@ class CheckpointedOptimizer(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def tensors_of(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def checkpoint_tensors(
+    stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
     """Everything of a run that is a tensor, by the name in the checkpoint: shards stay shards.
 
     Args:
@@ -49,21 +51,21 @@ def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor])
     """Compare a checkpoint with the tensors of a model, reading no values.
 
     Args:
-        tensors: the whole model's, from :func:`tensors_of` without an optimizer.
+        tensors: the whole model's, from :func:`checkpoint_tensors` without an optimizer.
 
     Raises:
         ValueError: it is a checkpoint of another model; names file and key.
     """
     saved = {key: value for key, value in metadata.state_dict_metadata.items() if key.startswith(_MODEL)}
     for key, tensor in tensors.items():
-        found = saved.get(key)
-        if not isinstance(found, TensorStorageMetadata):
+        entry = saved.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(
                 f"{path / METADATA} has no {key.removeprefix(_MODEL)!r}, which the model needs: it is of another model"
             )
-        if found.size != tensor.shape:
+        if entry.size != tensor.shape:
             raise ValueError(
-                f"{path / METADATA}: {key.removeprefix(_MODEL)!r} has shape {list(found.size)}, but the model needs {list(tensor.shape)}"
+                f"{path / METADATA}: {key.removeprefix(_MODEL)!r} has shape {list(entry.size)}, but the model needs {list(tensor.shape)}"
             )
     extra = sorted(set(saved) - set(tensors))
     if extra:
@@ -75,7 +77,7 @@ def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor])
 def read_model(path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]]) -> None:
     """Replace the tensors of a model by those of a checkpoint. A name may come twice."""
     for tensors in _each_name_once(stored):
-        read_tensors(path, metadata, tensors_of(tensors, None))
+        read_tensors(path, metadata, checkpoint_tensors(tensors, None))
 
 
 def _each_name_once(stored: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
@@ -96,11 +98,11 @@ def _empty_optimizer_state(
     saved = metadata.state_dict_metadata
     for name, parameter in optimized:
         prefix = f"{_OPTIM}{name}."
-        for key, found in saved.items():
-            if key.startswith(prefix) and isinstance(found, TensorStorageMetadata):
-                dtype = found.properties.dtype
-                like_parameter = found.size == parameter.shape
-                empty = empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(found.size, dtype=dtype)
+        for key, entry in saved.items():
+            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+                dtype = entry.properties.dtype
+                like_parameter = entry.size == parameter.shape
+                empty = empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(entry.size, dtype=dtype)
                 state.setdefault(parameter, {})[key.removeprefix(prefix)] = empty
     return state
 

@@ -25,14 +25,14 @@ from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
-from areal.engine.fsdp.offload import HostOffload
+from areal.engine.fsdp.offload import FSDPOffload
 from areal.engine.fsdp.parallelize import build_expert_mesh, build_param_mesh, parallelize, transformer_layers
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
 from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
-from areal.engine.fsdp.pipeline.split import plan_split
+from areal.engine.fsdp.pipeline.split import plan_pipeline_split
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
-from areal.engine.fsdp.router import ROUTERS, find_experts, watch_routers
+from areal.engine.fsdp.router import ROUTERS, fsdp_expert_info, watch_routers
 from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.lora.adapter_set import AdapterSet
@@ -78,9 +78,9 @@ class FSDPEngine(BaseTrainEngine):
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
         self._tied = TiedGradients(chunks)
         optimizer = self._build_optimizer(chunks, spec)
-        memory = HostOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
+        memory = FSDPOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
         weights = FSDPWeights(chunks)
-        experts = find_experts(transformer_layers(chunks.whole))
+        experts = fsdp_expert_info(transformer_layers(chunks.full_model))
         parts = EngineComponents(
             model=chunks,
             schedule=self._schedule(chunks),
@@ -90,7 +90,7 @@ class FSDPEngine(BaseTrainEngine):
             weights=weights,
             memory=memory,
             zero_grad=memory.discard_grads,
-            vocab_size=chunks.whole.vocab_size,
+            vocab_size=chunks.full_model.vocab_size,
             token_split=self.dims.tp,
             recover=lambda: _recover(chunks),
             before_backward=self._tied.before_backward,
@@ -139,7 +139,7 @@ class FSDPEngine(BaseTrainEngine):
         model = chunks[0]
         return SequentialSchedule(
             model,
-            before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
+            before_backward=grad.gradient_sync_hook(model, every=config.grad_sync == "micro_batch"),
             # A gathered weight that outlives an optimizer step would be used again, stale.
             rest=lambda: reshard(model),
             timer=self.timer,
@@ -151,7 +151,7 @@ class FSDPEngine(BaseTrainEngine):
         config = self.config
         whole = self._whole_model(hf_config)
         check_experts(hf_config, whole, self.dims)
-        chunks = ModelChunks.cut(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
+        chunks = ModelChunks.cut(whole, plan_pipeline_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
         layers = transformer_layers(whole)
         if config.fsdp.compile:
             # First of all: graphs are of what layers compute, and what comes next stays outside.
@@ -159,8 +159,8 @@ class FSDPEngine(BaseTrainEngine):
                 [layer for chunk in chunks for layer in transformer_layers(chunk)], config.fsdp.compile_backend
             )
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
-            if find_experts(layers).layers:
-                before = find_experts(layers[: chunks.split.spans[stage].start]).layers
+            if fsdp_expert_info(layers).layers:
+                before = fsdp_expert_info(layers[: chunks.split.spans[stage].start]).layers
                 watch_routers(transformer_layers(chunk), before)
             parallelize(chunk, param_mesh, config, expert_mesh)
             grad.time_reductions(chunk, self.timer)

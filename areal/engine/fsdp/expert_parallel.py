@@ -67,14 +67,14 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     for experts in stacked_experts(model):
         for name in WEIGHTS:
-            whole = experts._parameters[name]
-            part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-            experts._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            full = experts._parameters[name]
+            shard = distribute_tensor(full.detach(), mesh, [Shard(0)], src_data_rank=None)
+            experts._parameters[name] = nn.Parameter(shard, requires_grad=full.requires_grad)
         experts.num_experts //= mesh.size()
-        experts.forward = _Dispatched(experts, mesh.get_group())
+        experts.forward = _DispatchedExperts(experts, mesh.get_group())
 
 
-class _Dispatched:
+class _DispatchedExperts:
     """The forward of a layer's experts, of which this rank has some."""
 
     def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
@@ -85,11 +85,11 @@ class _Dispatched:
         """From this rank's tokens ``[T, H]``, and the experts ``[T, K]`` of each with their weights, to their weighted sum ``[T, H]``."""
         copies = index.shape[1]
         order = index.flatten().argsort(stable=True)
-        there = Dispatch.of(index.flatten()[order], self._experts.num_experts, self._group)
+        dispatch = Dispatch.of(index.flatten()[order], self._experts.num_experts, self._group)
         rows = hidden[:, None].expand(-1, copies, -1).flatten(0, 1).index_select(0, order)
-        done = there.give_back(self._compute(there.send(rows), there.local))
-        back = done.index_select(0, order.argsort()).unflatten(0, (-1, copies))
-        return (back * weights[..., None]).sum(1).to(hidden.dtype)
+        results = dispatch.combine(self._compute(dispatch.send(rows), dispatch.local))
+        combined = results.index_select(0, order.argsort()).unflatten(0, (-1, copies))
+        return (combined * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _compute(self, rows: Tensor, local: Tensor) -> Tensor:
         """One expert for each row, by its number here."""
@@ -97,12 +97,12 @@ class _Dispatched:
         if n == 0:  # The weights must have a gradient on every rank, or on none.
             rows, local = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), local.new_zeros(1)
         experts = self._experts
-        whole = {name: experts._parameters[name] for name in WEIGHTS}
-        experts._parameters.update({name: local_part(parameter) for name, parameter in whole.items()})
+        full = {name: experts._parameters[name] for name in WEIGHTS}
+        experts._parameters.update({name: local_part(parameter) for name, parameter in full.items()})
         try:
             out: Tensor = self._inner(rows, local[:, None], rows.new_ones(len(rows), 1))
         finally:
-            experts._parameters.update(whole)
+            experts._parameters.update(full)
         return out[:n]
 
 
@@ -118,25 +118,25 @@ class Dispatch:
         self.local = local
 
     @classmethod
-    def of(cls, experts: Tensor, here: int, group: dist.ProcessGroup) -> Dispatch:
+    def of(cls, experts: Tensor, per_rank: int, group: dist.ProcessGroup) -> Dispatch:
         """Tell the others how many rows come. Collective, with one host read.
 
         Args:
-            experts: of each row to send, int64 and ascending. here: experts on each rank.
+            experts: of each row to send, int64 and ascending. per_rank: experts on each rank.
         """
         size = dist.get_world_size(group)
-        bounds = torch.searchsorted(experts, torch.arange(size * here + 1, device=experts.device))
-        counts = bounds.diff().view(size, here)
+        bounds = torch.searchsorted(experts, torch.arange(size * per_rank + 1, device=experts.device))
+        counts = bounds.diff().view(size, per_rank)
         arriving = exchange_rows(counts, [1] * size, [1] * size, group)
         sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        numbers = torch.arange(here, device=experts.device).expand(size, here)
-        local = numbers.flatten().repeat_interleave(arriving.flatten(), output_size=sum(received))
+        local_indices = torch.arange(per_rank, device=experts.device).expand(size, per_rank)
+        local = local_indices.flatten().repeat_interleave(arriving.flatten(), output_size=sum(received))
         return cls(sent, received, local, group)
 
     def send(self, rows: Tensor) -> Tensor:
         """To the ranks of their experts."""
         return ExchangeRows.apply(rows, self._sent, self._received, self._group)
 
-    def give_back(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """To the ranks that they came from, in the order in which they were sent."""
         return ExchangeRows.apply(rows, self._received, self._sent, self._group)

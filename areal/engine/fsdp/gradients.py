@@ -19,7 +19,7 @@ from areal.utils.dtensor import collective_device, local_part
 from areal.utils.profiling.phase_timer import PhaseTimer
 
 
-def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
+def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
     """What to call before each backward, with whether it is the last of the call: reduces then, or on every one.
 
     Raises:

@@ -29,8 +29,8 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
     dtype = next(chunks.parameters()).dtype
     linears = {name: linear for chunk in chunks for name, linear in decoder_linears(chunk.hf).items()}
     return AdapterLayout(
-        sites={name: _share(linear.weight, tp) for name, linear in linears.items()},
-        keys=frozenset(decoder_linears(chunks.whole.hf)),
+        layers={name: _split(linear.weight, tp) for name, linear in linears.items()},
+        layer_names=frozenset(decoder_linears(chunks.full_model.hf)),
         tp=TensorParallelRanks(tp),
         replicas=[group for group in replicas if group is not None],
         device=device,
@@ -42,38 +42,38 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
 def attach_fsdp_adapters(chunks: ModelChunks, active: Callable[[], Adapter | None]) -> None:
     """Let every linear layer of the decoder add what the active adapter has for it, in place."""
     for chunk in chunks:
-        sites = {}
+        slots = {}
         for name, linear in decoder_linears(chunk.hf).items():
-            site = sites[name] = _Site()
-            linear.forward = _beside(linear.forward, site)
-        chunk.register_forward_pre_hook(functools.partial(_fill, sites, active))
+            slot = slots[name] = _AdapterSlot()
+            linear.forward = _with_adapter(linear.forward, slot)
+        chunk.register_forward_pre_hook(functools.partial(_select_pairs, slots, active))
 
 
-class _Site:
+class _AdapterSlot:
     """What stands beside one linear layer. Layers do not ask by name: a graph would hold one layer's name, and fit no other layer."""
 
     pair: LowRank | None = None
 
 
-def _fill(sites: Mapping[str, _Site], active: Callable[[], Adapter | None], *called: Any) -> None:
+def _select_pairs(slots: Mapping[str, _AdapterSlot], active: Callable[[], Adapter | None], *_args: Any) -> None:
     adapter = active()
-    for name, site in sites.items():
-        site.pair = None if adapter is None else adapter.pairs.get(name)
+    for name, slot in slots.items():
+        slot.pair = None if adapter is None else adapter.pairs.get(name)
 
 
-def _beside(inner: Callable[[Tensor], Tensor], site: _Site) -> Callable[[Tensor], Tensor]:
+def _with_adapter(inner: Callable[[Tensor], Tensor], slot: _AdapterSlot) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         out = inner(x)
-        return out if site.pair is None else site.pair.added_to(out, x)
+        return out if slot.pair is None else slot.pair.apply(out, x)
 
     return forward
 
 
-def _share(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
+def _split(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
     placement = weight.placements[-1] if tp is not None and isinstance(weight, DTensor) else None
     if not isinstance(placement, Shard):
         return TensorParallelSplit()
     if placement.dim == 0:  # some outputs of all tokens
-        return TensorParallelSplit(up_cut=0, down_summed=True)
+        return TensorParallelSplit(up_dim=0, down_summed=True)
     # Some inputs of all tokens; the layer keeps its own tokens of the sum.
-    return TensorParallelSplit(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))
+    return TensorParallelSplit(down_dim=1, up_summed=True, before_up=lambda low: ReduceScatterRows.apply(low, tp))

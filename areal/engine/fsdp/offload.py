@@ -9,7 +9,7 @@ from areal.utils.dtensor import reshard
 from areal.utils.offload import HostMemory, optimizer_tensors
 
 
-class HostOffload(HostMemory):
+class FSDPOffload(HostMemory):
     """Moves shards.
 
     Args:

@@ -32,10 +32,10 @@ def materialize(model: PackedCausalLM, device: torch.device) -> None:
             module._parameters[other] = first._parameters[name]
     with torch.no_grad():
         for buffer in model.buffers():
-            buffer.fill_(_mark(buffer))
+            buffer.fill_(_unset_value(buffer))
     _compute_buffers(model.hf)
     for name, buffer in transient_buffers(model.hf):
-        if _has_mark(buffer):
+        if _is_unset(buffer):
             raise ValueError(
                 f"{type(model.hf).__name__} has a buffer {name} that no file holds and that _init_weights does not compute, "
                 "so it cannot be built on the meta device: compute it there, or make it persistent"
@@ -58,12 +58,12 @@ def init_weights(chunks: ModelChunks, seed: int, device: torch.device) -> None:
     for name, tensor in chunks.stored():
         shards.setdefault(name, []).append(local_shard(tensor))
 
-    def take(block: dict[str, Tensor]) -> None:
+    def copy_block(block: dict[str, Tensor]) -> None:
         for name, full in block.items():
             for local, box in shards.get(f"hf.{name}", ()):
                 local.copy_(full[box])
 
-    draw(chunks.whole.hf, seed, take)
+    draw(chunks.full_model.hf, seed, copy_block)
     for chunk in chunks:
         if chunk.value_head is not None:
             local_shard(chunk.value_head.weight)[0].zero_()
@@ -94,7 +94,7 @@ def _owners_by_parameter(root: nn.Module) -> dict[int, Owners]:
     return owners
 
 
-def _mark(buffer: Tensor) -> float | int:
+def _unset_value(buffer: Tensor) -> float | int:
     return (
         torch.nan
         if buffer.is_floating_point()
@@ -102,7 +102,7 @@ def _mark(buffer: Tensor) -> float | int:
     )
 
 
-def _has_mark(buffer: Tensor) -> bool:
+def _is_unset(buffer: Tensor) -> bool:
     if buffer.is_floating_point():
         return bool(buffer.isnan().any())
     return buffer.dtype is not torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())

@@ -33,7 +33,7 @@ ROUTERS: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 """Routers that are known, which give logits, weights and experts; and the weights that they give experts which they did not choose."""
 
 
-def find_experts(layers: Sequence[nn.Module]) -> Experts:
+def fsdp_expert_info(layers: Sequence[nn.Module]) -> Experts:
     """The experts of a model; none where no router is known."""
     routers: list[Any] = _routers(layers)
     if not routers:
@@ -50,22 +50,22 @@ def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:
         before: routers in the layers before these.
     """
     for layer in layers:
-        mine = [_Watched(router, before + i) for i, router in enumerate(_routers([layer]))]
-        before += len(mine)
-        layer.forward = _exposing(layer.forward, mine)
+        watched = [_WatchedRouter(router, before + i) for i, router in enumerate(_routers([layer]))]
+        before += len(watched)
+        layer.forward = _with_routing(layer.forward, watched)
 
 
 def _routers(layers: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for layer in layers for module in layer.modules() if type(module).__name__ in ROUTERS]
 
 
-class _Watched:
+class _WatchedRouter:
     """One router."""
 
-    def __init__(self, router: nn.Module, number: int) -> None:
+    def __init__(self, router: nn.Module, index: int) -> None:
         self.router: Any = router
         self.routing: Routing | None = None
-        self._number = number
+        self._index = index
         router.register_forward_hook(self._routed)
 
     def _routed(
@@ -75,17 +75,17 @@ class _Watched:
         if self.routing is None:
             return out
         logits, weights, experts = out
-        replayed = self.routing.replayed(self._number)
+        replayed = self.routing.replayed(self._index)
         if replayed is not None:
             weights, experts = ROUTERS[type(router).__name__](router, logits, replayed), replayed
         elif self.routing.record:  # most likely first, and not every router sorts them
             best = weights.argsort(-1, descending=True)
             weights, experts = weights.gather(1, best), experts.gather(1, best)
-        return logits, self.routing.watch(self._number, logits, experts, weights), experts
+        return logits, self.routing.watch(self._index, logits, experts, weights), experts
 
 
-def _exposing(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Callable[..., Any]:
-    def lending(*args: Any, routing: Routing | None = None, **options: Any) -> Any:
+def _with_routing(forward: Callable[..., Any], routers: Sequence[_WatchedRouter]) -> Callable[..., Any]:
+    def forward_with_routing(*args: Any, routing: Routing | None = None, **options: Any) -> Any:
         for router in routers:
             router.routing = routing
         try:
@@ -94,4 +94,4 @@ def _exposing(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Calla
             for router in routers:
                 router.routing = None
 
-    return lending
+    return forward_with_routing

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PretrainedConfig
 
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.fsdp.pipeline.split import Absent
+from areal.engine.fsdp.pipeline.split import PassThrough
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.utils.collectives import GatherRows, ReduceScatterRows
 from areal.utils.dtensor import local_part
@@ -37,7 +37,7 @@ class TensorParallel:
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._stream = ContextParallel(self.group)
-        self._placed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     # ---- kinds of modules, as the tables name them
 
@@ -52,31 +52,31 @@ class TensorParallel:
 
     def columns(self, module: Any) -> None:
         """A linear layer of which each rank computes some outputs, of all tokens."""
-        self._place(module, weight=Shard(0), bias=Shard(0))
+        self._distribute(module, weight=Shard(0), bias=Shard(0))
         module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
 
     def rows(self, module: Any) -> None:
         """A linear layer of which each rank has some inputs. Ranks sum what they found, and keep their own tokens of it."""
-        self._place(module, weight=Shard(1), bias=Replicate())
+        self._distribute(module, weight=Shard(1), bias=Replicate())
 
         def forward(x: Tensor) -> Tensor:
-            mine = ReduceScatterRows.apply(F.linear(x, local_part(module.weight))[0], self.group)[None]
-            return mine if module.bias is None else mine + local_part(module.bias, Partial())
+            out = ReduceScatterRows.apply(F.linear(x, local_part(module.weight))[0], self.group)[None]
+            return out if module.bias is None else out + local_part(module.bias, Partial())
 
         module.forward = forward
 
     def norm(self, module: Any) -> None:
         """A layer without products over tokens or heads, on this rank's tokens, or heads, alone: its gradient is a sum over ranks."""
-        self._place(module, **{name: Replicate() for name in module._parameters})
+        self._distribute(module, **{name: Replicate() for name in module._parameters})
         inner = module.forward
 
         def forward(x: Tensor) -> Tensor:
-            whole = dict(module._parameters)
-            module._parameters.update({name: local_part(p, Partial()) for name, p in whole.items()})  # type: ignore[misc]
+            dtensors = dict(module._parameters)
+            module._parameters.update({name: local_part(p, Partial()) for name, p in dtensors.items()})  # type: ignore[misc]
             try:
                 return inner(x)
             finally:
-                module._parameters.update(whole)
+                module._parameters.update(dtensors)
 
         module.forward = forward
 
@@ -88,38 +88,43 @@ class TensorParallel:
 
     def embedding(self, module: Any) -> None:
         """Each rank looks up some tokens' rows."""
-        self._place(module, weight=Shard(0))
+        self._distribute(module, weight=Shard(0))
 
         def forward(ids: Tensor) -> Tensor:
             weight = local_part(module.weight)
-            here = ids - self.rank * len(weight)
-            mine = (here >= 0) & (here < len(weight))
+            local_ids = ids - self.rank * len(weight)
+            is_local = (local_ids >= 0) & (local_ids < len(weight))
             # The row of the padding token gets no gradient, as in torch's own.
             padding = None if module.padding_idx is None else module.padding_idx - self.rank * len(weight)
             padding = padding if padding is not None and 0 <= padding < len(weight) else None
-            found = F.embedding(here.masked_fill(~mine, 0), weight, padding).masked_fill(~mine[..., None], 0)
-            return ReduceScatterRows.apply(found[0], self.group)[None]
+            rows = F.embedding(local_ids.masked_fill(~is_local, 0), weight, padding).masked_fill(
+                ~is_local[..., None], 0
+            )
+            return ReduceScatterRows.apply(rows[0], self.group)[None]
 
         module.forward = forward
 
     def head(self, module: Any) -> None:
         """The output head, whose weight the model reads itself."""
-        self._place(module, weight=Shard(0), bias=Shard(0))
+        self._distribute(module, weight=Shard(0), bias=Shard(0))
 
-    def same(self, module: Any) -> None:
+    def replicated(self, module: Any) -> None:
         """A linear layer that every rank computes alike."""
-        self._place(module, weight=Replicate(), bias=Replicate())
+        self._distribute(module, weight=Replicate(), bias=Replicate())
         module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
 
-    def _place(self, module: nn.Module, **placements: Placement) -> None:
+    def _distribute(self, module: nn.Module, **placements: Placement) -> None:
         for name, placement in placements.items():
             parameter = module._parameters.get(name)
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            if id(parameter) not in self._placed:  # a tied weight stays one
+            if id(parameter) not in self._distributed:  # a tied weight stays one
                 placed = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=None)
-                self._placed[id(parameter)] = (parameter, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-            module._parameters[name] = self._placed[id(parameter)][1]
+                self._distributed[id(parameter)] = (
+                    parameter,
+                    nn.Parameter(placed, requires_grad=parameter.requires_grad),
+                )
+            module._parameters[name] = self._distributed[id(parameter)][1]
 
 
 ParallelStyle = Callable[[TensorParallel, Any], None]
@@ -181,14 +186,14 @@ def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
     """
     parallel, plan = TensorParallel(mesh), PLANS[model.hf.config.model_type]
     for name, module in model.hf.named_modules():
-        for pattern, kind in plan.items():
-            if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, Absent):
-                kind(parallel, module)
+        for pattern, style in plan.items():
+            if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, PassThrough):
+                style(parallel, module)
     if model.value_head is not None:
-        parallel.same(model.value_head)
+        parallel.replicated(model.value_head)
     model.vocab_group = parallel.group
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if left:
+    missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if missing:
         raise ValueError(
-            f"the tensor-parallel plan of {model.hf.config.model_type!r} leaves out {left[0]}: add it to the plan"
+            f"the tensor-parallel plan of {model.hf.config.model_type!r} leaves out {missing[0]}: add it to the plan"
         )

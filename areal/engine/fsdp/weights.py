@@ -43,7 +43,7 @@ def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) ->
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of the whole model that is stored, and the tensors on disk that make it up.
 
     Attributes:
@@ -64,36 +64,44 @@ class FSDPWeights:
 
     def __init__(self, chunks: ModelChunks) -> None:
         self._chunks = chunks
-        self._stored = _stored(chunks.whole)
+        self._stored_tensors = _stored_tensors(chunks.full_model)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """All weights under the names of the files: full, in their own dtype, on the device. A shared weight comes once, stacked
         experts one by one, a value head last. Collective: every rank iterates to the end.
         """
-        return self._stream(self._stored, full_tensor)
+        return self._stream(self._stored_tensors, full_tensor)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """The gradients of all parameters, likewise; zeros where a parameter has none. Collective."""
-        return self._stream({name: s for name, s in self._stored.items() if s.is_parameter}, _full_gradient)
+        return self._stream(
+            {name: stored for name, stored in self._stored_tensors.items() if stored.is_parameter}, _full_gradient
+        )
 
-    def _stream(self, stored: dict[str, Stored], full_value: Callable[[Tensor], Tensor]) -> Iterator[NamedTensor]:
+    def _stream(
+        self, tensors: dict[str, StoredTensor], full_value: Callable[[Tensor], Tensor]
+    ) -> Iterator[NamedTensor]:
         chunks, local = self._chunks, dict(self._chunks.own())
         device = collective_device(next(iter(local.values())))
-        for name, s in stored.items():
+        for name, stored in tensors.items():
             owner = chunks.split.rank_of(name)
             if owner == chunks.rank:
                 full = full_value(local[name])
             else:
-                full = torch.empty(s.like.shape, dtype=s.like.dtype, device=device)
+                full = torch.empty(stored.like.shape, dtype=stored.like.dtype, device=device)
             if chunks.group is not None:
                 dist.broadcast(full, group=chunks.group, group_src=owner)
-            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in s.pieces)
+            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in stored.pieces)
 
     def export(self) -> Export:
         """What is to be written: the weights, in the dtype of the parameters."""
-        hf = self._chunks.whole.hf
+        hf = self._chunks.full_model.hf
         return Export(
-            [TensorSpec(piece.name, s.like.dtype, piece.shape) for s in self._stored.values() for piece in s.pieces],
+            [
+                TensorSpec(piece.name, stored.like.dtype, piece.shape)
+                for stored in self._stored_tensors.values()
+                for piece in stored.pieces
+            ],
             self._local_slices(),
             ModelCard(hf.config, type(hf), getattr(hf, "generation_config", None)),
         )
@@ -104,33 +112,37 @@ class FSDPWeights:
         Raises:
             ValueError: the files are missing, unreadable or of another model; names file and key.
         """
-        shapes = {piece.name: piece.shape for s in self._stored.values() for piece in s.pieces}
+        shapes = {piece.name: piece.shape for stored in self._stored_tensors.values() for piece in stored.pieces}
         with self._files(folder) as files:
-            files.check(shapes, type(self._chunks.whole.hf))
+            files.check(shapes, type(self._chunks.full_model.hf))
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
         """Fill this rank's shards from files that :meth:`check` has accepted."""
         with self._files(folder) as files:
-            for part in self._local_slices():
-                part.values.copy_(files.read(part.name, part.box).view(part.values.shape))
+            for local_slice in self._local_slices():
+                local_slice.values.copy_(files.read(local_slice.name, local_slice.box).view(local_slice.values.shape))
 
     def _local_slices(self) -> Iterator[Slice]:
         """The parts of the tensors on disk that this rank's shards hold, sharing their memory."""
         for name, tensor in self._chunks.stored():
             local, box = local_shard(tensor)
-            for piece in self._stored[name].pieces:
+            for piece in self._stored_tensors[name].pieces:
                 shared = piece.overlap(box)
                 if shared is not None:
                     on_disk, in_box = shared
-                    yield Slice(piece.name, on_disk, local[in_box].view([part.stop - part.start for part in on_disk]))
+                    yield Slice(
+                        piece.name,
+                        on_disk,
+                        local[in_box].view([extent.stop - extent.start for extent in on_disk]),
+                    )
 
     def _files(self, folder: Path) -> HFWeights:
-        model = self._chunks.whole
+        model = self._chunks.full_model
         return HFWeights(folder, _tied_names(model), value_head=model.value_head is not None)
 
 
-def _stored(model: PackedCausalLM) -> dict[str, Stored]:
+def _stored_tensors(model: PackedCausalLM) -> dict[str, StoredTensor]:
     """What is stored, by the name in the model and in its order: parameters, buffers, a value head last."""
     layout = {f"hf.{name}": pieces for name, pieces in disk_layout(model.hf).items()}
     parameters = {id(parameter) for parameter in model.parameters()}
@@ -138,7 +150,7 @@ def _stored(model: PackedCausalLM) -> dict[str, Stored]:
     if model.value_head is not None:
         weight = tensors[VALUE_HEAD] = model.value_head.weight
         layout[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, full_box(weight.shape)),)
-    return {name: Stored(tensor, layout[name], id(tensor) in parameters) for name, tensor in tensors.items()}
+    return {name: StoredTensor(tensor, layout[name], id(tensor) in parameters) for name, tensor in tensors.items()}
 
 
 def _full_gradient(parameter: Tensor) -> Tensor:

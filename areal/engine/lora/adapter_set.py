@@ -17,11 +17,11 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import Saver, Work
 from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.files import adapter_files, read_training, write_files
-from areal.engine.lora.low_rank import Delta
+from areal.engine.lora.low_rank import WeightDelta
 from areal.engine.lora.plan import AdapterPlan
 from areal.utils.distributed import ControlPlane
 
-FIRST = "default"
+DEFAULT_NAME = "default"
 """Name of the adapter that an engine begins with."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -40,16 +40,16 @@ class AdapterSet:
     def __init__(
         self,
         hf: PretrainedConfig,
-        home: AdapterLayout,
+        layout: AdapterLayout,
         config: TrainEngineConfig,
         spec: FinetuneSpec,
         control: ControlPlane,
     ) -> None:
-        self._hf, self._home, self._config, self._spec, self._control = hf, home, config, spec, control
+        self._hf, self._layout, self._config, self._spec, self._control = hf, layout, config, spec, control
         self._adapters: dict[str, Adapter] = {}
-        self._selected = FIRST
+        self._selected = DEFAULT_NAME
         self._on = True
-        self.add(FIRST, config.lora)
+        self.add(DEFAULT_NAME, config.lora)
 
     # ---- the interface
 
@@ -62,14 +62,14 @@ class AdapterSet:
         return self._selected
 
     def add(self, name: str, lora: LoRAConfig | None = None, *, seed: int | None = None) -> None:
-        self._check_new(name)
+        self._check_name_is_free(name)
 
         def make() -> Adapter:
-            adapter = self._make(peft_format().plan_adapter(self._hf, lora or self._config.lora))
+            adapter = self._build(peft_format().plan_adapter(self._hf, lora or self._config.lora))
             adapter.draw(self._config.seed if seed is None else seed)
             return adapter
 
-        self._put(name, make, "no adapter was added")
+        self._add_or_raise(name, make, "no adapter was added")
 
     def select(self, name: str) -> None:
         self[name]
@@ -92,8 +92,8 @@ class AdapterSet:
 
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
         if name not in self._adapters:
-            self._check_new(name)
-        self._put(name, lambda: self.read(Path(path), with_optim=with_optim), "no adapter was loaded")
+            self._check_name_is_free(name)
+        self._add_or_raise(name, lambda: self.read(Path(path), with_optim=with_optim), "no adapter was loaded")
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         return self[self._selected].named_tensors()
@@ -147,7 +147,7 @@ class AdapterSet:
         """
         plan, weights = peft_format().read_folder(folder, self._hf)
         state = read_training(folder, plan) if with_optim and self._config.optimizer else None
-        adapter = self._make(plan)
+        adapter = self._build(plan)
         adapter.fill(weights)
         if state is not None:
             adapter.resume(state)
@@ -161,11 +161,11 @@ class AdapterSet:
         """Discard gradients of the one that is trained."""
         self.current.zero_grad()
 
-    def deltas(self) -> dict[str, Delta]:
+    def deltas(self) -> dict[str, WeightDelta]:
         """What the adapter that computes adds to weights, by the names of layers. Collective."""
         return {} if self.active is None else self.active.deltas()
 
-    def _put(self, name: str, make: Callable[[], Adapter], note: str) -> None:
+    def _add_or_raise(self, name: str, make: Callable[[], Adapter], note: str) -> None:
         """Have an adapter under a name, or raise on every rank what any rank met. Collective."""
         adapter, error = None, None
         try:
@@ -176,20 +176,20 @@ class AdapterSet:
         if adapter is not None:
             self._adapters[name] = adapter
 
-    def _make(self, plan: AdapterPlan) -> Adapter:
+    def _build(self, plan: AdapterPlan) -> Adapter:
         for target in plan.targets:
-            if target.key not in self._home.keys:
+            if target.key not in self._layout.layer_names:
                 raise ValueError(
                     f"layer {target.key} cannot have an adapter: only linear layers inside the decoder can, and not the head; "
                     "choose lora.target_modules without it"
                 )
-        if not any(target.key in self._home.sites for target in plan.targets):
+        if not any(target.key in self._layout.layers for target in plan.targets):
             raise ValueError(
                 "no layer of this pipeline stage would have an adapter: choose lora.target_modules with layers of every stage"
             )
-        return Adapter(plan, self._home, self._config.optimizer, self._spec)
+        return Adapter(plan, self._layout, self._config.optimizer, self._spec)
 
-    def _check_new(self, name: str) -> None:
+    def _check_name_is_free(self, name: str) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(f"adapter name {name!r}: use letters, digits, '-', '_' and dots, and no dot first")
         if name in self._adapters:

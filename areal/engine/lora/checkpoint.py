@@ -54,8 +54,10 @@ class AdapterCheckpointer(EngineCheckpointer):
         return write_files(everything, draft, about)
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
-        found = {name: self._adapters.read(path / _FOLDER / name, with_optim=with_optim) for name in about["adapters"]}
-        return lambda: self._adapters.replace(found, about["selected"])
+        adapters = {
+            name: self._adapters.read(path / _FOLDER / name, with_optim=with_optim) for name in about["adapters"]
+        }
+        return lambda: self._adapters.replace(adapters, about["selected"])
 
     def _check_folder(self, meta: SaveLoadMeta) -> Callable[[], None]:
         raise ValueError(

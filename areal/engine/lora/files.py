@@ -24,11 +24,11 @@ def adapter_files(
     adapter: Adapter, peft_format: Any, base: str, control: ControlPlane, *, with_optim: bool
 ) -> dict[str, bytes]:
     """The files of an adapter, by name, on the first rank; none elsewhere. Collective."""
-    full = _collect(adapter, control, with_optim=with_optim)
+    full = _gather_full_tensors(adapter, control, with_optim=with_optim)
     if control.rank > 0:
         return {}
     weights = {name: full.pop(name) for name in adapter.plan.shapes}
-    files = peft_format.files_of(adapter.plan, weights, base)
+    files = peft_format.encode_files(adapter.plan, weights, base)
     if with_optim and adapter.optimizer is not None:
         files[TRAINING_FILE] = to_bytes({"schedule": adapter.optimizer.state_dict(), "moments": full})
     return files
@@ -50,13 +50,13 @@ def write_files(files: Mapping[str, bytes], draft: Path, about: dict[str, Any]) 
     return Work(write, finish=lambda payloads: [], about=about)
 
 
-def _collect(adapter: Adapter, control: ControlPlane, *, with_optim: bool) -> dict[str, Tensor]:
+def _gather_full_tensors(adapter: Adapter, control: ControlPlane, *, with_optim: bool) -> dict[str, Tensor]:
     """Full tensors on the first rank, in host memory of their own; none elsewhere."""
-    parts = list(adapter.parts(with_optim=with_optim))
-    specs = {spec.name: spec for others in control.gather([spec for spec, _ in parts]) for spec in others}
-    collector = SliceGatherer((part for _, part in parts), control)
-    found = {name: collector.collect(spec, writer=0) for name, spec in specs.items()}
-    return {name: x for name, x in found.items() if x is not None}
+    local = list(adapter.local_slices(with_optim=with_optim))
+    specs = {spec.name: spec for others in control.gather([spec for spec, _ in local]) for spec in others}
+    collector = SliceGatherer((entry for _, entry in local), control)
+    full = {name: collector.collect(spec, writer=0) for name, spec in specs.items()}
+    return {name: x for name, x in full.items() if x is not None}
 
 
 def read_training(folder: Path, plan: AdapterPlan) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from areal.utils.collectives import all_gather_rows
 from areal.utils.dtensor import Box, full_box
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -24,17 +24,17 @@ class TensorParallelSplit:
     """How tensor-parallel ranks share a linear layer, and so its two factors. The default is a layer that is not shared.
 
     Attributes:
-        down_cut, up_cut: the dimension along which each has a part of ``A``, of ``B``; ``None`` where each has all of it.
+        down_dim, up_dim: the dimension along which each has a part of ``A``, of ``B``; ``None`` where each has all of it.
         down_summed, up_summed: whether a rank's gradient of it is a summand of the whole.
-        enter: what the layer's input ``[T, inputs]`` goes through first. between: likewise, between the two, ``[T, rank]``.
+        before_down: what the layer's input ``[T, inputs]`` goes through first. before_up: likewise, between the two, ``[T, rank]``.
     """
 
-    down_cut: int | None = None
-    up_cut: int | None = None
+    down_dim: int | None = None
+    up_dim: int | None = None
     down_summed: bool = False
     up_summed: bool = False
-    enter: Callable[[Tensor], Tensor] = _same
-    between: Callable[[Tensor], Tensor] = _same
+    before_down: Callable[[Tensor], Tensor] = _identity
+    before_up: Callable[[Tensor], Tensor] = _identity
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorParallelRanks:
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def part(self, shape: tuple[int, ...], dim: int | None) -> Box:
+    def local_box(self, shape: tuple[int, ...], dim: int | None) -> Box:
         """What this rank has of a tensor that is cut along ``dim``."""
         box = list(full_box(shape))
         if dim is not None and self.group is not None:
@@ -63,7 +63,7 @@ class Factor:
     Args:
         name: in peft's files.
         shape: of the full matrix.
-        cut: the dimension along which tensor-parallel ranks share it; ``None`` where each has all of it.
+        split_dim: the dimension along which tensor-parallel ranks share it; ``None`` where each has all of it.
         summed: whether a rank's gradient is a summand of the whole.
 
     Attributes:
@@ -74,15 +74,15 @@ class Factor:
         self,
         name: str,
         shape: tuple[int, ...],
-        cut: int | None,
+        split_dim: int | None,
         summed: bool,
         ranks: TensorParallelRanks,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.name, self.shape, self.cut, self.summed, self._ranks = name, shape, cut, summed, ranks
-        self.box = ranks.part(shape, cut)
-        local = [part.stop - part.start for part in self.box]
+        self.name, self.shape, self.split_dim, self.summed, self._ranks = name, shape, split_dim, summed, ranks
+        self.box = ranks.local_box(shape, split_dim)
+        local = [extent.stop - extent.start for extent in self.box]
         self.parameter = nn.Parameter(torch.zeros(local, device=device, dtype=dtype))
 
     @torch.no_grad()
@@ -91,47 +91,49 @@ class Factor:
         self.parameter.copy_(full[self.box])
 
     @torch.no_grad()
-    def full(self, part: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """The full matrix from every rank's ``part``. Collective."""
-        if self.cut is None or self._ranks.group is None:
-            return part.detach().clone()
-        return all_gather_rows(part.movedim(self.cut, 0), self._ranks.group).movedim(0, self.cut).contiguous()
+        if self.split_dim is None or self._ranks.group is None:
+            return local.detach().clone()
+        return (
+            all_gather_rows(local.movedim(self.split_dim, 0), self._ranks.group).movedim(0, self.split_dim).contiguous()
+        )
 
 
 class LowRank:
     """``scale * B @ A`` beside a layer.
 
     Args:
-        share: how the layer is shared.
+        split: how the layer is shared.
     """
 
     def __init__(
         self,
         target: Target,
-        share: TensorParallelSplit,
+        split: TensorParallelSplit,
         ranks: TensorParallelRanks,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         down, up = (target.rank, target.inputs), (target.outputs, target.rank)
-        self.target, self.scale, self._share = target, target.scale, share
-        self.down = Factor(target.down, down, share.down_cut, share.down_summed, ranks, device, dtype)
-        self.up = Factor(target.up, up, share.up_cut, share.up_summed, ranks, device, dtype)
+        self.target, self.scale, self._split = target, target.scale, split
+        self.down = Factor(target.down, down, split.down_dim, split.down_summed, ranks, device, dtype)
+        self.up = Factor(target.up, up, split.up_dim, split.up_summed, ranks, device, dtype)
 
-    def added_to(self, out: Tensor, x: Tensor) -> Tensor:
+    def apply(self, out: Tensor, x: Tensor) -> Tensor:
         """A layer's output with what the adapter adds, computed in the dtype of ``x``.
 
         Args:
             out: ``[..., outputs]`` of the layer. x: ``[..., inputs]`` that it came from.
         """
-        low = F.linear(self._share.enter(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
+        low = F.linear(self._split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
         up = self.up.parameter.to(x.dtype)
-        added = torch.addmm(out.flatten(0, -2), self._share.between(low), up.t(), alpha=self.scale)
+        added = torch.addmm(out.flatten(0, -2), self._split.before_up(low), up.t(), alpha=self.scale)
         return added.view(out.shape)
 
 
 @dataclass(frozen=True)
-class Delta:
+class WeightDelta:
     """``scale * up @ down``, ``[outputs, inputs]``, not multiplied out yet."""
 
     up: Tensor
@@ -139,7 +141,7 @@ class Delta:
     scale: float
 
     @torch.no_grad()
-    def added(self, weight: Tensor, box: Box) -> Tensor:
+    def add_to(self, weight: Tensor, box: Box) -> Tensor:
         """A part of a weight, which lies at ``box``, with what the adapter adds to it, in memory of its own."""
         rows, columns = box
         delta = (self.up[rows] @ self.down[:, columns]) * self.scale

@@ -44,10 +44,10 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
         use_rslora=lora.rslora,
         lora_dropout=0.0,
     )
-    return _plan(model, config, f"lora.target_modules = {targets!r}")
+    return _plan_with_peft(model, config, f"lora.target_modules = {targets!r}")
 
 
-def files_of(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:
+def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:
     """The files of a directory in peft's format, by name.
 
     Args:
@@ -81,7 +81,7 @@ def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[s
         logger.warning(
             "%s: lora_dropout = %s is left out: nothing is dropped", folder / CONFIG_NAME, config.lora_dropout
         )
-    plan = _plan(_without_values(hf), config, str(folder / CONFIG_NAME))
+    plan = _plan_with_peft(_without_values(hf), config, str(folder / CONFIG_NAME))
     shapes = plan.shapes
     for name, shape in shapes.items():
         if name not in weights:
@@ -109,7 +109,7 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in decoder_linears(model)} - (_FEED_FORWARD if stacked else set()))
 
 
-def _plan(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:
+def _plan_with_peft(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:
     if config.use_dora or config.bias != "none" or config.modules_to_save or config.target_parameters:
         raise ValueError(
             f"{where}: only low-rank factors of linear layers are trained; leave out DoRA, biases and further modules"

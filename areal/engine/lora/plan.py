@@ -56,7 +56,7 @@ class AdapterPlan:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all weights, by peft's names."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for target in self.targets:
-            found |= {target.down: (target.rank, target.inputs), target.up: (target.outputs, target.rank)}
-        return found
+            shapes |= {target.down: (target.rank, target.inputs), target.up: (target.outputs, target.rank)}
+        return shapes

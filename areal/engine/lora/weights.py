@@ -34,8 +34,8 @@ class AdaptedWeights:
         """The model's, with what the adapter that computes adds. Collective."""
         deltas = self._adapters.deltas()
         for name, tensor in self._weights.named_tensors():
-            delta = deltas.get(_layer(name))
-            yield NamedTensor(name, tensor if delta is None else delta.added(tensor, full_box(tensor.shape)))
+            delta = deltas.get(_layer_name(name))
+            yield NamedTensor(name, tensor if delta is None else delta.add_to(tensor, full_box(tensor.shape)))
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """Those of the adapter that is trained, under the names in peft's files. Collective."""
@@ -46,13 +46,13 @@ class AdaptedWeights:
         deltas, export = self._adapters.deltas(), self._weights.export()
 
         def slices() -> Iterator[Slice | ComputedSlice]:
-            for part in export.slices:
-                delta = deltas.get(_layer(part.name))
+            for entry in export.slices:
+                delta = deltas.get(_layer_name(entry.name))
                 if delta is None:
-                    yield part
+                    yield entry
                 else:
-                    compute = functools.partial(delta.added, part.values, part.box)
-                    yield ComputedSlice(part.name, part.box, compute)
+                    compute = functools.partial(delta.add_to, entry.values, entry.box)
+                    yield ComputedSlice(entry.name, entry.box, compute)
 
         return replace(export, slices=slices())
 
@@ -63,5 +63,5 @@ class AdaptedWeights:
         self._weights.read(folder)
 
 
-def _layer(name: str) -> str:
+def _layer_name(name: str) -> str:
     return name.removesuffix(".weight")

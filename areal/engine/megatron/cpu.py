@@ -124,8 +124,8 @@ def _gathering_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         sizes = [len(x) for x in tensors]
         out = tensor.new_empty(sum(sizes), *tensor.shape[1:])
         dist.all_to_all_single(out, tensor.repeat(len(sizes), *(1,) * (tensor.dim() - 1)), sizes, group=group)
-        for x, found in zip(tensors, out.split(sizes), strict=True):
-            x.copy_(found)
+        for x, received in zip(tensors, out.split(sizes), strict=True):
+            x.copy_(received)
         return None
 
     return all_gather
@@ -139,9 +139,11 @@ def _scattering_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         sizes = [len(x) for x in tensors]
         if len({x.shape for x in tensors}) == 1 or op != dist.ReduceOp.SUM:
             return original(output, tensors, op=op, group=group, async_op=async_op)
-        found = output.new_empty(len(sizes), *output.shape)
-        dist.all_to_all_single(found.flatten(0, 1), torch.cat(tensors), [len(output)] * len(sizes), sizes, group=group)
-        output.copy_(found.sum(0))
+        received = output.new_empty(len(sizes), *output.shape)
+        dist.all_to_all_single(
+            received.flatten(0, 1), torch.cat(tensors), [len(output)] * len(sizes), sizes, group=group
+        )
+        output.copy_(received.sum(0))
         return None
 
     return reduce_scatter

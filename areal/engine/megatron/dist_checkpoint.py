@@ -43,7 +43,7 @@ FORMAT = {
 }
 """What Megatron-Core is told of the format, so that keys do not depend on the layout."""
 
-Pieces = dict[Tensor, list[ShardedTensor]]
+ModelTensors = dict[Tensor, list[ShardedTensor]]
 """For each tensor of a model, by identity, what it is in the checkpoint: itself, or the parts of a fused one, one behind the other."""
 
 
@@ -52,16 +52,16 @@ class SavePlanner(StagedPlanner, MCoreSavePlanner):
 
 
 @torch.no_grad()
-def model_pieces(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> Pieces:
+def model_tensors(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> ModelTensors:
     """The parameters and buffers of this rank's chunks."""
-    pieces: Pieces = {}
+    tensors: ModelTensors = {}
     for chunk in chunks:
         for entry in nested_values(_sharded_state(chunk.module, groups)):
             if isinstance(entry, ShardedTensorFactory):
-                pieces[entry.data] = list(nested_values(entry.build()))
+                tensors[entry.data] = list(nested_values(entry.build()))
             elif isinstance(entry, ShardedTensor):  # and not the empty extra state of Transformer Engine's modules
-                pieces[entry.data] = [entry]
-    return pieces
+                tensors[entry.data] = [entry]
+    return tensors
 
 
 def _sharded_state(chunk: PackedGPT, groups: ProcessGroupCollection) -> dict[str, Any]:
@@ -103,36 +103,38 @@ class ParameterState:
     main_is_view: bool = False
 
 
-def parts_of(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
+def sub_optimizers(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
     """The optimizers with parameters on this rank, with their state made where no step has made it."""
-    parts = [part for part in chained.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
-    for part in parts:
-        inner = part.optimizer
-        if part.init_state_fn is not None:
-            part.init_state_fn(inner, part.config)
+    optimizers = [
+        optimizer for optimizer in chained.chained_optimizers if not getattr(optimizer, "is_stub_optimizer", False)
+    ]
+    for optimizer in optimizers:
+        inner = optimizer.optimizer
+        if optimizer.init_state_fn is not None:
+            optimizer.init_state_fn(inner, optimizer.config)
         for group in inner.param_groups:
             for main in group["params"]:
                 if isinstance(inner, torch.optim.Adam):
                     inner.state[main].setdefault("step", torch.tensor(0.0))
                 elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
                     inner.state[main].setdefault("momentum_buffer", torch.zeros_like(main))
-    return parts
+    return optimizers
 
 
-def optimizer_states(part: MegatronOptimizer) -> Iterator[ParameterState]:
+def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     """The state of each parameter that an optimizer updates on this rank."""
-    state = part.optimizer.state
-    if isinstance(part, DistributedOptimizer):
-        for parameter in part.model_param_gbuf_map:
-            start = part._get_model_param_range_map(parameter)["param"].start
-            states = _tensors(part._get_main_param_and_optimizer_states(parameter))
+    state = optimizer.optimizer.state
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter in optimizer.model_param_gbuf_map:
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            states = _tensors(optimizer._get_main_param_and_optimizer_states(parameter))
             view = parameter.dtype == torch.float32
             yield ParameterState(parameter, start, states, split=True, main="param", main_is_view=view)
         return
-    mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in part.get_parameters()]
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        mains = [(main, main, None) for group in part.fp32_from_fp32_groups for main in group]
-        for models, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+    mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in optimizer.get_parameters()]
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        mains = [(main, main, None) for group in optimizer.fp32_from_fp32_groups for main in group]
+        for models, copies in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             mains += [(parameter, main, "fp32_param") for parameter, main in zip(models, copies, strict=True)]
     for parameter, main, name in mains:
         states = _tensors(state[main])
@@ -146,19 +148,19 @@ def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in states.items() if isinstance(value, Tensor) and name != "step"}
 
 
-def store(part: MegatronOptimizer, held: ParameterState) -> None:
+def write_back(optimizer: MegatronOptimizer, state: ParameterState) -> None:
     """Put states where the optimizer keeps them, if :func:`optimizer_states` gave copies: a precision-aware optimizer's."""
-    if isinstance(part, DistributedOptimizer) and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        part._set_main_param_and_optimizer_states(held.parameter, held.states)
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        optimizer._set_main_param_and_optimizer_states(state.parameter, state.states)
 
 
-def set_step(parts: Iterable[MegatronOptimizer], step: int) -> None:
+def set_step(optimizers: Iterable[MegatronOptimizer], step: int) -> None:
     """Set the number of steps that the moments come from."""
-    for part in parts:
-        for state in part.optimizer.state.values():
+    for optimizer in optimizers:
+        for state in optimizer.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(step)
-        for group in part.optimizer.param_groups:
+        for group in optimizer.optimizer.param_groups:
             if "step" in group:
                 group["step"] = step
 
@@ -166,45 +168,51 @@ def set_step(parts: Iterable[MegatronOptimizer], step: int) -> None:
 def common_state(chained: ChainedOptimizer) -> dict[Any, Any]:
     """What ``common.pt`` says of the optimizer: hyperparameters and the step, in the form of Megatron-Core's ``sharded_state_dict``."""
     states: list[dict[Any, Any]] = []
-    for part in parts_of(chained):
-        if isinstance(part, DistributedOptimizer):
-            states.append({**part.state_dict(), "param_state_sharding_type": FORMAT["distrib_optim_sharding_type"]})
+    for optimizer in sub_optimizers(chained):
+        if isinstance(optimizer, DistributedOptimizer):
+            states.append(
+                {**optimizer.state_dict(), "param_state_sharding_type": FORMAT["distrib_optim_sharding_type"]}
+            )
             continue
         groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in part.optimizer.param_groups
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.optimizer.param_groups
         ]
-        steps = [state["step"] for state in part.optimizer.state.values() if "step" in state]
+        steps = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
         common = {"param_groups": groups, "state": {"common_step": steps[0]} if steps and steps[0] else {}}
-        states.append({"optimizer": common} if isinstance(part, Float16OptimizerWithFloat16Params) else common)
+        states.append({"optimizer": common} if isinstance(optimizer, Float16OptimizerWithFloat16Params) else common)
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def state_boxes(held: ParameterState, pieces: Sequence[ShardedTensor], name: str, key: str) -> Iterator[ShardedTensor]:
+def state_tensors(
+    state: ParameterState, tensors: Sequence[ShardedTensor], name: str, key: str
+) -> Iterator[ShardedTensor]:
     """One state of a parameter, as boxes of the checkpoint's tensors, sharing its memory.
 
     Args:
         pieces: of the parameter. name: of the state.
         key: of the tensors in the checkpoint, with ``{}`` for the key of the piece.
     """
-    flat = held.states[name].reshape(-1)
-    stop = held.start + len(flat)
-    for piece in pieces:
-        first = piece.data.storage_offset() - held.parameter.storage_offset()
+    flat = state.states[name].reshape(-1)
+    stop = state.start + len(flat)
+    for piece in tensors:
+        first = piece.data.storage_offset() - state.parameter.storage_offset()
         if not piece.data.is_contiguous():
             raise ValueError(f"{piece.key!r} is no stretch of its parameter: its optimizer state cannot be saved")
-        low, high = max(held.start, first), min(stop, first + piece.data.numel())
-        replica = (*piece.replica_id[:2], 0) if held.split else piece.replica_id
+        low, high = max(state.start, first), min(stop, first + piece.data.numel())
+        replica = (*piece.replica_id[:2], 0) if state.split else piece.replica_id
         for offsets, sizes in boxes(low - first, high - first, piece.local_shape):
             size = math.prod(sizes)
-            lead, place = piece.global_offset[: piece.prepend_axis_num], piece.global_offset[piece.prepend_axis_num :]
+            n_lead = piece.prepend_axis_num
+            lead, corner = piece.global_offset[:n_lead], piece.global_offset[n_lead:]
             shape = ((1,) * len(lead)) + sizes
             yield ShardedTensor(
                 key.format(piece.key),
-                flat[low - held.start : low - held.start + size].view(shape),
+                flat[low - state.start : low - state.start + size].view(shape),
                 flat.dtype,
                 shape,
                 piece.global_shape,
-                (*lead, *(start + offset for start, offset in zip(place, offsets, strict=True))),
+                (*lead, *(start + offset for start, offset in zip(corner, offsets, strict=True))),
                 axis_fragmentations=None,
                 replica_id=replica,
                 allow_shape_mismatch=piece.allow_shape_mismatch,
@@ -232,12 +240,12 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple
     yield from boxes(start + rows * row, stop, shape)
 
 
-def to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
+def tensors_to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
     """What torch's planners take, by key: of replicas the first alone."""
     return mcore_to_pyt_state_dict(_by_key(t for t in tensors if is_main_replica(t.replica_id)))
 
 
-def to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
+def tensors_to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
     """What torch's planners take, by key, to fill in place; and the planner. Tensors that may be of another size are zeroed."""
     tensors = list(tensors)
     loose = {t.key: t for t in tensors if t.allow_shape_mismatch}
@@ -251,7 +259,7 @@ def to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoad
 
 
 def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
-    found: dict[str, list[ShardedTensor]] = {}
+    by_key: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.key, []).append(replace(tensor))  # to be written into by what takes it
-    return found
+        by_key.setdefault(tensor.key, []).append(replace(tensor))  # to be written into by what takes it
+    return by_key

@@ -35,10 +35,10 @@ from areal.engine.megatron.checkpoint import MegatronCheckpointer
 from areal.engine.megatron.lora import attach_megatron_adapters, megatron_adapter_layout
 from areal.engine.megatron.model.config import check_family, check_layout, sequence_parallel, transformer_config
 from areal.engine.megatron.model.packed_gpt import PackedGPT
-from areal.engine.megatron.offload import MegatronMemory
+from areal.engine.megatron.offload import MegatronOffload
 from areal.engine.megatron.optimizer import distributed, megatron_optimizer, overlaps_gather, step_optimizer
 from areal.engine.megatron.process_groups import ProcessGroups
-from areal.engine.megatron.router import megatron_experts
+from areal.engine.megatron.router import megatron_expert_info
 from areal.engine.megatron.schedule import MegatronSchedule
 from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.megatron.weights import MegatronWeights
@@ -81,14 +81,14 @@ class MegatronEngine(BaseTrainEngine):
             for number in range(self.dims.vpp)
         ]
         trained = self._wrap(chunks, megatron, groups)
-        self._gradients = grad.Gradients(trained, groups)
+        self._gradients = grad.MegatronGradients(trained, groups)
         weights = MegatronWeights(
             chunks,
             hf,
             groups,
             self.control,
-            gradients=lambda: _of_held(grad.gathered(trained)),
-            settle=lambda: grad.settle_parameters(trained),
+            gradients=lambda: _of_held(grad.gather_gradients(trained)),
+            settle=lambda: grad.finish_param_gather(trained),
         )
         settings = config.optimizer if config.lora is None else None
         chained = megatron_optimizer(trained, settings, config, groups) if settings else None
@@ -102,7 +102,7 @@ class MegatronEngine(BaseTrainEngine):
             sequence_parallel(self.dims, config),
         )
         splits = [cp, ContextParallel(groups.tp)] if shared else [cp]
-        memory = MegatronMemory(trained, chained, self._gradients, config.offload_dir)
+        memory = MegatronOffload(trained, chained, self._gradients, config.offload_dir)
         parts = EngineComponents(
             model=nn.ModuleList(trained),
             schedule=schedule,
@@ -124,7 +124,7 @@ class MegatronEngine(BaseTrainEngine):
             zero_grad=memory.discard_grads,
             vocab_size=hf.vocab_size,
             token_split=self.dims.tp if shared else 1,
-            routing=ExpertRouting(config.moe, megatron_experts(megatron), splits, stages=self.dims.pp),
+            routing=ExpertRouting(config.moe, megatron_expert_info(megatron), splits, stages=self.dims.pp),
             last_call=schedule.last_call,
             before_backward=self._gradients.before_backward,
         )

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
-class Gradients:
+class MegatronGradients:
     """The gradients of one engine between optimizer steps.
 
     Args:
@@ -32,7 +32,7 @@ class Gradients:
     def before_backward(self) -> None:
         """Make room for more after sums were taken."""
         if self._summed:
-            reopen(self._chunks, self._groups)
+            keep_one_copy(self._chunks, self._groups)
         self._summed = False
 
     def zero(self) -> None:
@@ -65,7 +65,7 @@ def finalize(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupColl
 
 
 @torch.no_grad()
-def reopen(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+def keep_one_copy(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
     """After :func:`finalize`, leave each sum on one of the ranks that hold it, so that more can be added and the next reduction is right."""
     for chunk in chunks:
         for group in bucket_groups(chunk):
@@ -92,8 +92,8 @@ def _keep_own_sums(data: Tensor, group: Any) -> None:
 
 def _is_summed_over_tp(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
     """What ``finalize_model_grads`` sums over tensor-parallel ranks."""
-    of_a_part = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
-    return of_a_part or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+    of_own_tokens = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+    return of_own_tokens or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
 
 
 def zero(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -104,31 +104,33 @@ def zero(chunks: Sequence[DistributedDataParallel]) -> None:
         chunk.zero_grad_buffer()
 
 
-def gathered(chunks: Sequence[DistributedDataParallel]) -> Callable[[nn.Parameter], Tensor]:
+def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> Callable[[nn.Parameter], Tensor]:
     """The whole gradient of each parameter. Where the distributed optimizer reduces to shards, they are gathered, to a copy. Collective."""
-    found: dict[nn.Parameter, Tensor] = {}
+    gradients: dict[nn.Parameter, Tensor] = {}
     for chunk in chunks:
         for group in bucket_groups(chunk):
             for bucket in group.buckets:
                 data = (
-                    _whole(bucket.grad_data, group) if chunk.ddp_config.use_distributed_optimizer else bucket.grad_data
+                    _gather_buffer(bucket.grad_data, group)
+                    if chunk.ddp_config.use_distributed_optimizer
+                    else bucket.grad_data
                 )
                 for parameter in bucket.params_list:
                     start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
-                    found[parameter] = data[start : start + parameter.numel()].view(parameter.shape)
-    return found.__getitem__
+                    gradients[parameter] = data[start : start + parameter.numel()].view(parameter.shape)
+    return gradients.__getitem__
 
 
-def _whole(data: Tensor, group: Any) -> Tensor:
+def _gather_buffer(data: Tensor, group: Any) -> Tensor:
     replicas = group.intra_distributed_optimizer_instance_group
     if replicas.size() == 1:
         return data
-    whole = torch.empty_like(data)
-    dist.all_gather_into_tensor(whole, data.chunk(replicas.size())[replicas.rank()].contiguous(), group=replicas)
-    return whole
+    full = torch.empty_like(data)
+    dist.all_gather_into_tensor(full, data.chunk(replicas.size())[replicas.rank()].contiguous(), group=replicas)
+    return full
 
 
-def settle_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
     """Finish gathering the parameters that the distributed optimizer has updated. Collective where gathers overlap."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:

@@ -12,7 +12,7 @@ from areal.engine.megatron import gradients as grad
 from areal.utils.offload import HostMemory, optimizer_tensors
 
 
-class MegatronMemory(HostMemory):
+class MegatronOffload(HostMemory):
     """Moves whole buffers: parameters and gradients are views of them.
 
     Args:
@@ -24,7 +24,7 @@ class MegatronMemory(HostMemory):
         self,
         chunks: Sequence[DistributedDataParallel],
         optimizer: ChainedOptimizer | None,
-        gradients: grad.Gradients,
+        gradients: grad.MegatronGradients,
         folder: str | None = None,
     ) -> None:
         self._chunks, self._gradients = chunks, gradients
@@ -33,14 +33,14 @@ class MegatronMemory(HostMemory):
             {
                 "params": lambda: [p.data for chunk in chunks for p in chunk.parameters()],
                 "grads": lambda: [buffer.grad_data for buffer in buffers],
-                "optimizer": lambda: _state(optimizer),
+                "optimizer": lambda: _optimizer_state_tensors(optimizer),
             },
             folder,
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         if params:
-            grad.settle_parameters(self._chunks)
+            grad.finish_param_gather(self._chunks)
         super().offload(params=params, grads=grads, optimizer=optimizer)
 
     def discard_grads(self) -> None:
@@ -49,15 +49,15 @@ class MegatronMemory(HostMemory):
         self._gradients.zero()
 
 
-def _state(optimizer: ChainedOptimizer | None) -> list[Tensor]:
-    parts = [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
-    moments = [x for part in parts for x in optimizer_tensors(part.optimizer)]
+def _optimizer_state_tensors(optimizer: ChainedOptimizer | None) -> list[Tensor]:
+    optimizers = [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
+    moments = [x for inner in optimizers for x in optimizer_tensors(inner.optimizer)]
     # Main parameters in bf16 runs; elsewhere they are views of the model's own buffers.
     mains = [
         main
-        for part in parts
+        for inner in optimizers
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-        for group in getattr(part, name, [])
+        for group in getattr(inner, name, [])
         for main in group
         if main is not None
     ]

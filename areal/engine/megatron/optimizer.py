@@ -90,7 +90,7 @@ class MegatronOptimizerStep:
         """L2 norm of the gradients over all ranks, each element counted once."""
         self.chained.prepare_grads()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for optimizer in self._parts():
+        for optimizer in self._optimizers():
             grads = optimizer.get_main_grads_for_grad_norm() if not optimizer.is_stub_optimizer else []
             squares = sum_of_squares(grads, self._device)
             dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
@@ -100,14 +100,14 @@ class MegatronOptimizerStep:
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
         """Multiply every gradient in place."""
-        for optimizer in self._parts():
+        for optimizer in self._optimizers():
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
-            found = (getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in parameters)
-            grads = [grad for grad in found if grad is not None]
+            grads_or_none = (getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in parameters)
+            grads = [grad for grad in grads_or_none if grad is not None]
             if grads:
                 torch._foreach_mul_(grads, factor)
 
-    def _parts(self) -> list[MegatronOptimizer]:
+    def _optimizers(self) -> list[MegatronOptimizer]:
         return self.chained.chained_optimizers
 
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from areal.engine.moe.routing import Experts, Routing
 
 
-def megatron_experts(config: TransformerConfig) -> Experts:
+def megatron_expert_info(config: TransformerConfig) -> Experts:
     """The experts of the whole model."""
     if config.num_moe_experts is None:
         return Experts()
     sigmoid = config.moe_router_score_function == "sigmoid"
-    return Experts(sum(_sparse(config)), config.num_moe_experts, config.moe_router_topk, sigmoid)
+    return Experts(sum(_layers_with_experts(config)), config.num_moe_experts, config.moe_router_topk, sigmoid)
 
 
-def _sparse(config: TransformerConfig) -> list[int]:
+def _layers_with_experts(config: TransformerConfig) -> list[int]:
     """For each layer of the whole model, whether it has experts: 1 or 0."""
     every = config.moe_layer_freq
     return [int(i % every == 0) for i in range(config.num_layers)] if isinstance(every, int) else list(every)
@@ -40,22 +40,22 @@ class RoutedLayer(TransformerLayer):
         if not isinstance(self.mlp, MoELayer):
             return super().forward(*args, **options)
         router = self.mlp.router
-        router.lent = getattr(options.get("packed_seq_params"), "routing", None)
+        router.current_routing = getattr(options.get("packed_seq_params"), "routing", None)
         try:
             return super().forward(*args, **options)
         finally:
-            router.lent = None
+            router.current_routing = None
 
 
 class RoutedTopK(TopKRouter):
     """Megatron-Core's router, whose choice is recorded, or replayed.
 
     Attributes:
-        lent: for the forward that runs.
+        current_routing: for the forward that runs.
         expert_bias: float32 ``[E]``, added to scores for the choice alone, where they are sigmoids. A weight that no step changes.
     """
 
-    lent: Routing | None = None
+    current_routing: Routing | None = None
     router_replay: Any
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -66,27 +66,27 @@ class RoutedTopK(TopKRouter):
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)
-        self._number = sum(_sparse(self.config)[: layer_number - 1])
+        self._number = sum(_layers_with_experts(self.config)[: layer_number - 1])
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """From the logits ``[T, 1, E]`` to each token's weight of each expert, and a map of where it goes, both ``[T, E]``."""
-        lent = self.lent
-        if lent is None:
+        current_routing = self.current_routing
+        if current_routing is None:
             return super().routing(logits, padding_mask)
-        self.router_replay = choice = _Choice(lent.replayed(self._number))
+        self.router_replay = choice = _ExpertChoice(current_routing.replayed(self._number))
         try:
             weights, chosen = super().routing(logits, padding_mask)
         finally:
             self.router_replay = None
-        return lent.watch(self._number, logits.flatten(0, -2), choice.made(), weights), chosen
+        return current_routing.watch(self._number, logits.flatten(0, -2), choice.chosen_experts(), weights), chosen
 
 
-class _Choice:
+class _ExpertChoice:
     """Stands where Megatron-Core asks its replay for a choice."""
 
     def __init__(self, replayed: Tensor | None) -> None:
         self._replayed = replayed
-        self._made = replayed
+        self._chosen = replayed
 
     def get_replay_topk(
         self,
@@ -99,15 +99,15 @@ class _Choice:
         """The scores ``[T, K]`` and ids of the experts that tokens go to, of ``[T, E]``."""
         if self._replayed is not None:
             return scores.gather(1, self._replayed), self._replayed
-        best, self._made = choose(scores, topk, groups, group_topk)
-        return best, self._made
+        best, self._chosen = choose(scores, topk, groups, group_topk)
+        return best, self._chosen
 
-    def made(self) -> Tensor:
+    def chosen_experts(self) -> Tensor:
         """Where tokens go, int64 ``[T, K]``.
 
         Raises:
             RuntimeError: Megatron-Core did not ask.
         """
-        if self._made is None:
+        if self._chosen is None:
             raise RuntimeError("Megatron-Core chose experts by a fused kernel: leave moe_router_fusion off")
-        return self._made
+        return self._chosen

@@ -79,7 +79,7 @@ class MegatronSchedule:
 
             return forward(model, mb), loss_func
 
-        with self._forgetting(), self._reductions(forward_only), self._timed(mbs):
+        with self._release_graph(), self._hold_reductions(forward_only), self._backward_timers(mbs):
             self._run(
                 forward_step_func=forward_step,
                 data_iterator=[iter(mbs) for _ in self._chunks],
@@ -94,7 +94,7 @@ class MegatronSchedule:
         return results
 
     @contextlib.contextmanager
-    def _timed(self, mbs: MicroBatchList) -> Iterator[None]:
+    def _backward_timers(self, mbs: MicroBatchList) -> Iterator[None]:
         """Megatron tells its timers when a backward begins and ends."""
         # Interleaved chunks go through micro-batches in another order, each with a backward for each of them.
         order = None if self._virtual else iter([mb.index for mb in mbs])
@@ -105,7 +105,7 @@ class MegatronSchedule:
             self._config.timers = None
 
     @contextlib.contextmanager
-    def _forgetting(self) -> Iterator[None]:
+    def _release_graph(self) -> Iterator[None]:
         """Let go of the last micro-batch's graph in the end.
 
         Token dispatchers keep its probabilities. Their graph holds hooks of the model, in a cycle that Python's collector cannot see.
@@ -119,7 +119,7 @@ class MegatronSchedule:
                     setattr(dispatcher, name, None)
 
     @contextlib.contextmanager
-    def _reductions(self, forward_only: bool) -> Iterator[None]:
+    def _hold_reductions(self, forward_only: bool) -> Iterator[None]:
         """Hold reductions back: all through the call, or until its last micro-batch."""
         pauses = [chunk.no_sync for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
         if forward_only or not pauses:

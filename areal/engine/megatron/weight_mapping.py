@@ -21,7 +21,7 @@ from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.utils.dtensor import Box
 
-WHOLE, ROWS, COLUMNS = None, 0, 1
+REPLICATED, ROWS, COLUMNS = None, 0, 1
 """The dimension of a Hugging Face tensor that tensor-parallel ranks split; ``None`` where each holds all of it."""
 
 
@@ -49,8 +49,8 @@ def _layer_row(megatron: str, hf: str, split: int | None, grouped: bool = False)
 
 
 _ATTENTION = (
-    _layer_row("input_layernorm.weight", "input_layernorm.weight", WHOLE),
-    _layer_row("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", WHOLE),
+    _layer_row("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
+    _layer_row("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", REPLICATED),
     _layer_row(
         "self_attention.linear_qkv.weight",
         "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
@@ -63,31 +63,31 @@ _ATTENTION = (
         ROWS,
         grouped=True,
     ),
-    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", WHOLE),
-    _layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", WHOLE),
+    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", REPLICATED),
+    _layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", REPLICATED),
     _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
 )
 _LATENT_ATTENTION = (
-    _layer_row("input_layernorm.weight", "input_layernorm.weight", WHOLE),
+    _layer_row("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
     _layer_row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", ROWS),
-    _layer_row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", WHOLE),
-    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", WHOLE),
-    _layer_row("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", REPLICATED),
+    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", REPLICATED),
+    _layer_row("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", REPLICATED),
     _layer_row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", ROWS),
-    _layer_row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", WHOLE),
-    _layer_row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", WHOLE),
-    _layer_row("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", REPLICATED),
+    _layer_row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", REPLICATED),
+    _layer_row("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", REPLICATED),
     _layer_row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", ROWS),
     _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
 )
 _FEED_FORWARD = (
-    _layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", WHOLE),
-    _layer_row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", WHOLE),
+    _layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", REPLICATED),
+    _layer_row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", REPLICATED),
     _layer_row("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", ROWS),
     _layer_row("mlp.linear_fc2.weight", "mlp.down_proj.weight", COLUMNS),
 )
 _EXPERTS = (
-    _layer_row("mlp.router.weight", "mlp.gate.weight", WHOLE),
+    _layer_row("mlp.router.weight", "mlp.gate.weight", REPLICATED),
     _layer_row(
         "mlp.experts.local_experts.{j}.linear_fc1.weight",
         "mlp.experts.{j}.gate_proj.weight mlp.experts.{j}.up_proj.weight",
@@ -102,7 +102,7 @@ _EXPERTS = (
     _layer_row("mlp.experts.linear_fc2.weight{j}", "mlp.experts.{j}.down_proj.weight", COLUMNS),
 )
 _SHARED_EXPERTS = (
-    _layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", WHOLE),
+    _layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", REPLICATED),
     _layer_row(
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
@@ -112,9 +112,9 @@ _SHARED_EXPERTS = (
 )
 _ENDS = (
     Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ROWS),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), WHOLE),
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED),
     Row("output_layer.weight", ("lm_head.weight",), ROWS),
-    Row("value_head.weight", ("value_head.weight",), WHOLE),
+    Row("value_head.weight", ("value_head.weight",), REPLICATED),
 )
 
 TABLES: dict[str, tuple[Row, ...]] = {
@@ -152,17 +152,17 @@ class LocalParameter:
     Attributes:
         name: in the chunk. parameter: the local tensor.
         names: the tensors, in the order of the table.
-        parts: what this rank holds of them. Rows of the parameter that are in none only fill up a vocabulary, and are zero.
+        mapped_rows: what this rank holds of them. Rows of the parameter that are in none only fill up a vocabulary, and are zero.
         tied: it repeats the tensor of another parameter.
-        place: where it stands in the model; orders the parameters of all ranks.
+        order: where it stands in the model; orders the parameters of all ranks.
     """
 
     name: str
     parameter: nn.Parameter
     names: tuple[str, ...]
-    parts: tuple[MappedRows, ...]
+    mapped_rows: tuple[MappedRows, ...]
     tied: bool
-    place: tuple[int, ...]
+    order: tuple[int, ...]
 
     def slices(self, flat: Tensor, start: int = 0) -> Iterator[Slice]:
         """The parts of a tensor that lies like the local one, or of a stretch of it.
@@ -174,18 +174,18 @@ class LocalParameter:
         for offset, rows, columns in _rectangles(start, start + len(flat), width):
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             values = flat[offset : offset + math.prod(shape)].view(shape)
-            for part in self.parts:
-                first, last = part.start, part.start + part.box[0].stop - part.box[0].start
+            for mapped in self.mapped_rows:
+                first, last = mapped.start, mapped.start + mapped.box[0].stop - mapped.box[0].start
                 low, high = max(rows.start, first), min(rows.stop, last)
                 if low >= high:
                     continue
-                found = values[low - rows.start : high - rows.start]
-                box = [_shift(slice(low, high), part.box[0].start - first)]
-                if len(part.box) == 1:
-                    found = found.squeeze(1)
+                rows_of_slice = values[low - rows.start : high - rows.start]
+                box = [_shift(slice(low, high), mapped.box[0].start - first)]
+                if len(mapped.box) == 1:
+                    rows_of_slice = rows_of_slice.squeeze(1)
                 else:
-                    box.append(_shift(columns, part.box[1].start))
-                yield Slice(part.name, tuple(box), found)
+                    box.append(_shift(columns, mapped.box[1].start))
+                yield Slice(mapped.name, tuple(box), rows_of_slice)
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, slice, slice]]:
@@ -215,10 +215,10 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
     rows = [(_pattern(row.megatron), number, row) for number, row in enumerate(TABLES[hf.model_type])]
     groups = chunk.pg_collection
     for name, parameter in chunk.named_parameters():
-        found = next(((match, n, row) for pattern, n, row in rows if (match := pattern.fullmatch(name))), None)
-        if found is None:
+        row_match = next(((match, n, row) for pattern, n, row in rows if (match := pattern.fullmatch(name))), None)
+        if row_match is None:
             raise ValueError(f"model_type = {hf.model_type!r}: the table of names has no row for {name!r}")
-        match, number, row = found
+        match, number, row = row_match
         if row.split is not None and not hasattr(parameter, "tensor_model_parallel"):
             # Megatron-Core marks parameters only where it draws their first values; a norm over ranks counts unmarked ones once.
             set_tensor_model_parallel_attributes(parameter, True, row.split, 1)
@@ -226,35 +226,35 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
         tied = bool(hf.tie_word_embeddings) and name == "output_layer.weight"
         names = EMBEDDING if tied else tuple(name.format(**numbers) for name in row.hf)
         group = groups.expt_tp if "j" in numbers else groups.tp
-        parts = tuple(_parts(names, row, parameter, group.rank(), group.size(), hf))
-        place = (
+        mapped_rows = tuple(_mapped_rows(names, row, parameter, group.rank(), group.size(), hf))
+        order = (
             0 if names == EMBEDDING else 1 if "i" in numbers else 2,
             numbers.get("i", 0),
             numbers.get("j", -1),
             number,
         )
-        yield LocalParameter(name, parameter, names, parts, tied, place)
+        yield LocalParameter(name, parameter, names, mapped_rows, tied, order)
 
 
-def _parts(
+def _mapped_rows(
     names: tuple[str, ...], row: Row, parameter: nn.Parameter, rank: int, size: int, hf: PretrainedConfig
 ) -> Iterator[MappedRows]:
-    shares, alternations = _shares(row, parameter.shape[0], size, hf)
+    counts, turns = _row_counts(row, parameter.shape[0], size, hf)
     start = 0
-    for alternation in range(alternations):
-        for name, share in zip(names, shares, strict=True):
-            local = [share * alternations, *parameter.shape[1:]]
+    for turn in range(turns):
+        for name, count in zip(names, counts, strict=True):
+            local = [count * turns, *parameter.shape[1:]]
             full = [n * size if dim == row.split else n for dim, n in enumerate(local)]
             box = [slice(rank * n, (rank + 1) * n) if dim == row.split else slice(0, n) for dim, n in enumerate(local)]
-            first = box[0].start + alternation * share
+            first = box[0].start + turn * count
             if name in VOCABULARY:
                 full[0] = hf.vocab_size
-            box[0] = slice(min(first, full[0]), min(first + share, full[0]))
+            box[0] = slice(min(first, full[0]), min(first + count, full[0]))
             yield MappedRows(name, tuple(full), start, tuple(box))
-            start += share
+            start += count
 
 
-def _shares(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[list[int], int]:
+def _row_counts(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[list[int], int]:
     """How many rows in a run each Hugging Face tensor gives, and how often the runs alternate."""
     if not row.grouped:
         return [rows // len(row.hf)] * len(row.hf), 1
@@ -264,15 +264,15 @@ def _shares(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[list[
     return [heads // kv_heads * head_dim, head_dim, head_dim], kv_heads // size
 
 
-def _numbers(found: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
+def _numbers(indices: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
     """The numbers of layer and expert in the whole model."""
     numbers = {}
-    if "i" in found:
-        numbers["i"] = chunk.decoder.layers[int(found["i"])].layer_number - 1
-    if "j" in found:
+    if "i" in indices:
+        numbers["i"] = chunk.decoder.layers[int(indices["i"])].layer_number - 1
+    if "j" in indices:
         groups: ProcessGroupCollection = chunk.pg_collection
         per_rank = chunk.config.num_moe_experts // groups.ep.size()
-        numbers["j"] = groups.ep.rank() * per_rank + int(found["j"])
+        numbers["j"] = groups.ep.rank() * per_rank + int(indices["j"])
     return numbers
 
 

@@ -54,46 +54,48 @@ class MegatronWeights:
         gradients: Callable[[], Callable[[LocalParameter], Tensor]],
         settle: Callable[[], None],
     ) -> None:
-        self.held = [held for chunk in chunks for held in local_parameters(chunk, hf)]
-        self._hf, self._group = hf, _whole_model(groups)
-        self._gradients, self._settle = gradients, settle
+        self.local_params = [local_param for chunk in chunks for local_param in local_parameters(chunk, hf)]
+        self._hf, self._group = hf, _model_group(groups)
+        self._gradients, self._finish_gather = gradients, settle
         self._optimizer: ChainedOptimizer | None = None
         self._mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._written_wide = False
-        self._meet(control)
+        self._exchange_specs(control)
 
-    def _meet(self, control: ControlPlane) -> None:
+    def _exchange_specs(self, control: ControlPlane) -> None:
         """Learn what the model has, from what every rank holds, and what this rank streams."""
-        own = [held for held in self.held if not held.tied]
-        mine = [
+        untied = [local_param for local_param in self.local_params if not local_param.tied]
+        own_entries = [
             (
-                held.place,
-                [TensorSpec(part.name, held.parameter.dtype, part.shape) for part in held.parts],
-                [part.place for part in held.slices(held.parameter.detach().view(-1))],
-                held.parameter.requires_grad,
+                local_param.order,
+                [TensorSpec(piece.name, local_param.parameter.dtype, piece.shape) for piece in local_param.mapped_rows],
+                [piece.place for piece in local_param.slices(local_param.parameter.detach().view(-1))],
+                local_param.parameter.requires_grad,
             )
-            for held in own
+            for local_param in untied
         ]
-        everyone = control.gather(mine)
-        known: dict[str, TensorSpec] = {}
+        entries_by_rank = control.gather(own_entries)
+        specs_by_name: dict[str, TensorSpec] = {}
         self._trained: set[str] = set()
-        entries = sorted((entry for theirs in everyone for entry in theirs), key=lambda entry: entry[0])
+        entries = sorted(
+            (entry for entries_of_rank in entries_by_rank for entry in entries_of_rank), key=lambda entry: entry[0]
+        )
         for _, specs, _, trained in entries:
             for spec in specs:
-                known.setdefault(spec.name, spec)
+                specs_by_name.setdefault(spec.name, spec)
             self._trained |= {spec.name for spec in specs if trained}
-        self._known = list(known.values())
+        self._specs = list(specs_by_name.values())
         # Of the ranks that hold the same part, the first speaks for it.
-        speaker: dict[Place, int] = {}
+        owner: dict[Place, int] = {}
         for rank in dist.get_process_group_ranks(self._group):
-            for _, _, places, _ in everyone[rank]:
+            for _, _, places, _ in entries_by_rank[rank]:
                 for place in places:
-                    speaker.setdefault(place, rank)
-        self._spoken = {place for place, rank in speaker.items() if rank == control.rank}
-        self._holders: dict[str, list[LocalParameter]] = {}
-        for held in own:
-            for name in held.names:
-                self._holders.setdefault(name, []).append(held)
+                    owner.setdefault(place, rank)
+        self._owned = {place for place, rank in owner.items() if rank == control.rank}
+        self._params_by_name: dict[str, list[LocalParameter]] = {}
+        for local_param in untied:
+            for name in local_param.names:
+                self._params_by_name.setdefault(name, []).append(local_param)
 
     # ---- in
 
@@ -128,38 +130,40 @@ class MegatronWeights:
                 "these cannot be loaded: load weights before the first step, or set optimizer_state_dtype='float32'"
             )
         with self._files(folder) as files:
-            files.check({known.name: known.shape for known in self._known}, _model_class(self._hf))
+            files.check({spec.name: spec.shape for spec in self._specs}, _model_class(self._hf))
 
     def read(self, folder: Path) -> None:
         """Fill this rank's parameters, and their float32 main parameters unrounded, from files that :meth:`check` has accepted. Reads this
         rank's slices. Collective.
         """
-        self._settle()
+        self._finish_gather()
         self._read(folder)
 
     def _read(self, folder: Path) -> None:
         with self._files(folder) as files:
-            for held in self.held:
-                self._fill(held, files.read)
+            for local_param in self.local_params:
+                self._fill_parameter(local_param, files.read)
 
     def _draw(self, seed: int, dtype: torch.dtype) -> None:
-        def take(block: dict[str, Tensor]) -> None:
-            for held in self.held:
-                if held.names[0] in block:
-                    self._fill(held, lambda name, box: block[name][box])
+        def fill_block(block: dict[str, Tensor]) -> None:
+            for local_param in self.local_params:
+                if local_param.names[0] in block:
+                    self._fill_parameter(local_param, lambda name, box: block[name][box])
 
-        draw_weights(self._hf, seed, dtype, take)
-        for parameter in (held.parameter for held in self.held if held.names == (VALUE_HEAD,)):
+        draw_weights(self._hf, seed, dtype, fill_block)
+        for parameter in (
+            local_param.parameter for local_param in self.local_params if local_param.names == (VALUE_HEAD,)
+        ):
             parameter.data.zero_()
             if parameter in self._mains:
                 self._mains[parameter][0].zero_()
 
     @torch.no_grad()
-    def _fill(self, held: LocalParameter, values: Values) -> None:
-        parameter = held.parameter
+    def _fill_parameter(self, local_param: LocalParameter, values: Values) -> None:
+        parameter = local_param.parameter
         local = torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for part in held.slices(local.view(-1)):
-            part.values.copy_(values(part.name, part.box))
+        for piece in local_param.slices(local.view(-1)):
+            piece.values.copy_(values(piece.name, piece.box))
         parameter.copy_(local)
         if parameter in self._mains:
             main, start = self._mains[parameter]
@@ -167,7 +171,7 @@ class MegatronWeights:
 
     def _files(self, folder: Path) -> HFWeights:
         tied = {EMBEDDING[0]: ["lm_head.weight"]} if self._hf.tie_word_embeddings else {}
-        return HFWeights(folder, tied, value_head=any(known.name == VALUE_HEAD for known in self._known))
+        return HFWeights(folder, tied, value_head=any(spec.name == VALUE_HEAD for spec in self._specs))
 
     # ---- out
 
@@ -175,36 +179,36 @@ class MegatronWeights:
         """All weights under their Hugging Face names, in the order of the model: full, in the dtype of the parameters, on the device. A
         tied weight comes once. Collective: every rank iterates to the end.
         """
-        self._settle()
-        yield from self._stream(lambda held: held.parameter.detach())
+        self._finish_gather()
+        yield from self._stream(lambda local_param: local_param.parameter.detach())
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         """The gradients of all weights that are trained, likewise."""
         value = self._gradients()
-        yield from self._stream(value, dtype=value(self.held[0]).dtype, trained=True)
+        yield from self._stream(value, dtype=value(self.local_params[0]).dtype, trained=True)
 
     def export(self) -> Export:
         """What is to be written: float32 main parameters where the optimizer has them, else the parameters in their own dtype. Collective."""
-        self._settle()
+        self._finish_gather()
         specs = [
-            TensorSpec(known.name, torch.float32 if self._written_wide else known.dtype, known.shape)
-            for known in self._known
+            TensorSpec(spec.name, torch.float32 if self._written_wide else spec.dtype, spec.shape)
+            for spec in self._specs
         ]
         model = _model_class(self._hf)
         generation = GenerationConfig.from_model_config(self._hf) if model.can_generate() else None
         return Export(specs, self._written_slices(), ModelCard(self._hf, model, generation))
 
     def _written_slices(self) -> Iterator[Slice]:
-        for held in self.held:
-            if held.tied:
+        for local_param in self.local_params:
+            if local_param.tied:
                 continue
             if not self._written_wide:
-                yield from held.slices(held.parameter.detach().view(-1))
-            elif held.parameter in self._mains:
-                main, start = self._mains[held.parameter]
-                yield from held.slices(main, start)
-            elif not held.parameter.requires_grad:
-                yield from held.slices(held.parameter.detach().view(-1))
+                yield from local_param.slices(local_param.parameter.detach().view(-1))
+            elif local_param.parameter in self._mains:
+                main, start = self._mains[local_param.parameter]
+                yield from local_param.slices(main, start)
+            elif not local_param.parameter.requires_grad:
+                yield from local_param.slices(local_param.parameter.detach().view(-1))
 
     @torch.no_grad()
     def _stream(
@@ -213,18 +217,18 @@ class MegatronWeights:
         """Full tensors, bucket by bucket: each part is put where it belongs by the one rank that speaks for it, and integers are summed,
         so that the others' zeros change no bit.
         """
-        device = self.held[0].parameter.device
-        for bucket in self._buckets([known for known in self._known if not trained or known.name in self._trained]):
-            sizes = [torch.Size(known.shape).numel() for known in bucket]
+        device = self.local_params[0].parameter.device
+        for bucket in self._buckets([spec for spec in self._specs if not trained or spec.name in self._trained]):
+            sizes = [torch.Size(spec.shape).numel() for spec in bucket]
             filled_up = -(-sum(sizes) // 8) * 8  # to whole integers
             flat = torch.zeros(filled_up, dtype=dtype or bucket[0].dtype, device=device)
             values = flat[: sum(sizes)].split(sizes)
-            full = {known.name: x.view(known.shape) for known, x in zip(bucket, values, strict=True)}
+            full = {spec.name: x.view(spec.shape) for spec, x in zip(bucket, values, strict=True)}
             for name, tensor in full.items():
-                for held in self._holders.get(name, ()):
-                    for part in held.slices(value(held).reshape(-1)):
-                        if part.name == name and part.place in self._spoken:
-                            tensor[part.box] = part.values
+                for local_param in self._params_by_name.get(name, ()):
+                    for piece in local_param.slices(value(local_param).reshape(-1)):
+                        if piece.name == name and piece.place in self._owned:
+                            tensor[piece.box] = piece.values
             if dist.get_world_size(self._group) > 1:
                 dist.all_reduce(flat.view(torch.int64), group=self._group)
             yield from (NamedTensor(name, tensor) for name, tensor in full.items())
@@ -234,41 +238,41 @@ class MegatronWeights:
         """Tensors of one dtype at a time, in order."""
         bucket: list[TensorSpec] = []
         size = 0
-        for known in tensors:
-            if bucket and (size + known.nbytes > BUCKET_BYTES or known.dtype != bucket[0].dtype):
+        for spec in tensors:
+            if bucket and (size + spec.nbytes > BUCKET_BYTES or spec.dtype != bucket[0].dtype):
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(known)
-            size += known.nbytes
+            bucket.append(spec)
+            size += spec.nbytes
         if bucket:
             yield bucket
 
 
 def _has_mains(optimizer: ChainedOptimizer) -> bool:
     """Whether main parameters are tensors of their own here: a precision-aware optimizer keeps them to itself."""
-    return not any(part.config.use_precision_aware_optimizer for part in optimizer.chained_optimizers)
+    return not any(inner.config.use_precision_aware_optimizer for inner in optimizer.chained_optimizers)
 
 
 def _has_stepped(optimizer: ChainedOptimizer) -> bool:
-    return any(not part.is_stub_optimizer and part.optimizer.state for part in optimizer.chained_optimizers)
+    return any(not inner.is_stub_optimizer and inner.optimizer.state for inner in optimizer.chained_optimizers)
 
 
 def _main_parameters(optimizer: ChainedOptimizer | None) -> dict[nn.Parameter, tuple[Tensor, int]]:
     """The float32 copies that the optimizer keeps of bf16 parameters: flat, and where each starts in its parameter. The distributed
     optimizer has a stretch of some of them on each rank; float32 parameters need no copy.
     """
-    found: dict[nn.Parameter, tuple[Tensor, int]] = {}
-    for part in optimizer.chained_optimizers if optimizer is not None and _has_mains(optimizer) else ():
-        if part.is_stub_optimizer:
+    flat_mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
+    for inner in optimizer.chained_optimizers if optimizer is not None and _has_mains(optimizer) else ():
+        if inner.is_stub_optimizer:
             continue
-        is_distributed = isinstance(part, DistributedOptimizer)
-        parameters = getattr(part, "model_float16_groups" if is_distributed else "float16_groups", [])
-        mains = getattr(part, "shard_fp32_from_float16_groups" if is_distributed else "fp32_from_float16_groups", [])
+        is_distributed = isinstance(inner, DistributedOptimizer)
+        parameters = getattr(inner, "model_float16_groups" if is_distributed else "float16_groups", [])
+        mains = getattr(inner, "shard_fp32_from_float16_groups" if is_distributed else "fp32_from_float16_groups", [])
         for group, main_group in zip(parameters, mains, strict=True):
             for parameter, main in zip(group, main_group, strict=True):
-                start = part._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
-                found[parameter] = (main.detach().view(-1), start)
-    return found
+                start = inner._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
+                flat_mains[parameter] = (main.detach().view(-1), start)
+    return flat_mains
 
 
 def _model_class(hf: PretrainedConfig) -> type[PreTrainedModel]:
@@ -276,7 +280,7 @@ def _model_class(hf: PretrainedConfig) -> type[PreTrainedModel]:
     return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)])
 
 
-def _whole_model(groups: ProcessGroupCollection) -> dist.ProcessGroup:
+def _model_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
     """The smallest group of ranks that hold the whole model between them."""
     tp, experts = groups.tp.size(), groups.ep.size() * groups.expt_tp.size()
     if tp % experts == 0:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.engine.checkpoint.tensor_layout import stored_tensors
-from areal.engine.fsdp.pipeline.split import Split, part_of
+from areal.engine.fsdp.pipeline.split import PipelineSplit, build_stage
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.utils.dtensor import reshard
 
@@ -21,44 +21,44 @@ class ModelChunks(nn.ModuleList):
     to the embedding, the last stage has a copy of it.
 
     Args:
-        parts: of this rank, by stage.
-        whole: the model that they are parts of; its values are not looked at.
+        stage_models: of this rank, by stage.
+        full_model: the model that they are parts of; its values are not looked at.
         rank: in the pipeline. group: the pipeline's ranks, or ``None``.
     """
 
     def __init__(
         self,
-        parts: Mapping[int, PackedCausalLM],
-        whole: PackedCausalLM,
-        split: Split,
+        stage_models: Mapping[int, PackedCausalLM],
+        full_model: PackedCausalLM,
+        split: PipelineSplit,
         rank: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(parts.values())
-        self._whole = (whole,)  # in a tuple: a module's own modules are parts of it
-        self.stages = list(parts)
+        super().__init__(stage_models.values())
+        self._full_model = (full_model,)  # in a tuple: a module's own modules are parts of it
+        self.stages = list(stage_models)
         self.split, self.rank, self.group = split, rank, group
         first: dict[int, str] = {}
         self._first_names = {
             name: first.setdefault(id(parameter), name)
-            for name, parameter in whole.named_parameters(remove_duplicate=False)
+            for name, parameter in full_model.named_parameters(remove_duplicate=False)
         }
 
     @classmethod
-    def cut(cls, whole: PackedCausalLM, split: Split, pipeline: DeviceMesh) -> ModelChunks:
+    def cut(cls, full_model: PackedCausalLM, split: PipelineSplit, pipeline: DeviceMesh) -> ModelChunks:
         """This rank's part of a model on the meta device."""
         rank = pipeline.get_local_rank()
-        parts = {stage: part_of(whole, split, stage) for stage in split.stages_of(rank)}
-        return cls(parts, whole, split, rank, pipeline.get_group() if pipeline.size() > 1 else None)
+        stage_models = {stage: build_stage(full_model, split, stage) for stage in split.stages_of(rank)}
+        return cls(stage_models, full_model, split, rank, pipeline.get_group() if pipeline.size() > 1 else None)
 
     @classmethod
     def of(cls, model: PackedCausalLM) -> ModelChunks:
         """A model that is all here."""
-        return cls({0: model}, model, Split.none())
+        return cls({0: model}, model, PipelineSplit.none())
 
     @property
-    def whole(self) -> PackedCausalLM:
-        return self._whole[0]
+    def full_model(self) -> PackedCausalLM:
+        return self._full_model[0]
 
     def __iter__(self) -> Iterator[PackedCausalLM]:  # type: ignore[override]
         return super().__iter__()  # type: ignore[return-value]

@@ -26,7 +26,7 @@ class PipelineSchedule:
     reductions of a stage, which is an FSDP module, back to the end of a call.
 
     Args:
-        chunks: of this rank, each sharded. kind: which schedule.
+        chunks: of this rank, each sharded. spec: which schedule.
         dtype: of hidden states. token_split: ranks that share the tokens of a micro-batch.
         timer: the engine's, so that a profile names the micro-batch of each backward.
     """
@@ -36,18 +36,18 @@ class PipelineSchedule:
     def __init__(
         self,
         chunks: ModelChunks,
-        kind: ScheduleSpec,
+        spec: ScheduleSpec,
         device: torch.device,
         dtype: torch.dtype,
         token_split: int,
         timer: PhaseTimer,
     ) -> None:
-        self._chunks, self._kind, self._timer = chunks, kind, timer
+        self._chunks, self._spec, self._timer = chunks, spec, timer
         self._device, self._dtype, self._token_split = device, dtype, token_split
-        self._width = chunks.whole.hf.config.get_text_config().hidden_size
+        self._width = chunks.full_model.hf.config.get_text_config().hidden_size
 
     def round_up(self, n: int) -> int:
-        return self._kind.round_up(n, len(set(self._chunks.split.ranks)))
+        return self._spec.round_up(n, len(set(self._chunks.split.ranks)))
 
     def grad_scale(self, n: int) -> float:
         """Torch is told to divide nothing."""
@@ -94,8 +94,8 @@ class PipelineSchedule:
         ]
         for stage in stages:
             stage.compute, stage.mbs, stage.timer = compute, mbs, self._timer
-        return self._kind.torch_class(
-            stages[0] if self._kind.chunks == "one" else stages, len(mbs), loss_fn=_loss, scale_grads=False
+        return self._spec.torch_class(
+            stages[0] if self._spec.chunks == "one" else stages, len(mbs), loss_fn=_loss, scale_grads=False
         )
 
 
@@ -110,14 +110,14 @@ class _Stage(PipelineStage):
     compute: Callable[[Any, MicroBatch, Tensor | None], Tensor]
     mbs: MicroBatchList
     timer: PhaseTimer
-    _at: MicroBatch
+    _current_mb: MicroBatch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        self._at = self.mbs[fwd_chunk_id]
+        self._current_mb = self.mbs[fwd_chunk_id]
         return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def forward_maybe_with_nosync(self, hidden: Tensor | None = None) -> Tensor:
-        return self.compute(self.submod, self._at, hidden)
+        return self.compute(self.submod, self._current_mb, hidden)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         if not self.has_backward:

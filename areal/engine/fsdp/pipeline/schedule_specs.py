@@ -43,13 +43,13 @@ class ScheduleSpec:
 
     def rank_of(self, stage: int, ranks: int) -> int:
         """The pipeline rank of a stage."""
-        turn, place = divmod(stage, ranks)
-        return ranks - 1 - place if self.back and turn % 2 else place
+        turn, position = divmod(stage, ranks)
+        return ranks - 1 - position if self.back and turn % 2 else position
 
 
-KINDS: Mapping[str, ScheduleSpec] = {
-    kind.name: kind
-    for kind in (
+SCHEDULES: Mapping[str, ScheduleSpec] = {
+    spec.name: spec
+    for spec in (
         ScheduleSpec("GPipe", "Huang et al., 2019", chunks="one"),
         ScheduleSpec("1F1B", "Narayanan et al., 2019", chunks="one", fills=True),
         ScheduleSpec("Interleaved1F1B", "Narayanan et al., 2021", rounds=True),
@@ -67,37 +67,37 @@ def choose_schedule(config: TrainEngineConfig) -> ScheduleSpec:
         ValueError: it does not go with the layout or with some other setting; names both.
     """
     dims, fsdp = config.dims, config.fsdp
-    kind = KINDS[fsdp.pipeline_schedule or ("1F1B" if dims.vpp == 1 else "Interleaved1F1B")]
+    spec = SCHEDULES[fsdp.pipeline_schedule or ("1F1B" if dims.vpp == 1 else "Interleaved1F1B")]
     if dims.pp == 1:
         if fsdp.pipeline_schedule is not None or dims.vpp > 1:
-            given = f"fsdp.pipeline_schedule = {kind.name!r}" if fsdp.pipeline_schedule else f"v{dims.vpp}"
+            given = f"fsdp.pipeline_schedule = {spec.name!r}" if fsdp.pipeline_schedule else f"v{dims.vpp}"
             raise ValueError(
                 f"{given} with backend = '{dims}': a schedule is for pipelines; add p to the layout, or leave it out"
             )
-        return kind
-    fits = {"one": dims.vpp == 1, "two": dims.vpp == 2, "several": dims.vpp > 1}[kind.chunks]
+        return spec
+    fits = {"one": dims.vpp == 1, "two": dims.vpp == 2, "several": dims.vpp > 1}[spec.chunks]
     if not fits:
-        needs = {"one": "no v", "two": "v2", "several": "v2 or more"}[kind.chunks]
+        needs = {"one": "no v", "two": "v2", "several": "v2 or more"}[spec.chunks]
         raise ValueError(
-            f"fsdp.pipeline_schedule = {kind.name!r} with backend = '{dims}': it needs {needs} in the layout"
+            f"fsdp.pipeline_schedule = {spec.name!r} with backend = '{dims}': it needs {needs} in the layout"
         )
-    apart = f"fsdp.pipeline_schedule = {kind.name!r} computes gradients of weights apart from those of inputs, which"
-    if kind.zero_bubble and fsdp.reshard_after_forward:
+    apart = f"fsdp.pipeline_schedule = {spec.name!r} computes gradients of weights apart from those of inputs, which"
+    if spec.zero_bubble and fsdp.reshard_after_forward:
         raise ValueError(f"{apart} needs gathered weights: leave fsdp.reshard_after_forward out")
-    if kind.zero_bubble and config.activation_checkpointing != "none":
+    if spec.zero_bubble and config.activation_checkpointing != "none":
         raise ValueError(
             f"{apart} would recompute activations twice: activation_checkpointing = {config.activation_checkpointing!r} needs another "
             "schedule"
         )
-    if kind.zero_bubble and config.lora is not None:
+    if spec.zero_bubble and config.lora is not None:
         raise ValueError(f"{apart} leaves adapters out: lora needs another schedule")
-    if kind.zero_bubble and fsdp.compile:
+    if spec.zero_bubble and fsdp.compile:
         raise ValueError(f"{apart} the backward of a compiled graph cannot: fsdp.compile = True needs another schedule")
     if config.grad_sync == "micro_batch":
         raise ValueError(
             f"grad_sync = 'micro_batch' with backend = '{dims}': a pipeline reduces gradients once, at the end of a call; leave it out"
         )
-    return kind
+    return spec
 
 
 def check_pipeline_attention(dims: ParallelDims, *, packed: bool) -> None:

@@ -16,7 +16,7 @@ from areal.engine.fsdp.pipeline.schedule_specs import ScheduleSpec
 from areal.engine.model.packed_lm import PackedCausalLM
 
 
-class Absent(nn.Module):
+class PassThrough(nn.Module):
     """Stands where another stage has a module: passes on what it is given, and keeps the settings that the model around it may ask for."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,7 +28,7 @@ class Absent(nn.Module):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderNames:
     """Where the parts of a decoder are, by their names in the model.
 
     Attributes:
@@ -41,7 +41,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Split:
+class PipelineSplit:
     """How a model is spread over the stages of a pipeline. The first has the embedding too, the last the norm and the heads.
 
     Attributes:
@@ -51,10 +51,10 @@ class Split:
 
     spans: tuple[range, ...]
     ranks: tuple[int, ...]
-    decoder: Decoder | None = None
+    decoder: DecoderNames | None = None
 
     @classmethod
-    def none(cls) -> Split:
+    def none(cls) -> PipelineSplit:
         """One stage has everything."""
         return cls((range(0),), (0,))
 
@@ -75,16 +75,18 @@ class Split:
         return self.ranks[0 if in_front else -1]
 
 
-def plan_split(whole: PackedCausalLM, dims: ParallelDims, kind: ScheduleSpec, config: FSDPConfig) -> Split:
+def plan_pipeline_split(
+    full_model: PackedCausalLM, dims: ParallelDims, spec: ScheduleSpec, config: FSDPConfig
+) -> PipelineSplit:
     """Spread the layers of a model over the stages of a layout.
 
     Args:
-        whole: may be on the meta device. kind: of the schedule.
+        full_model: may be on the meta device. spec: of the schedule.
 
     Raises:
         ValueError: this model or this number of layers cannot be spread so; says why.
     """
-    layers, stages = whole.hf.config.get_text_config().num_hidden_layers, dims.pp * dims.vpp
+    layers, stages = full_model.hf.config.get_text_config().num_hidden_layers, dims.pp * dims.vpp
     counts = config.pipeline_layers
     if counts is not None and (len(counts) != stages or sum(counts) != layers):
         raise ValueError(
@@ -92,7 +94,7 @@ def plan_split(whole: PackedCausalLM, dims: ParallelDims, kind: ScheduleSpec, co
             f"{layers} layers of the model"
         )
     if stages == 1:
-        return Split.none()
+        return PipelineSplit.none()
     if layers < stages:
         raise ValueError(
             f"backend = '{dims}' has {stages} stages, and the model {layers} layers: every stage needs one; choose a smaller p or v"
@@ -101,9 +103,9 @@ def plan_split(whole: PackedCausalLM, dims: ParallelDims, kind: ScheduleSpec, co
     for count in counts or even_counts(layers, stages):
         spans.append(range(start, start + count))
         start += count
-    decoder = find_decoder(whole.hf)
-    check_chain(whole.hf, decoder)
-    return Split(tuple(spans), tuple(kind.rank_of(stage, dims.pp) for stage in range(stages)), decoder)
+    decoder = decoder_names(full_model.hf)
+    check_chain(full_model.hf, decoder)
+    return PipelineSplit(tuple(spans), tuple(spec.rank_of(stage, dims.pp) for stage in range(stages)), decoder)
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
@@ -114,18 +116,20 @@ def even_counts(layers: int, stages: int) -> list[int]:
     return [least + (stage in in_turn[:left]) for stage in range(stages)]
 
 
-def find_decoder(hf: PreTrainedModel) -> Decoder:
+def decoder_names(hf: PreTrainedModel) -> DecoderNames:
     """The parts of a decoder that is an embedding, a list of layers and a norm, and has no other parameters.
 
     Raises:
         ValueError: it has others, or some of these are missing.
     """
     decoder = hf.get_decoder()
-    kinds = set(hf._no_split_modules or ())
+    layer_classes = set(hf._no_split_modules or ())
     lists = [
         name
         for name, child in decoder.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and {type(layer).__name__ for layer in child} <= kinds
+        if isinstance(child, nn.ModuleList)
+        and len(child)
+        and {type(layer).__name__ for layer in child} <= layer_classes
     ]
     embedding = decoder.get_input_embeddings()
     others = [
@@ -135,16 +139,16 @@ def find_decoder(hf: PreTrainedModel) -> Decoder:
     ]
     if len(lists) != 1 or len(others) != 1:
         raise ValueError(
-            _refusal(
+            _not_splittable(
                 hf, f"has lists of layers {lists} and {others} beside its embedding, instead of one list and one norm"
             )
         )
     name = next(name for name, module in hf.named_modules() if module is decoder)
-    return Decoder(name, lists[0], others[0])
+    return DecoderNames(name, lists[0], others[0])
 
 
 @torch.no_grad()
-def check_chain(hf: PreTrainedModel, parts: Decoder) -> None:
+def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
     """Refuse a decoder that does something of its own between embedding, layers and norm: a later stage would do it again.
 
     Tried with stand-ins for all three: what comes out must be what went in, with what the last layer added.
@@ -153,47 +157,47 @@ def check_chain(hf: PreTrainedModel, parts: Decoder) -> None:
         ValueError: it does; says what was tried.
     """
     probe: Any = copy.deepcopy(hf.get_decoder())
-    layers, seen = getattr(probe, parts.layers), list[Tensor]()
+    layers, seen = getattr(probe, names.layers), list[Tensor]()
     for number, layer in enumerate(layers):
-        layers[number] = Absent(layer)
-    setattr(probe, parts.norm, Absent(getattr(probe, parts.norm)))
-    probe.set_input_embeddings(Absent(probe.get_input_embeddings()))
+        layers[number] = PassThrough(layer)
+    setattr(probe, names.norm, PassThrough(getattr(probe, names.norm)))
+    probe.set_input_embeddings(PassThrough(probe.get_input_embeddings()))
     probe = probe.to_empty(device="cpu").eval()
     for buffer in probe.buffers():
         buffer.zero_()
     layers[-1].register_forward_hook(lambda module, args, out: out + 1)
-    getattr(probe, parts.norm).register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    getattr(probe, names.norm).register_forward_hook(lambda module, args, out: seen.append(args[0]))
     x = torch.rand(1, 2, hf.config.get_text_config().hidden_size)
     try:
         out = probe(inputs_embeds=x, position_ids=torch.arange(2)[None], attention_mask=None, use_cache=False)
-        same = bool(torch.equal(out.last_hidden_state, x + 1) and len(seen) == 1 and torch.equal(seen[0], x + 1))
+        unchanged = bool(torch.equal(out.last_hidden_state, x + 1) and len(seen) == 1 and torch.equal(seen[0], x + 1))
         why = "changes hidden states outside its layers"
     except Exception as error:
-        same, why = False, f"does not run on hidden states ({type(error).__name__}: {error})"
-    if not same:
-        raise ValueError(_refusal(hf, why))
+        unchanged, why = False, f"does not run on hidden states ({type(error).__name__}: {error})"
+    if not unchanged:
+        raise ValueError(_not_splittable(hf, why))
 
 
-def part_of(whole: PackedCausalLM, split: Split, stage: int) -> PackedCausalLM:
+def build_stage(full_model: PackedCausalLM, split: PipelineSplit, stage: int) -> PackedCausalLM:
     """A copy of a model on the meta device of which only one stage is left, under the same names."""
-    model: Any = copy.deepcopy(whole)
+    model: Any = copy.deepcopy(full_model)
     if split.decoder is None:
         return model
     decoder = model.hf.get_decoder()
     layers = getattr(decoder, split.decoder.layers)
     for number, layer in enumerate(layers):
         if number not in split.spans[stage]:
-            layers[number] = Absent(layer)
+            layers[number] = PassThrough(layer)
     if stage > 0:
-        decoder.set_input_embeddings(Absent(decoder.get_input_embeddings()))
+        decoder.set_input_embeddings(PassThrough(decoder.get_input_embeddings()))
     if stage < len(split.spans) - 1:
-        setattr(decoder, split.decoder.norm, Absent(getattr(decoder, split.decoder.norm)))
-        model.hf.set_output_embeddings(Absent(model.hf.get_output_embeddings()))
+        setattr(decoder, split.decoder.norm, PassThrough(getattr(decoder, split.decoder.norm)))
+        model.hf.set_output_embeddings(PassThrough(model.hf.get_output_embeddings()))
         model.value_head, model.has_head = None, False
     return model
 
 
-def _refusal(hf: PreTrainedModel, why: str) -> str:
+def _not_splittable(hf: PreTrainedModel, why: str) -> str:
     return (
         f"model type {hf.config.model_type!r} cannot be cut into pipeline stages: {type(hf.get_decoder()).__name__} {why}; "
         "leave p out"

@@ -21,23 +21,23 @@ class TiedGradients:
         self._copies = [parameter for parameter in chunks.copies() if parameter.requires_grad]
         self._group = chunks.group
         ends = (chunks.split.ranks[0], chunks.split.ranks[-1])
-        tied = chunks.whole.hf.get_output_embeddings().weight is chunks.whole.hf.get_input_embeddings().weight
-        self._mine: list[nn.Parameter] = []
+        tied = chunks.full_model.hf.get_output_embeddings().weight is chunks.full_model.hf.get_input_embeddings().weight
+        self._tied: list[nn.Parameter] = []
         self._peer: int | None = None
         self._summed = False
         if not tied or chunks.group is None or chunks.rank not in ends:
             return
         if chunks.rank == ends[0]:
-            self._mine.append(chunks[0].hf.get_input_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
+            self._tied.append(chunks[0].hf.get_input_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
         if chunks.rank == ends[1]:
-            self._mine.append(chunks[len(chunks) - 1].hf.get_output_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
-        self._mine = [parameter for parameter in self._mine if parameter.requires_grad]
+            self._tied.append(chunks[len(chunks) - 1].hf.get_output_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
+        self._tied = [parameter for parameter in self._tied if parameter.requires_grad]
         if ends[0] != ends[1]:
             self._peer = ends[1] if chunks.rank == ends[0] else ends[0]
 
     def before_backward(self) -> None:
         """What is summed already is left on the first stage alone, so that the next sum does not count it again."""
-        if self._mine and self._summed:
+        if self._tied and self._summed:
             for parameter in self._copies:
                 if parameter.grad is not None:
                     local_part(parameter.grad).zero_()
@@ -46,15 +46,15 @@ class TiedGradients:
     @torch.no_grad()
     def sum(self) -> None:
         """Give both copies the sum of their gradients, bit for bit the same. Collective over the two stages."""
-        if not self._mine:
+        if not self._tied:
             return
-        grads = [_gradient(parameter) for parameter in self._mine]
+        grads = [_local_gradient(parameter) for parameter in self._tied]
         if self._peer is None:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])
         else:
             # Shards that are kept on the host travel by way of the device.
-            sent = grads[0].to(collective_device(self._mine[0]), copy=True)
+            sent = grads[0].to(collective_device(self._tied[0]), copy=True)
             other = torch.empty_like(sent)
             ops = [
                 dist.P2POp(dist.isend, sent, group=self._group, group_peer=self._peer),
@@ -66,7 +66,7 @@ class TiedGradients:
         self._summed = True
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = empty_like(parameter)
         local_part(parameter.grad).zero_()

@@ -85,7 +85,7 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
             raise ValueError(
                 f"backend = '{dims}': t{dims.tp} does not divide the model's {number} {what}; choose a smaller t"
             )
-    experts = _experts(hf)
+    experts = _experts_per_layer(hf)
     if dims.ep > 1 and (not experts or experts % dims.ep):
         raise ValueError(
             f"backend = '{dims}': e{dims.ep} does not divide the model's {experts} experts; choose another e"
@@ -100,7 +100,7 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
     _check_stages(hf.num_hidden_layers, dims, config)
 
 
-def _experts(hf: PretrainedConfig) -> int:
+def _experts_per_layer(hf: PretrainedConfig) -> int:
     """In each layer that has any."""
     return getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", None) or 0
 
@@ -123,8 +123,8 @@ def _check_stages(layers: int, dims: ParallelDims, config: TrainEngineConfig) ->
         return
     rest, stages = layers - sum(ends), dims.pp - len(ends)
     depths = [*ends, rest // stages] if stages else ends
-    whole = rest % stages == 0 if stages else rest == 0
-    if not whole or any(depth < dims.vpp or depth % dims.vpp for depth in depths):
+    divides = rest % stages == 0 if stages else rest == 0
+    if not divides or any(depth < dims.vpp or depth % dims.vpp for depth in depths):
         raise ValueError(
             f"backend = '{dims}': {layers} layers do not split over {dims.pp} stages of {dims.vpp} chunks with "
             f"megatron.first_stage_layers = {first} and last_stage_layers = {last}: set these so that the rest divides, or "
@@ -243,7 +243,7 @@ def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
         return fields
     fields |= _sigmoid_router(hf) if hf.model_type in LATENT else _softmax_router(hf)
     return fields | {
-        "num_moe_experts": _experts(hf),
+        "num_moe_experts": _experts_per_layer(hf),
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
         # Balancing is a term of the loss, in the sum contract; never a gradient that Megatron adds by itself.

@@ -143,22 +143,22 @@ class LatentAttention(MLASelfAttention):
         queries = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         submodules = replace(submodules, linear_q_proj=queries)
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
-        self.rotary_pos_emb = _AnglesOfLayout()
+        self.rotary_pos_emb = _AnglesFromLayout()
         self.config = copy.copy(config)
         self.config.rope_type = (
             "yarn"  # takes a scale beside the angles; built as such, it would compute a table in pinned memory
         )
         if local:
-            self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+            self.linear_kv_down_proj = ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
         if local and config.q_lora_rank is not None:
-            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+            self.linear_q_down_proj = ReplicatedLinear(config, config.q_lora_rank)
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             module: Any = getattr(self, name, None)
             if hasattr(module, "eps"):
                 module.eps = LATENT_NORM_EPS
 
 
-class WholeLinear(nn.Module):
+class ReplicatedLinear(nn.Module):
     """A product with the same weight ``[out, hidden_size]`` on all tensor-parallel ranks, each with its part of the tokens or all."""
 
     def __init__(self, config: TransformerConfig, out: int) -> None:
@@ -170,7 +170,7 @@ class WholeLinear(nn.Module):
         return F.linear(x, self.weight), None
 
 
-class _AnglesOfLayout(nn.Module):
+class _AnglesFromLayout(nn.Module):
     """Stands where latent attention asks for angles by the length of a sequence: it is given the layout for a length."""
 
     def get_rotary_seq_len(
