@@ -1,7 +1,8 @@
-"""Weights through memory that processes of one host share: two buckets, filled and read in turn.
+"""Send weights through memory that processes of one host share: two buckets, filled and read in turn.
 
-On the CPU the memory has no name anywhere: it is passed to each receiver as an open file over the line, and the system frees it with the last
-process that holds it, however that ends. On CUDA it is two buffers of the trainer's GPU, opened by receivers through CUDA IPC handles.
+On the CPU the memory is an anonymous file. Its descriptor is sent to each receiver over the control connection, and
+the system frees it with the last process that uses it, even if that process is killed. On CUDA the memory is two
+buffers of the trainer's GPU, which receivers open through CUDA IPC handles.
 """
 
 from __future__ import annotations
@@ -30,20 +31,23 @@ from areal.weight_sync.transport import Transport
 
 
 class SharedMemoryTransport(Transport):
-    """Hands weights to receivers on the same host. While they read one bucket, the next is filled; none is overwritten before all have read it.
+    """Sends weights to receivers on the same host. The next bucket is filled while receivers read the current one, and
+    a bucket is overwritten only after all receivers have read it.
 
-    A receiver that dies is an error that names it, on every rank; the next update goes to those that are left. Receivers may also join
-    between updates.
+    A dead receiver raises an error with its name on every rank. The next update goes to the remaining receivers.
+    Receivers may join between updates.
 
     Args:
-        control: over all ranks of the trainer. The first one sends.
-        path: of the socket at which receivers call: at most 100 bytes long, in a directory that only its owner can enter.
-        receivers: how many must be there before an update begins.
-        bucket_bytes: size of a bucket; there are two, whatever the number of receivers.
+        control: control plane over all ranks of the trainer. The first rank sends.
+        path: path of the socket at which receivers connect, at most 100 bytes, in a directory that only its owner
+            can enter.
+        receivers: minimum number of connected receivers before an update begins.
+        bucket_bytes: size of a bucket; there are two, regardless of the number of receivers.
         cast: dtype in which floating-point tensors are sent.
-        device: where buckets are: host memory, or the trainer's GPU. (The latter has not been run.)
-        timeout: seconds that any answer of a receiver may take. Other ranks wait in a collective meanwhile: keep it below their timeout.
-        observe: told of each stage.
+        device: device of the buckets: host memory, or the trainer's GPU (not tested).
+        timeout: seconds to wait for any answer of a receiver. Other ranks wait in a collective meanwhile, so it
+            must be below their timeout.
+        observe: called with the name of each stage.
     """
 
     def __init__(
@@ -68,13 +72,13 @@ class SharedMemoryTransport(Transport):
 
 
 class SharedMemoryReceiver(PushReceiver):
-    """Takes what a :class:`SharedMemoryTransport` sends.
+    """Receives from a :class:`SharedMemoryTransport`.
 
     Args:
-        path: of the transport's socket.
-        module: to be filled.
-        timeout: seconds in which the trainer must be found, and may be silent in the middle of an update.
-        staging: where an update is held, whole, until it is committed.
+        path: path of the transport's socket.
+        module: module to update.
+        timeout: seconds to find the trainer, and seconds that it may be silent during an update.
+        staging: device of the staged update, until it is committed.
     """
 
     def __init__(
@@ -91,25 +95,29 @@ class SharedMemoryReceiver(PushReceiver):
 
 
 class _SharedMemory(Protocol):
-    """Two buffers that another process can open."""
+    """Two buffers that other processes can map."""
 
     buffers: tuple[Tensor, Tensor]
     kind: str
 
     def send_to(self, connection: Connection) -> None:
-        """Let the other end open them, which it does at once."""
+        """Send the handle of the buffers to a receiver, which maps them immediately."""
         ...
 
     def synchronize(self) -> None:
-        """Return when what was written can be read elsewhere."""
+        """Wait until earlier writes are visible to other processes."""
         ...
 
 
 class _SharedBuffers:
+    """Implements :class:`~areal.weight_sync.push.BufferPool`: a bucket is sent by announcing it."""
+
     def __init__(self, memory: _SharedMemory, timeout: float) -> None:
         self._memory, self._timeout = memory, timeout
         self._members: list[Connection] = []
+        # Receivers that have mapped the memory in an earlier update; weak, so that disconnected ones are forgotten.
         self._mapped_by: weakref.WeakSet[Connection] = weakref.WeakSet()
+        # True for a buffer that some receiver may still be reading.
         self._unread = [False, False]
         self.index = 1
 
@@ -137,6 +145,7 @@ class _SharedBuffers:
         self._unread[self.index] = True
 
     def flush(self, update: int) -> None:
+        # The older bucket first, in the order of the receivers' messages.
         for index in (1 - self.index, self.index):
             self._wait_until_read(index, update)
 
@@ -144,8 +153,12 @@ class _SharedBuffers:
         self._unread = [False, False]
 
     def _wait_until_read(self, index: int, update: int) -> None:
-        """Receivers say *read* once for each bucket, in order: the next that comes is about the older one."""
+        """Wait until all receivers have read a buffer.
+
+        Receivers send *read* once per bucket, in order, so that the next message refers to the older bucket.
+        """
         if self._unread[index]:
+            # One deadline for all receivers.
             deadline = time.monotonic() + self._timeout
             for connection in self._members:
                 connection.expect("read", update, deadline)
@@ -153,6 +166,8 @@ class _SharedBuffers:
 
 
 class _SharedBucketReceiver:
+    """Implements :class:`~areal.weight_sync.push.BucketReceiver` on mapped memory."""
+
     def __init__(self) -> None:
         self._buffers: tuple[Tensor, ...] = ()
 
@@ -164,18 +179,21 @@ class _SharedBucketReceiver:
         return self._buffers[index][:used]
 
     def release(self, connection: Connection, update: int) -> None:
+        # Copies out of a GPU buffer are asynchronous: finish them before the trainer overwrites it.
         if self._buffers[0].is_cuda:
             torch.cuda.synchronize(self._buffers[0].device)
         connection.send({"is": "read", "update": update})
 
     def abort(self) -> None:
-        pass  # the buffers are the trainer's, and stay open for its next update
+        pass  # the buffers belong to the trainer and stay mapped for the next update
 
 
 # ---- memory of the host
 
 
 class _HostMemory:
+    """Implements :class:`_SharedMemory` in host memory, as an anonymous file."""
+
     kind = "host"
 
     def __init__(self, nbytes: int) -> None:
@@ -193,7 +211,9 @@ class _HostMemory:
 
 
 def _map_host_memory(connection: Connection, nbytes: int) -> tuple[Tensor, Tensor]:
+    """Receive the descriptor of the trainer's memory and map its buffers."""
     file = recv_handle(connection.pipe)
+    # The mapping keeps the memory alive without the descriptor.
     try:
         return _map_buffers(file, nbytes)
     finally:
@@ -201,10 +221,11 @@ def _map_host_memory(connection: Connection, nbytes: int) -> tuple[Tensor, Tenso
 
 
 def _anonymous_file(nbytes: int) -> int:
-    """A descriptor of memory that no path leads to."""
+    """Return a file descriptor of memory without a path."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("areal-weights", os.MFD_CLOEXEC)
     else:
+        # Systems without memfd: a temporary file, already unlinked.
         with tempfile.TemporaryFile() as unlinked:
             file = os.dup(unlinked.fileno())
     os.ftruncate(file, nbytes)
@@ -212,7 +233,7 @@ def _anonymous_file(nbytes: int) -> int:
 
 
 def _map_buffers(file: int, nbytes: int) -> tuple[Tensor, Tensor]:
-    memory = mmap.mmap(file, 2 * nbytes)  # lives as long as the tensors
+    memory = mmap.mmap(file, 2 * nbytes)  # is freed with the tensors
     memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
     return memory_bytes[:nbytes], memory_bytes[nbytes:]
 
@@ -221,7 +242,10 @@ def _map_buffers(file: int, nbytes: int) -> tuple[Tensor, Tensor]:
 
 
 class _DeviceMemory:
-    """Has not been run. The caching allocator must not use expandable segments, whose memory has no IPC handles in every release."""
+    """Implements :class:`_SharedMemory` on a GPU. Not tested.
+
+    The caching allocator must not use expandable segments, which do not have IPC handles in every release.
+    """
 
     kind = "device"
 
@@ -233,7 +257,7 @@ class _DeviceMemory:
         )
 
     def send_to(self, connection: Connection) -> None:
-        # Handles are pickled by torch: a receiver trusts whoever owns the directory of the socket.
+        # torch pickles handles: receivers must trust the owner of the socket's directory.
         connection.pipe.send_bytes(pickle.dumps([reduce_tensor(buffer) for buffer in self.buffers]))
 
     def synchronize(self) -> None:
@@ -241,6 +265,7 @@ class _DeviceMemory:
 
 
 def _map_device_memory(connection: Connection, nbytes: int) -> tuple[Tensor, ...]:
+    """Receive the IPC handles of the trainer's buffers and open them."""
     return tuple(rebuild(*args) for rebuild, args in pickle.loads(connection.pipe.recv_bytes()))
 
 

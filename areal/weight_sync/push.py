@@ -1,8 +1,11 @@
-"""Updates that are pushed to receivers in other processes, bucket by bucket, whatever carries the buckets.
+"""Push updates to receivers in other processes, bucket by bucket, independent of how the buckets travel.
 
-Over a line to each receiver goes: *update* (answered *ready*), *open* (*open*), a *bucket* message for each bucket that travels beside it,
-*end* (*staged* once everything has arrived and fits, or *fault*), *commit* (*done*). Only then does a receiver touch its module, so that
-an update that breaks off before leaves every receiver with what it had: the trainer then says *abort* (*aborted*), or is gone.
+Messages on the control connection to each receiver, with the reply in parentheses: *update* (*ready*), *open*
+(*open*), one *bucket* per bucket sent through the buffers, *end* (*staged* once all tensors have arrived and fit,
+or *fault*), *commit* (*done*).
+
+A receiver changes its module only at *commit*. If an update fails earlier, the trainer sends *abort* (*aborted*) or
+dies, and every receiver keeps the weights that it had.
 """
 
 from __future__ import annotations
@@ -23,49 +26,49 @@ from areal.weight_sync.connection import Connection, Listener, Message, PeerLost
 from areal.weight_sync.transport import OutgoingTensors, ignore_errors
 
 _GRACE = 10.0
-"""Most seconds that survivors have to answer once an update has broken off."""
+"""Maximum seconds that the remaining receivers have to answer after a failed update."""
 
 
 class BufferPool(Protocol):
-    """The trainer's end of what buckets travel through: two buffers, used in turn, so that one is filled while the other travels."""
+    """The trainer's two buffers for buckets, used in turn: one is filled while the other is being sent."""
 
     index: int
-    """Which of the two buffers was lent last."""
+    """Index of the buffer that was acquired last, 0 or 1."""
 
     def info(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
-        """What each receiver must know to open its end."""
+        """Return for each receiver the fields of its *open* message."""
         ...
 
     def open(self, members: Sequence[Connection]) -> None:
-        """Open this end, while receivers open theirs."""
+        """Open the trainer's end, while receivers open theirs."""
         ...
 
     def acquire(self, update: int) -> Tensor:
-        """The buffer whose turn it is, uint8 ``[N]``, once all have what was in it."""
+        """Return the next buffer, uint8 ``[N]``, once all receivers have read its previous content."""
         ...
 
     def send_bucket(self, used: int) -> None:
-        """Start to send the first ``used`` bytes of the buffer that was lent last."""
+        """Start sending the first ``used`` bytes of the buffer that was acquired last."""
         ...
 
     def flush(self, update: int) -> None:
-        """Wait until all is on its way, and buffers are free."""
+        """Wait until all buckets are sent and both buffers are free."""
         ...
 
     def abort(self) -> None:
-        """Break everything off, so that nobody waits. The next ``open`` starts afresh."""
+        """Abort all transfers, so that no process keeps waiting. The next ``open`` starts anew."""
         ...
 
 
 class PushSender:
-    """The trainer's end.
+    """The trainer's end of pushed updates: a :class:`~areal.weight_sync.transport.Sender`.
 
     Args:
-        listener: where receivers call.
-        buffers: takes the buckets.
-        receivers: how many must be there; more may be.
-        timeout: seconds that any answer may take.
-        observe: told of each stage.
+        listener: accepts the receivers.
+        buffers: transport of the buckets.
+        receivers: minimum number of connected receivers before an update begins.
+        timeout: seconds to wait for any answer of a receiver.
+        observe: called with the name of each stage.
     """
 
     def __init__(
@@ -78,13 +81,17 @@ class PushSender:
         self._ready: list[Connection] = []
 
     def prepare(self, version: int, kind: UpdateKind) -> None:
+        # Receivers may have joined since the last update; the update number keeps late answers to an earlier one
+        # apart.
         self._members = self.listener.wait_for(self._receivers, self._timeout)
         self._update += 1
         try:
             self._send_all({"is": "update", "version": version, "kind": kind})
+            # From "ready" on, a receiver takes part in the update and must acknowledge an abort.
             for connection, _ in self._await_all("ready", self._members):
                 self._ready.append(connection)
             self._observe("ready")
+            # Both ends open at the same time: a collective such as the broadcast group needs all of them.
             for connection, info in zip(self._members, self._buffers.info(self._members), strict=True):
                 connection.send({"is": "open", "update": self._update, **info})
             self._buffers.open(self._members)
@@ -95,11 +102,13 @@ class PushSender:
 
     def transfer(self, tensors: OutgoingTensors) -> None:
         try:
+            # Announce each bucket on the control connections, then send its bytes.
             for i, bucket in enumerate(pack_buckets(tensors, lambda: self._buffers.acquire(self._update))):
                 slices = [bucket_slice.to_json() for bucket_slice in bucket.slices]
                 self._send_all({"is": "bucket", "used": bucket.used, "index": self._buffers.index, "slices": slices})
                 self._buffers.send_bucket(bucket.used)
                 self._observe(f"bucket {i}")
+            # Receivers compare the tensors with their modules before any of them commits.
             self._buffers.flush(self._update)
             self._send_all({"is": "end", "n_tensors": tensors.meta.n_tensors})
             faults = [
@@ -109,6 +118,7 @@ class PushSender:
             ]
         except Exception as error:
             self._abort_and_raise(error)
+        # A misfit on any receiver fails the update on all; the caller aborts it.
         if faults:
             text = "; ".join(f"{connection.name}: {reply['fault']}" for connection, reply in faults)
             raise (ValueError if all(reply["value"] for _, reply in faults) else RuntimeError)(text)
@@ -120,6 +130,7 @@ class PushSender:
             self._observe("committed")
             self._await_all("done", self._members)
         except PeerLostError:
+            # The update is committed on the others: only drop the dead receivers.
             self.listener.disconnect([connection for connection in self._members if _is_closed(connection)])
             raise
         finally:
@@ -141,14 +152,16 @@ class PushSender:
         return [(connection, connection.expect(kind, self._update, deadline)) for connection in connections]
 
     def _abort_all(self, why: str) -> list[Connection]:
-        """Break the update off everywhere. Returns the receivers that are gone, and forgets them."""
+        """Abort the update on every receiver. Disconnect the receivers that are gone and return them."""
         members, ready = self._members, self._ready
         self._members, self._ready = [], []
+        # Only receivers that were ready may be waiting in a transfer.
         if ready:
             self._buffers.abort()
         for connection in members:
             message = {"is": "abort", "update": self._update, "why": why}
             ignore_errors(functools.partial(connection.send, message))
+        # All answers share one deadline, so that several dead receivers do not add up their timeouts.
         deadline = time.monotonic() + min(self._timeout, _GRACE)
         lost = [
             connection
@@ -159,7 +172,9 @@ class PushSender:
         return lost
 
     def _has_aborted(self, connection: Connection, deadline: float, *, ready: bool) -> bool:
-        """Whether a receiver has broken the update off. One that never joined it has nothing to say, but must be alive."""
+        """Return whether a receiver is alive and has aborted the update. One that was never ready only has to be
+        alive.
+        """
         if not ready:
             return not _is_closed(connection)
         try:
@@ -169,10 +184,10 @@ class PushSender:
         return True
 
     def _abort_and_raise(self, error: Exception) -> NoReturn:
-        """Take the update back and raise, naming whoever is gone.
+        """Abort the update and raise, naming the receivers that are gone.
 
         Raises:
-            PeerLostError: some receiver is gone. Else ``error``.
+            PeerLostError: a receiver is gone. Otherwise ``error`` is raised.
         """
         lost = self._abort_all(str(error))
         if not lost:
@@ -182,7 +197,7 @@ class PushSender:
 
 
 def _is_closed(connection: Connection) -> bool:
-    """Whether the other end has hung up. What it said before is passed over."""
+    """Return whether the peer has closed the connection. Its earlier messages are discarded."""
     try:
         while connection.has_message():
             connection.receive(time.monotonic())
@@ -197,37 +212,37 @@ def _is_closed(connection: Connection) -> bool:
 
 
 class BucketReceiver(Protocol):
-    """A receiver's end of what buckets travel through."""
+    """A receiver's end of the transport of buckets."""
 
     def open(self, connection: Connection, info: Message) -> None:
-        """Open it, while the trainer opens its own."""
+        """Open the receiver's end with the fields of the *open* message, while the trainer opens its own."""
         ...
 
     def receive_bucket(self, index: int, used: int) -> Tensor:
-        """A bucket's bytes, uint8 ``[used]``, once they are there. To be read before the next is taken."""
+        """Wait for a bucket and return its bytes, uint8 ``[used]``. They are valid until the next call."""
         ...
 
     def release(self, connection: Connection, update: int) -> None:
-        """Say that the bucket has been read, where the trainer waits for that."""
+        """Report that the bucket has been read, if the trainer waits for that."""
         ...
 
     def abort(self) -> None:
-        """Break everything off. The next ``open`` starts afresh."""
+        """Abort all transfers. The next ``open`` starts anew."""
         ...
 
 
 class PushReceiver:
-    """A receiver's end: a :class:`areal.api.WeightReceiver`.
+    """A receiver's end of pushed updates: an :class:`areal.api.WeightReceiver`.
 
-    An update is held whole, in the module's dtypes on ``staging``, until the trainer commits it.
+    The full update is staged in the dtypes of the module until the trainer commits it.
 
     Args:
-        connection: to the trainer.
-        bucket_receiver: gives the buckets.
-        module: to be filled.
-        timeout: seconds that the trainer may be silent in the middle of an update: at least what it takes to gather a bucket.
-        staging: where an update is held.
-        observe: told of each stage.
+        connection: control connection to the trainer.
+        bucket_receiver: transport of the buckets.
+        module: module to update.
+        timeout: seconds that the trainer may be silent during an update, at least the time to gather a bucket.
+        staging: device of the staged update.
+        observe: called with the name of each stage.
     """
 
     def __init__(
@@ -252,7 +267,9 @@ class PushReceiver:
         return self._connection.has_message()
 
     def receive(self, timeout: float | None = None) -> int:
-        """As :meth:`areal.api.WeightReceiver.receive`. An update that the trainer takes back is none; the wait goes on."""
+        """Implement :meth:`areal.api.WeightReceiver.receive`. After an aborted update, continue waiting for the next
+        one.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -261,6 +278,7 @@ class PushReceiver:
                 raise TimeoutError(f"the trainer began no update within {timeout:g} s") from error
             except PeerLostError as error:
                 raise self._trainer_lost(error) from error
+            # Answers to an earlier, aborted update may still arrive: skip them.
             if message["is"] == "update" and self._run_update(message):
                 return int(message["version"])
 
@@ -269,7 +287,7 @@ class PushReceiver:
         self._connection.close()
 
     def _run_update(self, message: Message) -> bool:
-        """Take one update. Returns whether it was committed."""
+        """Run one update to its end and return whether it was committed."""
         update = _IncomingUpdate(
             message, self._connection, self._bucket_receiver, self._replica, self._staging, self._observe
         )
@@ -289,7 +307,11 @@ class PushReceiver:
 
 
 class _IncomingUpdate:
-    """One update as it arrives. Its own faults wait until all receivers have everything, so that none is left alone with the carrier."""
+    """One update while it arrives.
+
+    A misfit of this receiver is reported only after the last bucket, so that all receivers take part in all
+    transfers.
+    """
 
     def __init__(
         self,
@@ -308,9 +330,10 @@ class _IncomingUpdate:
         self._reply("ready")
 
     def handle(self, message: Message) -> None:
-        """Do what the trainer says."""
+        """Handle one message of the trainer."""
         if message["update"] != self._number:
             return
+        # Each message of the protocol and its reply, see the top of this module.
         match message["is"]:
             case "open":
                 self._attempt(lambda: self._bucket_receiver.open(self._connection, message))
@@ -332,7 +355,7 @@ class _IncomingUpdate:
                 self._reply("aborted")
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Use the carrier. What breaks it is told at once; the trainer then takes the update back."""
+        """Run a transfer. On failure report it at once, so that the trainer aborts the update."""
         if self._broken:
             return
         try:
@@ -343,6 +366,7 @@ class _IncomingUpdate:
             self._reply("broken", why=f"{type(error).__name__}: {error}")
 
     def _receive_bucket(self, message: Message) -> None:
+        # Receive even after a fault: the other receivers depend on this one in a broadcast.
         data = self._bucket_receiver.receive_bucket(message["index"], message["used"])
         try:
             if self.fault is None:
@@ -354,6 +378,7 @@ class _IncomingUpdate:
 
     def _check_complete(self, message: Message) -> None:
         try:
+            # The update is complete if every tensor arrived in full, and as many as the trainer has sent.
             if self.fault is None:
                 self._staging.check()
                 if self._staging.n_tensors != message["n_tensors"]:
