@@ -23,15 +23,17 @@ from areal.utils.seeding import mixed
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Where an engine's adapters live.
+    """Placement of an engine's adapters on its ranks.
 
     Attributes:
-        layers: the linear layers of this rank's model that may have one, by their Hugging Face names, and how each is shared.
-        tp: the ranks that share layers.
-        layer_names: the names of those that any stage has.
-        replicas: the groups over which gradients are sums, one after the other; the first rank of each keeps what was summed.
-        device, dtype: of the factors.
-        stages: the ranks that have the other layers; ``None`` where this one has all.
+        layers: linear layers of this rank's model that may have an adapter, by Hugging Face name, and how each is
+            split.
+        layer_names: names of such layers on all pipeline stages.
+        tp: tensor-parallel ranks.
+        replicas: process groups over which gradients are summed, one after the other. The first rank of each keeps
+            the sum.
+        device, dtype: device and dtype of the factors.
+        stages: process group of the pipeline stages; ``None`` without a pipeline.
     """
 
     layers: Mapping[str, TensorParallelSplit]
@@ -44,14 +46,20 @@ class AdapterLayout:
 
 
 class Adapter:
-    """One adapter on this rank. Factors are replicated over data- and context-parallel ranks: they are small, and one sum over all of them is
-    the only communication of a step.
+    """One adapter on this rank.
+
+    Factors are replicated over data- and context-parallel ranks: they are small, and one all-reduce is the only
+    communication of a step.
 
     Args:
-        config: ``None`` for an adapter that only computes. spec: of its training.
+        plan: layers of the adapter.
+        layout: placement on the ranks.
+        config: optimizer configuration; ``None`` for an adapter that is not trained.
+        spec: length of the training.
 
     Attributes:
-        pairs: by the name of the layer. pending: of its gradients.
+        pairs: :class:`LowRank` of each adapted layer of this rank, by name.
+        pending: state of the pending gradients.
     """
 
     def __init__(
@@ -63,7 +71,8 @@ class Adapter:
             for target in plan.targets
             if target.key in layout.layers
         }
-        # Gradients that are summed over tensor-parallel ranks stand first.
+        # Factors whose gradients are summed over tensor-parallel ranks come first, so that they are contiguous when
+        # flattened.
         self.factors = sorted(self._factors_by_layer(), key=lambda factor: not factor.summed)
         self.parameters = [factor.parameter for factor in self.factors]
         self.pending = GradientState()
@@ -84,28 +93,31 @@ class Adapter:
     # ---- values
 
     def draw(self, seed: int) -> None:
-        """Begin as peft's do: ``A`` uniform within ``1 / sqrt(inputs)`` (He et al., 2015, with a slope of ``sqrt(5)``), ``B`` zero."""
+        """Initialize as peft does: ``A`` uniform within ``1 / sqrt(inputs)`` (He et al., 2015, with a slope of
+        ``sqrt(5)``), ``B`` zero.
+        """
         for key, pair in self.pairs.items():
+            # Seed by layer and draw the full matrix, so that values do not depend on the layout.
             generator = torch.Generator().manual_seed(mixed(seed, key))
             bound = 1 / math.sqrt(pair.target.inputs)
             full = torch.empty(pair.down.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
             pair.down.fill(full)
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Take full weights by peft's names."""
+        """Load full weights by peft's names."""
         for factor in self.factors:
             factor.fill(weights[factor.name])
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Full weights, likewise. Collective."""
+        """Yield full weights by peft's names. Collective."""
         return self._stream(lambda factor: factor.parameter.detach())
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """Full gradients, likewise. Collective."""
+        """Yield full gradients by peft's names. Collective."""
         return self._stream(_gradient_or_zeros)
 
     def deltas(self) -> dict[str, WeightDelta]:
-        """What it adds to the weights of layers, by their names. Collective."""
+        """Return the weight updates of the adapted layers, by layer name. Collective."""
         full = dict(self.named_tensors())
         return {
             target.key: WeightDelta(full[target.up], full[target.down], target.scale) for target in self.plan.targets
@@ -114,12 +126,14 @@ class Adapter:
     @torch.no_grad()
     def _stream(self, value_of: Callable[[Factor], Tensor]) -> Iterator[NamedTensor]:
         local = {factor.name: factor for factor in self.factors}
+        # All ranks iterate in the order of the plan, so that collectives match.
         for name, shape in self.plan.shapes.items():
             if name in local:
                 full = local[name].gather(value_of(local[name]))
             else:
+                # Another pipeline stage has this layer.
                 full = torch.zeros(shape, device=self._layout.device, dtype=self._layout.dtype)
-            if self._layout.stages is not None:  # as integers, so that the others' zeros change no bit
+            if self._layout.stages is not None:  # as integers: adding zeros changes no bit
                 bits = torch.int64 if full.dtype is torch.float64 else torch.int32
                 dist.all_reduce(full.view(bits), group=self._layout.stages)
             yield NamedTensor(name, full)
@@ -128,21 +142,27 @@ class Adapter:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sum over ranks what was added since the last time, in one piece. Collective."""
+        """Sum gradients over ranks, in one flat buffer. Collective."""
+        # The empty tensor allows a rank without adapted layers.
         nothing = torch.zeros(0, device=self._layout.device, dtype=self._layout.dtype)
         flat = torch.cat([nothing, *(_gradient_or_zeros(factor).flatten() for factor in self.factors)])
         for group in self._layout.replicas:
             dist.all_reduce(flat, group=group)
+        # Only the first factors are partial sums over tensor-parallel ranks.
         if self._layout.tp.group is not None:
             n_summed = sum(factor.parameter.numel() for factor in self.factors if factor.summed)
             dist.all_reduce(flat[:n_summed], group=self._layout.tp.group)
+        # Gradients become views of the summed buffer.
         for factor, total in zip(self.factors, flat.split([p.numel() for p in self.parameters]), strict=True):
             factor.parameter.grad = total.view_as(factor.parameter)
         self._summed = True
 
     def before_backward(self) -> None:
-        """Make room for more after sums were taken: each is left on one of the ranks that hold it."""
+        """Prepare for further accumulation: keep each reduced gradient on one rank only, so that the next all-reduce
+        does not count it twice.
+        """
         if self._summed:
+            # Rank 0 of every replica group keeps the sum; for partial sums, rank 0 of the tensor-parallel group.
             repeated = any(dist.get_rank(group) > 0 for group in self._layout.replicas)
             repeated_in_tp = self._layout.tp.group is not None and dist.get_rank(self._layout.tp.group) > 0
             for factor in self.factors:
@@ -157,9 +177,12 @@ class Adapter:
         self._summed = False
 
     def global_norm(self) -> Tensor:
-        """L2 norm of all summed gradients, each element counted once; a float64 scalar, equal on every rank. Collective."""
+        """Return the L2 norm of all summed gradients, a float64 scalar that is equal on every rank. Each element
+        counts once. Collective.
+        """
         replicated = [_gradient_or_zeros(factor) for factor in self.factors if factor.split_dim is None]
         split = [_gradient_or_zeros(factor) for factor in self.factors if factor.split_dim is not None]
+        # Split factors are summed over tensor-parallel ranks; replicated ones are added once.
         squares = sum_of_squares(split, self._layout.device)
         if self._layout.tp.group is not None:
             dist.all_reduce(squares, group=self._layout.tp.group)
@@ -171,32 +194,37 @@ class Adapter:
     # ---- what is saved
 
     def local_slices(self, *, with_optim: bool) -> Iterator[tuple[TensorSpec, Slice]]:
-        """What this rank holds of the weights, by peft's names, and of the optimizer's moments, by these and the names of the moments."""
+        """Yield this rank's slices of the weights, by peft's names, and of the optimizer's moments, by weight and
+        moment name.
+        """
         for factor in self._factors_by_layer():
             tensors = {factor.name: factor.parameter.detach()}
             if with_optim and self.optimizer is not None:
                 state = self.optimizer.inner.state.get(factor.parameter, {})
                 tensors |= {f"{factor.name}.{key}": value for key, value in state.items()}
             for name, x in tensors.items():
+                # Scalars such as the step are the same for the full matrix.
                 shape, box = (factor.shape, factor.box) if x.dim() else ((), ())
                 yield TensorSpec(name, x.dtype, shape), Slice(name, box, x)
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take optimizer state: ``schedule``, and full ``moments`` by their names."""
+        """Load optimizer state: ``schedule``, and full ``moments`` by name."""
         if self.optimizer is None:
             return
         content = self.optimizer.inner.state_dict()
         content["state"] = {}
+        # Moments are stored by name; torch's optimizers want them by the index of the parameter.
         for index, factor in enumerate(self.factors):
             prefix = f"{factor.name}."
             moments = {name.removeprefix(prefix): x for name, x in state["moments"].items() if name.startswith(prefix)}
             if moments:
                 content["state"][index] = {
-                    # The fused kernels go through memory as it lies.
+                    # Fused kernels ignore strides: the slice must be contiguous.
                     key: (x[factor.box] if x.dim() else x).clone(memory_format=torch.contiguous_format)
                     for key, x in moments.items()
                 }
         self.optimizer.inner.load_state_dict(content)
+        # The schedule is outside the inner optimizer.
         self.optimizer.load_state_dict(state["schedule"])
 
 

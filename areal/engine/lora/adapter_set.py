@@ -1,4 +1,4 @@
-"""The adapters of one engine, under names."""
+"""The named adapters of one engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal.engine.lora.plan import AdapterPlan
 from areal.utils.distributed import ControlPlane
 
 DEFAULT_NAME = "default"
-"""Name of the adapter that an engine begins with."""
+"""Name of an engine's first adapter."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -31,10 +31,12 @@ class AdapterSet:
     """Implements :class:`areal.api.adapters.Adapters`.
 
     Args:
-        hf: of the model.
-        config: of the engine. One adapter as its ``lora`` says is added, and selected, at once.
-        spec: of each adapter's training.
-        control: over all ranks of the engine.
+        hf: configuration of the model.
+        layout: placement of adapters on the ranks.
+        config: configuration of the engine. One adapter with its ``lora`` settings is added and selected
+            immediately.
+        spec: length of each adapter's training.
+        control: control plane over all ranks of the engine.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class AdapterSet:
         self._check_name_is_free(name)
 
         def make() -> Adapter:
+            # The same seed gives the same adapter on all ranks.
             adapter = self._build(peft_format().plan_adapter(self._hf, lora or self._config.lora))
             adapter.draw(self._config.seed if seed is None else seed)
             return adapter
@@ -77,6 +80,7 @@ class AdapterSet:
 
     def remove(self, name: str) -> None:
         self[name]
+        # One adapter is always selected, so that the last one cannot be removed.
         if name == self._selected:
             raise ValueError(f"adapter {name!r} is selected: select another before removing it")
         del self._adapters[name]
@@ -85,6 +89,7 @@ class AdapterSet:
         self[name]
 
         def prepare(draft: Path) -> Work:
+            # Collective, although only the first rank has files to write.
             about = {"base": self._config.path, "optimizer": with_optim}
             return write_files(self.files(name, with_optim=with_optim), draft, about)
 
@@ -101,10 +106,10 @@ class AdapterSet:
     # ---- for the engine
 
     def __getitem__(self, name: str) -> Adapter:
-        """The adapter of that name.
+        """Return the adapter with a name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such adapter.
         """
         if name not in self._adapters:
             raise ValueError(f"there is no adapter {name!r}: choose one of {', '.join(self._adapters)}, or add it")
@@ -112,10 +117,10 @@ class AdapterSet:
 
     @property
     def current(self) -> Adapter:
-        """The one that is trained.
+        """The adapter that is trained.
 
         Raises:
-            RuntimeError: none is, inside :meth:`off`.
+            RuntimeError: inside :meth:`off` no adapter is trained.
         """
         if not self._on:
             raise RuntimeError("inside reference() nothing is trained: leave it first")
@@ -123,12 +128,12 @@ class AdapterSet:
 
     @property
     def active(self) -> Adapter | None:
-        """The one that computes; ``None`` inside :meth:`off`."""
+        """The adapter that is applied in forwards; ``None`` inside :meth:`off`."""
         return self._adapters[self._selected] if self._on else None
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The model computes as it is."""
+        """Context in which the model computes without adapters."""
         before, self._on = self._on, False
         try:
             yield
@@ -136,16 +141,17 @@ class AdapterSet:
             self._on = before
 
     def files(self, name: str, *, with_optim: bool) -> dict[str, bytes]:
-        """The files of an adapter, by name, on the first rank; none elsewhere. Collective."""
+        """Return the files of an adapter by name, on the first rank; other ranks return an empty dict. Collective."""
         return adapter_files(self[name], peft_format(), self._config.path, self._control, with_optim=with_optim)
 
     def read(self, folder: Path, *, with_optim: bool) -> Adapter:
-        """An adapter from a directory. No collective.
+        """Read an adapter from a directory, without communication.
 
         Raises:
             ValueError: see :meth:`areal.api.adapters.Adapters.load`.
         """
         plan, weights = peft_format().read_folder(folder, self._hf)
+        # Read everything before building, so that a damaged file changes nothing.
         state = read_training(folder, plan) if with_optim and self._config.optimizer else None
         adapter = self._build(plan)
         adapter.fill(weights)
@@ -154,19 +160,19 @@ class AdapterSet:
         return adapter
 
     def replace(self, adapters: Mapping[str, Adapter], selected: str) -> None:
-        """Have these and no others."""
+        """Replace all adapters by these."""
         self._adapters, self._selected = dict(adapters), selected
 
     def zero_grad(self) -> None:
-        """Discard gradients of the one that is trained."""
+        """Discard the gradients of the adapter that is trained."""
         self.current.zero_grad()
 
     def deltas(self) -> dict[str, WeightDelta]:
-        """What the adapter that computes adds to weights, by the names of layers. Collective."""
+        """Return the weight updates of the active adapter, by layer name. Collective."""
         return {} if self.active is None else self.active.deltas()
 
     def _add_or_raise(self, name: str, make: Callable[[], Adapter], note: str) -> None:
-        """Have an adapter under a name, or raise on every rank what any rank met. Collective."""
+        """Build and add an adapter; if that fails on any rank, raise on all. Collective."""
         adapter, error = None, None
         try:
             adapter = make()
@@ -177,12 +183,14 @@ class AdapterSet:
             self._adapters[name] = adapter
 
     def _build(self, plan: AdapterPlan) -> Adapter:
+        # Reject layers that no stage can adapt, such as the output head.
         for target in plan.targets:
             if target.key not in self._layout.layer_names:
                 raise ValueError(
                     f"layer {target.key} cannot have an adapter: only linear layers inside the decoder can, and not the head; "
                     "choose lora.target_modules without it"
                 )
+        # A stage without adapters would not have anything to train.
         if not any(target.key in self._layout.layers for target in plan.targets):
             raise ValueError(
                 "no layer of this pipeline stage would have an adapter: choose lora.target_modules with layers of every stage"
@@ -197,7 +205,7 @@ class AdapterSet:
 
 
 class SelectedOptimizer:
-    """Steps the adapter that is selected. Implements :class:`areal.engine.components.StepOptimizer`."""
+    """Steps the selected adapter. Implements :class:`areal.engine.components.StepOptimizer`."""
 
     def __init__(self, adapters: AdapterSet) -> None:
         self._adapters = adapters
@@ -217,7 +225,8 @@ class SelectedOptimizer:
 
 
 def peft_format() -> Any:
-    """:mod:`areal.engine.lora.peft_format`, imported when the first engine with adapters is made.
+    """Return :mod:`areal.engine.lora.peft_format`, imported when the first engine with adapters is created: importing
+    peft takes seconds.
 
     Raises:
         ValueError: peft is not installed.

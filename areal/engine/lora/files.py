@@ -1,4 +1,4 @@
-"""An adapter as files: peft's own, and one more for what training needs to go on."""
+"""Files of an adapter: peft's own, and one with the training state."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from areal.engine.lora.plan import AdapterPlan
 from areal.utils.distributed import ControlPlane
 
 TRAINING_FILE = "training.pt"
-"""Optimizer state beside an adapter, which peft does not look at."""
+"""Optimizer state next to an adapter; peft ignores it."""
 
 
 def adapter_files(
     adapter: Adapter, peft_format: Any, base: str, control: ControlPlane, *, with_optim: bool
 ) -> dict[str, bytes]:
-    """The files of an adapter, by name, on the first rank; none elsewhere. Collective."""
+    """Return the files of an adapter by name, on the first rank; other ranks return an empty dict. Collective."""
     full = _gather_full_tensors(adapter, control, with_optim=with_optim)
     if control.rank > 0:
         return {}
+    # The remaining tensors are the moments of the optimizer.
     weights = {name: full.pop(name) for name in adapter.plan.shapes}
     files = peft_format.encode_files(adapter.plan, weights, base)
     if with_optim and adapter.optimizer is not None:
@@ -35,10 +36,12 @@ def adapter_files(
 
 
 def write_files(files: Mapping[str, bytes], draft: Path, about: dict[str, Any]) -> Work:
-    """Writes this rank's files, by their names within the draft.
+    """Return the work that writes this rank's files, by their names within the draft.
 
     Args:
-        about: goes into the manifest.
+        files: content by name.
+        draft: directory to write to.
+        about: dict of fields for the manifest.
     """
 
     def write() -> Written:
@@ -51,8 +54,9 @@ def write_files(files: Mapping[str, bytes], draft: Path, about: dict[str, Any]) 
 
 
 def _gather_full_tensors(adapter: Adapter, control: ControlPlane, *, with_optim: bool) -> dict[str, Tensor]:
-    """Full tensors on the first rank, in host memory of their own; none elsewhere."""
+    """Gather full tensors to host memory of the first rank; other ranks return an empty dict."""
     local = list(adapter.local_slices(with_optim=with_optim))
+    # Every rank must gather the same tensors in the same order: take the union over ranks.
     specs = {spec.name: spec for others in control.gather([spec for spec, _ in local]) for spec in others}
     collector = SliceGatherer((entry for _, entry in local), control)
     full = {name: collector.collect(spec, writer=0) for name, spec in specs.items()}
@@ -60,16 +64,17 @@ def _gather_full_tensors(adapter: Adapter, control: ControlPlane, *, with_optim:
 
 
 def read_training(folder: Path, plan: AdapterPlan) -> Mapping[str, Any]:
-    """What :func:`adapter_files` wrote with the optimizer.
+    """Read the training state that :func:`adapter_files` has written.
 
     Raises:
-        ValueError: there is none, it is damaged, or of another adapter.
+        ValueError: the file is missing, damaged, or of another adapter.
     """
     file = folder / TRAINING_FILE
     if not file.is_file():
         raise ValueError(f"{folder} was saved without optimizer state: load it with with_optim=False")
     state = read_state(file)
     shapes = plan.shapes
+    # Moments have the shapes of their weights; scalars such as the step are exempt.
     for name, x in state["moments"].items():
         shape = shapes.get(name.rpartition(".")[0])
         if shape is None or (x.dim() and tuple(x.shape) != shape):

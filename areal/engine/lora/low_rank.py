@@ -1,4 +1,4 @@
-"""The two factors beside one linear layer, as a rank holds them, and what they add to the layer's output."""
+"""The low-rank factors of one linear layer on one rank, and their contribution to the layer's output."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ def _identity(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorParallelSplit:
-    """How tensor-parallel ranks share a linear layer, and so its two factors. The default is a layer that is not shared.
+    """How tensor-parallel ranks split a linear layer, and therefore its two factors. By default the layer is not
+    split.
 
     Attributes:
-        down_dim, up_dim: the dimension along which each has a part of ``A``, of ``B``; ``None`` where each has all of it.
-        down_summed, up_summed: whether a rank's gradient of it is a summand of the whole.
-        before_down: what the layer's input ``[T, inputs]`` goes through first. before_up: likewise, between the two, ``[T, rank]``.
+        down_dim, up_dim: dimension along which ``A`` and ``B`` are split; ``None`` if replicated.
+        down_summed, up_summed: whether the gradient on one rank is a partial sum over tensor-parallel ranks.
+        before_down: function applied to the layer's input ``[T, inputs]`` before ``A``, e.g. a collective.
+        before_up: function applied to the product ``[T, rank]`` before ``B``.
     """
 
     down_dim: int | None = None
@@ -39,7 +41,7 @@ class TensorParallelSplit:
 
 @dataclass(frozen=True)
 class TensorParallelRanks:
-    """The ranks that share layers; a group of ``None`` is one rank."""
+    """The ranks that split layers; a group of ``None`` means a single rank."""
 
     group: dist.ProcessGroup | None = None
 
@@ -48,7 +50,7 @@ class TensorParallelRanks:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def local_box(self, shape: tuple[int, ...], dim: int | None) -> Box:
-        """What this rank has of a tensor that is cut along ``dim``."""
+        """Return this rank's box of a tensor that is split along ``dim``."""
         box = list(full_box(shape))
         if dim is not None and self.group is not None:
             length = shape[dim] // self.size
@@ -58,16 +60,17 @@ class TensorParallelRanks:
 
 
 class Factor:
-    """One of the two matrices.
+    """``A`` or ``B`` of an adapted layer.
 
     Args:
-        name: in peft's files.
-        shape: of the full matrix.
-        split_dim: the dimension along which tensor-parallel ranks share it; ``None`` where each has all of it.
-        summed: whether a rank's gradient is a summand of the whole.
+        name: name in peft's files.
+        shape: shape of the full matrix.
+        split_dim: dimension along which tensor-parallel ranks split it; ``None`` if replicated.
+        summed: whether the gradient on one rank is a partial sum.
 
     Attributes:
-        parameter: this rank's part. box: where that lies in the full matrix.
+        parameter: this rank's slice.
+        box: position of the slice in the full matrix.
     """
 
     def __init__(
@@ -87,24 +90,26 @@ class Factor:
 
     @torch.no_grad()
     def fill(self, full: Tensor) -> None:
-        """Take this rank's part of the full matrix."""
+        """Copy this rank's slice of the full matrix."""
         self.parameter.copy_(full[self.box])
 
     @torch.no_grad()
     def gather(self, local: Tensor) -> Tensor:
-        """The full matrix from every rank's ``part``. Collective."""
+        """Return the full matrix from the slices of all ranks. Collective."""
         if self.split_dim is None or self._ranks.group is None:
             return local.detach().clone()
+        # all_gather_rows gathers along the first dimension: move the split one there and back.
         return (
             all_gather_rows(local.movedim(self.split_dim, 0), self._ranks.group).movedim(0, self.split_dim).contiguous()
         )
 
 
 class LowRank:
-    """``scale * B @ A`` beside a layer.
+    """The pair of factors of one layer: ``scale * B @ A``.
 
     Args:
-        split: how the layer is shared.
+        target: the adapted layer.
+        split: how tensor-parallel ranks split the layer.
     """
 
     def __init__(
@@ -117,24 +122,28 @@ class LowRank:
     ) -> None:
         down, up = (target.rank, target.inputs), (target.outputs, target.rank)
         self.target, self.scale, self._split = target, target.scale, split
+        # ``A`` is [rank, inputs], ``B`` is [outputs, rank].
         self.down = Factor(target.down, down, split.down_dim, split.down_summed, ranks, device, dtype)
         self.up = Factor(target.up, up, split.up_dim, split.up_summed, ranks, device, dtype)
 
     def apply(self, out: Tensor, x: Tensor) -> Tensor:
-        """A layer's output with what the adapter adds, computed in the dtype of ``x``.
+        """Return the layer's output plus the adapter's contribution, computed in the dtype of ``x``.
 
         Args:
-            out: ``[..., outputs]`` of the layer. x: ``[..., inputs]`` that it came from.
+            out: ``[..., outputs]``. Output of the layer.
+            x: ``[..., inputs]``. Input of the layer.
         """
+        # Down to the rank, with the layer's own communication before and after.
         low = F.linear(self._split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
         up = self.up.parameter.to(x.dtype)
+        # One fused product adds the contribution to the output.
         added = torch.addmm(out.flatten(0, -2), self._split.before_up(low), up.t(), alpha=self.scale)
         return added.view(out.shape)
 
 
 @dataclass(frozen=True)
 class WeightDelta:
-    """``scale * up @ down``, ``[outputs, inputs]``, not multiplied out yet."""
+    """Update of a weight, ``scale * up @ down`` of shape ``[outputs, inputs]``, kept as factors."""
 
     up: Tensor
     down: Tensor
@@ -142,7 +151,8 @@ class WeightDelta:
 
     @torch.no_grad()
     def add_to(self, weight: Tensor, box: Box) -> Tensor:
-        """A part of a weight, which lies at ``box``, with what the adapter adds to it, in memory of its own."""
+        """Return a slice of a weight, located at ``box``, plus the slice of the update, in new memory."""
         rows, columns = box
+        # Multiply only the rows and columns of the slice.
         delta = (self.up[rows] @ self.down[:, columns]) * self.scale
         return (weight.to(delta.dtype) + delta.to(weight.device)).to(weight.dtype)
