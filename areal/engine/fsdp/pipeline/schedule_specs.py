@@ -47,7 +47,7 @@ class ScheduleSpec:
         return ranks - 1 - position if self.back and turn % 2 else position
 
 
-SCHEDULES: Mapping[str, ScheduleSpec] = {
+SCHEDULE_SPECS: Mapping[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (
         ScheduleSpec("GPipe", "Huang et al., 2019", chunks="one"),
@@ -67,7 +67,7 @@ def choose_schedule(config: TrainEngineConfig) -> ScheduleSpec:
         ValueError: it does not go with the layout or with some other setting; names both.
     """
     dims, fsdp = config.dims, config.fsdp
-    spec = SCHEDULES[fsdp.pipeline_schedule or ("1F1B" if dims.vpp == 1 else "Interleaved1F1B")]
+    spec = SCHEDULE_SPECS[fsdp.pipeline_schedule or ("1F1B" if dims.vpp == 1 else "Interleaved1F1B")]
     if dims.pp == 1:
         if fsdp.pipeline_schedule is not None or dims.vpp > 1:
             given = f"fsdp.pipeline_schedule = {spec.name!r}" if fsdp.pipeline_schedule else f"v{dims.vpp}"

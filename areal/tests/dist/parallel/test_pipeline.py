@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GemmaConfig, GPT2Config, GraniteConfig, Qwen3Config
 
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
-from areal.engine.fsdp.pipeline.schedule_specs import SCHEDULES
+from areal.engine.fsdp.pipeline.schedule_specs import SCHEDULE_SPECS
 from areal.engine.fsdp.pipeline.split import PassThrough, check_chain, even_counts, decoder_names
 from areal.engine.registry import create_engine
 from areal.tests.dist.step import test_grid
@@ -48,7 +48,7 @@ def options(schedule: str, family: str = "qwen3", **changes: Any) -> dict[str, A
 
 
 def layout(schedule: str) -> str:
-    return "fsdp:p2" if SCHEDULES[schedule].chunks == "one" else "fsdp:p2v2"
+    return "fsdp:p2" if SCHEDULE_SPECS[schedule].chunks == "one" else "fsdp:p2v2"
 
 
 SCHEDULES = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in SCHEDULES]
