@@ -51,7 +51,7 @@ def layout(schedule: str) -> str:
     return "fsdp:p2" if SCHEDULE_SPECS[schedule].chunks == "one" else "fsdp:p2v2"
 
 
-SCHEDULES = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in SCHEDULES]
+SCHEDULES = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in SCHEDULE_SPECS]
 TIED = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in ("1F1B", "ZBVZeroBubble")]
 
 
