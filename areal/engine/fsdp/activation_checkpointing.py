@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer's forward leaves for its backward, and what the backward computes again."""
+"""Activation checkpointing: the choice of activations that a layer keeps for its backward instead of recomputing them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ SAVED_OPS = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""What is dear to compute again: matrix products and attention. Norms, activations, rotations and sums are cheap, and most of the memory."""
+"""Operations that are expensive to recompute: matrix products and attention. Norms, activations, rotary embeddings and
+sums are cheap and take most of the memory.
+"""
 
 
 def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, fraction: float) -> None:
-    """Let some layers compute activations again in the backward, in place.
+    """Make layers recompute their activations in the backward, in place.
 
     Args:
-        how: ``"full"`` keeps a layer's input alone, ``"selective"`` also the results of :data:`SAVED_OPS`.
-        fraction: of the layers, spread evenly.
+        layers: layers of the model.
+        how: ``"none"``, ``"full"`` to keep only a layer's input, or ``"selective"`` to keep also the results of
+            :data:`SAVED_OPS`.
+        fraction: float. Fraction of the layers, spread evenly.
     """
     if how == "none":
         return
@@ -44,6 +48,7 @@ def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, 
     if how == "selective":
         options["context_fn"] = _selective_contexts
     for number, layer in enumerate(layers):
+        # Select the layers at which the running count of selected layers reaches the next integer.
         if int((number + 1) * fraction) > int(number * fraction):
             layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
@@ -54,8 +59,11 @@ def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _SavedOpsOnly(TorchDispatchMode):
-    """Shows a mode only what is kept. Of other operations there may be more the second time: FSDP gathers the weights of a module within the
-    layer in its hooks, if they are not there."""
+    """Shows the selective-checkpoint mode only the operations to save.
+
+    Other operations may differ between forward and recomputation: FSDP hooks within the layer gather weights only
+    if they are not gathered already.
+    """
 
     def __init__(self, mode: Any) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Routers of a Hugging Face model, watched: they replay recorded routing, count, and carry the gradient of balancing losses."""
+"""Hooks on the routers of a Hugging Face model: replay recorded routing, count tokens per expert, and add the gradient
+of balancing losses.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ ROUTERS: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "Qwen3MoeTopKRouter": _softmax_weights,
     "DeepseekV3TopkRouter": _sigmoid_weights,
 }
-"""Routers that are known, which give logits, weights and experts; and the weights that they give experts which they did not choose."""
+"""Supported routers, which return logits, weights and experts, and the function that computes weights for replayed
+experts.
+"""
 
 
 def fsdp_expert_info(layers: Sequence[nn.Module]) -> Experts:
-    """The experts of a model; none where no router is known."""
+    """Return a description of a model's experts, which is empty if no router is supported."""
     routers: list[Any] = _routers(layers)
     if not routers:
         return Experts()
@@ -43,11 +47,13 @@ def fsdp_expert_info(layers: Sequence[nn.Module]) -> Experts:
 
 
 def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:
-    """Let layers of a model with experts take ``routing``, and lend it to their routers for as long as their forward, or that of its
-    recomputation, runs. Before activations are checkpointed, so that what is recomputed has it too.
+    """Make layers accept ``routing`` and pass it to their routers during forward and recomputation, in place.
+
+    Must run before activation checkpointing is applied, so that recomputation sees the routing.
 
     Args:
-        before: routers in the layers before these.
+        layers: layers of one model chunk.
+        before: number of routers in the layers before these.
     """
     for layer in layers:
         watched = [_WatchedRouter(router, before + i) for i, router in enumerate(_routers([layer]))]
@@ -60,7 +66,7 @@ def _routers(layers: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class _WatchedRouter:
-    """One router."""
+    """One router with a forward hook."""
 
     def __init__(self, router: nn.Module, index: int) -> None:
         self.router: Any = router
@@ -71,14 +77,17 @@ class _WatchedRouter:
     def _routed(
         self, router: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits ``[T, E]``, weights ``[T, K]`` and ids ``[T, K]`` of the experts, as the model takes them from its router."""
+        """Return logits ``[T, E]``, weights ``[T, K]`` and expert ids ``[T, K]``, replaced or recorded as the routing
+        requires.
+        """
         if self.routing is None:
             return out
         logits, weights, experts = out
+        # Replayed experts get weights from the current logits, so that gradients flow.
         replayed = self.routing.replayed(self._index)
         if replayed is not None:
             weights, experts = ROUTERS[type(router).__name__](router, logits, replayed), replayed
-        elif self.routing.record:  # most likely first, and not every router sorts them
+        elif self.routing.record:  # not every router sorts experts by weight
             best = weights.argsort(-1, descending=True)
             weights, experts = weights.gather(1, best), experts.gather(1, best)
         return logits, self.routing.watch(self._index, logits, experts, weights), experts
@@ -86,6 +95,7 @@ class _WatchedRouter:
 
 def _with_routing(forward: Callable[..., Any], routers: Sequence[_WatchedRouter]) -> Callable[..., Any]:
     def forward_with_routing(*args: Any, routing: Routing | None = None, **options: Any) -> Any:
+        # Set for this call only: a recomputation runs this wrapper again.
         for router in routers:
             router.routing = routing
         try:

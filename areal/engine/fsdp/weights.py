@@ -1,4 +1,6 @@
-"""A sharded model's weights from and to Hugging Face names: read in slices, streamed in full."""
+"""Read, write and stream a sharded model's weights under Hugging Face names: from slices of files, to slices of files,
+or as full tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) ->
     """Materialise a model with the weights of a model directory. Each rank reads its own slices.
 
     Args:
-        chunks: on the meta device, sharded.
-        path: a directory or hub name, with safetensors. Values are cast to the dtype of the parameters. A value head is read from
-            ``value_head.safetensors``, or is zero where there is none.
+        chunks: sharded model on the meta device.
+        path: directory or hub name with safetensors. Values are cast to the dtype of the parameters. A value head
+            is read from ``value_head.safetensors``, or is zero without that file.
+        device: device of the model.
 
     Raises:
         ValueError: the files are missing, damaged, or of another model; names file and key.
@@ -44,10 +47,12 @@ def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) ->
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the whole model that is stored, and the tensors on disk that make it up.
+    """A stored tensor of the full model, and the tensors on disk that it consists of.
 
     Attributes:
-        like: its full shape and its dtype, without values. pieces: in order.
+        like: tensor with the full shape and dtype, without values.
+        pieces: tensors on disk, in order.
+        is_parameter: False for a buffer.
     """
 
     like: Tensor
@@ -56,10 +61,11 @@ class StoredTensor:
 
 
 class FSDPWeights:
-    """A sharded model's weights: from and to a model directory, and streamed with its gradients, one full tensor at a time.
+    """Weights of a sharded model: reads and writes model directories, and streams weights and gradients as full
+    tensors.
 
     Args:
-        chunks: sharded, and materialised but for :meth:`check`.
+        chunks: sharded model. Must be materialised, except for :meth:`check`.
     """
 
     def __init__(self, chunks: ModelChunks) -> None:
@@ -67,13 +73,15 @@ class FSDPWeights:
         self._stored_tensors = _stored_tensors(chunks.full_model)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """All weights under the names of the files: full, in their own dtype, on the device. A shared weight comes once, stacked
-        experts one by one, a value head last. Collective: every rank iterates to the end.
+        """Yield all weights under the names in files: full, in their own dtype, on the device. Collective: every rank
+        must iterate to the end.
+
+        A shared weight comes once, stacked experts one by one, a value head last.
         """
         return self._stream(self._stored_tensors, full_tensor)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """The gradients of all parameters, likewise; zeros where a parameter has none. Collective."""
+        """Yield the gradients of all parameters, in the same way; zeros for a parameter without gradient. Collective."""
         return self._stream(
             {name: stored for name, stored in self._stored_tensors.items() if stored.is_parameter}, _full_gradient
         )
@@ -82,8 +90,10 @@ class FSDPWeights:
         self, tensors: dict[str, StoredTensor], full_value: Callable[[Tensor], Tensor]
     ) -> Iterator[NamedTensor]:
         chunks, local = self._chunks, dict(self._chunks.own())
+        # With CPU offload the shards are on the host, but collectives use the device.
         device = collective_device(next(iter(local.values())))
         for name, stored in tensors.items():
+            # The ranks of one stage gather the tensor from their shards, and broadcast it to the other stages.
             owner = chunks.split.rank_of(name)
             if owner == chunks.rank:
                 full = full_value(local[name])
@@ -94,7 +104,7 @@ class FSDPWeights:
             yield from (NamedTensor(piece.name, piece.cut(full)) for piece in stored.pieces)
 
     def export(self) -> Export:
-        """What is to be written: the weights, in the dtype of the parameters."""
+        """Return the tensors to write: the weights, in the dtype of the parameters."""
         hf = self._chunks.full_model.hf
         return Export(
             [
@@ -107,7 +117,7 @@ class FSDPWeights:
         )
 
     def check(self, folder: Path) -> None:
-        """Compare keys and shapes of the files with the whole model, reading no values.
+        """Compare keys and shapes of the files with the full model, without reading values.
 
         Raises:
             ValueError: the files are missing, unreadable or of another model; names file and key.
@@ -124,10 +134,11 @@ class FSDPWeights:
                 local_slice.values.copy_(files.read(local_slice.name, local_slice.box).view(local_slice.values.shape))
 
     def _local_slices(self) -> Iterator[Slice]:
-        """The parts of the tensors on disk that this rank's shards hold, sharing their memory."""
+        """Yield the slices of tensors on disk that this rank's shards contain, sharing their memory."""
         for name, tensor in self._chunks.stored():
             local, box = local_shard(tensor)
             for piece in self._stored_tensors[name].pieces:
+                # A shard of stacked experts overlaps with some of the tensors on disk, and only partly with the outer ones.
                 shared = piece.overlap(box)
                 if shared is not None:
                     on_disk, in_box = shared
@@ -143,10 +154,11 @@ class FSDPWeights:
 
 
 def _stored_tensors(model: PackedCausalLM) -> dict[str, StoredTensor]:
-    """What is stored, by the name in the model and in its order: parameters, buffers, a value head last."""
+    """Return the stored tensors by name, in the order of the model: parameters, buffers, value head."""
     layout = {f"hf.{name}": pieces for name, pieces in disk_layout(model.hf).items()}
     parameters = {id(parameter) for parameter in model.parameters()}
     tensors = {f"hf.{name}": tensor for name, tensor in stored_tensors(model.hf)}
+    # transformers does not know the value head: it has a separate file.
     if model.value_head is not None:
         weight = tensors[VALUE_HEAD] = model.value_head.weight
         layout[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, full_box(weight.shape)),)
@@ -160,7 +172,7 @@ def _full_gradient(parameter: Tensor) -> Tensor:
 
 
 def _tied_names(model: PackedCausalLM) -> dict[str, list[str]]:
-    """For each parameter with several names, by its first one, the others."""
+    """Map the first name of each parameter with several names to the others."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.hf.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

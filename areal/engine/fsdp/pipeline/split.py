@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds which layers of a model, and a model of which only that part is left."""
+"""Distribution of a model's layers over pipeline stages, and construction of the model of one stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from areal.engine.model.packed_lm import PackedCausalLM
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage has a module: passes on what it is given, and keeps the settings that the model around it may ask for."""
+    """Replaces a module that belongs to another stage: returns its input, and keeps the attributes that the
+    surrounding model may read.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -29,10 +31,12 @@ class PassThrough(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderNames:
-    """Where the parts of a decoder are, by their names in the model.
+    """Names of the components of a decoder.
 
     Attributes:
-        name: of the decoder. layers, norm: within it; the norm comes after the last layer.
+        name: name of the decoder in the model.
+        layers: name of the list of layers within the decoder.
+        norm: name of the norm after the last layer, within the decoder.
     """
 
     name: str
@@ -42,11 +46,13 @@ class DecoderNames:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """How a model is spread over the stages of a pipeline. The first has the embedding too, the last the norm and the heads.
+    """Distribution of a model over pipeline stages. The first stage also has the embedding, the last one the norm and
+    the heads.
 
     Attributes:
-        spans: layers of each stage, where there are several. ranks: pipeline rank of each stage.
-        decoder: the parts of the model; ``None`` where there is one stage.
+        spans: range of layers of each stage, if there are several.
+        ranks: pipeline rank of each stage.
+        decoder: names of the decoder's components; ``None`` with a single stage.
     """
 
     spans: tuple[range, ...]
@@ -55,22 +61,24 @@ class PipelineSplit:
 
     @classmethod
     def none(cls) -> PipelineSplit:
-        """One stage has everything."""
+        """Return the split with a single stage."""
         return cls((range(0),), (0,))
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a pipeline rank holds, in order."""
+        """Return the stages of a pipeline rank, in order."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
     def rank_of(self, name: str) -> int:
-        """The pipeline rank that holds a tensor of :class:`PackedCausalLM`; of a shared one, the first."""
+        """Return the pipeline rank of a tensor of :class:`PackedCausalLM`; of a shared one, the first rank."""
         if self.decoder is None:
             return 0
         inside = f"hf.{self.decoder.name}."
         layers = f"{inside}{self.decoder.layers}."
+        # A layer: find the stage whose range contains it.
         if name.startswith(layers):
             number = int(name.removeprefix(layers).split(".")[0])
             return self.ranks[next(stage for stage, span in enumerate(self.spans) if number in span)]
+        # Anything else: the embedding is on the first stage, norm and heads on the last.
         in_front = name.startswith(inside) and not name.startswith(f"{inside}{self.decoder.norm}.")
         return self.ranks[0 if in_front else -1]
 
@@ -78,13 +86,16 @@ class PipelineSplit:
 def plan_pipeline_split(
     full_model: PackedCausalLM, dims: ParallelDims, spec: ScheduleSpec, config: FSDPConfig
 ) -> PipelineSplit:
-    """Spread the layers of a model over the stages of a layout.
+    """Distribute the layers of a model over the stages of a layout.
 
     Args:
-        full_model: may be on the meta device. spec: of the schedule.
+        full_model: model, possibly on the meta device.
+        dims: layout.
+        spec: pipeline schedule.
+        config: FSDP settings, with an optional number of layers for each stage.
 
     Raises:
-        ValueError: this model or this number of layers cannot be spread so; says why.
+        ValueError: this model or number of layers cannot be distributed in this way.
     """
     layers, stages = full_model.hf.config.get_text_config().num_hidden_layers, dims.pp * dims.vpp
     counts = config.pipeline_layers
@@ -93,37 +104,45 @@ def plan_pipeline_split(
             f"fsdp.pipeline_layers = {counts}: give {stages} numbers, one for each stage of backend = '{dims}', that add up to the "
             f"{layers} layers of the model"
         )
+    # Without a pipeline any model is accepted.
     if stages == 1:
         return PipelineSplit.none()
     if layers < stages:
         raise ValueError(
             f"backend = '{dims}' has {stages} stages, and the model {layers} layers: every stage needs one; choose a smaller p or v"
         )
+    # Consecutive ranges with the given number of layers.
     spans, start = [], 0
     for count in counts or even_counts(layers, stages):
         spans.append(range(start, start + count))
         start += count
+    # Reject models whose decoder is more than a chain of layers.
     decoder = decoder_names(full_model.hf)
     check_chain(full_model.hf, decoder)
     return PipelineSplit(tuple(spans), tuple(spec.rank_of(stage, dims.pp) for stage in range(stages)), decoder)
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
-    """Layers of each stage. Those that are left over go to the stages in the middle, then to the first: the embedding and the head, at
-    the ends, are work too, and the head more of it."""
+    """Return the number of layers of each stage.
+
+    Remaining layers go to the stages in the middle, then to the first: embedding and head take time, too, and the
+    head more.
+    """
     least, left = divmod(layers, stages)
     in_turn = [*range(1, stages - 1), 0, stages - 1]
     return [least + (stage in in_turn[:left]) for stage in range(stages)]
 
 
 def decoder_names(hf: PreTrainedModel) -> DecoderNames:
-    """The parts of a decoder that is an embedding, a list of layers and a norm, and has no other parameters.
+    """Return the names of a decoder's components. The decoder must consist of an embedding, a list of layers and a
+    norm only.
 
     Raises:
-        ValueError: it has others, or some of these are missing.
+        ValueError: the decoder has other parameters, or a component is missing.
     """
     decoder = hf.get_decoder()
     layer_classes = set(hf._no_split_modules or ())
+    # The list whose modules are decoder layers, according to transformers.
     lists = [
         name
         for name, child in decoder.named_children()
@@ -131,6 +150,7 @@ def decoder_names(hf: PreTrainedModel) -> DecoderNames:
         and len(child)
         and {type(layer).__name__ for layer in child} <= layer_classes
     ]
+    # All other children with parameters: exactly one is expected, the norm.
     embedding = decoder.get_input_embeddings()
     others = [
         name
@@ -149,27 +169,33 @@ def decoder_names(hf: PreTrainedModel) -> DecoderNames:
 
 @torch.no_grad()
 def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
-    """Refuse a decoder that does something of its own between embedding, layers and norm: a later stage would do it again.
+    """Check that a decoder does not change hidden states between embedding, layers and norm: every stage would repeat
+    the change.
 
-    Tried with stand-ins for all three: what comes out must be what went in, with what the last layer added.
+    The check runs the decoder with :class:`PassThrough` modules for all three. The output must be the input plus
+    the change of the last layer.
 
     Raises:
-        ValueError: it does; says what was tried.
+        ValueError: the decoder changes hidden states elsewhere, or does not run on them.
     """
     probe: Any = copy.deepcopy(hf.get_decoder())
     layers, seen = getattr(probe, names.layers), list[Tensor]()
+    # Replace embedding, layers and norm; the rest of the decoder's forward stays.
     for number, layer in enumerate(layers):
         layers[number] = PassThrough(layer)
     setattr(probe, names.norm, PassThrough(getattr(probe, names.norm)))
     probe.set_input_embeddings(PassThrough(probe.get_input_embeddings()))
+    # No parameters are left: buffers need memory, but not values.
     probe = probe.to_empty(device="cpu").eval()
     for buffer in probe.buffers():
         buffer.zero_()
+    # The last layer adds 1, and the input of the norm is recorded.
     layers[-1].register_forward_hook(lambda module, args, out: out + 1)
     getattr(probe, names.norm).register_forward_hook(lambda module, args, out: seen.append(args[0]))
     x = torch.rand(1, 2, hf.config.get_text_config().hidden_size)
     try:
         out = probe(inputs_embeds=x, position_ids=torch.arange(2)[None], attention_mask=None, use_cache=False)
+        # Both the norm's input and the output must be exactly x + 1.
         unchanged = bool(torch.equal(out.last_hidden_state, x + 1) and len(seen) == 1 and torch.equal(seen[0], x + 1))
         why = "changes hidden states outside its layers"
     except Exception as error:
@@ -179,15 +205,17 @@ def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
 
 
 def build_stage(full_model: PackedCausalLM, split: PipelineSplit, stage: int) -> PackedCausalLM:
-    """A copy of a model on the meta device of which only one stage is left, under the same names."""
+    """Return a copy of a model on the meta device that contains only one stage, with the same names."""
     model: Any = copy.deepcopy(full_model)
     if split.decoder is None:
         return model
     decoder = model.hf.get_decoder()
     layers = getattr(decoder, split.decoder.layers)
+    # Layers keep their numbers, so that names stay those of the full model.
     for number, layer in enumerate(layers):
         if number not in split.spans[stage]:
             layers[number] = PassThrough(layer)
+    # Only the first stage embeds tokens; only the last one has the norm and the heads.
     if stage > 0:
         decoder.set_input_embeddings(PassThrough(decoder.get_input_embeddings()))
     if stage < len(split.spans) - 1:
