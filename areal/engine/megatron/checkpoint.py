@@ -1,4 +1,4 @@
-"""Saves and loads a Megatron-Core model, its optimizer and the state of the run."""
+"""Save and load a Megatron-Core model, its optimizer and the state of the run."""
 
 from __future__ import annotations
 
@@ -49,17 +49,20 @@ _EXTRA_STATE = "_extra_state"
 
 
 class MegatronCheckpointer(EngineCheckpointer):
-    """Checkpoints of one engine.
+    """Checkpoints of one Megatron engine.
 
-    ``"dcp"`` checkpoints are Megatron-Core's ``torch_dist`` ones, which ``megatron.core.dist_checkpointing.load`` reads too. Any layout
-    loads them, and an engine whose optimizer is distributed, or whose dtype is another, loads those of one where it is not.
+    ``"dcp"`` checkpoints have Megatron-Core's ``torch_dist`` format, which
+    ``megatron.core.dist_checkpointing.load`` can read. Any layout can load them. Engines with and without a
+    distributed optimizer, and of different dtypes, can load each other's.
 
     Args:
-        chunks: of this rank.
-        chained: Megatron-Core's optimizer over them, and ``schedule`` around it, or None for both.
-        weights: of the same chunks. groups: of the layout.
-        vocab_size: rows of the vocabulary, without those that only fill it up.
-        others: as :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
+        chunks: model chunks of this rank.
+        chained: Megatron-Core's optimizer over the chunks, or ``None``.
+        schedule: clipping and learning-rate schedule around ``chained``, or ``None``.
+        weights: weights of the same chunks.
+        groups: process groups of the layout.
+        vocab_size: rows of the vocabulary, without padding.
+        run, control, source, options: as in :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
     """
 
     engine: ClassVar[str] = "megatron"
@@ -90,7 +93,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         self._keys: set[str] = set()
 
     def load(self, meta: SaveLoadMeta) -> None:
-        if not self._keys:  # what the model has on any stage
+        if not self._keys:  # keys of the full model, over all stages; they never change
             own_keys = {tensor.key for tensors in self._model_tensors().values() for tensor in tensors}
             self._keys = set().union(*self._control.gather(own_keys))
         super().load(meta)
@@ -98,7 +101,9 @@ class MegatronCheckpointer(EngineCheckpointer):
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> Work:
+        # With overlapped gathers, parameters may still be incomplete.
         grad.finish_param_gather(self._chunks)
+        # Collect errors of all ranks before the collective planning of the files.
         tensors, error = {}, None
         files = dict(files)
         try:
@@ -110,12 +115,13 @@ class MegatronCheckpointer(EngineCheckpointer):
         except Exception as caught:
             error = caught
         self._control.settle(error)
+        # The vocabulary size tells padding rows from real ones when loading.
         planner = SavePlanner(flatten_state_dict=False)
         about = about | {"vocab_size": self._vocab_size}
         return prepare_files(tensors, files, planner, self._control, draft, asynchronous=asynchronous, about=about)
 
     def _common_files(self, with_optim: bool) -> dict[str, bytes]:
-        """What ``megatron.core.dist_checkpointing`` looks for beside the tensors."""
+        """Return the files, in addition to the tensors, that ``megatron.core.dist_checkpointing`` expects."""
         common: dict[str, Any] = {"content_metadata": dict(FORMAT)}
         if with_optim and self._chained is not None:
             common["optimizer"] = common_state(self._chained)
@@ -132,6 +138,7 @@ class MegatronCheckpointer(EngineCheckpointer):
                     yield from state_tensors(state, tensors[state.parameter], name, f"{OPTIMIZER}{name}.{{}}")
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
+        # Compare everything that will be read, before anything changes.
         metadata = read_metadata(path)
         tensors = self._model_tensors()
         saved = _Saved(path, metadata, about["vocab_size"])
@@ -143,6 +150,7 @@ class MegatronCheckpointer(EngineCheckpointer):
 
         def read() -> None:
             grad.finish_param_gather(self._chunks)
+            # Read the model; then the optimizer, or its main parameters from the model.
             wanted = [saved.source_of(tensor) for each in tensors.values() for tensor in each]
             read_tensors(path, metadata, *tensors_to_load(wanted))
             if self._chained is None:
@@ -159,13 +167,13 @@ class MegatronCheckpointer(EngineCheckpointer):
         if self._chained is None or self._clipping is None:
             return
         optimizers = sub_optimizers(self._chained)
-        # Copies of a precision-aware optimizer's states are filled before they are put back.
+        # A precision-aware optimizer returns copies of its states: fill these, and write them back below.
         states = [(optimizer, state) for optimizer in optimizers for state in optimizer_states(optimizer)]
         wanted = [
             tensor
             for _, state in states
             for name in state.states
-            if not (name == state.main and state.main_is_view)  # read with the model, whole
+            if not (name == state.main and state.main_is_view)  # already read with the model
             for tensor in saved.state_of(state, tensors[state.parameter], name)
         ]
         read_tensors(saved.path, saved.metadata, *tensors_to_load(wanted))
@@ -175,10 +183,12 @@ class MegatronCheckpointer(EngineCheckpointer):
 
 
 class _Saved:
-    """What a checkpoint holds, compared with what a model needs.
+    """Content of a checkpoint, compared with the needs of a model.
 
     Args:
-        vocab_size: of the model that was saved.
+        path: directory of the checkpoint.
+        metadata: metadata of the checkpoint.
+        vocab_size: vocabulary size of the saved model.
     """
 
     def __init__(self, path: Path, metadata: Metadata, vocab_size: int) -> None:
@@ -191,17 +201,24 @@ class _Saved:
         }
 
     def check_model(self, tensors: ModelTensors, keys: set[str], vocab_size: int) -> None:
-        """Args: keys: of the whole model.
+        """Compare the tensors of the model.
+
+        Args:
+            tensors: tensors of this rank's chunks.
+            keys: keys of the full model.
+            vocab_size: vocabulary size of the model.
 
         Raises:
-            ValueError: it is of another model; names file and key.
+            ValueError: the checkpoint is of another model; names file and key.
         """
         for tensor in chain.from_iterable(tensors.values()):
             self._check(tensor, tensor.key)
+            # Padded tensors may differ in shape between layouts, but not in their real rows.
             if tensor.allow_shape_mismatch and vocab_size != self._vocab_size:
                 raise ValueError(
                     f"{self.path / METADATA}: {tensor.key!r} is of a vocabulary of {self._vocab_size}, but the model's has {vocab_size}"
                 )
+        # Tensors that no stage needs belong to another model.
         extra = sorted(key for key in self._tensors if not key.startswith(OPTIMIZER) and key not in keys)
         if extra:
             raise ValueError(
@@ -209,7 +226,11 @@ class _Saved:
             )
 
     def check_optimizer(self, state: ParameterState, tensors: Sequence[ShardedTensor]) -> None:
-        """Raises ValueError where a state of a parameter is missing; names file and key."""
+        """Check that all optimizer states of a parameter are present, except the main parameter.
+
+        Raises:
+            ValueError: a state is missing; names file and key.
+        """
         for name in state.states:
             for tensor in tensors:
                 if name != state.main:
@@ -219,14 +240,16 @@ class _Saved:
         entry = self._tensors.get(key)
         if entry is None:
             raise ValueError(f"{self.path / METADATA} has no {key!r}, which the model needs: it is of another model")
-        rows = 1 if tensor.allow_shape_mismatch else 0  # their number depends on how ranks share out a vocabulary
+        rows = 1 if tensor.allow_shape_mismatch else 0  # padding depends on the tensor-parallel size
         if len(entry.size) != len(tensor.global_shape) or tuple(entry.size[rows:]) != tensor.global_shape[rows:]:
             raise ValueError(
                 f"{self.path / METADATA}: {key!r} has shape {list(entry.size)}, but the model needs {list(tensor.global_shape)}"
             )
 
     def source_of(self, tensor: ShardedTensor) -> ShardedTensor:
-        """From where a tensor of the model is read: from the main parameters where they are finer, and the model is."""
+        """Return the tensor to read for a tensor of the model: the main parameter if it is saved and the model has a
+        wider dtype than the saved model.
+        """
         stored = self._tensors[tensor.key].properties.dtype
         if tensor.dtype.itemsize <= stored.itemsize:
             return tensor
@@ -234,7 +257,9 @@ class _Saved:
         return replace(tensor, key=mains[0]) if mains else tensor
 
     def state_of(self, state: ParameterState, tensors: Sequence[ShardedTensor], name: str) -> Iterator[ShardedTensor]:
-        """From where a state is read. Where no main parameters were kept, they are what the model's parameters were."""
+        """Yield the tensors to read for an optimizer state. Without saved main parameters, they are read from the
+        model's parameters.
+        """
         for tensor in tensors:
             keys = [f"{OPTIMIZER}{name}.{tensor.key}"]
             if name == state.main:

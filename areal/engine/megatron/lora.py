@@ -1,4 +1,4 @@
-"""Adapters beside Megatron-Core's parallel linear layers, which stay as they are."""
+"""Adapters on Megatron-Core's parallel linear layers, whose weights do not change."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ from areal.utils.distributed import ControlPlane
 def megatron_adapter_layout(
     chunks: Sequence[PackedGPT], hf: PretrainedConfig, groups: ProcessGroupCollection, control: ControlPlane
 ) -> AdapterLayout:
-    """Where adapters of a model can be. Collective.
+    """Return the placement of adapters of a model. Collective.
 
     Args:
-        chunks: of this rank. groups: of the layout.
+        chunks: model chunks of this rank.
+        hf: configuration of the Hugging Face model.
+        groups: process groups of the layout.
+        control: control plane over all ranks.
     """
+    # A fused layer has one adapter for each of its Hugging Face layers.
     layers = {
         key: _split(layer, groups.tp)
         for chunk in chunks
@@ -54,18 +58,19 @@ def megatron_adapter_layout(
 def attach_megatron_adapters(
     chunks: Sequence[PackedGPT], hf: PretrainedConfig, active: Callable[[], Adapter | None]
 ) -> None:
-    """Let every linear layer of the decoder add what the active adapter has for it, in place."""
+    """Make every linear layer of the decoder add the output of the active adapter, in place."""
     for chunk in chunks:
         for layer, mapped in _linears(chunk, hf):
             layer.forward = _AdaptedForward(layer.forward, mapped, active)
 
 
 class _AdaptedForward:
-    """The forward of a layer whose outputs are those of one Hugging Face layer, or of several in turns."""
+    """Forward of a layer whose output columns belong to one Hugging Face layer, or to several in alternation."""
 
     def __init__(self, inner: Callable[..., Any], mapped: LocalParameter, active: Callable[[], Adapter | None]) -> None:
         self._inner, self._active = inner, active
         self._keys = _keys(mapped)
+        # Output columns of each Hugging Face layer, and the permutation back to Megatron-Core's order.
         columns = [
             torch.cat([_indices(rows.start, rows.box[0]) for rows in mapped.mapped_rows if rows.name == name])
             for name in mapped.names
@@ -77,17 +82,21 @@ class _AdaptedForward:
         out, bias = self._inner(x, *args, **options)
         adapter = self._active()
         pairs = [None if adapter is None else adapter.pairs.get(key) for key in self._keys]
+        # No adapter for this layer, or a single Hugging Face layer: nothing to permute.
         if not any(pairs):
             return out, bias
         if len(pairs) == 1 and pairs[0] is not None:
             return pairs[0].apply(out, x), bias
+        # A fused layer: split the output by Hugging Face layer, add each contribution, and merge.
         pieces = [out.index_select(-1, columns) for columns in self._columns]
         added = [piece if pair is None else pair.apply(piece, x) for piece, pair in zip(pieces, pairs, strict=True)]
         return torch.cat(added, -1).index_select(-1, self._back), bias
 
 
 def _linears(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[tuple[Any, LocalParameter]]:
-    """The output head is none of them: it is multiplied with outside its own forward."""
+    """Yield the adaptable linear layers. The output head is not one of them, because its weight is used outside its
+    forward.
+    """
     for mapped in local_parameters(chunk, hf):
         owner, _, kind = mapped.name.rpartition(".")
         layer = chunk.get_submodule(owner)
@@ -103,15 +112,18 @@ def _keys(mapped: LocalParameter) -> list[str]:
 def _split(layer: Any, tp: dist.ProcessGroup) -> TensorParallelSplit:
     if tp.size() == 1:
         return TensorParallelSplit()
+    # Replicated weights: with sequence parallelism each rank has only its own tokens.
     if isinstance(layer, ReplicatedLinear):
         own_tokens: bool = layer.weight.sequence_parallel  # type: ignore[attr-defined]
         return TensorParallelSplit(down_summed=own_tokens, up_summed=own_tokens)
+    # Column-parallel: tokens are gathered or replicated, and B is split like the layer.
     if isinstance(layer, ColumnParallelLinear):
         if layer.sequence_parallel:
             return TensorParallelSplit(up_dim=0, down_summed=True, before_up=lambda low: GatherRows.apply(low, tp))
         return TensorParallelSplit(
             up_dim=0, down_summed=True, before_down=lambda x: copy_to_tensor_model_parallel_region(x, group=tp)
         )
+    # Row-parallel: A is split like the layer, and its partial products are summed before B.
     if layer.sequence_parallel:
         return TensorParallelSplit(down_dim=1, up_summed=True, before_up=lambda low: ReduceScatterRows.apply(low, tp))
     return TensorParallelSplit(

@@ -1,4 +1,4 @@
-"""The buffers of a Megatron-Core model and its optimizer between the device and host memory."""
+"""Move parameters, gradients and optimizer state of a Megatron-Core model between the device and host memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from areal.utils.offload import HostMemory, optimizer_tensors
 
 
 class MegatronOffload(HostMemory):
-    """Moves whole buffers: parameters and gradients are views of them.
+    """Offloads the buffers of a Megatron model, of which parameters and gradients are views.
 
     Args:
-        chunks: of this rank. optimizer: over them, or None. gradients: of them.
-        folder: of :class:`~areal.utils.offload.HostMemory`.
+        chunks: model chunks of this rank.
+        optimizer: optimizer over the chunks, or ``None``.
+        gradients: gradients of the chunks.
+        folder: directory for offloaded tensors, see :class:`~areal.utils.offload.HostMemory`.
     """
 
     def __init__(
@@ -39,12 +41,13 @@ class MegatronOffload(HostMemory):
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        # A pending gather would write to freed memory.
         if params:
             grad.finish_param_gather(self._chunks)
         super().offload(params=params, grads=grads, optimizer=optimizer)
 
     def discard_grads(self) -> None:
-        """Zero the gradients, which come back if they are away."""
+        """Zero the gradients, after moving them back if they are offloaded."""
         self.onload(params=False, grads=True, optimizer=False)
         self._gradients.zero()
 
@@ -52,7 +55,7 @@ class MegatronOffload(HostMemory):
 def _optimizer_state_tensors(optimizer: ChainedOptimizer | None) -> list[Tensor]:
     optimizers = [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
     moments = [x for inner in optimizers for x in optimizer_tensors(inner.optimizer)]
-    # Main parameters in bf16 runs; elsewhere they are views of the model's own buffers.
+    # In bf16 runs also main parameters; otherwise they are views of the model's buffers.
     mains = [
         main
         for inner in optimizers

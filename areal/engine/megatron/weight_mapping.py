@@ -1,8 +1,10 @@
-"""Which Hugging Face tensors make up which parameter of Megatron-Core: one table, read both ways.
+"""Mapping between Hugging Face tensors and Megatron-Core parameters: one table for each family, used in both
+directions.
 
-A row says how ranks split its tensors, and how one rank's parts lie in the parameter. Layers and experts are numbered as in the
-whole model; Megatron-Core numbers those of one chunk, and of one expert-parallel rank. A new family is a line in :data:`TABLES`, with rows
-for what no other family has; everything that reads, streams or writes weights asks :func:`local_parameters`.
+A row of a table says how ranks split its tensors, and how the slices of one rank are arranged in the parameter.
+Layers and experts have their numbers in the full model. Megatron-Core numbers those of one chunk and of one
+expert-parallel rank. A new family is one line in :data:`TABLES`, plus rows for parameters that no other family has.
+All code that reads, streams or writes weights uses :func:`local_parameters`.
 """
 
 from __future__ import annotations
@@ -22,17 +24,18 @@ from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.utils.dtensor import Box
 
 REPLICATED, ROWS, COLUMNS = None, 0, 1
-"""The dimension of a Hugging Face tensor that tensor-parallel ranks split; ``None`` where each holds all of it."""
+"""Dimension of a Hugging Face tensor that tensor-parallel ranks split; ``None`` if every rank has the full tensor."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter of Megatron-Core, and the Hugging Face tensors that it is made of.
+    """A parameter of Megatron-Core, and the Hugging Face tensors that it consists of.
 
     Attributes:
-        megatron: its name, with ``{i}`` for a layer and ``{j}`` for an expert.
-        hf: names of the tensors. split: the dimension that ranks share out.
-        grouped: queries, keys and values alternate by group of heads; otherwise one tensor's part lies behind the other's.
+        megatron: name of the parameter, with ``{i}`` for a layer and ``{j}`` for an expert.
+        hf: names of the tensors.
+        split: dimension that ranks split.
+        grouped: if True, queries, keys and values alternate by group of heads; otherwise tensors follow each other.
     """
 
     megatron: str
@@ -122,21 +125,22 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "qwen3_moe": (*_ENDS, *_ATTENTION, *_FEED_FORWARD, *_EXPERTS),
     "deepseek_v3": (*_ENDS, *_LATENT_ATTENTION, *_FEED_FORWARD, *_EXPERTS, *_SHARED_EXPERTS),
 }
-"""By ``model_type``. Names of the local layers and of Transformer Engine's stand side by side: a model has one or the other."""
+"""Rows by ``model_type``, for local layers and for those of Transformer Engine: a model has one kind or the other."""
 
 EMBEDDING = ("model.embed_tokens.weight",)
 VOCABULARY = (*EMBEDDING, "lm_head.weight")
-"""Tensors whose rows ranks share out once they are filled up to a number that divides."""
+"""Tensors whose rows are padded to a multiple of the tensor-parallel size."""
 
 
 @dataclass(frozen=True)
 class MappedRows:
-    """Rows of a local parameter, and where they lie in a Hugging Face tensor.
+    """Rows of a local parameter, and their position in a Hugging Face tensor.
 
     Attributes:
-        name: of the tensor. shape: of all of it.
-        start: the first of the rows in the local parameter.
-        box: the part of the tensor.
+        name: name of the tensor.
+        shape: full shape of the tensor.
+        start: first of the rows in the local parameter.
+        box: position in the tensor.
     """
 
     name: str
@@ -147,14 +151,16 @@ class MappedRows:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of this rank, and the parts of Hugging Face tensors that it is made of.
+    """A parameter of this rank, and the slices of Hugging Face tensors that it consists of.
 
     Attributes:
-        name: in the chunk. parameter: the local tensor.
-        names: the tensors, in the order of the table.
-        mapped_rows: what this rank holds of them. Rows of the parameter that are in none only fill up a vocabulary, and are zero.
-        tied: it repeats the tensor of another parameter.
-        order: where it stands in the model; orders the parameters of all ranks.
+        name: name in the chunk.
+        parameter: local tensor.
+        names: names of the Hugging Face tensors, in the order of the table.
+        mapped_rows: this rank's rows of these tensors. Rows of the parameter that are in none are padding of a
+            vocabulary, and zero.
+        tied: True if it repeats the tensor of another parameter.
+        order: sort key that orders the parameters of all ranks as in the model.
     """
 
     name: str
@@ -165,11 +171,14 @@ class LocalParameter:
     order: tuple[int, ...]
 
     def slices(self, flat: Tensor, start: int = 0) -> Iterator[Slice]:
-        """The parts of a tensor that lies like the local one, or of a stretch of it.
+        """Yield the slices of Hugging Face tensors in a tensor that is laid out like the parameter, or in a range of
+        it.
 
         Args:
-            flat: ``[n]``, contiguous. start: its first element in the flattened local tensor.
+            flat: ``[n]``, contiguous.
+            start: position of its first element in the flattened parameter.
         """
+        # A range of a flattened matrix is a few rectangles: partial rows at the ends, full rows between.
         width = math.prod(self.parameter.shape[1:])
         for offset, rows, columns in _rectangles(start, start + len(flat), width):
             shape = (rows.stop - rows.start, columns.stop - columns.start)
@@ -177,8 +186,10 @@ class LocalParameter:
             for mapped in self.mapped_rows:
                 first, last = mapped.start, mapped.start + mapped.box[0].stop - mapped.box[0].start
                 low, high = max(rows.start, first), min(rows.stop, last)
+                # The rectangle does not overlap with these rows.
                 if low >= high:
                     continue
+                # Translate the overlap from rows of the parameter to rows and columns of the tensor.
                 rows_of_slice = values[low - rows.start : high - rows.start]
                 box = [_shift(slice(low, high), mapped.box[0].start - first)]
                 if len(mapped.box) == 1:
@@ -189,10 +200,11 @@ class LocalParameter:
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, slice, slice]]:
-    """A stretch of a flattened matrix as whole rows and pieces of rows, each with its place in the stretch."""
+    """Yield the full and partial rows in a range of a flattened matrix: offset in the range, rows, columns."""
     at = start
     while at < stop:
         row, column = divmod(at, width)
+        # A partial row, at the beginning or the end of the range.
         if column or stop - at < width:
             end = min(stop, (row + 1) * width)
             yield at - start, slice(row, row + 1), slice(column, column + end - at)
@@ -207,10 +219,10 @@ def _shift(s: slice, by: int) -> slice:
 
 
 def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalParameter]:
-    """The parameters of a chunk, in its order.
+    """Yield the parameters of a chunk, in its order.
 
     Raises:
-        ValueError: the table of the family has no row for one of them.
+        ValueError: the table of the family does not have a row for a parameter.
     """
     rows = [(_pattern(row.megatron), number, row) for number, row in enumerate(TABLES[hf.model_type])]
     groups = chunk.pg_collection
@@ -220,13 +232,17 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
             raise ValueError(f"model_type = {hf.model_type!r}: the table of names has no row for {name!r}")
         match, number, row = row_match
         if row.split is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Megatron-Core marks parameters only where it draws their first values; a norm over ranks counts unmarked ones once.
+            # Megatron-Core marks parameters only when it initialises them. The gradient norm counts unmarked
+            # parameters on one rank only.
             set_tensor_model_parallel_attributes(parameter, True, row.split, 1)
         numbers = _numbers(match.groupdict(), chunk)
+        # A tied head is the embedding again, on another stage.
         tied = bool(hf.tie_word_embeddings) and name == "output_layer.weight"
         names = EMBEDDING if tied else tuple(name.format(**numbers) for name in row.hf)
+        # Experts may be split over another number of ranks.
         group = groups.expt_tp if "j" in numbers else groups.tp
         mapped_rows = tuple(_mapped_rows(names, row, parameter, group.rank(), group.size(), hf))
+        # Sort key: embedding, layers, ends; then layer, expert, and row of the table.
         order = (
             0 if names == EMBEDDING else 1 if "i" in numbers else 2,
             numbers.get("i", 0),
@@ -239,14 +255,17 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
 def _mapped_rows(
     names: tuple[str, ...], row: Row, parameter: nn.Parameter, rank: int, size: int, hf: PretrainedConfig
 ) -> Iterator[MappedRows]:
+    # Walk through the rows of the local parameter in order.
     counts, turns = _row_counts(row, parameter.shape[0], size, hf)
     start = 0
     for turn in range(turns):
         for name, count in zip(names, counts, strict=True):
+            # Shapes of the slice and of the full tensor, and the position of the slice.
             local = [count * turns, *parameter.shape[1:]]
             full = [n * size if dim == row.split else n for dim, n in enumerate(local)]
             box = [slice(rank * n, (rank + 1) * n) if dim == row.split else slice(0, n) for dim, n in enumerate(local)]
             first = box[0].start + turn * count
+            # Padding rows are beyond the end of the Hugging Face tensor: clip the box.
             if name in VOCABULARY:
                 full[0] = hf.vocab_size
             box[0] = slice(min(first, full[0]), min(first + count, full[0]))
@@ -255,9 +274,10 @@ def _mapped_rows(
 
 
 def _row_counts(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[list[int], int]:
-    """How many rows in a run each Hugging Face tensor gives, and how often the runs alternate."""
+    """Return the number of consecutive rows of each Hugging Face tensor, and how often the sequence repeats."""
     if not row.grouped:
         return [rows // len(row.hf)] * len(row.hf), 1
+    # One repetition per key head: its group of queries, the key, the value.
     heads = hf.num_attention_heads
     kv_heads = getattr(hf, "num_key_value_heads", None) or heads
     head_dim = rows * size // (heads + 2 * kv_heads)
@@ -265,7 +285,7 @@ def _row_counts(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[l
 
 
 def _numbers(indices: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
-    """The numbers of layer and expert in the whole model."""
+    """Return the numbers of layer and expert in the full model."""
     numbers = {}
     if "i" in indices:
         numbers["i"] = chunk.decoder.layers[int(indices["i"])].layer_number - 1

@@ -1,4 +1,6 @@
-"""The weights of a Megatron-Core model from and to Hugging Face names: read in slices, streamed in full, written from slices."""
+"""Weights of a Megatron-Core model under Hugging Face names: read in slices, streamed as full tensors, written from
+slices.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,26 @@ from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
 BUCKET_BYTES = 256 * 2**20
-"""Most bytes of full tensors that are streamed at once, unless one tensor is larger."""
+"""Maximum size of the full tensors that are streamed at once, unless one tensor is larger."""
 
 Values = Callable[[str, Box], Tensor]
-"""A part of a Hugging Face tensor, by its name."""
+"""Function that returns a box of a Hugging Face tensor, by name."""
 
 
 class MegatronWeights:
-    """The weights of one rank's chunks. In bf16 runs the optimizer's float32 main parameters are the weights, and the parameters are these
-    rounded: both are read from a file and drawn at random, and the main parameters are what a checkpoint holds. Collective to make.
+    """The weights of one rank's chunks. The constructor is collective.
+
+    In bf16 runs the optimizer's float32 main parameters are the weights, and the model's parameters are rounded
+    copies. Both are read from files and drawn at random. Checkpoints contain the main parameters.
 
     Args:
-        chunks: of this rank. hf: configuration of the Hugging Face model.
-        groups: of the layout. control: over all ranks.
-        gradients: the whole gradient of a local parameter, reduced over its replicas. Collective.
-        settle: called before weights are looked at, so that they are there. Collective.
+        chunks: model chunks of this rank.
+        hf: configuration of the Hugging Face model.
+        groups: process groups of the layout.
+        control: control plane over all ranks.
+        gradients: returns a function from local parameters to their full gradients, reduced over replicas.
+            Collective.
+        settle: finishes pending gathers of parameters. Collective.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class MegatronWeights:
         self._exchange_specs(control)
 
     def _exchange_specs(self, control: ControlPlane) -> None:
-        """Learn what the model has, from what every rank holds, and what this rank streams."""
+        """Exchange the tensors of all ranks: find those of the full model, and the slices that this rank streams."""
         untied = [local_param for local_param in self.local_params if not local_param.tied]
         own_entries = [
             (
@@ -77,6 +84,7 @@ class MegatronWeights:
         entries_by_rank = control.gather(own_entries)
         specs_by_name: dict[str, TensorSpec] = {}
         self._trained: set[str] = set()
+        # Order the tensors as in the model, each name once.
         entries = sorted(
             (entry for entries_of_rank in entries_by_rank for entry in entries_of_rank), key=lambda entry: entry[0]
         )
@@ -85,13 +93,14 @@ class MegatronWeights:
                 specs_by_name.setdefault(spec.name, spec)
             self._trained |= {spec.name for spec in specs if trained}
         self._specs = list(specs_by_name.values())
-        # Of the ranks that hold the same part, the first speaks for it.
+        # Of several ranks with the same slice, the first one streams it.
         owner: dict[Place, int] = {}
         for rank in dist.get_process_group_ranks(self._group):
             for _, _, places, _ in entries_by_rank[rank]:
                 for place in places:
                     owner.setdefault(place, rank)
         self._owned = {place for place, rank in owner.items() if rank == control.rank}
+        # A fused parameter contains several tensors: find the parameters of a tensor quickly.
         self._params_by_name: dict[str, list[LocalParameter]] = {}
         for local_param in untied:
             for name in local_param.names:
@@ -100,10 +109,12 @@ class MegatronWeights:
     # ---- in
 
     def load(self, config: TrainEngineConfig, optimizer: ChainedOptimizer | None) -> None:
-        """The first weights: those at ``config.path``, or random ones. A value head without a file is zero.
+        """Load the initial weights from ``config.path``, or draw random ones. A value head without a file is zero.
 
         Args:
-            optimizer: over the chunks. Its main parameters are kept in step from here on.
+            config: configuration of the engine.
+            optimizer: optimizer over the chunks, or ``None``. Its main parameters are kept equal to the weights
+                from now on.
 
         Raises:
             ValueError: the files are missing, damaged, or of another model; names file and key.
@@ -118,11 +129,11 @@ class MegatronWeights:
         self._read(folder)
 
     def check(self, folder: Path) -> None:
-        """Compare keys and shapes of a model directory with the whole model, reading no values.
+        """Compare keys and shapes of a model directory with the full model, without reading values.
 
         Raises:
-            ValueError: the files are missing, unreadable or of another model; names file and key. Or the optimizer has copies of the
-                weights that cannot follow.
+            ValueError: the files are missing, unreadable or of another model (names file and key), or the optimizer
+                has copies of the weights that cannot be updated.
         """
         if self._optimizer is not None and not _has_mains(self._optimizer) and _has_stepped(self._optimizer):
             raise ValueError(
@@ -133,8 +144,8 @@ class MegatronWeights:
             files.check({spec.name: spec.shape for spec in self._specs}, _model_class(self._hf))
 
     def read(self, folder: Path) -> None:
-        """Fill this rank's parameters, and their float32 main parameters unrounded, from files that :meth:`check` has accepted. Reads this
-        rank's slices. Collective.
+        """Fill this rank's parameters from files that :meth:`check` has accepted, and the main parameters without
+        rounding. Reads only this rank's slices. Collective.
         """
         self._finish_gather()
         self._read(folder)
@@ -151,6 +162,7 @@ class MegatronWeights:
                     self._fill_parameter(local_param, lambda name, box: block[name][box])
 
         draw_weights(self._hf, seed, dtype, fill_block)
+        # transformers does not know the value head: it is zero.
         for parameter in (
             local_param.parameter for local_param in self.local_params if local_param.names == (VALUE_HEAD,)
         ):
@@ -161,11 +173,14 @@ class MegatronWeights:
     @torch.no_grad()
     def _fill_parameter(self, local_param: LocalParameter, values: Values) -> None:
         parameter = local_param.parameter
+        # Assemble the local tensor in float32 or wider, so that main parameters are not rounded. Padding stays
+        # zero.
         local = torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32))
         for piece in local_param.slices(local.view(-1)):
             piece.values.copy_(values(piece.name, piece.box))
         parameter.copy_(local)
         if parameter in self._mains:
+            # A distributed optimizer has a range of the flattened parameter.
             main, start = self._mains[parameter]
             main.copy_(local.view(-1)[start : start + len(main)])
 
@@ -176,19 +191,21 @@ class MegatronWeights:
     # ---- out
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, in the order of the model: full, in the dtype of the parameters, on the device. A
-        tied weight comes once. Collective: every rank iterates to the end.
+        """Yield all weights under their Hugging Face names, in the order of the model: full, in the dtype of the
+        parameters, on the device. A tied weight comes once. Collective: every rank must iterate to the end.
         """
         self._finish_gather()
         yield from self._stream(lambda local_param: local_param.parameter.detach())
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """The gradients of all weights that are trained, likewise."""
+        """Yield the gradients of all trained weights, in the same way."""
         value = self._gradients()
         yield from self._stream(value, dtype=value(self.local_params[0]).dtype, trained=True)
 
     def export(self) -> Export:
-        """What is to be written: float32 main parameters where the optimizer has them, else the parameters in their own dtype. Collective."""
+        """Return the tensors to write: float32 main parameters if the optimizer has them, otherwise the parameters in
+        their own dtype. Collective.
+        """
         self._finish_gather()
         specs = [
             TensorSpec(spec.name, torch.float32 if self._written_wide else spec.dtype, spec.shape)
@@ -204,6 +221,8 @@ class MegatronWeights:
                 continue
             if not self._written_wide:
                 yield from local_param.slices(local_param.parameter.detach().view(-1))
+            # Each rank writes its range of the main parameters; parameters that are not trained do not have main
+            # parameters.
             elif local_param.parameter in self._mains:
                 main, start = self._mains[local_param.parameter]
                 yield from local_param.slices(main, start)
@@ -214,16 +233,19 @@ class MegatronWeights:
     def _stream(
         self, value: Callable[[LocalParameter], Tensor], dtype: torch.dtype | None = None, *, trained: bool = False
     ) -> Iterator[NamedTensor]:
-        """Full tensors, bucket by bucket: each part is put where it belongs by the one rank that speaks for it, and integers are summed,
-        so that the others' zeros change no bit.
+        """Yield full tensors, bucket by bucket.
+
+        The owner of a slice copies it to its position in a zeroed bucket. Buckets are summed over ranks as
+        integers, so that adding zeros changes no bit.
         """
         device = self.local_params[0].parameter.device
         for bucket in self._buckets([spec for spec in self._specs if not trained or spec.name in self._trained]):
             sizes = [torch.Size(spec.shape).numel() for spec in bucket]
-            filled_up = -(-sum(sizes) // 8) * 8  # to whole integers
+            filled_up = -(-sum(sizes) // 8) * 8  # to whole int64
             flat = torch.zeros(filled_up, dtype=dtype or bucket[0].dtype, device=device)
             values = flat[: sum(sizes)].split(sizes)
             full = {spec.name: x.view(spec.shape) for spec, x in zip(bucket, values, strict=True)}
+            # Copy the slices that this rank owns.
             for name, tensor in full.items():
                 for local_param in self._params_by_name.get(name, ()):
                     for piece in local_param.slices(value(local_param).reshape(-1)):
@@ -235,7 +257,7 @@ class MegatronWeights:
 
     @staticmethod
     def _buckets(tensors: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-        """Tensors of one dtype at a time, in order."""
+        """Yield lists of tensors of one dtype, in order, within the size of a bucket."""
         bucket: list[TensorSpec] = []
         size = 0
         for spec in tensors:
@@ -249,7 +271,7 @@ class MegatronWeights:
 
 
 def _has_mains(optimizer: ChainedOptimizer) -> bool:
-    """Whether main parameters are tensors of their own here: a precision-aware optimizer keeps them to itself."""
+    """Return whether main parameters are accessible tensors: a precision-aware optimizer keeps them private."""
     return not any(inner.config.use_precision_aware_optimizer for inner in optimizer.chained_optimizers)
 
 
@@ -258,13 +280,15 @@ def _has_stepped(optimizer: ChainedOptimizer) -> bool:
 
 
 def _main_parameters(optimizer: ChainedOptimizer | None) -> dict[nn.Parameter, tuple[Tensor, int]]:
-    """The float32 copies that the optimizer keeps of bf16 parameters: flat, and where each starts in its parameter. The distributed
-    optimizer has a stretch of some of them on each rank; float32 parameters need no copy.
+    """Return the optimizer's float32 copies of bf16 parameters: flat, with their position in the flattened parameter.
+
+    On each rank, the distributed optimizer has a range of some parameters. Float32 parameters do not need copies.
     """
     flat_mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
     for inner in optimizer.chained_optimizers if optimizer is not None and _has_mains(optimizer) else ():
         if inner.is_stub_optimizer:
             continue
+        # Both optimizers keep groups of parameters and parallel groups of copies, under different names.
         is_distributed = isinstance(inner, DistributedOptimizer)
         parameters = getattr(inner, "model_float16_groups" if is_distributed else "float16_groups", [])
         mains = getattr(inner, "shard_fp32_from_float16_groups" if is_distributed else "fp32_from_float16_groups", [])
@@ -276,12 +300,13 @@ def _main_parameters(optimizer: ChainedOptimizer | None) -> dict[nn.Parameter, t
 
 
 def _model_class(hf: PretrainedConfig) -> type[PreTrainedModel]:
-    """transformers' class of this model."""
+    """Return transformers' class of this model."""
     return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)])
 
 
 def _model_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
-    """The smallest group of ranks that hold the whole model between them."""
+    """Return the smallest group of ranks that together have the full model."""
+    # Dense layers need all tensor-parallel ranks, experts all ranks that divide experts.
     tp, experts = groups.tp.size(), groups.ep.size() * groups.expt_tp.size()
     if tp % experts == 0:
         return groups.mp
