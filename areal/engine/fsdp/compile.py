@@ -52,11 +52,11 @@ class _Compiled:
 
     def entry(self, module: nn.Module) -> _Forward:
         """Return the compiled forward of a module. A call from another graph ends that graph."""
-        function = _function_of(type(module))
+        function = _uncompiled_forward(type(module))
         if function not in self._forwards:
             # Dynamo stores graphs per code object, and limits them to 8. A copy of the code keeps engines
             # independent.
-            self._forwards[function] = torch.compile(_copy(function), backend=self._backend)
+            self._forwards[function] = torch.compile(_copy_function(function), backend=self._backend)
         forward = self._forwards[function]
 
         @torch.compiler.disable
@@ -78,7 +78,7 @@ def _has_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "experts", None), nn.Module)
 
 
-def _function_of(kind: type[nn.Module]) -> Any:
+def _uncompiled_forward(kind: type[nn.Module]) -> Any:
     """Return the forward of a class without transformers' own checkpointing wrapper. The wrapper is inactive, but
     dynamo would trace the layer once more for it.
     """
@@ -88,7 +88,7 @@ def _function_of(kind: type[nn.Module]) -> Any:
     return function
 
 
-def _copy(function: Any) -> Any:
+def _copy_function(function: Any) -> Any:
     copied = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,

@@ -32,7 +32,7 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
     dtype = next(chunks.parameters()).dtype
     linears = {name: linear for chunk in chunks for name, linear in decoder_linears(chunk.hf).items()}
     return AdapterLayout(
-        layers={name: _split(linear.weight, tp) for name, linear in linears.items()},
+        layers={name: _tensor_parallel_split(linear.weight, tp) for name, linear in linears.items()},
         layer_names=frozenset(decoder_linears(chunks.full_model.hf)),
         tp=TensorParallelRanks(tp),
         replicas=[group for group in replicas if group is not None],
@@ -77,7 +77,7 @@ def _with_adapter(inner: Callable[[Tensor], Tensor], slot: _AdapterSlot) -> Call
     return forward
 
 
-def _split(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
+def _tensor_parallel_split(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
     placement = weight.placements[-1] if tp is not None and isinstance(weight, DTensor) else None
     if not isinstance(placement, Shard):
         return TensorParallelSplit()

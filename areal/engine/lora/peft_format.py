@@ -35,7 +35,7 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
     Raises:
         ValueError: ``target_modules`` matches no layer, or one that cannot have an adapter.
     """
-    targets, model = lora.target_modules, _without_values(hf)
+    targets, model = lora.target_modules, _meta_model(hf)
     # peft's own "all-linear" includes stacked experts.
     names = _linear_names(model) if targets == "all-linear" else targets
     config = LoraConfig(
@@ -86,7 +86,7 @@ def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[s
         logger.warning(
             "%s: lora_dropout = %s is left out: nothing is dropped", folder / CONFIG_NAME, config.lora_dropout
         )
-    plan = _plan_with_peft(_without_values(hf), config, str(folder / CONFIG_NAME))
+    plan = _plan_with_peft(_meta_model(hf), config, str(folder / CONFIG_NAME))
     # Compare names and shapes in both directions.
     shapes = plan.shapes
     for name, shape in shapes.items():
@@ -102,7 +102,7 @@ def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[s
     return plan, weights
 
 
-def _without_values(hf: PretrainedConfig) -> PreTrainedModel:
+def _meta_model(hf: PretrainedConfig) -> PreTrainedModel:
     # A copy, because building a model changes the configuration.
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(hf))
@@ -131,13 +131,15 @@ def _plan_with_peft(bare: PreTrainedModel, config: LoraConfig, where: str) -> Ad
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
     modules: dict[str, Any] = dict(model.named_modules())
-    targets = tuple(_target(where, name, module) for name, module in modules.items() if hasattr(module, "lora_A"))
+    targets = tuple(
+        _adapter_target(where, name, module) for name, module in modules.items() if hasattr(module, "lora_A")
+    )
     # The configuration as peft writes it: resolved names, sets as sorted lists.
     written = {key: sorted(x) if isinstance(x, set) else x for key, x in model.peft_config[_NAME].to_dict().items()}
     return AdapterPlan(targets, json.loads(json.dumps(written, default=str)))
 
 
-def _target(where: str, name: str, module: Any) -> Target:
+def _adapter_target(where: str, name: str, module: Any) -> Target:
     key = name.removeprefix(PREFIX)
     layer: Any = module.get_base_layer()
     # Embeddings and convolutions may match too.

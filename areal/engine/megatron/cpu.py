@@ -42,8 +42,8 @@ def install() -> None:
     for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Collectives that gloo lacks.
-    dist.all_gather = _gathering_any_sizes(dist.all_gather)
-    dist.reduce_scatter = _scattering_any_sizes(dist.reduce_scatter)
+    dist.all_gather = _all_gather_any_sizes(dist.all_gather)
+    dist.reduce_scatter = _reduce_scatter_any_sizes(dist.reduce_scatter)
     # On the CPU .cuda() is a no-op; type names get the prefix that Megatron compares with.
     Tensor.cuda = lambda self, *args, **options: self  # type: ignore[method-assign, assignment]
     Tensor.type = _type_as_megatron_expects(Tensor.type)  # type: ignore[method-assign]
@@ -121,7 +121,7 @@ def _type_as_megatron_expects(original: Callable[..., Any]) -> Callable[..., Any
     return type_of
 
 
-def _gathering_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+def _all_gather_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     """Emulate an all-gather with unequal sizes by an all-to-all."""
 
     @functools.wraps(original)
@@ -139,7 +139,7 @@ def _gathering_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-def _scattering_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_scatter_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     """Emulate a reduce-scatter with unequal sizes by an all-to-all and a local sum."""
 
     @functools.wraps(original)

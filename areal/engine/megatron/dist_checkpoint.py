@@ -135,7 +135,7 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     if isinstance(optimizer, DistributedOptimizer):
         for parameter in optimizer.model_param_gbuf_map:
             start = optimizer._get_model_param_range_map(parameter)["param"].start
-            states = _tensors(optimizer._get_main_param_and_optimizer_states(parameter))
+            states = _state_tensors_without_step(optimizer._get_main_param_and_optimizer_states(parameter))
             view = parameter.dtype == torch.float32
             yield ParameterState(parameter, start, states, split=True, main="param", main_is_view=view)
         return
@@ -147,13 +147,13 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
         for models, copies in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             mains += [(parameter, main, "fp32_param") for parameter, main in zip(models, copies, strict=True)]
     for parameter, main, name in mains:
-        states = _tensors(state[main])
+        states = _state_tensors_without_step(state[main])
         if name is not None:
             states[name] = main.detach()
         yield ParameterState(parameter, 0, states, split=False, main=name)
 
 
-def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
+def _state_tensors_without_step(states: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors among the states, without the step, which all parameters share."""
     return {name: value.detach() for name, value in states.items() if isinstance(value, Tensor) and name != "step"}
 
@@ -261,7 +261,7 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple
 
 def tensors_to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
     """Return the tensors for torch's planner, by key. Of replicas only the first is saved."""
-    return mcore_to_pyt_state_dict(_by_key(t for t in tensors if is_main_replica(t.replica_id)))
+    return mcore_to_pyt_state_dict(_group_by_key(t for t in tensors if is_main_replica(t.replica_id)))
 
 
 def tensors_to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
@@ -276,10 +276,10 @@ def tensors_to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], M
         allow_shape_mismatch_sharded_tensors=loose,
         allow_partial_load=False,
     )
-    return mcore_to_pyt_state_dict(_by_key(tensors), is_loading=True), planner
+    return mcore_to_pyt_state_dict(_group_by_key(tensors), is_loading=True), planner
 
 
-def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
+def _group_by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
     by_key: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
         by_key.setdefault(tensor.key, []).append(replace(tensor))  # a copy, because the planner modifies it

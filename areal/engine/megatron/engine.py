@@ -88,7 +88,7 @@ class MegatronEngine(BaseTrainEngine):
             groups,
             self.control,
             gradients=lambda: _of_held(grad.gather_gradients(trained)),
-            settle=lambda: grad.finish_param_gather(trained),
+            finish_param_gather=lambda: grad.finish_param_gather(trained),
         )
         settings = config.optimizer if config.lora is None else None
         chained = megatron_optimizer(trained, settings, config, groups) if settings else None

@@ -38,10 +38,10 @@ def megatron_adapter_layout(
     """
     # A fused layer has one adapter for each of its Hugging Face layers.
     layers = {
-        key: _split(layer, groups.tp)
+        key: _tensor_parallel_split(layer, groups.tp)
         for chunk in chunks
         for layer, mapped in _linears(chunk, hf)
-        for key in _keys(mapped)
+        for key in _layer_names(mapped)
     }
     parameter = next(chunks[0].parameters())
     return AdapterLayout(
@@ -69,7 +69,7 @@ class _AdaptedForward:
 
     def __init__(self, inner: Callable[..., Any], mapped: LocalParameter, active: Callable[[], Adapter | None]) -> None:
         self._inner, self._active = inner, active
-        self._keys = _keys(mapped)
+        self._layer_names = _layer_names(mapped)
         # Output columns of each Hugging Face layer, and the permutation back to Megatron-Core's order.
         columns = [
             torch.cat([_indices(rows.start, rows.box[0]) for rows in mapped.mapped_rows if rows.name == name])
@@ -81,7 +81,7 @@ class _AdaptedForward:
     def __call__(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = self._inner(x, *args, **options)
         adapter = self._active()
-        pairs = [None if adapter is None else adapter.pairs.get(key) for key in self._keys]
+        pairs = [None if adapter is None else adapter.pairs.get(key) for key in self._layer_names]
         # No adapter for this layer, or a single Hugging Face layer: nothing to permute.
         if not any(pairs):
             return out, bias
@@ -105,11 +105,11 @@ def _linears(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[tuple[Any, Loca
             yield layer, mapped
 
 
-def _keys(mapped: LocalParameter) -> list[str]:
+def _layer_names(mapped: LocalParameter) -> list[str]:
     return [name.removesuffix(".weight") for name in mapped.names]
 
 
-def _split(layer: Any, tp: dist.ProcessGroup) -> TensorParallelSplit:
+def _tensor_parallel_split(layer: Any, tp: dist.ProcessGroup) -> TensorParallelSplit:
     if tp.size() == 1:
         return TensorParallelSplit()
     # Replicated weights: with sequence parallelism each rank has only its own tokens.

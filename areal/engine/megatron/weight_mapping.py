@@ -191,11 +191,11 @@ class LocalParameter:
                     continue
                 # Translate the overlap from rows of the parameter to rows and columns of the tensor.
                 rows_of_slice = values[low - rows.start : high - rows.start]
-                box = [_shift(slice(low, high), mapped.box[0].start - first)]
+                box = [_shift_slice(slice(low, high), mapped.box[0].start - first)]
                 if len(mapped.box) == 1:
                     rows_of_slice = rows_of_slice.squeeze(1)
                 else:
-                    box.append(_shift(columns, mapped.box[1].start))
+                    box.append(_shift_slice(columns, mapped.box[1].start))
                 yield Slice(mapped.name, tuple(box), rows_of_slice)
 
 
@@ -214,7 +214,7 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, slice,
         at = end
 
 
-def _shift(s: slice, by: int) -> slice:
+def _shift_slice(s: slice, by: int) -> slice:
     return slice(s.start + by, s.stop + by)
 
 
@@ -224,7 +224,7 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
     Raises:
         ValueError: the table of the family does not have a row for a parameter.
     """
-    rows = [(_pattern(row.megatron), number, row) for number, row in enumerate(TABLES[hf.model_type])]
+    rows = [(_name_pattern(row.megatron), number, row) for number, row in enumerate(TABLES[hf.model_type])]
     groups = chunk.pg_collection
     for name, parameter in chunk.named_parameters():
         row_match = next(((match, n, row) for pattern, n, row in rows if (match := pattern.fullmatch(name))), None)
@@ -235,18 +235,18 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
             # Megatron-Core marks parameters only when it initialises them. The gradient norm counts unmarked
             # parameters on one rank only.
             set_tensor_model_parallel_attributes(parameter, True, row.split, 1)
-        numbers = _numbers(match.groupdict(), chunk)
+        indices_in_model = _full_model_indices(match.groupdict(), chunk)
         # A tied head is the embedding again, on another stage.
         tied = bool(hf.tie_word_embeddings) and name == "output_layer.weight"
-        names = EMBEDDING if tied else tuple(name.format(**numbers) for name in row.hf)
+        names = EMBEDDING if tied else tuple(name.format(**indices_in_model) for name in row.hf)
         # Experts may be split over another number of ranks.
-        group = groups.expt_tp if "j" in numbers else groups.tp
+        group = groups.expt_tp if "j" in indices_in_model else groups.tp
         mapped_rows = tuple(_mapped_rows(names, row, parameter, group.rank(), group.size(), hf))
         # Sort key: embedding, layers, ends; then layer, expert, and row of the table.
         order = (
-            0 if names == EMBEDDING else 1 if "i" in numbers else 2,
-            numbers.get("i", 0),
-            numbers.get("j", -1),
+            0 if names == EMBEDDING else 1 if "i" in indices_in_model else 2,
+            indices_in_model.get("i", 0),
+            indices_in_model.get("j", -1),
             number,
         )
         yield LocalParameter(name, parameter, names, mapped_rows, tied, order)
@@ -284,18 +284,18 @@ def _row_counts(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[l
     return [heads // kv_heads * head_dim, head_dim, head_dim], kv_heads // size
 
 
-def _numbers(indices: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
+def _full_model_indices(indices: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
     """Return the numbers of layer and expert in the full model."""
-    numbers = {}
+    indices_in_model = {}
     if "i" in indices:
-        numbers["i"] = chunk.decoder.layers[int(indices["i"])].layer_number - 1
+        indices_in_model["i"] = chunk.decoder.layers[int(indices["i"])].layer_number - 1
     if "j" in indices:
         groups: ProcessGroupCollection = chunk.pg_collection
         per_rank = chunk.config.num_moe_experts // groups.ep.size()
-        numbers["j"] = groups.ep.rank() * per_rank + int(indices["j"])
-    return numbers
+        indices_in_model["j"] = groups.ep.rank() * per_rank + int(indices["j"])
+    return indices_in_model
 
 
-def _pattern(name: str) -> re.Pattern[str]:
+def _name_pattern(name: str) -> re.Pattern[str]:
     text = re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{j\}", r"(?P<j>\d+)")
     return re.compile(text)

@@ -49,7 +49,7 @@ class MegatronWeights:
         control: control plane over all ranks.
         gradients: returns a function from local parameters to their full gradients, reduced over replicas.
             Collective.
-        settle: finishes pending gathers of parameters. Collective.
+        finish_param_gather: finishes pending gathers of parameters. Collective.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class MegatronWeights:
         groups: ProcessGroupCollection,
         control: ControlPlane,
         gradients: Callable[[], Callable[[LocalParameter], Tensor]],
-        settle: Callable[[], None],
+        finish_param_gather: Callable[[], None],
     ) -> None:
         self.local_params = [local_param for chunk in chunks for local_param in local_parameters(chunk, hf)]
         self._hf, self._group = hf, _model_group(groups)
-        self._gradients, self._finish_gather = gradients, settle
+        self._gradients, self._finish_gather = gradients, finish_param_gather
         self._optimizer: ChainedOptimizer | None = None
         self._mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
-        self._written_wide = False
+        self._export_float32 = False
         self._exchange_specs(control)
 
     def _exchange_specs(self, control: ControlPlane) -> None:
@@ -120,7 +120,7 @@ class MegatronWeights:
             ValueError: the files are missing, damaged, or of another model; names file and key.
         """
         self._optimizer, self._mains = optimizer, _main_parameters(optimizer)
-        self._written_wide = optimizer is not None and config.dtype == "bfloat16" and _has_mains(optimizer)
+        self._export_float32 = optimizer is not None and config.dtype == "bfloat16" and _has_mains(optimizer)
         if config.init_from_scratch:
             self._draw(config.seed, torch_dtype(config.master_dtype))
             return
@@ -208,18 +208,18 @@ class MegatronWeights:
         """
         self._finish_gather()
         specs = [
-            TensorSpec(spec.name, torch.float32 if self._written_wide else spec.dtype, spec.shape)
+            TensorSpec(spec.name, torch.float32 if self._export_float32 else spec.dtype, spec.shape)
             for spec in self._specs
         ]
         model = _model_class(self._hf)
         generation = GenerationConfig.from_model_config(self._hf) if model.can_generate() else None
-        return Export(specs, self._written_slices(), ModelCard(self._hf, model, generation))
+        return Export(specs, self._export_slices(), ModelCard(self._hf, model, generation))
 
-    def _written_slices(self) -> Iterator[Slice]:
+    def _export_slices(self) -> Iterator[Slice]:
         for local_param in self.local_params:
             if local_param.tied:
                 continue
-            if not self._written_wide:
+            if not self._export_float32:
                 yield from local_param.slices(local_param.parameter.detach().view(-1))
             # Each rank writes its range of the main parameters; parameters that are not trained do not have main
             # parameters.

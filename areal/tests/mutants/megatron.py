@@ -220,7 +220,7 @@ def megatron_heads_not_grouped(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.megatron.weight_mapping:_numbers", THREE.format("*-megatron:e2"))
+@mutant("areal.engine.megatron.weight_mapping:_full_model_indices", THREE.format("*-megatron:e2"))
 def megatron_experts_take_turns(right: Function) -> Function:
     """Experts are numbered as if expert-parallel ranks took turns."""
 
@@ -234,7 +234,7 @@ def megatron_experts_take_turns(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.megatron.weight_mapping:_numbers", LOOP.format("megatron:p2v2"))
+@mutant("areal.engine.megatron.weight_mapping:_full_model_indices", LOOP.format("megatron:p2v2"))
 def megatron_virtual_stages_in_a_row(right: Function) -> Function:
     """Layers are numbered as if the chunks of a rank followed each other."""
 
@@ -249,7 +249,7 @@ def megatron_virtual_stages_in_a_row(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.megatron.weight_mapping:_numbers", CALLS.format("*-megatron:p2"))
+@mutant("areal.engine.megatron.weight_mapping:_full_model_indices", CALLS.format("*-megatron:p2"))
 def megatron_stages_swapped(right: Function) -> Function:
     """Layers are counted from the last one."""
 

@@ -103,11 +103,11 @@ class PipelineSchedule:
         for stage in stages:
             stage.compute, stage.mbs, stage.timer = compute, mbs, self._timer
         return self._spec.torch_class(
-            stages[0] if self._spec.chunks == "one" else stages, len(mbs), loss_fn=_loss, scale_grads=False
+            stages[0] if self._spec.chunks == "one" else stages, len(mbs), loss_fn=_output_as_loss, scale_grads=False
         )
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
+def _output_as_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return the output of the last stage, which already is the loss."""
     return output
 
