@@ -74,6 +74,7 @@ class Replica:
         Raises:
             ValueError: the name is unknown, or the shape differs.
         """
+        # A tied weight may come under any of its names.
         own_name = name if name in self._slots else self._first.get(name, name)
         if own_name not in self._slots:
             raise ValueError(
@@ -104,6 +105,7 @@ class Replica:
         Raises:
             ValueError: a weight is unknown, has another shape, comes twice or is missing; names the first one.
         """
+        # Coverage also finds names that come twice.
         coverage = Coverage(self)
         for name, shape in shapes.items():
             coverage.add(name, shape)
@@ -273,6 +275,7 @@ def _first_name_of(module: nn.Module) -> dict[str, str]:
     """Map each further name of a shared weight to its first name."""
     names: dict[int, str] = {}
     further: dict[str, str] = {}
+    # Shared tensors are one object under several names.
     for name, tensor in [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),

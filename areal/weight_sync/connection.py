@@ -167,6 +167,7 @@ class Listener:
             PeerLostError: fewer than ``n`` connected within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
+        # More receivers than needed may be waiting: take all of them.
         self._accept(0.0)
         while len(self.connections) < n:
             left = deadline - time.monotonic()

@@ -294,6 +294,7 @@ class PushReceiver:
         try:
             while not update.finished:
                 update.handle(self._connection.receive(time.monotonic() + self._timeout))
+        # The trainer is gone or silent: the module still has the previous version.
         except (PeerLostError, TimeoutError) as error:
             self._bucket_receiver.abort()
             raise self._trainer_lost(error) from error

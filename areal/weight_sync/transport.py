@@ -34,6 +34,7 @@ class OutgoingTensors:
         for name, tensor in self._stream:
             if self._select is not None and not self._select(name):
                 continue
+            # Integers and booleans keep their dtype.
             if self._cast is not None and tensor.is_floating_point():
                 tensor = tensor.to(self._cast)
             self._n_tensors += 1

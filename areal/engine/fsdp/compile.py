@@ -89,6 +89,7 @@ def _uncompiled_forward(kind: type[nn.Module]) -> Any:
 
 
 def _copy_function(function: Any) -> Any:
+    # A new code object with the same content, because dynamo identifies functions by it.
     copied = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,

@@ -169,10 +169,12 @@ def check_plan(config: PretrainedConfig, size: int, *, packed: bool) -> None:
             f"model type {config.model_type!r} has no tensor-parallel plan on the fsdp engine, which has some for "
             f"{', '.join(sorted(PLANS))}: leave t out, use the megatron engine, or add a plan to areal.engine.fsdp.tensor_parallel"
         )
+    # Divided tokens need a stream without rows.
     if not packed:
         raise ValueError(
             "fsdp.attention = 'rows' with t: tensor parallelism needs packed attention; leave one of the two out"
         )
+    # Heads, columns and vocabulary rows are split evenly.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         number = getattr(config, name)
         if number % size:

@@ -105,6 +105,7 @@ class FSDPWeights:
 
     def export(self) -> Export:
         """Return the tensors to write: the weights, in the dtype of the parameters."""
+        # All ranks describe the full model, and each contributes its own slices.
         hf = self._chunks.full_model.hf
         return Export(
             [

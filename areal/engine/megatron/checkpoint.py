@@ -80,6 +80,8 @@ class MegatronCheckpointer(EngineCheckpointer):
         source: str,
         **options: Any,
     ) -> None:
+        # A rank without parameters of an optimizer has an empty entry. The kind of optimizer is recorded in the
+        # checkpoint.
         inners = (
             [each.optimizer for each in chained.chained_optimizers if each.optimizer is not None] if chained else []
         )

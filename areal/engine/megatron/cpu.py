@@ -146,6 +146,7 @@ def _reduce_scatter_any_sizes(original: Callable[..., Any]) -> Callable[..., Any
     def reduce_scatter(
         output: Tensor, tensors: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
+        # Every rank receives one tensor from each rank, and sums them.
         sizes = [len(x) for x in tensors]
         if len({x.shape for x in tensors}) == 1 or op != dist.ReduceOp.SUM:
             return original(output, tensors, op=op, group=group, async_op=async_op)

@@ -269,6 +269,7 @@ def tensors_to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], M
     are zeroed.
     """
     tensors = list(tensors)
+    # Padding may differ between layouts: shapes of padded tensors are not compared.
     loose = {t.key: t for t in tensors if t.allow_shape_mismatch}
     strict = [t for t in tensors if not t.allow_shape_mismatch]
     planner = MCoreLoadPlanner(

@@ -261,6 +261,7 @@ class MegatronWeights:
         bucket: list[TensorSpec] = []
         size = 0
         for spec in tensors:
+            # A bucket is one flat tensor: one dtype, up to the maximum size.
             if bucket and (size + spec.nbytes > BUCKET_BYTES or spec.dtype != bucket[0].dtype):
                 yield bucket
                 bucket, size = [], 0

@@ -52,6 +52,7 @@ def check_family(hf: PretrainedConfig) -> None:
 def _check_latent(hf: PretrainedConfig) -> None:
     """Check the fields for which Megatron-Core's latent attention and routing differ from transformers'."""
     chosen, limited = hf.num_experts_per_tok, _group_limit(hf)
+    # Field, whether its value is not supported, and the supported values.
     for name, wrong, only in (
         ("rope_interleave", not hf.rope_interleave, "pairs side by side (True)"),
         ("norm_topk_prob", bool(hf.norm_topk_prob) != (chosen > 1), "True where num_experts_per_tok > 1"),
@@ -264,6 +265,7 @@ def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _softmax_router(hf: PretrainedConfig) -> dict[str, Any]:
+    # As in transformers: every n-th layer has experts, except those listed as dense.
     sparse = [
         int(i not in (hf.mlp_only_layers or ()) and (i + 1) % hf.decoder_sparse_step == 0)
         for i in range(hf.num_hidden_layers)
