@@ -29,11 +29,11 @@ class _Slot:
 
 
 class Replica:
-    """A module whose weights can be read and written by their Hugging Face names, even if transformers stores them in
-    another form.
+    """A module whose weights can be read and written by their Hugging Face names.
 
-    A weight with several names (tied embeddings) is accepted under any of them, once. In a model with a peft
-    adapter, the adapter's weights have the names in peft's files, and the base weights have their usual names.
+    transformers may store them in another form, e.g. stacked experts. A weight with several names (tied embeddings)
+    is accepted under any of them, once. In a model with a peft adapter, the adapter's weights have the names in
+    peft's files, and the base weights have their usual names.
 
     Args:
         module: a transformers model, or any module with the parameter names of its source. Not sharded, on any
@@ -122,8 +122,7 @@ class Coverage:
         self._sizes: dict[str, int] = {}
 
     def add(self, name: str, shape: tuple[int, ...], start: int = 0, stop: int | None = None) -> str:
-        """Record elements ``start`` to ``stop`` of a tensor (all of them by default) and return the replica's name of
-        it.
+        """Record elements ``start`` to ``stop`` of a tensor, by default all, and return the replica's name of it.
 
         Raises:
             ValueError: the tensor is unknown, has another shape, or these elements are not the next ones.
@@ -263,9 +262,7 @@ _FACTOR = re.compile(r"(.*\.lora_[AB])(?:\.[^.]+)?\.weight")
 
 
 def _name_in_files(name: str) -> str:
-    """Return the name in files of a tensor of a module with adapters: in peft's files for an adapter, else in the
-    model's.
-    """
+    """Return the name in files of a tensor of a module with adapters: in peft's files or in the model's."""
     bare = name.removeprefix(PREFIX)
     factor = _FACTOR.fullmatch(bare)
     return f"{PREFIX}{factor[1]}.weight" if factor else bare.replace(".base_layer.", ".")

@@ -44,11 +44,11 @@ _POLL_SECONDS = 0.1
 
 
 class DiskTransport(Transport):
-    """Writes each version to ``folder/version-00000007``: safetensors files with an index, published with a manifest
-    by one rename.
+    """Writes each version to ``folder/version-00000007``: safetensors files, an index and a manifest.
 
-    The first rank writes and keeps the tensors of one file in host memory at a time. The folder must not be used
-    for anything else: published versions other than the newest ``keep`` are removed.
+    A version is published by one rename. The first rank writes and keeps the tensors of one file in host memory at
+    a time. The folder must not be used for anything else: published versions other than the newest ``keep`` are
+    removed.
 
     Args:
         control: control plane over all ranks of the trainer.

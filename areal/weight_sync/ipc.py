@@ -31,8 +31,10 @@ from areal.weight_sync.transport import Transport
 
 
 class SharedMemoryTransport(Transport):
-    """Sends weights to receivers on the same host. The next bucket is filled while receivers read the current one, and
-    a bucket is overwritten only after all receivers have read it.
+    """Sends weights to receivers on the same host.
+
+    The next bucket is filled while receivers read the current one, and a bucket is overwritten only after all
+    receivers have read it.
 
     A dead receiver raises an error with its name on every rank. The next update goes to the remaining receivers.
     Receivers may join between updates.

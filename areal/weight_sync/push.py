@@ -172,8 +172,9 @@ class PushSender:
         return lost
 
     def _has_aborted(self, connection: Connection, deadline: float, *, ready: bool) -> bool:
-        """Return whether a receiver is alive and has aborted the update. One that was never ready only has to be
-        alive.
+        """Return whether a receiver is alive and has aborted the update.
+
+        One that was never ready only has to be alive.
         """
         if not ready:
             return not _is_closed(connection)
@@ -267,8 +268,9 @@ class PushReceiver:
         return self._connection.has_message()
 
     def receive(self, timeout: float | None = None) -> int:
-        """Implement :meth:`areal.api.WeightReceiver.receive`. After an aborted update, continue waiting for the next
-        one.
+        """Implement :meth:`areal.api.WeightReceiver.receive`.
+
+        After an aborted update, continue waiting for the next one.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

@@ -21,8 +21,9 @@ _Forward = Callable[..., Any]
 
 
 def compile_layers(layers: Sequence[nn.Module], backend: str) -> None:
-    """Compile the forward of each layer, in place, at its first call. Hooks and later wrappers of a layer's forward
-    are not compiled.
+    """Compile the forward of each layer, in place, at its first call.
+
+    Hooks and later wrappers of a layer's forward are not compiled.
 
     Args:
         layers: layers of one engine, which share graphs.
@@ -79,8 +80,9 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _uncompiled_forward(kind: type[nn.Module]) -> Any:
-    """Return the forward of a class without transformers' own checkpointing wrapper. The wrapper is inactive, but
-    dynamo would trace the layer once more for it.
+    """Return the forward of a class without transformers' own checkpointing wrapper.
+
+    The wrapper is inactive, but dynamo would trace the layer once more for it.
     """
     function: Any = kind.forward
     while function.__code__.co_name == "forward_with_checkpointing":
@@ -102,8 +104,9 @@ def _copy_function(function: Any) -> Any:
 
 
 def _mark_lengths(tree: Any) -> None:
-    """Mark the dimensions that count tokens or sequences as dynamic: all but the last of hidden states, all of ids and
-    masks.
+    """Mark the dimensions that count tokens or sequences as dynamic.
+
+    These are all but the last dimension of hidden states, and all dimensions of ids and masks.
     """
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor):

@@ -17,9 +17,7 @@ _MODEL, _OPTIM = "model.", "optim."
 
 
 class CheckpointedOptimizer(Protocol):
-    """An optimizer as seen by a checkpoint: the torch optimizer with its moments, and the state of the learning-rate
-    schedule.
-    """
+    """An optimizer as seen by a checkpoint: the torch optimizer, and the state of the learning-rate schedule."""
 
     inner: torch.optim.Optimizer
 

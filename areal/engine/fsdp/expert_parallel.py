@@ -25,8 +25,9 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 def stacked_experts(module: nn.Module) -> list[Any]:
-    """Return the modules with the stacked experts of a layer. Their forward takes hidden states, expert ids and expert
-    weights.
+    """Return the modules with the stacked experts of a layer.
+
+    Their forward takes hidden states, expert ids and expert weights.
     """
     return [x for x in module.modules() if all(getattr(x, name, torch.empty(0)).dim() == 3 for name in WEIGHTS)]
 

@@ -20,8 +20,9 @@ from areal.utils.profiling.phase_timer import PhaseTimer
 
 
 def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
-    """Return the function to call before each backward, with True for the last one of a call. Gradients are reduced in
-    that one, or in each if ``every``.
+    """Return the function to call before each backward, with True for the last one of a call.
+
+    Gradients are reduced in that one, or in each if ``every``.
 
     Raises:
         ValueError: the model is not sharded.
@@ -37,8 +38,7 @@ def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], Non
 
 
 def time_reductions(model: nn.Module, timer: PhaseTimer) -> None:
-    """Measure FSDP's gradient reductions as the phase ``reduce`` instead of as part of the surrounding backward, in
-    place.
+    """Measure FSDP's gradient reductions as the phase ``reduce``, separate from the surrounding backward. In place.
 
     The phase covers the end of each parameter group's backward, if it reduces, and the wait for pending reductions.
     It measures host time for collectives that run on the host, and the wait of the compute stream for collectives
@@ -80,8 +80,9 @@ def accumulate(module: FSDPModule) -> None:
 
 
 def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the L2 norm of all gradients over all ranks, a scalar that is equal on every rank. Each element counts
-    once.
+    """Return the L2 norm of all gradients over all ranks, a scalar that is equal on every rank.
+
+    Each element counts once.
 
     Squares are summed in float64, so that the norm does not depend on the sharding.
 
@@ -115,8 +116,9 @@ def scale(parameters: Sequence[nn.Parameter], factor: float) -> None:
 
 
 def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a gradient's elements are divided. Replicas are left out, so that they do not count
-    twice.
+    """Return the groups over which a gradient's elements are divided.
+
+    Replicas are left out, so that they do not count twice.
     """
     if not isinstance(grad, DTensor):
         return ()

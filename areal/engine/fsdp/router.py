@@ -77,9 +77,7 @@ class _WatchedRouter:
     def _routed(
         self, router: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits ``[T, E]``, weights ``[T, K]`` and expert ids ``[T, K]``, replaced or recorded as the routing
-        requires.
-        """
+        """Replace or record the output of the router: logits ``[T, E]``, weights ``[T, K]`` and expert ids ``[T, K]``."""
         if self.routing is None:
             return out
         logits, weights, experts = out

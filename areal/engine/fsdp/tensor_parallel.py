@@ -27,8 +27,9 @@ from areal.utils.dtensor import local_part
 
 
 class TensorParallel:
-    """Splits modules over the ranks of one mesh axis, in place. Gathered tokens are ``[1, T, ...]``, divided ones
-    ``[1, T / size, ...]``.
+    """Splits modules over the ranks of one mesh axis, in place.
+
+    Gathered tokens are ``[1, T, ...]``, divided ones ``[1, T / size, ...]``.
 
     Args:
         mesh: one-dimensional mesh.

@@ -61,8 +61,7 @@ class StoredTensor:
 
 
 class FSDPWeights:
-    """Weights of a sharded model: reads and writes model directories, and streams weights and gradients as full
-    tensors.
+    """Weights of a sharded model: reads and writes model directories, and streams full tensors.
 
     Args:
         chunks: sharded model. Must be materialised, except for :meth:`check`.
@@ -73,8 +72,9 @@ class FSDPWeights:
         self._stored_tensors = _stored_tensors(chunks.full_model)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield all weights under the names in files: full, in their own dtype, on the device. Collective: every rank
-        must iterate to the end.
+        """Yield all weights under the names in files: full, in their own dtype, on the device.
+
+        Collective: every rank must iterate to the end.
 
         A shared weight comes once, stacked experts one by one, a value head last.
         """

@@ -93,8 +93,9 @@ class Adapter:
     # ---- values
 
     def draw(self, seed: int) -> None:
-        """Initialize as peft does: ``A`` uniform within ``1 / sqrt(inputs)`` (He et al., 2015, with a slope of
-        ``sqrt(5)``), ``B`` zero.
+        """Initialize as peft does: ``A`` uniform, ``B`` zero.
+
+        The bound of ``A`` is ``1 / sqrt(inputs)`` (He et al., 2015, with a slope of ``sqrt(5)``).
         """
         for key, pair in self.pairs.items():
             # Seed by layer and draw the full matrix, so that values do not depend on the layout.
@@ -158,8 +159,9 @@ class Adapter:
         self._summed = True
 
     def before_backward(self) -> None:
-        """Prepare for further accumulation: keep each reduced gradient on one rank only, so that the next all-reduce
-        does not count it twice.
+        """Prepare for further accumulation: keep each reduced gradient on one rank only.
+
+        Otherwise the next all-reduce would count it once per rank.
         """
         if self._summed:
             # Rank 0 of every replica group keeps the sum; for partial sums, rank 0 of the tensor-parallel group.
@@ -177,8 +179,9 @@ class Adapter:
         self._summed = False
 
     def global_norm(self) -> Tensor:
-        """Return the L2 norm of all summed gradients, a float64 scalar that is equal on every rank. Each element
-        counts once. Collective.
+        """Return the L2 norm of all summed gradients, a float64 scalar that is equal on every rank.
+
+        Each element counts once. Collective.
         """
         replicated = [_gradient_or_zeros(factor) for factor in self.factors if factor.split_dim is None]
         split = [_gradient_or_zeros(factor) for factor in self.factors if factor.split_dim is not None]
@@ -194,8 +197,9 @@ class Adapter:
     # ---- what is saved
 
     def local_slices(self, *, with_optim: bool) -> Iterator[tuple[TensorSpec, Slice]]:
-        """Yield this rank's slices of the weights, by peft's names, and of the optimizer's moments, by weight and
-        moment name.
+        """Yield this rank's slices of the weights and of the optimizer's moments.
+
+        Weights have peft's names, moments the name of their weight and their own.
         """
         for factor in self._factors_by_layer():
             tensors = {factor.name: factor.parameter.detach()}

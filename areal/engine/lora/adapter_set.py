@@ -225,8 +225,7 @@ class SelectedOptimizer:
 
 
 def peft_format() -> Any:
-    """Return :mod:`areal.engine.lora.peft_format`, imported when the first engine with adapters is created: importing
-    peft takes seconds.
+    """Import :mod:`areal.engine.lora.peft_format` when the first engine with adapters is created: peft takes seconds.
 
     Raises:
         ValueError: peft is not installed.

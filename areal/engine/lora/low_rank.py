@@ -21,8 +21,9 @@ def _identity(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorParallelSplit:
-    """How tensor-parallel ranks split a linear layer, and therefore its two factors. By default the layer is not
-    split.
+    """How tensor-parallel ranks split a linear layer, and therefore its two factors.
+
+    By default the layer is not split.
 
     Attributes:
         down_dim, up_dim: dimension along which ``A`` and ``B`` are split; ``None`` if replicated.

@@ -14,8 +14,9 @@ PREFIX = "base_model.model."
 
 
 def decoder_linears(hf: PreTrainedModel) -> dict[str, Any]:
-    """Return the linear layers of a model by name, without the output head, whose weight is used outside its own
-    forward.
+    """Return the linear layers of a model by name, without the output head.
+
+    The weight of the head is used outside its own forward.
     """
     head = hf.get_output_embeddings()
     return {name: x for name, x in hf.named_modules() if isinstance(x, nn.Linear) and x is not head}

@@ -249,8 +249,9 @@ class _Saved:
             )
 
     def source_of(self, tensor: ShardedTensor) -> ShardedTensor:
-        """Return the tensor to read for a tensor of the model: the main parameter if it is saved and the model has a
-        wider dtype than the saved model.
+        """Return the tensor to read for a tensor of the model.
+
+        This is the main parameter if it is saved, and the model has a wider dtype than the saved model.
         """
         stored = self._tensors[tensor.key].properties.dtype
         if tensor.dtype.itemsize <= stored.itemsize:
@@ -259,8 +260,9 @@ class _Saved:
         return replace(tensor, key=mains[0]) if mains else tensor
 
     def state_of(self, state: ParameterState, tensors: Sequence[ShardedTensor], name: str) -> Iterator[ShardedTensor]:
-        """Yield the tensors to read for an optimizer state. Without saved main parameters, they are read from the
-        model's parameters.
+        """Yield the tensors to read for an optimizer state.
+
+        Without saved main parameters, they are read from the model's parameters.
         """
         for tensor in tensors:
             keys = [f"{OPTIMIZER}{name}.{tensor.key}"]

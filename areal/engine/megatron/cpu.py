@@ -51,11 +51,10 @@ def install() -> None:
 
 
 def finish(random: ModuleType, moe_utils: ModuleType, token_dispatcher: ModuleType) -> None:
-    """Apply the mappings that need Megatron-Core to be imported: its copy of a CUDA call, and two gaps of its mixture
-    of experts.
+    """Apply the mappings that need Megatron-Core to be imported.
 
-    Without Transformer Engine, Megatron compares an undefined name with ``None``, and converts split sizes to numpy
-    only for tensors on a GPU.
+    These are its copy of a CUDA call, and two gaps of its mixture of experts: without Transformer Engine, Megatron
+    compares an undefined name with ``None``, and it converts split sizes to numpy only for tensors on a GPU.
 
     Args:
         random, moe_utils, token_dispatcher: modules of Megatron-Core.

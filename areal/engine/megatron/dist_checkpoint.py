@@ -176,8 +176,9 @@ def set_step(optimizers: Iterable[MegatronOptimizer], step: int) -> None:
 
 
 def common_state(chained: ChainedOptimizer) -> dict[Any, Any]:
-    """Return the optimizer's entry in ``common.pt``: hyperparameters and the step, in the form of Megatron-Core's
-    ``sharded_state_dict``.
+    """Return the optimizer's entry in ``common.pt``: hyperparameters and the step.
+
+    It has the form of Megatron-Core's ``sharded_state_dict``.
     """
     states: list[dict[Any, Any]] = []
     for optimizer in sub_optimizers(chained):
@@ -265,8 +266,9 @@ def tensors_to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
 
 
 def tensors_to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
-    """Return the tensors for torch's planner to fill in place, by key, and the planner. Tensors whose shape may differ
-    are zeroed.
+    """Return the tensors for torch's planner to fill in place, by key, and the planner.
+
+    Tensors whose shape may differ are zeroed.
     """
     tensors = list(tensors)
     # Padding may differ between layouts: shapes of padded tensors are not compared.

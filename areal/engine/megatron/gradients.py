@@ -68,9 +68,7 @@ def finalize(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupColl
 
 @torch.no_grad()
 def keep_one_copy(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
-    """Undo the replication of :func:`finalize`: keep each sum on one rank, so that further accumulation and the next
-    reduction are correct.
-    """
+    """Keep each sum of :func:`finalize` on one rank, so that further gradients can be added and reduced again."""
     for chunk in chunks:
         for group in bucket_groups(chunk):
             for bucket in group.buckets:
@@ -112,8 +110,9 @@ def zero(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> Callable[[nn.Parameter], Tensor]:
-    """Return a function from parameters to their full gradients. Shards of the distributed optimizer are gathered to a
-    copy. Collective.
+    """Return a function from parameters to their full gradients.
+
+    Shards of the distributed optimizer are gathered to a copy. Collective.
     """
     gradients: dict[nn.Parameter, Tensor] = {}
     for chunk in chunks:
@@ -141,8 +140,9 @@ def _gather_buffer(data: Tensor, group: Any) -> Tensor:
 
 
 def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Finish gathering the parameters that the distributed optimizer has updated. Collective if gathers overlap with
-    computation.
+    """Finish gathering the parameters that the distributed optimizer has updated.
+
+    Collective if gathers overlap with computation.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:

@@ -94,8 +94,9 @@ class _AdaptedForward:
 
 
 def _linears(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[tuple[Any, LocalParameter]]:
-    """Yield the adaptable linear layers. The output head is not one of them, because its weight is used outside its
-    forward.
+    """Yield the adaptable linear layers.
+
+    The output head is not one of them, because its weight is used outside its forward.
     """
     for mapped in local_parameters(chunk, hf):
         owner, _, kind = mapped.name.rpartition(".")

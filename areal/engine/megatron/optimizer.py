@@ -24,8 +24,9 @@ def overlaps_gather(config: TrainEngineConfig) -> bool:
 
 
 def distributed(config: TrainEngineConfig) -> bool:
-    """Return whether optimizer state is sharded over data-parallel ranks. Megatron-Core's distributed optimizer
-    supports neither float64 nor SGD.
+    """Return whether optimizer state is sharded over data-parallel ranks.
+
+    Megatron-Core's distributed optimizer supports neither float64 nor SGD.
     """
     is_adam = config.optimizer is None or config.optimizer.type == "adamw"
     return config.megatron.distributed_optimizer and config.dtype != "float64" and is_adam
@@ -37,8 +38,9 @@ def megatron_optimizer(
     config: TrainEngineConfig,
     groups: ProcessGroupCollection,
 ) -> ChainedOptimizer:
-    """Return Megatron-Core's optimizer over the chunks: AdamW or SGD, with float32 main parameters. Collective over
-    all ranks.
+    """Return Megatron-Core's optimizer over the chunks: AdamW or SGD, with float32 main parameters.
+
+    Collective over all ranks.
     """
     options: dict[str, Any] = {}
     # Moments in a narrower dtype need the precision-aware optimizer.

@@ -66,9 +66,7 @@ class MegatronSchedule:
 
     @contextlib.contextmanager
     def last_call(self) -> Iterator[None]:
-        """Context in which the optimizer step follows the next call, so that reductions may overlap with its last
-        backward.
-        """
+        """Context in which the optimizer step follows the next call: reductions may overlap with its last backward."""
         self._step_follows = True
         try:
             yield

@@ -171,8 +171,7 @@ class LocalParameter:
     order: tuple[int, ...]
 
     def slices(self, flat: Tensor, start: int = 0) -> Iterator[Slice]:
-        """Yield the slices of Hugging Face tensors in a tensor that is laid out like the parameter, or in a range of
-        it.
+        """Yield the slices of Hugging Face tensors in a tensor with the layout of the parameter, or in a range of it.
 
         Args:
             flat: ``[n]``, contiguous.

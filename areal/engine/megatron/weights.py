@@ -144,8 +144,9 @@ class MegatronWeights:
             files.check({spec.name: spec.shape for spec in self._specs}, _model_class(self._hf))
 
     def read(self, folder: Path) -> None:
-        """Fill this rank's parameters from files that :meth:`check` has accepted, and the main parameters without
-        rounding. Reads only this rank's slices. Collective.
+        """Fill this rank's parameters from files that :meth:`check` has accepted. Collective.
+
+        Main parameters are filled without rounding. Each rank reads only its own slices.
         """
         self._finish_gather()
         self._read(folder)
@@ -191,8 +192,10 @@ class MegatronWeights:
     # ---- out
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield all weights under their Hugging Face names, in the order of the model: full, in the dtype of the
-        parameters, on the device. A tied weight comes once. Collective: every rank must iterate to the end.
+        """Yield all weights under their Hugging Face names, in the order of the model.
+
+        Tensors are full, in the dtype of the parameters, on the device. A tied weight comes once. Collective: every
+        rank must iterate to the end.
         """
         self._finish_gather()
         yield from self._stream(lambda local_param: local_param.parameter.detach())
@@ -203,8 +206,8 @@ class MegatronWeights:
         yield from self._stream(value, dtype=value(self.local_params[0]).dtype, trained=True)
 
     def export(self) -> Export:
-        """Return the tensors to write: float32 main parameters if the optimizer has them, otherwise the parameters in
-        their own dtype. Collective.
+        """Return the tensors to write: float32 main parameters if the optimizer has them, else the parameters.
+        Collective.
         """
         self._finish_gather()
         specs = [

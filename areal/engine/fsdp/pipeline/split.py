@@ -17,9 +17,7 @@ from areal.engine.model.packed_lm import PackedCausalLM
 
 
 class PassThrough(nn.Module):
-    """Replaces a module that belongs to another stage: returns its input, and keeps the attributes that the
-    surrounding model may read.
-    """
+    """Replaces a module of another stage: returns its input, and keeps attributes that the model may read."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -46,8 +44,9 @@ class DecoderNames:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """Distribution of a model over pipeline stages. The first stage also has the embedding, the last one the norm and
-    the heads.
+    """Distribution of a model over pipeline stages.
+
+    The first stage also has the embedding, the last one the norm and the heads.
 
     Attributes:
         spans: range of layers of each stage, if there are several.
@@ -134,8 +133,9 @@ def even_counts(layers: int, stages: int) -> list[int]:
 
 
 def decoder_names(hf: PreTrainedModel) -> DecoderNames:
-    """Return the names of a decoder's components. The decoder must consist of an embedding, a list of layers and a
-    norm only.
+    """Return the names of a decoder's components.
+
+    The decoder must consist of an embedding, a list of layers and a norm only.
 
     Raises:
         ValueError: the decoder has other parameters, or a component is missing.
@@ -169,11 +169,10 @@ def decoder_names(hf: PreTrainedModel) -> DecoderNames:
 
 @torch.no_grad()
 def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
-    """Check that a decoder does not change hidden states between embedding, layers and norm: every stage would repeat
-    the change.
+    """Check that a decoder does not change hidden states outside its layers: every stage would repeat the change.
 
-    The check runs the decoder with :class:`PassThrough` modules for all three. The output must be the input plus
-    the change of the last layer.
+    The check runs the decoder with :class:`PassThrough` modules for embedding, layers and norm. The output must be
+    the input plus the change of the last layer.
 
     Raises:
         ValueError: the decoder changes hidden states elsewhere, or does not run on them.

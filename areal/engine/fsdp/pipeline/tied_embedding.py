@@ -11,8 +11,9 @@ from areal.utils.dtensor import collective_device, empty_like, local_part
 
 
 class TiedGradients:
-    """Sums the gradients of a tied weight over both stages. With equal gradients, both copies take equal optimizer
-    steps.
+    """Sums the gradients of a tied weight over both stages.
+
+    With equal gradients, both copies take equal optimizer steps.
 
     Args:
         chunks: sharded model with resharded parameters.
@@ -40,8 +41,9 @@ class TiedGradients:
             self._peer = ends[1] if chunks.rank == ends[0] else ends[0]
 
     def before_backward(self) -> None:
-        """Prepare for further accumulation: keep the summed gradient on the first stage only, so that the next sum
-        does not count it twice.
+        """Prepare for further accumulation: keep the summed gradient on the first stage only.
+
+        Otherwise the next sum would count it twice.
         """
         if self._tied and self._summed:
             for parameter in self._copies:

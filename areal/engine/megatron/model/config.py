@@ -153,8 +153,9 @@ def windows(hf: PretrainedConfig) -> Windows:
 
 
 def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> TransformerConfig:
-    """Return Megatron-Core's configuration of a model in a layout. Options that would give silently wrong results are
-    fixed here.
+    """Return Megatron-Core's configuration of a model in a layout.
+
+    Options that would give silently wrong results are fixed here.
     """
     dtype = torch_dtype(config.dtype)
     kind = MLATransformerConfig if hf.model_type in LATENT else TransformerConfig

@@ -51,8 +51,7 @@ def has_transformer_engine() -> bool:
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Data that Megatron-Core passes through its layers to attention: the layout of packed sequences and their rotary
-    angles.
+    """Data that Megatron-Core passes through its layers to attention: packed sequences and their rotary angles.
 
     To Megatron-Core the tokens are a single sequence, so that its own code for packed sequences does not run.
 
@@ -100,8 +99,14 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedLayout | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return ``[T, 1, Hq * Dv]`` from ``[T, 1, Hq, D]``, ``[T, 1, Hkv, D]`` and ``[T, 1, Hkv, Dv]``; the dimension
-        of size 1 is optional.
+        """Return the attention output ``[T, 1, Hq * Dv]``.
+
+        Args:
+            query: ``[T, 1, Hq, D]``, or without the dimension of size 1.
+            key: ``[T, 1, Hkv, D]``, or without the dimension of size 1.
+            value: ``[T, 1, Hkv, Dv]``, or without the dimension of size 1.
+            attention_mask: not used.
+            packed_seq_params: layout of the micro-batch.
         """
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise ValueError("packed attention needs packed_seq_params=PackedLayout(...)")
@@ -170,8 +175,9 @@ class LatentAttention(MLASelfAttention):
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer with the same weight ``[out, hidden_size]`` on all tensor-parallel ranks, applied to this rank's
-    tokens or to all.
+    """A linear layer with the same weight ``[out, hidden_size]`` on all tensor-parallel ranks.
+
+    Its input is this rank's tokens with sequence parallelism, else all tokens.
     """
 
     def __init__(self, config: TransformerConfig, out: int) -> None:
@@ -184,9 +190,7 @@ class ReplicatedLinear(nn.Module):
 
 
 class _AnglesFromLayout(nn.Module):
-    """Replaces the rotary embedding of latent attention: returns the angles of the layout instead of computing them
-    from a sequence length.
-    """
+    """Replaces the rotary embedding of latent attention: returns the angles of the layout."""
 
     def get_rotary_seq_len(
         self, inference: Any, block: Any, hidden: Tensor, config: TransformerConfig, packed: PackedLayout

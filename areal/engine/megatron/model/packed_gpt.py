@@ -86,8 +86,9 @@ class PackedGPT(GPTModel):
         return weight[: max(1, min(len(weight), self._real_vocab - start))]
 
     def forward(self, inputs: ModelInputs) -> Any:  # type: ignore[override]
-        """Return the hidden state ``[T, 1, H]``, or after the last layer outputs by name, each ``[T, ...]`` for this
-        rank's tokens.
+        """Return the hidden state ``[T, 1, H]``, or after the last layer outputs by name.
+
+        Outputs are ``[T, ...]`` for this rank's tokens.
         """
         embedded = self._embed(inputs) if self.pre_process else None
         if self._adapted and embedded is not None and torch.is_grad_enabled():
