@@ -20,7 +20,8 @@ from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
-from areal.weight_sync.push import PushReceiver, PushSender
+from areal.weight_sync.push import PushSender
+from areal.weight_sync.push_receiver import PushReceiver
 from areal.weight_sync.transport import Transport, ignore_errors
 
 
@@ -155,7 +156,7 @@ class _BroadcastBuffers:
 
 
 class _BroadcastBucketReceiver:
-    """Implements :class:`~areal.weight_sync.push.BucketReceiver` on a broadcast group."""
+    """Implements :class:`~areal.weight_sync.push_receiver.BucketReceiver` on a broadcast group."""
 
     def __init__(self, host: str, device: torch.device, timeout: float) -> None:
         self._host, self._device, self._timeout = host, device, timeout

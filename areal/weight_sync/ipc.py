@@ -26,7 +26,8 @@ from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
-from areal.weight_sync.push import PushReceiver, PushSender
+from areal.weight_sync.push import PushSender
+from areal.weight_sync.push_receiver import PushReceiver
 from areal.weight_sync.transport import Transport
 
 
@@ -168,7 +169,7 @@ class _SharedBuffers:
 
 
 class _SharedBucketReceiver:
-    """Implements :class:`~areal.weight_sync.push.BucketReceiver` on mapped memory."""
+    """Implements :class:`~areal.weight_sync.push_receiver.BucketReceiver` on mapped memory."""
 
     def __init__(self) -> None:
         self._buffers: tuple[Tensor, ...] = ()
