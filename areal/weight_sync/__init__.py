@@ -1,4 +1,4 @@
-"""Weights from an engine to whoever generates with them: what is sent apart from how."""
+"""Transports that send an engine's weights to inference, and the receivers that write them into a module."""
 
 from areal.weight_sync.apply import ModuleSource, Replica, load_named
 from areal.weight_sync.broadcast import BroadcastReceiver, BroadcastTransport

@@ -1,4 +1,4 @@
-"""Full tensors into a module, by their Hugging Face names."""
+"""Write full tensors into a module by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal.weight_sync.bucket import BucketSlice
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor goes: a box of a tensor of the module."""
+    """Destination of a tensor on disk: a box of a tensor of the module."""
 
     tensor: Tensor
     piece: DiskTensor
@@ -29,76 +29,83 @@ class _Slot:
 
 
 class Replica:
-    """A module whose weights are known by their Hugging Face names, also where transformers keeps them in another form.
+    """A module whose weights can be read and written by their Hugging Face names.
 
-    A weight that has several names (tied embeddings) is taken under any of them, once. In a model with an adapter of peft's, that
-    adapter's weights have the names in peft's files, and the model's have theirs.
+    transformers may store them in another form, e.g. stacked experts. A weight with several names (tied embeddings)
+    is accepted under any of them, once. In a model with a peft adapter, the adapter's weights have the names in
+    peft's files, and the base weights have their usual names.
 
     Args:
-        module: a transformers model, or any module whose names are those of its source. Not sharded, on any device, in any dtype.
+        module: a transformers model, or any module with the parameter names of its source. Not sharded, on any
+            device, in any dtype.
 
     Raises:
-        ValueError: the module has two adapters, whose names in files are the same.
+        ValueError: the module has two adapters, whose names in files are equal.
 
     Attributes:
-        version: of the weights in the module; ``None`` before the first update, and after one that broke off half-way in place.
+        version: version of the weights in the module. ``None`` before the first update, and after an in-place
+            update that failed midway.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.version: int | None = None
+        # One tensor of the module may be several on disk, e.g. stacked experts: make a slot for each of those.
         layout = disk_layout(module) if isinstance(module, PreTrainedModel) else {}
         self._slots: dict[str, _Slot] = {}
         for name, tensor in stored_tensors(module):
             for piece in layout.get(name, (DiskTensor(name, full_box(tensor.shape)),)):
-                slot = _Slot(tensor, replace(piece, name=_beside_adapters(piece.name)))
+                slot = _Slot(tensor, replace(piece, name=_name_in_files(piece.name)))
                 if slot.piece.name in self._slots:
                     raise ValueError(
                         f"{type(module).__name__} has two adapters with {slot.piece.name!r}: leave one in it"
                     )
                 self._slots[slot.piece.name] = slot
-        self._first = _first_names(module)
+        # Further names of a shared weight map to its first one.
+        self._first = _first_name_of(module)
 
     def __iter__(self) -> Iterator[str]:
-        """All names, each weight once, in the order of the module."""
+        """Iterate over all names, each weight once, in the order of the module."""
         return iter(self._slots)
 
     def resolve(self, name: str, shape: tuple[int, ...]) -> str:
-        """The name under which this replica knows a weight.
+        """Return the replica's own name of a weight.
 
         Raises:
-            ValueError: it has none of that name, or one of another shape.
+            ValueError: the name is unknown, or the shape differs.
         """
-        known = name if name in self._slots else self._first.get(name, name)
-        if known not in self._slots:
+        # A tied weight may come under any of its names.
+        own_name = name if name in self._slots else self._first.get(name, name)
+        if own_name not in self._slots:
             raise ValueError(
                 f"the trainer sends {name!r}, which the replica ({type(self.module).__name__}) has not: it is another model, "
                 "or the name is to be left out with select"
             )
-        if self._slots[known].piece.shape != shape:
+        if self._slots[own_name].piece.shape != shape:
             raise ValueError(
-                f"{name}: the trainer sends {list(shape)}, and the replica has {list(self._slots[known].piece.shape)}"
+                f"{name}: the trainer sends {list(shape)}, and the replica has {list(self._slots[own_name].piece.shape)}"
             )
-        return known
+        return own_name
 
     def view(self, name: str) -> Tensor:
-        """A weight in its Hugging Face shape: a view of the module's memory."""
+        """Return a weight in its Hugging Face shape, as a view of the module's memory."""
         return self._slots[name].view()
 
     @torch.no_grad()
     def fill(self, name: str, values: Tensor) -> None:
-        """Overwrite a weight with values of its shape, from any device and in any dtype."""
+        """Overwrite a weight with values of the same shape, from any device and in any dtype."""
         self._slots[name].view().copy_(values)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, complete: bool) -> None:
         """Compare names and shapes with those of the module.
 
         Args:
-            complete: every weight must be among them.
+            complete: bool. If True, every weight must be present.
 
         Raises:
-            ValueError: names the first that is unknown, of another shape, twice there or missing.
+            ValueError: a weight is unknown, has another shape, comes twice or is missing; names the first one.
         """
+        # Coverage also finds names that come twice.
         coverage = Coverage(self)
         for name, shape in shapes.items():
             coverage.add(name, shape)
@@ -106,7 +113,7 @@ class Replica:
 
 
 class Coverage:
-    """Counts what has arrived of a replica's weights."""
+    """Tracks which elements of a replica's weights have arrived."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -115,31 +122,35 @@ class Coverage:
         self._sizes: dict[str, int] = {}
 
     def add(self, name: str, shape: tuple[int, ...], start: int = 0, stop: int | None = None) -> str:
-        """Count elements ``start`` to ``stop`` of a tensor (all without them). Returns the replica's name for it.
+        """Record elements ``start`` to ``stop`` of a tensor, by default all, and return the replica's name of it.
 
         Raises:
-            ValueError: the tensor is unknown, of another shape, or these are not the elements that come next.
+            ValueError: the tensor is unknown, has another shape, or these elements are not the next ones.
         """
-        known = self._replica.resolve(name, shape)
-        called = self._called.setdefault(known, name)
+        own_name = self._replica.resolve(name, shape)
+        # Both names of a tied weight in one update mean that the trainer's model is not tied.
+        called = self._called.setdefault(own_name, name)
         if called != name:
             raise ValueError(
                 f"the trainer sends {called!r} and {name!r}, which are one tensor in the replica: tie_word_embeddings differs"
             )
-        have = self._counts.get(known, -1)
-        if start != max(have, 0) or have == torch.Size(shape).numel():
+        # Slices of a tensor arrive in order, so that a count of elements is enough; -1 also covers tensors without
+        # elements.
+        received = self._counts.get(own_name, -1)
+        if start != max(received, 0) or received == torch.Size(shape).numel():
             raise ValueError(
-                f"{name}: elements from {start} on arrived when {max(have, 0)} were there: it was sent twice"
+                f"{name}: elements from {start} on arrived when {max(received, 0)} were there: it was sent twice"
             )
-        self._sizes[known] = torch.Size(shape).numel()
-        self._counts[known] = self._sizes[known] if stop is None else stop
-        return known
+        self._sizes[own_name] = torch.Size(shape).numel()
+        self._counts[own_name] = self._sizes[own_name] if stop is None else stop
+        return own_name
 
     def check(self, *, complete: bool) -> None:
-        """See that all has arrived that was to.
+        """Check that no tensor is incomplete.
 
         Raises:
-            ValueError: a tensor is there in part; or, if ``complete``, a weight is missing. Names the first.
+            ValueError: only some elements of a tensor have arrived, or, if ``complete``, a weight is missing; names
+                the first one.
         """
         for name, count in self._counts.items():
             if count != self._sizes[name]:
@@ -156,13 +167,13 @@ class Coverage:
 
 
 class Staging:
-    """An update that is still arriving. The replica is not touched before :meth:`commit`.
+    """An update that is still arriving. The replica does not change before :meth:`commit`.
 
-    It holds the update whole, in the replica's dtypes: as much memory again as the weights themselves, from the first piece to the end.
+    Staging needs as much memory as the weights, in the replica's dtypes, from the first slice to the commit.
 
     Args:
-        complete: the update must have all weights.
-        device: where it is held.
+        complete: bool. If True, the update must contain all weights.
+        device: device of the staged tensors.
     """
 
     def __init__(self, replica: Replica, *, complete: bool, device: torch.device) -> None:
@@ -170,39 +181,42 @@ class Staging:
         self._coverage = Coverage(replica)
         self._staged: dict[str, Tensor] = {}
 
-    def put(self, piece: BucketSlice, values: Tensor) -> None:
-        """Keep a copy of a stretch of a tensor.
+    def put_slice(self, piece: BucketSlice, values: Tensor) -> None:
+        """Store a copy of a slice of a tensor.
 
         Raises:
-            ValueError: it does not fit the replica.
+            ValueError: the slice does not fit the replica.
         """
         name = self._coverage.add(piece.name, piece.shape, piece.start, piece.stop)
+        # Allocate in the replica's dtype: the copy below casts.
         if name not in self._staged:
             size = torch.Size(piece.shape).numel()
             self._staged[name] = torch.empty(size, dtype=self._replica.view(name).dtype, device=self._device)
         self._staged[name][piece.start : piece.stop].copy_(values)
 
-    def put_whole(self, named: NamedTensor) -> None:
-        """Keep a copy of a tensor; as :meth:`put`."""
+    def put_tensor(self, named: NamedTensor) -> None:
+        """Store a copy of a full tensor; see :meth:`put_slice`."""
         flat = named.tensor.detach().reshape(-1)
-        self.put(BucketSlice(named.name, flat.dtype, tuple(named.tensor.shape), 0, len(flat), 0), flat)
+        self.put_slice(BucketSlice(named.name, flat.dtype, tuple(named.tensor.shape), 0, len(flat), 0), flat)
 
     @property
     def n_tensors(self) -> int:
-        """How many tensors have arrived, in whole or in part."""
+        """Number of tensors that have arrived, completely or in slices."""
         return len(self._coverage)
 
     def check(self) -> None:
-        """See that the update is whole.
+        """Check that the update is complete.
 
         Raises:
-            ValueError: names the first weight that is not.
+            ValueError: a weight is incomplete or missing; names the first one.
         """
         self._coverage.check(complete=self._complete)
 
     def commit(self, version: int) -> None:
-        """Put the update, which :meth:`check` has accepted, into the replica."""
+        """Write the update into the replica, after :meth:`check`."""
+        # A failure midway leaves a mixture of versions: without a version until all tensors are written.
         self._replica.version = None
+        # Free each staged tensor as soon as it is written.
         while self._staged:
             name, values = self._staged.popitem()
             self._replica.fill(name, values.view(self._replica.view(name).shape))
@@ -210,18 +224,19 @@ class Staging:
 
 
 def load_named(module: nn.Module, tensors: Iterable[NamedTensor], *, complete: bool = True) -> int:
-    """Copy tensors into a module as they come, with no second copy of the model.
+    """Copy tensors into a module as they arrive, without a second copy of the model.
 
     Args:
-        module: as for :class:`Replica`.
-        tensors: full, under Hugging Face names, from any device and in any dtype.
-        complete: they must be all of the module's weights.
+        module: as in :class:`Replica`.
+        tensors: full tensors under Hugging Face names, from any device and in any dtype.
+        complete: bool. If True, all weights of the module must be among them.
 
     Returns:
-        How many there were.
+        Number of tensors.
 
     Raises:
-        ValueError: names the first that is unknown, of another shape, twice there, or missing. What came before it is in the module.
+        ValueError: a tensor is unknown, has another shape, comes twice or is missing; names the first one. Earlier
+            tensors are already in the module.
     """
     replica = Replica(module)
     coverage = Coverage(replica)
@@ -232,13 +247,13 @@ def load_named(module: nn.Module, tensors: Iterable[NamedTensor], *, complete: b
 
 
 class ModuleSource:
-    """A plain module as a source of weights: what a replica or a reference is made from without an engine."""
+    """A plain module as a source of weights, e.g. for a replica or a reference model without an engine."""
 
     def __init__(self, module: nn.Module) -> None:
         self._replica = Replica(module)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, as views of the module's memory."""
+        """Yield all weights under their Hugging Face names, as views of the module's memory."""
         for name in self._replica:
             yield NamedTensor(name, self._replica.view(name))
 
@@ -246,17 +261,18 @@ class ModuleSource:
 _FACTOR = re.compile(r"(.*\.lora_[AB])(?:\.[^.]+)?\.weight")
 
 
-def _beside_adapters(name: str) -> str:
-    """A name in a module with adapters as it is in files: peft's in theirs, the model's in its own."""
+def _name_in_files(name: str) -> str:
+    """Return the name in files of a tensor of a module with adapters: in peft's files or in the model's."""
     bare = name.removeprefix(PREFIX)
     factor = _FACTOR.fullmatch(bare)
     return f"{PREFIX}{factor[1]}.weight" if factor else bare.replace(".base_layer.", ".")
 
 
-def _first_names(module: nn.Module) -> dict[str, str]:
-    """For each further name of a shared weight, the first one."""
+def _first_name_of(module: nn.Module) -> dict[str, str]:
+    """Map each further name of a shared weight to its first name."""
     names: dict[int, str] = {}
     further: dict[str, str] = {}
+    # Shared tensors are one object under several names.
     for name, tensor in [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),

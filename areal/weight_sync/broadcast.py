@@ -1,8 +1,9 @@
-"""Weights by broadcast: from one rank of the trainer to receivers in other processes, on any host, over gloo or NCCL.
+"""Send weights by broadcast: from one rank of the trainer to receivers in other processes on any host, over gloo or
+NCCL.
 
-The group is made over a TCPStore of its own by the backend's class, as ``torch.distributed`` exports it: it is not registered with the default
-process group, which need not exist on either side, and shares nothing with it. It is made anew when a receiver joins or is lost. The way over
-NCCL has not been run.
+The process group has its own TCPStore and is created from the backend's class directly. It is independent of the
+default process group, which neither side needs. It is created again when a receiver joins or is lost. NCCL has not
+been tested.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
-from areal.weight_sync.push import PushReceiver, PushSender
-from areal.weight_sync.transport import Transport, quietly
+from areal.weight_sync.push import PushSender
+from areal.weight_sync.push_receiver import PushReceiver
+from areal.weight_sync.transport import Transport, ignore_errors
 
 
 class BroadcastTransport(Transport):
-    """Broadcasts from the first rank. While a bucket travels, the next is gathered.
+    """Broadcasts from the first rank. The next bucket is gathered while the current one is sent.
 
-    A receiver that dies is an error that names it, on every rank, within ``timeout`` seconds and mostly at once; the next update goes to those
-    that are left. Receivers may also join between updates.
+    A dead receiver raises an error with its name on every rank, usually at once and at most after ``timeout``
+    seconds. The next update goes to the remaining receivers. Receivers may join between updates.
 
     Args:
-        control: over all ranks of the trainer.
-        address: host and port to listen at, on the first rank; port 0 takes a free one.
-        receivers: how many must be there before an update begins.
-        bucket_bytes: size of a bucket; there are two on the first rank.
+        control: control plane over all ranks of the trainer.
+        address: host and port to listen at, on the first rank; port 0 selects a free one.
+        receivers: minimum number of connected receivers before an update begins.
+        bucket_bytes: size of a bucket; the first rank allocates two.
         cast: dtype in which floating-point tensors are sent.
-        device: where buckets are: gloo broadcasts from the CPU, NCCL from a GPU.
-        timeout: seconds that any answer of a receiver may take. Other ranks wait in a collective meanwhile: keep it below their timeout.
-        observe: told of each stage.
+        device: device of the buckets: CPU for gloo, GPU for NCCL.
+        timeout: seconds to wait for any answer of a receiver. Other ranks wait in a collective meanwhile, so it
+            must be below their timeout.
+        observe: called with the name of each stage.
     """
 
     def __init__(
@@ -55,23 +58,24 @@ class BroadcastTransport(Transport):
         nbytes = check_bucket_bytes(bucket_bytes)
         self.address: tuple[str, int] | None = None
         sender = None
+        # Only the first rank talks to receivers; the others take part in gathering the weights.
         if control.rank == 0:
-            hub = Listener(address, timeout)
-            self.address = (str(hub.address[0]), int(hub.address[1]))
-            carrier = _BroadcastCarrier(nbytes, torch.device(device), timeout)
-            sender = PushSender(hub, carrier, receivers, timeout, observe)
+            listener = Listener(address, timeout)
+            self.address = (str(listener.address[0]), int(listener.address[1]))
+            buffers = _BroadcastBuffers(nbytes, torch.device(device), timeout)
+            sender = PushSender(listener, buffers, receivers, timeout, observe)
         super().__init__(control, sender, cast=cast)
 
 
 class BroadcastReceiver(PushReceiver):
-    """Takes what a :class:`BroadcastTransport` sends.
+    """Receives from a :class:`BroadcastTransport`.
 
     Args:
-        address: of the transport.
-        module: to be filled.
-        device: where buckets arrive: as for the transport.
-        timeout: seconds in which the trainer must be found, and may be silent in the middle of an update.
-        staging: where an update is held, whole, until it is committed.
+        address: host and port of the transport.
+        module: module to update.
+        device: device of the buckets, as in the transport.
+        timeout: seconds to find the trainer, and seconds that it may be silent during an update.
+        staging: device of the staged update, until it is committed.
     """
 
     def __init__(
@@ -84,30 +88,36 @@ class BroadcastReceiver(PushReceiver):
         staging: torch.device | str = "cpu",
         observe: Observe = ignore,
     ) -> None:
-        line = Connection.to(address, timeout)
-        end = _BroadcastEnd(address[0], torch.device(device), timeout)
-        super().__init__(line, end, module, timeout=timeout, staging=staging, observe=observe)
+        connection = Connection.to(address, timeout)
+        bucket_receiver = _BroadcastBucketReceiver(address[0], torch.device(device), timeout)
+        super().__init__(connection, bucket_receiver, module, timeout=timeout, staging=staging, observe=observe)
 
 
-class _BroadcastCarrier:
+class _BroadcastBuffers:
+    """Implements :class:`~areal.weight_sync.push.BufferPool`: a bucket is sent by one asynchronous broadcast."""
+
     def __init__(self, nbytes: int, device: torch.device, timeout: float) -> None:
         self._nbytes, self._device, self._timeout = nbytes, device, timeout
         self._store: dist.TCPStore | None = None
         self._group: Any = None
         self._members: list[Connection] = []
+        # Number of process groups so far. It separates their keys in the store.
         self._epoch = 0
+        # Allocated with the first update; each buffer has the pending broadcast that reads it.
         self._buffers: list[Tensor] = []
         self._works: list[Any] = [None, None]
-        self.turn = 1
+        self.index = 1
 
-    def terms(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
+    def info(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
         store = self._store
+        # The store outlives process groups: a new group only takes another prefix in it.
         if store is None:
             store = self._store = dist.TCPStore(
                 "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout)
             )
+        # Another set of receivers needs another process group.
         if self._group is None or list(members) != self._members:
-            self.drop()
+            self.abort()
             self._epoch += 1
         size = len(members) + 1
         return [{"port": store.port, "epoch": self._epoch, "rank": rank, "size": size} for rank in range(1, size)]
@@ -115,68 +125,73 @@ class _BroadcastCarrier:
     def open(self, members: Sequence[Connection]) -> None:
         if not self._buffers:
             self._buffers = [torch.empty(self._nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        # Blocks until all receivers have joined the group; the trainer is its first rank.
         if self._group is None and self._store is not None:
             store = dist.PrefixStore(str(self._epoch), self._store)
             self._group = _group(store, 0, len(members) + 1, self._device, self._timeout)
             self._members = list(members)
 
-    def lend(self, update: int) -> Tensor:
-        self.turn = 1 - self.turn
-        self._wait(self.turn)
-        return self._buffers[self.turn]
+    def acquire(self, update: int) -> Tensor:
+        self.index = 1 - self.index
+        self._wait(self.index)
+        return self._buffers[self.index]
 
-    def ship(self, used: int) -> None:
-        self._works[self.turn] = _broadcast(self._group, self._buffers[self.turn][:used])
+    def send_bucket(self, used: int) -> None:
+        self._works[self.index] = _broadcast(self._group, self._buffers[self.index][:used])
 
-    def drain(self, update: int) -> None:
-        for turn in range(2):
-            self._wait(turn)
+    def flush(self, update: int) -> None:
+        for index in range(2):
+            self._wait(index)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         self._works = [None, None]
         group, self._group = self._group, None
         if group is not None:
-            quietly(group.abort)  # closes its connections: whoever waits gets an error at once
+            ignore_errors(group.abort)  # closes its connections, so that waiting receivers fail at once
 
-    def _wait(self, turn: int) -> None:
-        work, self._works[turn] = self._works[turn], None
+    def _wait(self, index: int) -> None:
+        work, self._works[index] = self._works[index], None
         if work is not None:
-            work.wait(timedelta(seconds=self._timeout))  # with a limit, NCCL too lets the host wait
+            work.wait(timedelta(seconds=self._timeout))  # with a timeout, NCCL blocks the host too
 
 
-class _BroadcastEnd:
+class _BroadcastBucketReceiver:
+    """Implements :class:`~areal.weight_sync.push_receiver.BucketReceiver` on a broadcast group."""
+
     def __init__(self, host: str, device: torch.device, timeout: float) -> None:
         self._host, self._device, self._timeout = host, device, timeout
         self._group: Any = None
         self._epoch = 0
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def open(self, line: Connection, terms: Message) -> None:
-        if self._group is not None and terms["epoch"] == self._epoch:
+    def open(self, connection: Connection, info: Message) -> None:
+        # Same receivers: the group of the last update is still valid.
+        if self._group is not None and info["epoch"] == self._epoch:
             return
-        self.drop()
-        store = dist.TCPStore(self._host, terms["port"], is_master=False, timeout=timedelta(seconds=self._timeout))
-        prefixed = dist.PrefixStore(str(terms["epoch"]), store)
-        self._group = _group(prefixed, terms["rank"], terms["size"], self._device, self._timeout)
-        self._epoch = terms["epoch"]
+        self.abort()
+        store = dist.TCPStore(self._host, info["port"], is_master=False, timeout=timedelta(seconds=self._timeout))
+        prefixed = dist.PrefixStore(str(info["epoch"]), store)
+        self._group = _group(prefixed, info["rank"], info["size"], self._device, self._timeout)
+        self._epoch = info["epoch"]
 
-    def take(self, turn: int, used: int) -> Tensor:
+    def receive_bucket(self, index: int, used: int) -> Tensor:
+        # Buckets have one size, except the last: the buffer grows once.
         if len(self._buffer) < used:
             self._buffer = torch.empty(used, dtype=torch.uint8, device=self._device)
         _broadcast(self._group, self._buffer[:used]).wait(timedelta(seconds=self._timeout))
         return self._buffer[:used]
 
-    def release(self, line: Connection, update: int) -> None:
-        pass  # the broadcast itself keeps the trainer waiting
+    def release(self, connection: Connection, update: int) -> None:
+        pass  # the broadcast itself makes the trainer wait
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            quietly(group.abort)
+            ignore_errors(group.abort)
 
 
 def _group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """A process group of the backend that fits a device, apart from every other."""
+    """Return a process group of the device's backend, independent of all others."""
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
     options = dist.ProcessGroupNCCL.Options()
@@ -185,7 +200,7 @@ def _group(store: dist.Store, rank: int, size: int, device: torch.device, timeou
 
 
 def _broadcast(group: Any, data: Tensor) -> Any:
-    """Start to send from the first rank of a group, or to receive there."""
+    """Start a broadcast from the first rank of a group, on the sender or a receiver."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     return group.broadcast([data], options)

@@ -1,7 +1,7 @@
-"""Weights in buckets: a stream of tensors becomes flat buffers of bytes of one size, and comes out of them again.
+"""Pack a stream of tensors into flat byte buffers of one size, and unpack them.
 
-A bucket is never larger than the buffer it is put in: a tensor that does not fit into what is left of one is cut, and goes on in the next.
-Whoever packs needs one buffer at a time beside the tensor at hand, whatever the size of the model.
+A bucket never exceeds its buffer: a tensor that does not fit into the remaining space is split and continues in the
+next bucket. Packing needs one buffer plus the current tensor, regardless of model size.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from areal.api.weights import NamedTensor
 
 DEFAULT_BYTES = 256 * 2**20
-"""Size of a bucket where nothing else is said."""
+"""Default size of a bucket."""
 
 _ALIGN = 16
-"""Where pieces start in a bucket: a multiple of the size of every dtype, so that bytes can be viewed as numbers."""
+"""Alignment of slices in a bucket: a multiple of the size of every dtype, so that bytes can be viewed as numbers."""
 
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """A stretch of a tensor in a bucket.
+    """A contiguous range of a tensor's elements, stored in a bucket.
 
     Attributes:
-        name, dtype, shape: of the whole tensor.
-        start, stop: which of its elements, in row-major order.
-        offset: where they begin in the bucket, in bytes.
+        name, dtype, shape: name, dtype and shape of the full tensor.
+        start, stop: range of its elements, in row-major order.
+        offset: position of the range in the bucket, in bytes.
     """
 
     name: str
@@ -41,78 +41,83 @@ class BucketSlice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stretch."""
+        """Size of the slice in bytes."""
         return (self.stop - self.start) * self.dtype.itemsize
 
-    def of(self, buffer: Tensor) -> Tensor:
-        """The stretch, ``[stop - start]`` in its dtype: a view of the bucket's bytes."""
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return the slice, ``[stop - start]`` in its dtype, as a view of the bucket's bytes."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
 
     def to_json(self) -> list[Any]:
-        """Plain values, for :meth:`from_json`."""
+        """Return plain values for :meth:`from_json`."""
         dtype = str(self.dtype).removeprefix("torch.")
         return [self.name, dtype, list(self.shape), self.start, self.stop, self.offset]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> BucketSlice:
-        """The piece that these values were made from."""
+        """Return the slice from the values of :meth:`to_json`."""
         name, dtype, shape, start, stop, offset = values
         return cls(name, getattr(torch, dtype), tuple(shape), start, stop, offset)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some pieces side by side.
+    """Slices of tensors in one buffer.
 
     Attributes:
-        buffer: uint8, lent by whoever asked for the bucket.
-        used: how many of its bytes, from the first, are filled.
+        buffer: uint8 ``[N]``, from the ``acquire`` of :func:`pack_buckets`.
+        used: number of bytes that are filled, from the beginning.
+        slices: slices in the order of their offsets.
     """
 
     buffer: Tensor
     used: int
-    pieces: tuple[BucketSlice, ...]
+    slices: tuple[BucketSlice, ...]
 
 
 def check_bucket_bytes(nbytes: int) -> int:
-    """A size for buckets, rounded down to whole numbers of every dtype.
+    """Return a bucket size, rounded down to whole elements of every dtype.
 
     Raises:
-        ValueError: it is too small for anything.
+        ValueError: the size is too small for any element.
     """
     if nbytes < _ALIGN:
         raise ValueError(f"bucket_bytes = {nbytes}: give at least {_ALIGN}")
     return nbytes // _ALIGN * _ALIGN
 
 
-def pack_buckets(tensors: Iterable[NamedTensor], lend: Callable[[], Tensor]) -> Iterator[Bucket]:
-    """Put a stream of tensors into buckets, in order.
+def pack_buckets(tensors: Iterable[NamedTensor], acquire: Callable[[], Tensor]) -> Iterator[Bucket]:
+    """Pack a stream of tensors into buckets, in order.
 
     Args:
-        tensors: full, from any device.
-        lend: gives a uint8 buffer ``[N]``, whose content may be overwritten, whenever one is needed; it may wait until there is one.
+        tensors: full tensors from any device.
+        acquire: returns a uint8 buffer ``[N]`` that may be overwritten. May block until a buffer is free.
 
     Yields:
-        Buckets, full but for the last. A bucket is finished when it comes, and may be kept until ``lend`` gives its buffer again.
+        Full buckets; the last one may be partly filled. A bucket is valid until ``acquire`` returns its buffer
+        again.
     """
     buffer: Tensor | None = None
-    used, pieces = 0, list[BucketSlice]()
+    used, slices = 0, list[BucketSlice]()
     for name, tensor in tensors:
         flat = tensor.detach().reshape(-1)
         size, start = flat.dtype.itemsize, 0
         while True:
-            buffer = lend() if buffer is None else buffer
+            # Acquire lazily, so that no buffer is taken for an empty rest of the stream.
+            buffer = acquire() if buffer is None else buffer
+            # As many elements as fit behind the aligned end of the last slice.
             offset = -(-used // _ALIGN) * _ALIGN
             stop = min(len(flat), start + max(0, len(buffer) - offset) // size)
-            if stop == start < len(flat):  # no room
-                yield Bucket(buffer, used, tuple(pieces))
-                buffer, used, pieces = None, 0, []
+            if stop == start < len(flat):  # no space for a single element: the bucket is full
+                yield Bucket(buffer, used, tuple(slices))
+                buffer, used, slices = None, 0, []
                 continue
-            piece = BucketSlice(name, flat.dtype, tuple(tensor.shape), start, stop, offset)
-            piece.of(buffer).copy_(flat[start:stop])
-            pieces.append(piece)
-            used, start = offset + piece.nbytes, stop
+            # The copy also moves the values to the buffer's device.
+            bucket_slice = BucketSlice(name, flat.dtype, tuple(tensor.shape), start, stop, offset)
+            bucket_slice.view(buffer).copy_(flat[start:stop])
+            slices.append(bucket_slice)
+            used, start = offset + bucket_slice.nbytes, stop
             if stop == len(flat):
                 break
     if buffer is not None:
-        yield Bucket(buffer, used, tuple(pieces))
+        yield Bucket(buffer, used, tuple(slices))

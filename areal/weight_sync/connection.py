@@ -1,7 +1,7 @@
-"""Lines between a trainer and its receivers, over which updates are agreed on: small messages, and word at once when an end dies.
+"""Control connections between a trainer and its receivers: small JSON messages and immediate detection of a dead peer.
 
-Messages are JSON, so that nothing that arrives is run. Whoever can reach an address can join: keep it on a network, or in a directory, of
-your own.
+JSON is never executed. Any process that can reach the address can connect: use a private network or a private
+directory.
 """
 
 from __future__ import annotations
@@ -27,121 +27,127 @@ _RETRY_SECONDS = 0.05
 
 
 class PeerLostError(RuntimeError):
-    """The other end of a line died, or does not answer."""
+    """The peer of a connection died or does not answer."""
 
 
 class Connection:
-    """One end of a line.
+    """One end of a control connection.
 
     Args:
-        connection: to the other end. name: of the other end, for errors.
-
-    Attributes:
-        tagged: what the owner has noted down for this line.
+        pipe: connection to the peer.
+        name: name of the peer in error messages.
     """
 
-    def __init__(self, connection: PipeConnection, name: str) -> None:
-        self.connection, self.name = connection, name
-        self.tagged: set[str] = set()
+    def __init__(self, pipe: PipeConnection, name: str) -> None:
+        self.pipe, self.name = pipe, name
 
     @classmethod
     def to(cls, address: Address, timeout: float) -> Connection:
-        """Call a hub, which may have yet to be opened.
+        """Connect to a listener, which may open later.
 
         Raises:
-            PeerLostError: nobody listened there in ``timeout`` seconds.
+            PeerLostError: no process listened there within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         while True:
-            ours = socket.socket(_family(address))
+            # A socket that failed to connect cannot be used again on every system: make a new one per attempt.
+            sock = socket.socket(_family(address))
             try:
-                ours.connect(address)
+                sock.connect(address)
                 break
             except OSError as error:
-                ours.close()
+                sock.close()
                 if time.monotonic() >= deadline:
                     raise PeerLostError(f"no trainer listens at {address!r} after {timeout:g} s: {error}") from error
                 time.sleep(_RETRY_SECONDS)
-        line = cls(_connection(ours, timeout), "the trainer")
-        line.send({"name": f"{socket.gethostname()}:{os.getpid()}"})
-        return line
+        # The first message carries this process's name, for the trainer's errors.
+        connection = cls(_pipe_over(sock, timeout), "the trainer")
+        connection.send({"name": f"{socket.gethostname()}:{os.getpid()}"})
+        return connection
 
     def send(self, message: Message) -> None:
-        """Raises:
-        PeerLostError: the other end is gone, or has not read for too long.
-        """
-        try:
-            self.connection.send_bytes(json.dumps(message).encode())
-        except OSError as error:
-            raise self._gone(error) from error
-
-    def receive(self, deadline: float | None) -> Message:
-        """The next message. ``deadline`` is in the time of ``time.monotonic``; ``None`` waits for ever.
+        """Send a message.
 
         Raises:
-            TimeoutError: there was none. PeerLostError: the other end is gone.
+            PeerLostError: the peer is gone, or did not read for too long.
         """
         try:
-            if not self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            self.pipe.send_bytes(json.dumps(message).encode())
+        except OSError as error:
+            raise self._lost_error(error) from error
+
+    def receive(self, deadline: float | None) -> Message:
+        """Return the next message. ``deadline`` is a time of ``time.monotonic``; ``None`` waits without limit.
+
+        Raises:
+            TimeoutError: no message arrived in time.
+            PeerLostError: the peer is gone.
+        """
+        try:
+            if not self.pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"{self.name} did not answer")
-            return json.loads(self.connection.recv_bytes())
+            return json.loads(self.pipe.recv_bytes())
         except TimeoutError:
             raise
         except (OSError, EOFError) as error:
-            raise self._gone(error) from error
+            raise self._lost_error(error) from error
 
     def expect(self, what: str, update: int, deadline: float) -> Message:
-        """The next message of that kind about an update. Those about other updates are passed over.
+        """Return the next message of kind ``what`` about an update. Messages about other updates are discarded.
 
         Raises:
-            PeerLostError: the other end is gone, does not answer in time, or says that it cannot go on.
+            PeerLostError: the peer is gone, does not answer in time, or reports that it cannot continue.
         """
         while True:
             try:
                 message = self.receive(deadline)
             except TimeoutError as error:
                 raise PeerLostError(f"{self.name} does not answer (awaited: {what})") from error
+            # Replies to an aborted update may arrive during the next one.
             if message.get("update") != update:
                 continue
+            # While an abort is acknowledged, an earlier "broken" adds nothing.
             if message["is"] == "broken" and what != "aborted":
                 raise PeerLostError(f"{self.name} cannot go on: {message['why']}")
             if message["is"] == what:
                 return message
 
-    def waiting(self) -> bool:
-        """Whether a message is there, or the other end is gone."""
+    def has_message(self) -> bool:
+        """Return whether a message can be read, or the peer is gone."""
         try:
-            return self.connection.poll(0)
+            return self.pipe.poll(0)
         except (OSError, EOFError):
             return True
 
     def close(self) -> None:
-        self.connection.close()
+        self.pipe.close()
 
-    def _gone(self, error: BaseException) -> PeerLostError:
+    def _lost_error(self, error: BaseException) -> PeerLostError:
         return PeerLostError(f"{self.name} is gone ({type(error).__name__})")
 
 
 class Listener:
-    """Where receivers call. Kept by one rank of the trainer.
+    """Accepts the connections of receivers. Only one rank of the trainer has it.
 
     Args:
-        address: with port 0, a free one is taken. A socket at a path is removed by :meth:`close`, and replaced when its owner is dead.
+        address: host and port, or a path. Port 0 selects a free one. :meth:`close` removes a socket at a path; a
+            socket of a dead process is replaced.
         timeout: seconds that a receiver may leave a message unread.
 
     Attributes:
-        address: where it listens.
-        lines: to the receivers that have called, in the order in which they did.
+        address: address with the selected port.
+        connections: list of connections to the receivers, in the order of their arrival.
 
     Raises:
-        ValueError: the address is taken, or is no place for a socket.
+        ValueError: the address is taken, or no socket can be created there.
     """
 
     def __init__(self, address: Address, timeout: float) -> None:
         self._timeout = timeout
-        self.lines: list[Connection] = []
+        self.connections: list[Connection] = []
+        # A Unix socket leaves a file: remove that of a dead process first.
         if isinstance(address, str):
-            _make_room(address)
+            _check_socket_path(address)
         self._socket = socket.socket(_family(address))
         try:
             if not isinstance(address, str):
@@ -150,56 +156,61 @@ class Listener:
         except OSError as error:
             self._socket.close()
             raise ValueError(f"address = {address!r} cannot be listened at: {error}") from error
+        # The backlog holds receivers that connect while an update runs.
         self._socket.listen(128)
         self.address: Address = address if isinstance(address, str) else self._socket.getsockname()[:2]
 
-    def gather(self, n: int, timeout: float) -> list[Connection]:
-        """The lines to all receivers that have called, at least ``n``.
+    def wait_for(self, n: int, timeout: float) -> list[Connection]:
+        """Accept waiting receivers until at least ``n`` are connected, and return all connections.
 
         Raises:
-            PeerLostError: fewer called in ``timeout`` seconds, or one of them is gone; it is forgotten.
+            PeerLostError: fewer than ``n`` connected within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
+        # More receivers than needed may be waiting: take all of them.
         self._accept(0.0)
-        while len(self.lines) < n:
+        while len(self.connections) < n:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerLostError(
-                    f"{len(self.lines)} of {n} receivers have called at {self.address!r} within {timeout:g} s"
+                    f"{len(self.connections)} of {n} receivers have called at {self.address!r} within {timeout:g} s"
                 )
             self._accept(left)
-        return list(self.lines)
+        return list(self.connections)
 
-    def forget(self, lines: Sequence[Connection]) -> None:
-        """Hang up."""
-        for line in lines:
-            line.close()
-        self.lines = [line for line in self.lines if line not in lines]
+    def disconnect(self, connections: Sequence[Connection]) -> None:
+        """Close connections and remove them."""
+        for connection in connections:
+            connection.close()
+        self.connections = [connection for connection in self.connections if connection not in connections]
 
     def close(self) -> None:
-        """Hang up on all, and listen no more."""
-        self.forget(self.lines)
+        """Close all connections and stop listening."""
+        self.disconnect(self.connections)
         if self._socket.fileno() >= 0:
             self._socket.close()
             if isinstance(self.address, str):
                 Path(self.address).unlink(missing_ok=True)
 
     def _accept(self, timeout: float) -> None:
-        """Answer one call, and with it all that wait already."""
+        """Accept one receiver, and all others that already wait."""
         while True:
             self._socket.settimeout(max(timeout, 1e-3))
             try:
-                theirs, _ = self._socket.accept()
+                sock, _ = self._socket.accept()
             except TimeoutError:
                 return
-            theirs.settimeout(None)
-            line = Connection(_connection(theirs, self._timeout), "a receiver")
+            # The accepted socket blocks; the limit for writes is set by _pipe_over.
+            sock.settimeout(None)
+            connection = Connection(_pipe_over(sock, self._timeout), "a receiver")
             try:
-                line.name = f"receiver {line.receive(time.monotonic() + self._timeout)['name']}"
+                connection.name = f"receiver {connection.receive(time.monotonic() + self._timeout)['name']}"
+            # A process that does not introduce itself is not a receiver.
             except (PeerLostError, TimeoutError, ValueError, KeyError):
-                line.close()
+                connection.close()
                 continue
-            self.lines.append(line)
+            self.connections.append(connection)
+            # Continue without waiting: take only what is queued.
             timeout = 0.0
 
 
@@ -207,17 +218,18 @@ def _family(address: Address) -> socket.AddressFamily:
     return socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
 
 
-def _connection(of: socket.socket, timeout: float) -> PipeConnection:
-    """A connection over a socket whose writes give up after ``timeout`` seconds."""
-    of.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
-    if of.family != socket.AF_UNIX:
-        of.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        of.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return PipeConnection(of.detach())
+def _pipe_over(sock: socket.socket, timeout: float) -> PipeConnection:
+    """Return a message connection over a socket. Writes fail after ``timeout`` seconds."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
+    if sock.family != socket.AF_UNIX:
+        # Messages are small and latency counts; keep-alive detects a host that disappeared.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return PipeConnection(sock.detach())
 
 
-def _make_room(path: str) -> None:
-    """See that a socket can be made at a path: one whose owner is dead is removed."""
+def _check_socket_path(path: str) -> None:
+    """Check that a socket can be created at a path, and remove the socket of a dead process."""
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ValueError(f"address = {path!r} is too long for a socket: give a path of at most {_LONGEST_PATH} bytes")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -226,6 +238,7 @@ def _make_room(path: str) -> None:
             raise ValueError(f"address = {path!r} is a file: give the path of a socket that is to be made")
     except FileNotFoundError:
         return
+    # A refused connection means that no process listens: the file is a leftover.
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

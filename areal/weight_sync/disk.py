@@ -1,4 +1,4 @@
-"""Weights through a directory: each version a folder that appears complete or not at all."""
+"""Send weights through a directory: each version is a folder that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -30,32 +30,35 @@ from areal.engine.model.hub import copy_model_files, read_config
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import full_box
 from areal.weight_sync.apply import Replica
-from areal.weight_sync.transport import Outgoing, Transport, quietly
+from areal.weight_sync.transport import OutgoingTensors, Transport, ignore_errors
 
 KIND = "weights"
-"""What the manifest of a version calls it."""
+"""Value of the field ``kind`` in the manifest of a version."""
 
 FILE_BYTES = 512 * 2**20
-"""Most bytes of a file, unless one tensor is larger: also what is gathered on the host before it is written."""
+"""Maximum size of a file, unless a single tensor is larger. Also the amount that is gathered on the host before
+writing.
+"""
 
 _POLL_SECONDS = 0.1
 
 
 class DiskTransport(Transport):
-    """Writes each version to ``folder/version-00000007``: safetensors files with an index, published with a manifest by one rename.
+    """Writes each version to ``folder/version-00000007``: safetensors files, an index and a manifest.
 
-    The first rank writes, and holds one file's tensors in host memory at a time. The folder is for this alone: whatever was published in
-    it, and is not among the newest ``keep``, is removed.
+    A version is published by one rename. The first rank writes and keeps the tensors of one file in host memory at
+    a time. The folder must not be used for anything else: published versions other than the newest ``keep`` are
+    removed.
 
     Args:
-        control: over all ranks of the trainer.
-        folder: on a file system that the receivers see.
-        keep: how many of the newest versions stay; at least 1, and 2 give a slow reader the time of one update.
+        control: control plane over all ranks of the trainer.
+        folder: directory on a file system that the receivers can read.
+        keep: number of newest versions to keep, at least 1. With 2, a slow reader has the time of one more update.
         cast: dtype in which floating-point tensors are written.
-        model: directory or hub name of the model. With it, configuration and tokenizer are written beside the weights, so that
-            ``from_pretrained`` and inference servers load a version as they load any model.
-        file_bytes: largest file, unless a single tensor is larger.
-        observe: told of each stage.
+        model: directory or hub name of the model. If given, configuration and tokenizer are written next to the
+            weights, so that ``from_pretrained`` and inference servers can load a version like any model.
+        file_bytes: maximum size of a file, unless a single tensor is larger.
+        observe: called with the name of each stage.
 
     Raises:
         ValueError: ``keep`` or ``file_bytes`` is below 1.
@@ -81,6 +84,8 @@ class DiskTransport(Transport):
 
 
 class _DiskSender:
+    """Implements :class:`~areal.weight_sync.transport.Sender` on a draft directory."""
+
     def __init__(self, folder: Path, keep: int, model: str | None, file_bytes: int, observe: Observe) -> None:
         self._folder, self._keep, self._model = folder, keep, model
         self._file_bytes, self._observe = file_bytes, observe
@@ -93,34 +98,39 @@ class _DiskSender:
         self._draft, self._records = open_draft(self._path), []
         self._observe("draft opened")
 
-    def bring(self, tensors: Outgoing) -> None:
-        draft, files = self._required(), dict[str, list[TensorSpec]]()
-        waiting: list[NamedTensor] = []
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        draft, files = self._require_draft(), dict[str, list[TensorSpec]]()
+        batch: list[NamedTensor] = []
         size = 0
         for name, tensor in tensors:
-            if waiting and size + tensor.nbytes > self._file_bytes:
-                self._write(draft, waiting, files)
-                waiting, size = [], 0
-            waiting.append(NamedTensor(name, tensor.detach().cpu()))
+            # Write the batch before it would exceed the size of a file.
+            if batch and size + tensor.nbytes > self._file_bytes:
+                self._write(draft, batch, files)
+                batch, size = [], 0
+            # Copy to the host now: the next tensor may reuse the device memory.
+            batch.append(NamedTensor(name, tensor.detach().cpu()))
             size += tensor.nbytes
-        self._write(draft, waiting, files)
+        self._write(draft, batch, files)
+        # Files around the weights, recorded in the manifest like the weight files.
         (draft / INDEX_FILE).write_text(json.dumps(index_of(files), indent=1))
-        beside = [] if self._model is None else _write_beside(self._model, _main_dtype(files), draft)
-        self._records += [record(draft, name) for name in [INDEX_FILE, *beside]]
+        model_files = [] if self._model is None else _write_model_files(self._model, _main_dtype(files), draft)
+        self._records += [record(draft, name) for name in [INDEX_FILE, *model_files]]
         self._observe("written")
 
     def commit(self, meta: WeightUpdateMeta) -> None:
         about = {"version": meta.version, "update": meta.kind, "n_tensors": meta.n_tensors, "nbytes": meta.nbytes}
-        publish(self._required(), self._path, KIND, self._records, about)
+        # One rename makes the version visible; afterwards it cannot be aborted.
+        publish(self._require_draft(), self._path, KIND, self._records, about)
         self._draft = None
         self._observe("published")
+        # Remove old versions only now, so that readers always find one.
         prune(self._folder, self._keep)
         self._observe("pruned")
 
     def abort(self, why: str) -> None:
         draft, self._draft = self._draft, None
         if draft is not None:
-            quietly(lambda: discard(draft))
+            ignore_errors(lambda: discard(draft))
 
     def close(self) -> None:
         self.abort("closed")
@@ -131,13 +141,14 @@ class _DiskSender:
         writer = TensorWriter(draft / file, specs)
         for i, (_, tensor) in enumerate(tensors):
             writer.write(tensor)
+            # Kill tests stop the process here, in the middle of a file.
             if i == 0:
                 self._observe(f"in file {len(files) + 1}")
         writer.close()
         files[file] = specs
         self._records.append(FileRecord(file, writer.size, writer.crc32))
 
-    def _required(self) -> Path:
+    def _require_draft(self) -> Path:
         if self._draft is None:
             raise RuntimeError("no update was prepared")
         return self._draft
@@ -147,8 +158,8 @@ def _main_dtype(files: dict[str, list[TensorSpec]]) -> torch.dtype:
     return next(spec.dtype for specs in files.values() for spec in specs if spec.dtype.is_floating_point)
 
 
-def _write_beside(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
-    """Configuration, tokenizer and code of the model. Returns the names of the files."""
+def _write_model_files(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
+    """Write configuration, tokenizer and code of the model. Return the names of the files."""
     config = read_config(model)
     config.dtype = dtype
     config.save_pretrained(draft)
@@ -159,29 +170,29 @@ def _write_beside(model: str, dtype: torch.dtype, draft: Path) -> list[str]:
 
 
 def published(folder: str | Path) -> list[tuple[Path, Manifest]]:
-    """The versions in a directory that are complete, in the order in which they were published."""
-    found: list[tuple[Path, Manifest]] = []
+    """Return the complete versions in a directory, in the order of publication."""
+    versions: list[tuple[Path, Manifest]] = []
     for path in sorted(Path(folder).glob("version-*")):
         try:
             manifest = read_manifest(path)
         except ValueError:
-            continue  # it was removed meanwhile, or is no version
+            continue  # removed meanwhile, or not a version
         if manifest.kind == KIND:
-            found.append((path, manifest))
-    return sorted(found, key=lambda entry: entry[1].sequence)
+            versions.append((path, manifest))
+    return sorted(versions, key=lambda entry: entry[1].sequence)
 
 
 class DiskReceiver:
     """Loads the newest complete version of a directory into a module.
 
-    It is compared with the module before a value is read, and then copied tensor by tensor: no second copy of the model. A version that is
-    removed while it is read stays readable to the end. Should a read fail half-way all the same, ``version`` is ``None`` until
-    the next update.
+    A version is compared with the module before any value is read, and then copied tensor by tensor, without a
+    second copy of the model. A version that is removed during reading stays readable to the end. If reading fails
+    midway, ``version`` is ``None`` until the next update.
 
     Args:
-        folder: where a :class:`DiskTransport` writes; need not be there yet.
-        module: to be filled.
-        check: compare the checksums of the files first, which reads them once more.
+        folder: directory of a :class:`DiskTransport`; may not exist yet.
+        module: module to update.
+        check: bool. If True, verify the checksums of the files first, which reads them twice.
     """
 
     def __init__(self, folder: str | Path, module: nn.Module, *, check: bool = True) -> None:
@@ -194,18 +205,21 @@ class DiskReceiver:
         return self._replica.version
 
     def pending(self) -> bool:
-        return bool(self._due())
+        return bool(self._pending_versions())
 
     def receive(self, timeout: float | None = None) -> int:
-        """As :meth:`areal.api.WeightReceiver.receive`. Versions before the newest full one are passed over; selected updates after it are
-        taken in turn, those that are still kept.
+        """Implement :meth:`areal.api.WeightReceiver.receive`.
+
+        Versions before the newest full one are skipped. Later selected updates are loaded in order, if they are
+        still kept.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            due = self._due()
-            if due and all(self._load(path, manifest) for path, manifest in due):
-                return int(due[-1][1].about["version"])
-            if not due:
+            pending = self._pending_versions()
+            # A version may be removed between listing and loading: then list again.
+            if pending and all(self._load(path, manifest) for path, manifest in pending):
+                return int(pending[-1][1].about["version"])
+            if not pending:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"{self._folder}: no new version was published within {timeout:g} s")
                 time.sleep(_POLL_SECONDS)
@@ -213,26 +227,31 @@ class DiskReceiver:
     def close(self) -> None:
         pass
 
-    def _due(self) -> list[tuple[Path, Manifest]]:
-        """What is to be loaded, in order."""
+    def _pending_versions(self) -> list[tuple[Path, Manifest]]:
+        """Return the versions to load, in order."""
         new = [entry for entry in published(self._folder) if entry[1].sequence > self._sequence]
+        # The newest full version replaces everything before it.
         full = [i for i, (_, manifest) in enumerate(new) if manifest.about["update"] == "full"]
         return new[full[-1] :] if full else new
 
     def _load(self, path: Path, manifest: Manifest) -> bool:
-        """Copy a version into the module; False where it was removed or replaced first."""
+        """Copy a version into the module. Return False if it was removed or replaced before."""
         with contextlib.ExitStack() as stack:
+            # Open all files before reading any value: open files stay readable if the version is removed now.
             try:
                 if self._check:
                     verify(path)
                 files = stack.enter_context(TensorFiles.of_model(path))
-                shapes = {name: files.shape(name) for name in files}  # opens every file, and they stay open
+                shapes = {name: files.shape(name) for name in files}  # opens every file
+                # Published again under the same name in the meantime: the files may be a mixture.
                 if read_manifest(path) != manifest:
                     return False
             except ValueError:
+                # An error in a version that still exists is a real one.
                 if not is_complete(path):
                     return False
                 raise
+            # From here on the module changes in place.
             self._replica.check(shapes, complete=manifest.about["update"] == "full")
             self._replica.version = None
             for name, shape in shapes.items():

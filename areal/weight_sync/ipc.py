@@ -1,7 +1,8 @@
-"""Weights through memory that processes of one host share: two buckets, filled and read in turn.
+"""Send weights through memory that processes of one host share: two buckets, filled and read in turn.
 
-On the CPU the memory has no name anywhere: it is passed to each receiver as an open file over the line, and the system frees it with the last
-process that holds it, however that ends. On CUDA it is two buffers of the trainer's GPU, opened by receivers through CUDA IPC handles.
+On the CPU the memory is an anonymous file. Its descriptor is sent to each receiver over the control connection, and
+the system frees it with the last process that uses it, even if that process is killed. On CUDA the memory is two
+buffers of the trainer's GPU, which receivers open through CUDA IPC handles.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pickle
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -24,28 +26,31 @@ from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
-from areal.weight_sync.push import PushReceiver, PushSender
+from areal.weight_sync.push import PushSender
+from areal.weight_sync.push_receiver import PushReceiver
 from areal.weight_sync.transport import Transport
-
-_GIVEN = "memory given"
-"""Noted on a line whose other end has the memory open."""
 
 
 class SharedMemoryTransport(Transport):
-    """Hands weights to receivers on the same host. While they read one bucket, the next is filled; none is overwritten before all have read it.
+    """Sends weights to receivers on the same host.
 
-    A receiver that dies is an error that names it, on every rank; the next update goes to those that are left. Receivers may also join
-    between updates.
+    The next bucket is filled while receivers read the current one, and a bucket is overwritten only after all
+    receivers have read it.
+
+    A dead receiver raises an error with its name on every rank. The next update goes to the remaining receivers.
+    Receivers may join between updates.
 
     Args:
-        control: over all ranks of the trainer. The first one sends.
-        path: of the socket at which receivers call: at most 100 bytes long, in a directory that only its owner can enter.
-        receivers: how many must be there before an update begins.
-        bucket_bytes: size of a bucket; there are two, whatever the number of receivers.
+        control: control plane over all ranks of the trainer. The first rank sends.
+        path: path of the socket at which receivers connect, at most 100 bytes, in a directory that only its owner
+            can enter.
+        receivers: minimum number of connected receivers before an update begins.
+        bucket_bytes: size of a bucket; there are two, regardless of the number of receivers.
         cast: dtype in which floating-point tensors are sent.
-        device: where buckets are: host memory, or the trainer's GPU. (The latter has not been run.)
-        timeout: seconds that any answer of a receiver may take. Other ranks wait in a collective meanwhile: keep it below their timeout.
-        observe: told of each stage.
+        device: device of the buckets: host memory, or the trainer's GPU (not tested).
+        timeout: seconds to wait for any answer of a receiver. Other ranks wait in a collective meanwhile, so it
+            must be below their timeout.
+        observe: called with the name of each stage.
     """
 
     def __init__(
@@ -63,20 +68,20 @@ class SharedMemoryTransport(Transport):
         nbytes, device = check_bucket_bytes(bucket_bytes), torch.device(device)
         sender = None
         if control.rank == 0:
-            memory: _Memory = _HostMemory(nbytes) if device.type == "cpu" else _DeviceMemory(nbytes, device)
-            hub = Listener(str(path), timeout)
-            sender = PushSender(hub, _SharedCarrier(memory, timeout), receivers, timeout, observe)
+            memory: _SharedMemory = _HostMemory(nbytes) if device.type == "cpu" else _DeviceMemory(nbytes, device)
+            listener = Listener(str(path), timeout)
+            sender = PushSender(listener, _SharedBuffers(memory, timeout), receivers, timeout, observe)
         super().__init__(control, sender, cast=cast)
 
 
 class SharedMemoryReceiver(PushReceiver):
-    """Takes what a :class:`SharedMemoryTransport` sends.
+    """Receives from a :class:`SharedMemoryTransport`.
 
     Args:
-        path: of the transport's socket.
-        module: to be filled.
-        timeout: seconds in which the trainer must be found, and may be silent in the middle of an update.
-        staging: where an update is held, whole, until it is committed.
+        path: path of the transport's socket.
+        module: module to update.
+        timeout: seconds to find the trainer, and seconds that it may be silent during an update.
+        staging: device of the staged update, until it is committed.
     """
 
     def __init__(
@@ -88,138 +93,162 @@ class SharedMemoryReceiver(PushReceiver):
         staging: torch.device | str = "cpu",
         observe: Observe = ignore,
     ) -> None:
-        line = Connection.to(str(path), timeout)
-        super().__init__(line, _SharedEnd(), module, timeout=timeout, staging=staging, observe=observe)
+        connection = Connection.to(str(path), timeout)
+        super().__init__(connection, _SharedBucketReceiver(), module, timeout=timeout, staging=staging, observe=observe)
 
 
-class _Memory(Protocol):
-    """Two buffers that another process can open."""
+class _SharedMemory(Protocol):
+    """Two buffers that other processes can map."""
 
     buffers: tuple[Tensor, Tensor]
     kind: str
 
-    def give(self, line: Connection) -> None:
-        """Let the other end open them, which it does at once."""
+    def send_to(self, connection: Connection) -> None:
+        """Send the handle of the buffers to a receiver, which maps them immediately."""
         ...
 
-    def written(self) -> None:
-        """Return when what was written can be read elsewhere."""
+    def synchronize(self) -> None:
+        """Wait until earlier writes are visible to other processes."""
         ...
 
 
-class _SharedCarrier:
-    def __init__(self, memory: _Memory, timeout: float) -> None:
+class _SharedBuffers:
+    """Implements :class:`~areal.weight_sync.push.BufferPool`: a bucket is sent by announcing it."""
+
+    def __init__(self, memory: _SharedMemory, timeout: float) -> None:
         self._memory, self._timeout = memory, timeout
         self._members: list[Connection] = []
+        # Receivers that have mapped the memory in an earlier update; weak, so that disconnected ones are forgotten.
+        self._mapped_by: weakref.WeakSet[Connection] = weakref.WeakSet()
+        # True for a buffer that some receiver may still be reading.
         self._unread = [False, False]
-        self.turn = 1
+        self.index = 1
 
-    def terms(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
+    def info(self, members: Sequence[Connection]) -> list[dict[str, Any]]:
         nbytes = len(self._memory.buffers[0])
-        return [{"memory": None if _GIVEN in line.tagged else self._memory.kind, "nbytes": nbytes} for line in members]
+        return [
+            {"memory": None if connection in self._mapped_by else self._memory.kind, "nbytes": nbytes}
+            for connection in members
+        ]
 
     def open(self, members: Sequence[Connection]) -> None:
         self._members = list(members)
-        for line in members:
-            if _GIVEN not in line.tagged:
-                self._memory.give(line)
-                line.tagged.add(_GIVEN)
+        for connection in members:
+            if connection not in self._mapped_by:
+                self._memory.send_to(connection)
+                self._mapped_by.add(connection)
 
-    def lend(self, update: int) -> Tensor:
-        self.turn = 1 - self.turn
-        self._await_read(self.turn, update)
-        return self._memory.buffers[self.turn]
+    def acquire(self, update: int) -> Tensor:
+        self.index = 1 - self.index
+        self._wait_until_read(self.index, update)
+        return self._memory.buffers[self.index]
 
-    def ship(self, used: int) -> None:
-        self._memory.written()
-        self._unread[self.turn] = True
+    def send_bucket(self, used: int) -> None:
+        self._memory.synchronize()
+        self._unread[self.index] = True
 
-    def drain(self, update: int) -> None:
-        for turn in (1 - self.turn, self.turn):
-            self._await_read(turn, update)
+    def flush(self, update: int) -> None:
+        # The older bucket first, in the order of the receivers' messages.
+        for index in (1 - self.index, self.index):
+            self._wait_until_read(index, update)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         self._unread = [False, False]
 
-    def _await_read(self, turn: int, update: int) -> None:
-        """Receivers say *read* once for each bucket, in order: the next that comes is about the older one."""
-        if self._unread[turn]:
+    def _wait_until_read(self, index: int, update: int) -> None:
+        """Wait until all receivers have read a buffer.
+
+        Receivers send *read* once per bucket, in order, so that the next message refers to the older bucket.
+        """
+        if self._unread[index]:
+            # One deadline for all receivers.
             deadline = time.monotonic() + self._timeout
-            for line in self._members:
-                line.expect("read", update, deadline)
-            self._unread[turn] = False
+            for connection in self._members:
+                connection.expect("read", update, deadline)
+            self._unread[index] = False
 
 
-class _SharedEnd:
+class _SharedBucketReceiver:
+    """Implements :class:`~areal.weight_sync.push_receiver.BucketReceiver` on mapped memory."""
+
     def __init__(self) -> None:
         self._buffers: tuple[Tensor, ...] = ()
 
-    def open(self, line: Connection, terms: Message) -> None:
-        if terms["memory"] is not None:
-            self._buffers = _OPENERS[terms["memory"]](line, terms["nbytes"])
+    def open(self, connection: Connection, info: Message) -> None:
+        if info["memory"] is not None:
+            self._buffers = _OPENERS[info["memory"]](connection, info["nbytes"])
 
-    def take(self, turn: int, used: int) -> Tensor:
-        return self._buffers[turn][:used]
+    def receive_bucket(self, index: int, used: int) -> Tensor:
+        return self._buffers[index][:used]
 
-    def release(self, line: Connection, update: int) -> None:
+    def release(self, connection: Connection, update: int) -> None:
+        # Copies out of a GPU buffer are asynchronous: finish them before the trainer overwrites it.
         if self._buffers[0].is_cuda:
             torch.cuda.synchronize(self._buffers[0].device)
-        line.send({"is": "read", "update": update})
+        connection.send({"is": "read", "update": update})
 
-    def drop(self) -> None:
-        pass  # the buffers are the trainer's, and stay open for its next update
+    def abort(self) -> None:
+        pass  # the buffers belong to the trainer and stay mapped for the next update
 
 
 # ---- memory of the host
 
 
 class _HostMemory:
+    """Implements :class:`_SharedMemory` in host memory, as an anonymous file."""
+
     kind = "host"
 
     def __init__(self, nbytes: int) -> None:
         self._file = _anonymous_file(2 * nbytes)
-        self.buffers = _mapped(self._file, nbytes)
+        self.buffers = _map_buffers(self._file, nbytes)
 
-    def give(self, line: Connection) -> None:
-        send_handle(line.connection, self._file, None)
+    def send_to(self, connection: Connection) -> None:
+        send_handle(connection.pipe, self._file, None)
 
-    def written(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def __del__(self) -> None:
         os.close(self._file)
 
 
-def _open_host(line: Connection, nbytes: int) -> tuple[Tensor, Tensor]:
-    file = recv_handle(line.connection)
+def _map_host_memory(connection: Connection, nbytes: int) -> tuple[Tensor, Tensor]:
+    """Receive the descriptor of the trainer's memory and map its buffers."""
+    file = recv_handle(connection.pipe)
+    # The mapping keeps the memory alive without the descriptor.
     try:
-        return _mapped(file, nbytes)
+        return _map_buffers(file, nbytes)
     finally:
         os.close(file)
 
 
 def _anonymous_file(nbytes: int) -> int:
-    """A descriptor of memory that no path leads to."""
+    """Return a file descriptor of memory without a path."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("areal-weights", os.MFD_CLOEXEC)
     else:
+        # Systems without memfd: a temporary file, already unlinked.
         with tempfile.TemporaryFile() as unlinked:
             file = os.dup(unlinked.fileno())
     os.ftruncate(file, nbytes)
     return file
 
 
-def _mapped(file: int, nbytes: int) -> tuple[Tensor, Tensor]:
-    memory = mmap.mmap(file, 2 * nbytes)  # lives as long as the tensors
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[:nbytes], whole[nbytes:]
+def _map_buffers(file: int, nbytes: int) -> tuple[Tensor, Tensor]:
+    memory = mmap.mmap(file, 2 * nbytes)  # is freed with the tensors
+    memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+    return memory_bytes[:nbytes], memory_bytes[nbytes:]
 
 
 # ---- memory of a GPU
 
 
 class _DeviceMemory:
-    """Has not been run. The caching allocator must not use expandable segments, whose memory has no IPC handles in every release."""
+    """Implements :class:`_SharedMemory` on a GPU. Not tested.
+
+    The caching allocator must not use expandable segments, which do not have IPC handles in every release.
+    """
 
     kind = "device"
 
@@ -230,16 +259,20 @@ class _DeviceMemory:
             torch.empty(nbytes, dtype=torch.uint8, device=device),
         )
 
-    def give(self, line: Connection) -> None:
-        # Handles are pickled by torch: a receiver trusts whoever owns the directory of the socket.
-        line.connection.send_bytes(pickle.dumps([reduce_tensor(buffer) for buffer in self.buffers]))
+    def send_to(self, connection: Connection) -> None:
+        # torch pickles handles: receivers must trust the owner of the socket's directory.
+        connection.pipe.send_bytes(pickle.dumps([reduce_tensor(buffer) for buffer in self.buffers]))
 
-    def written(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
 
-def _open_device(line: Connection, nbytes: int) -> tuple[Tensor, ...]:
-    return tuple(rebuild(*args) for rebuild, args in pickle.loads(line.connection.recv_bytes()))
+def _map_device_memory(connection: Connection, nbytes: int) -> tuple[Tensor, ...]:
+    """Receive the IPC handles of the trainer's buffers and open them."""
+    return tuple(rebuild(*args) for rebuild, args in pickle.loads(connection.pipe.recv_bytes()))
 
 
-_OPENERS: dict[str, Callable[[Connection, int], tuple[Tensor, ...]]] = {"host": _open_host, "device": _open_device}
+_OPENERS: dict[str, Callable[[Connection, int], tuple[Tensor, ...]]] = {
+    "host": _map_host_memory,
+    "device": _map_device_memory,
+}

@@ -1,4 +1,4 @@
-"""One update of weights, in three steps that all ranks of the trainer agree on: prepare, bring, commit."""
+"""One update of weights in three steps that all ranks of the trainer agree on: prepare, transfer, commit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from areal.weight_sync.apply import Replica, Staging
 _T = TypeVar("_T")
 
 
-class Outgoing:
-    """The tensors of a source that are to be sent, in the dtype in which they are to be: iterated once, and counted.
+class OutgoingTensors:
+    """The tensors of a source that are sent, selected, cast and counted. Can be iterated once.
 
     Args:
-        stream: of the source.
-        cast: dtype for floating-point tensors; ``None`` sends each as it is.
+        stream: tensors of the source.
+        version: version of the update.
+        select: predicate of names; ``None`` selects all.
+        cast: dtype for floating-point tensors; ``None`` keeps each dtype.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Outgoing:
         for name, tensor in self._stream:
             if self._select is not None and not self._select(name):
                 continue
+            # Integers and booleans keep their dtype.
             if self._cast is not None and tensor.is_floating_point():
                 tensor = tensor.to(self._cast)
             self._n_tensors += 1
@@ -44,54 +47,59 @@ class Outgoing:
 
     @property
     def meta(self) -> WeightUpdateMeta:
-        """What has been sent; final once the iteration has ended."""
+        """Description of the tensors sent so far; final after the iteration."""
         return WeightUpdateMeta(self._version, _kind(self._select), self._n_tensors, self._nbytes)
 
 
 class Sender(Protocol):
-    """What one rank does of an update: the way that the weights take."""
+    """Work of one rank in an update, specific to the transport."""
 
     def prepare(self, version: int, kind: UpdateKind) -> None:
-        """See that the update can be sent, before anything is streamed."""
+        """Check that the update can be sent, before any tensor is gathered."""
         ...
 
-    def bring(self, tensors: Outgoing) -> None:
-        """Iterate to the end, and bring everything to where receivers can take it, without any of it being used yet."""
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        """Iterate to the end and send everything to the receivers, which do not use it yet."""
         ...
 
     def commit(self, meta: WeightUpdateMeta) -> None:
-        """Let receivers use it."""
+        """Let the receivers use the update."""
         ...
 
     def abort(self, why: str) -> None:
-        """Take an uncommitted update back. Does not raise."""
+        """Abort an uncommitted update. Must not raise."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         ...
 
 
 class Transport:
-    """Sends updates. Every rank of the trainer has one, and all call :meth:`send` together; those with a ``sender`` do the sending.
+    """Sends updates. Every rank of the trainer has one and calls :meth:`send`; ranks with a ``sender`` do the sending.
 
     Args:
-        control: over all ranks of the trainer (``engine.control``).
-        sender: of this rank, if it has any.
-        cast: dtype in which floating-point tensors are sent, such as the rollout's bfloat16; ``None`` sends each in its own. Where a replica
-            keeps some weights wider than the rest, leave it ``None``: receivers cast to what each weight has there.
+        control: control plane over all ranks of the trainer (``engine.control``).
+        sender: sender of this rank, or ``None``.
+        cast: dtype in which floating-point tensors are sent, e.g. the rollout's bfloat16; ``None`` keeps each
+            dtype. If a replica stores some weights in a wider dtype, leave it ``None``: receivers cast to the dtype
+            of each weight.
     """
 
     def __init__(self, control: ControlPlane, sender: Sender | None, *, cast: torch.dtype | None = None) -> None:
         self._control, self._sender, self._cast = control, sender, cast
 
     def send(self, source: TensorSource, version: int, *, select: SelectName | None = None) -> WeightUpdateMeta:
-        """As :meth:`areal.api.WeightTransport.send`. A fault of the sending rank waits until all ranks have iterated to the end, so
-        that none is left alone in a collective of the source.
+        """Implement :meth:`areal.api.WeightTransport.send`.
+
+        An error of the sending rank is raised only after all ranks have iterated to the end, so that no rank is
+        left waiting in a collective of the source.
         """
-        WeightUpdateMeta(version, _kind(select), 0, 0)  # says what is wrong with the version
+        WeightUpdateMeta(version, _kind(select), 0, 0)  # validates the version
         note = f"version {version} was not sent; receivers keep what they have"
-        self._together(lambda sender: sender.prepare(version, _kind(select)), note)
+        # Step 1, prepare: fails before the expensive part.
+        self._on_sender(lambda sender: sender.prepare(version, _kind(select)), note)
+        # Steps 2 and 3: after a failed transfer no receiver has changed, after a failed commit some may have.
         outgoing = self._stream(source, version, select, note)
         return self._commit(outgoing, version)
 
@@ -99,13 +107,15 @@ class Transport:
         if self._sender is not None:
             self._sender.close()
 
-    def _stream(self, source: TensorSource, version: int, select: SelectName | None, note: str) -> Outgoing | None:
-        def stream() -> Outgoing | None:
+    def _stream(
+        self, source: TensorSource, version: int, select: SelectName | None, note: str
+    ) -> OutgoingTensors | None:
+        def stream() -> OutgoingTensors | None:
             tensors, outgoing = source.named_tensors(), None
             if self._sender is not None:
-                outgoing = Outgoing(tensors, version, select, self._cast)
+                outgoing = OutgoingTensors(tensors, version, select, self._cast)
                 try:
-                    self._sender.bring(outgoing)
+                    self._sender.transfer(outgoing)
                 except Exception:
                     # The other ranks are in the collectives of the source: iterate to the end with them, then raise.
                     with contextlib.suppress(Exception):
@@ -116,7 +126,7 @@ class Transport:
 
         return self._attempt(stream, note)
 
-    def _commit(self, outgoing: Outgoing | None, version: int) -> WeightUpdateMeta:
+    def _commit(self, outgoing: OutgoingTensors | None, version: int) -> WeightUpdateMeta:
         def commit() -> WeightUpdateMeta | None:
             meta = None if outgoing is None else outgoing.meta
             if self._sender is not None and meta is not None:
@@ -126,7 +136,7 @@ class Transport:
         note = f"version {version} was sent; it serves wherever it arrived"
         return next(meta for meta in self._control.attempt_and_gather(commit, note) if meta is not None)
 
-    def _together(self, action: Callable[[Sender], None], note: str) -> None:
+    def _on_sender(self, action: Callable[[Sender], None], note: str) -> None:
         def act() -> None:
             if self._sender is not None:
                 action(self._sender)
@@ -138,6 +148,7 @@ class Transport:
         try:
             return self._control.attempt(fn, note)
         except Exception as failure:
+            # Some rank failed: this one must not leave receivers waiting.
             if self._sender is not None:
                 self._sender.abort(str(failure))
             raise
@@ -153,15 +164,15 @@ def _kind(select: SelectName | None) -> UpdateKind:
 
 
 class DirectTransport(Transport):
-    """Copies weights into a module of this process. Each rank may have a module, or none.
+    """Copies weights into a module of the same process. Ranks may have a module each, or none.
 
-    The update is held whole beside the module until every rank has all of it: once more the memory of the module's weights, on ``staging``.
-    A fault therefore leaves the module as it was.
+    The update is staged until every rank has received it, which needs the memory of the module's weights a second
+    time, on ``staging``. An error therefore leaves the module unchanged.
 
     Args:
-        control: over all ranks of the trainer.
-        module: to be filled, as for :class:`~areal.weight_sync.apply.Replica`.
-        staging: where the update is held.
+        control: control plane over all ranks of the trainer.
+        module: module to update, as in :class:`~areal.weight_sync.apply.Replica`.
+        staging: device of the staged update.
     """
 
     def __init__(self, control: ControlPlane, module: nn.Module | None, *, staging: torch.device | str = "cpu") -> None:
@@ -171,11 +182,13 @@ class DirectTransport(Transport):
 
     @property
     def version(self) -> int | None:
-        """Of the weights in this rank's module; ``None`` before the first update, or without module."""
+        """Version of the weights in this rank's module; ``None`` before the first update or without a module."""
         return None if self.replica is None else self.replica.version
 
 
 class _DirectSender:
+    """Implements :class:`Sender` by copies within the process."""
+
     def __init__(self, replica: Replica, device: torch.device) -> None:
         self._replica, self._device = replica, device
         self._staging: Staging | None = None
@@ -183,14 +196,14 @@ class _DirectSender:
     def prepare(self, version: int, kind: UpdateKind) -> None:
         self._staging = Staging(self._replica, complete=kind == "full", device=self._device)
 
-    def bring(self, tensors: Outgoing) -> None:
-        staging = self._required()
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        staging = self._require_staging()
         for named in tensors:
-            staging.put_whole(named)
+            staging.put_tensor(named)
         staging.check()
 
     def commit(self, meta: WeightUpdateMeta) -> None:
-        self._required().commit(meta.version)
+        self._require_staging().commit(meta.version)
         self._staging = None
 
     def abort(self, why: str) -> None:
@@ -199,13 +212,13 @@ class _DirectSender:
     def close(self) -> None:
         self._staging = None
 
-    def _required(self) -> Staging:
+    def _require_staging(self) -> Staging:
         if self._staging is None:
             raise RuntimeError("no update was prepared")
         return self._staging
 
 
-def quietly(action: Callable[[], object]) -> None:
-    """Call something on the way out of a fault, whose own faults add nothing."""
+def ignore_errors(action: Callable[[], object]) -> None:
+    """Call a clean-up function after an error and suppress its own errors, which would hide the first one."""
     with contextlib.suppress(OSError, RuntimeError, EOFError, ValueError):
         action()

@@ -1,1 +1,1 @@
-"""The FSDP2 engine: Hugging Face models on PyTorch's ``fully_shard``."""
+"""The FSDP2 engine: trains Hugging Face models with PyTorch's ``fully_shard``."""

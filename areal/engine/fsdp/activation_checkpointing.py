@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer's forward leaves for its backward, and what the backward computes again."""
+"""Activation checkpointing: the choice of activations that a layer keeps for its backward instead of recomputing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal.api.config import ActivationCheckpointing
 
 _aten = torch.ops.aten
 
-KEPT = frozenset(
+SAVED_OPS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -28,34 +28,42 @@ KEPT = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""What is dear to compute again: matrix products and attention. Norms, activations, rotations and sums are cheap, and most of the memory."""
+"""Operations that are expensive to recompute: matrix products and attention. Norms, activations, rotary embeddings and
+sums are cheap and take most of the memory.
+"""
 
 
-def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, share: float) -> None:
-    """Let some layers compute activations again in the backward, in place.
+def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, fraction: float) -> None:
+    """Make layers recompute their activations in the backward, in place.
 
     Args:
-        how: ``"full"`` keeps a layer's input alone, ``"selective"`` also the results of :data:`KEPT`.
-        share: of the layers, spread evenly.
+        layers: layers of the model.
+        how: ``"none"``, ``"full"`` to keep only a layer's input, or ``"selective"`` to keep also the results of
+            :data:`SAVED_OPS`.
+        fraction: float. Fraction of the layers, spread evenly.
     """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        options["context_fn"] = _contexts
+        options["context_fn"] = _selective_contexts
     for number, layer in enumerate(layers):
-        if int((number + 1) * share) > int(number * share):
+        # Select the layers at which the running count of selected layers reaches the next integer.
+        if int((number + 1) * fraction) > int(number * fraction):
             layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
-def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    forward, again = create_selective_checkpoint_contexts(list(KEPT))
-    return _KeptOnly(forward), _KeptOnly(again)
+def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    forward, again = create_selective_checkpoint_contexts(list(SAVED_OPS))
+    return _SavedOpsOnly(forward), _SavedOpsOnly(again)
 
 
-class _KeptOnly(TorchDispatchMode):
-    """Shows a mode only what is kept. Of other operations there may be more the second time: FSDP gathers the weights of a module within the
-    layer in its hooks, if they are not there."""
+class _SavedOpsOnly(TorchDispatchMode):
+    """Shows the selective-checkpoint mode only the operations to save.
+
+    Other operations may differ between forward and recomputation: FSDP hooks within the layer gather weights only
+    if they are not gathered already.
+    """
 
     def __init__(self, mode: Any) -> None:
         super().__init__()
@@ -66,6 +74,6 @@ class _KeptOnly(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in KEPT:
+        if func in SAVED_OPS:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Saves and loads a sharded model, its optimizer and the state of the run."""
+"""Save and load a sharded model, its optimizer and the state of the run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from areal.engine.checkpoint.tensor_layout import stored_tensors
 from areal.engine.fsdp.dist_checkpoint import (
     CheckpointedOptimizer,
     check_tensors,
+    checkpoint_tensors,
     read_model,
     read_optimizer,
-    tensors_of,
 )
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.weights import FSDPWeights
@@ -23,12 +23,12 @@ from areal.utils.distributed import ControlPlane
 
 
 class FSDPCheckpointer(EngineCheckpointer):
-    """Checkpoints of one engine.
+    """Checkpoints of one FSDP engine.
 
     Args:
-        chunks: sharded and materialised.
-        optimizer: made over the parameters of ``chunks``, or None.
-        others: as :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
+        chunks: sharded and materialised model.
+        optimizer: optimizer over the parameters of ``chunks``, or ``None``.
+        run, control, source, options: as in :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
     """
 
     engine: ClassVar[str] = "fsdp"
@@ -51,14 +51,17 @@ class FSDPCheckpointer(EngineCheckpointer):
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> SaveTask:
         optimizer = self._optimizer if with_optim else None
-        tensors = self._control.attempt(lambda: tensors_of(self._chunks.own(), optimizer.inner if optimizer else None))
+        tensors = self._control.attempt(
+            lambda: checkpoint_tensors(self._chunks.own(), optimizer.inner if optimizer else None)
+        )
         return prepare_files(
             tensors, files, StagedPlanner(), self._control, draft, asynchronous=asynchronous, about=about
         )
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
+        # Every rank compares the full model, so that all agree; only its own shards are read.
         metadata = read_metadata(path)
-        check_tensors(path, metadata, tensors_of(list(stored_tensors(self._chunks.whole)), None))
+        check_tensors(path, metadata, checkpoint_tensors(list(stored_tensors(self._chunks.full_model)), None))
 
         def read() -> None:
             stored = self._chunks.stored()

@@ -1,9 +1,10 @@
 """``torch.compile`` layer by layer, for token streams of any length.
 
-Attention over packed sequences asks for their lengths on the host, and experts for their shares of the tokens: a graph would hold one answer,
-and fit no other batch. Both stay outside, and a layer becomes graphs around them. All layers of a kind share these, and all lengths: only
-dimensions that count tokens or sequences are symbols. ``dynamic=True`` would make one of every dimension, and of every number that crosses
-from graph to graph: graphs then take four times as long to find.
+Packed attention reads the sequence lengths on the host, and experts read their numbers of tokens. A graph would
+contain the values of one batch and fit no other. Both stay outside, and a layer is compiled into the graphs between
+them. Graphs are shared by all layers of a class and by all lengths: only dimensions that count tokens or sequences
+are symbolic. ``dynamic=True`` would make every dimension symbolic, and every number passed between graphs, which
+takes four times as long to trace.
 """
 
 from __future__ import annotations
@@ -20,26 +21,30 @@ _Forward = Callable[..., Any]
 
 
 def compile_layers(layers: Sequence[nn.Module], backend: str) -> None:
-    """Compile the forward of each layer, in place, at its first call. Hooks and what later wraps a layer's forward stay outside.
+    """Compile the forward of each layer, in place, at its first call.
+
+    Hooks and later wrappers of a layer's forward are not compiled.
 
     Args:
-        layers: of one engine, which share graphs.
-        backend: by the name under which ``torch.compile`` knows it.
+        layers: layers of one engine, which share graphs.
+        backend: name of a ``torch.compile`` backend.
     """
     compiled = _Compiled(backend)
     for layer in layers:
         for module in layer.modules():
+            # Experts split tokens by data-dependent counts: the module stays eager.
             if _has_experts(module):
                 module.forward = torch.compiler.disable(module.forward)
+            # Attention is compiled separately: one graph each for the projections before and after the packed kernel.
             elif module is layer or _is_attention(module):
                 module.forward = compiled.entry(module)
 
 
 class _Compiled:
-    """The compiled forward of each class of modules: one for all layers, and apart from those of other engines.
+    """The compiled forward of each module class, shared by all layers of an engine.
 
     Args:
-        backend: of ``torch.compile``.
+        backend: name of a ``torch.compile`` backend.
     """
 
     def __init__(self, backend: str) -> None:
@@ -47,11 +52,12 @@ class _Compiled:
         self._forwards: dict[_Forward, _Forward] = {}
 
     def entry(self, module: nn.Module) -> _Forward:
-        """The forward of a module, as it is called from code that is not compiled, or from another graph, which ends there."""
-        function = _function_of(type(module))
+        """Return the compiled forward of a module. A call from another graph ends that graph."""
+        function = _uncompiled_forward(type(module))
         if function not in self._forwards:
-            # Dynamo keeps graphs, and counts them against its limit of 8, by code object: with a copy, engines do not use up each other's.
-            self._forwards[function] = torch.compile(_copy(function), backend=self._backend)
+            # Dynamo stores graphs per code object, and limits them to 8. A copy of the code keeps engines
+            # independent.
+            self._forwards[function] = torch.compile(_copy_function(function), backend=self._backend)
         forward = self._forwards[function]
 
         @torch.compiler.disable
@@ -65,7 +71,7 @@ class _Compiled:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """As transformers has them: each says whether it is causal."""
+    """Return whether a module is an attention layer of transformers: these have the attribute ``is_causal``."""
     return hasattr(module, "is_causal")
 
 
@@ -73,15 +79,19 @@ def _has_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "experts", None), nn.Module)
 
 
-def _function_of(kind: type[nn.Module]) -> Any:
-    """The forward of a class, without transformers' own checkpointing around it, which is off: dynamo would trace a layer once more for it."""
+def _uncompiled_forward(kind: type[nn.Module]) -> Any:
+    """Return the forward of a class without transformers' own checkpointing wrapper.
+
+    The wrapper is inactive, but dynamo would trace the layer once more for it.
+    """
     function: Any = kind.forward
     while function.__code__.co_name == "forward_with_checkpointing":
         function = function.__wrapped__
     return function
 
 
-def _copy(function: Any) -> Any:
+def _copy_function(function: Any) -> Any:
+    # A new code object with the same content, because dynamo identifies functions by it.
     copied = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -94,10 +104,14 @@ def _copy(function: Any) -> Any:
 
 
 def _mark_lengths(tree: Any) -> None:
-    """Make symbols of the dimensions that count tokens or sequences: all but the last of hidden states, all of ids and masks."""
+    """Mark the dimensions that count tokens or sequences as dynamic.
+
+    These are all but the last dimension of hidden states, and all dimensions of ids and masks.
+    """
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor):
             counted = x.dim() - 1 if x.is_floating_point() and x.dim() < 4 else x.dim()
             for dim in range(counted):
+                # Dynamo always specialises on size 1.
                 if x.shape[dim] > 1:
                     torch._dynamo.maybe_mark_dynamic(x, dim)

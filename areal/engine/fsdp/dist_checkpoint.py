@@ -1,4 +1,4 @@
-"""The tensors of a sharded model and its optimizer in a checkpoint that a run goes on from, in any layout."""
+"""Tensors of a sharded model and its optimizer in a resumable checkpoint, which any layout can load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODEL, _OPTIM = "model.", "optim."
 
 
 class CheckpointedOptimizer(Protocol):
-    """An optimizer as a checkpoint sees it: the torch optimizer with its moments, and the state of the schedule around it."""
+    """An optimizer as seen by a checkpoint: the torch optimizer, and the state of the learning-rate schedule."""
 
     inner: torch.optim.Optimizer
 
@@ -26,11 +26,14 @@ class CheckpointedOptimizer(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def tensors_of(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Everything of a run that is a tensor, by the name in the checkpoint: shards stay shards.
+def checkpoint_tensors(
+    stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """Return all tensors of a run by their name in the checkpoint. Shards stay shards.
 
     Args:
-        stored: tensors of the model by name, each name once.
+        stored: pairs of name and tensor of the model, each name once.
+        optimizer: optimizer to include, or ``None``.
     """
     tensors = {_MODEL + name: tensor.detach() for name, tensor in stored}
     if optimizer is not None:
@@ -38,6 +41,7 @@ def tensors_of(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Opti
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{_OPTIM}{name}.{key}"] = value
+                # Silently dropping a state would change the run after loading.
                 elif value is not None:
                     raise ValueError(
                         f"optimizer state {key!r} of {name} is a {type(value).__name__}; only tensors are saved"
@@ -46,25 +50,28 @@ def tensors_of(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Opti
 
 
 def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Compare a checkpoint with the tensors of a model, reading no values.
+    """Compare a checkpoint with the tensors of a model, without reading values.
 
     Args:
-        tensors: the whole model's, from :func:`tensors_of` without an optimizer.
+        path: directory of the checkpoint.
+        metadata: metadata of the checkpoint.
+        tensors: tensors of the full model, from :func:`checkpoint_tensors` without an optimizer.
 
     Raises:
-        ValueError: it is a checkpoint of another model; names file and key.
+        ValueError: the checkpoint is of another model; names file and key.
     """
     saved = {key: value for key, value in metadata.state_dict_metadata.items() if key.startswith(_MODEL)}
     for key, tensor in tensors.items():
-        found = saved.get(key)
-        if not isinstance(found, TensorStorageMetadata):
+        entry = saved.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(
                 f"{path / METADATA} has no {key.removeprefix(_MODEL)!r}, which the model needs: it is of another model"
             )
-        if found.size != tensor.shape:
+        if entry.size != tensor.shape:
             raise ValueError(
-                f"{path / METADATA}: {key.removeprefix(_MODEL)!r} has shape {list(found.size)}, but the model needs {list(tensor.shape)}"
+                f"{path / METADATA}: {key.removeprefix(_MODEL)!r} has shape {list(entry.size)}, but the model needs {list(tensor.shape)}"
             )
+    # Tensors that the model does not need are an error, too.
     extra = sorted(set(saved) - set(tensors))
     if extra:
         raise ValueError(
@@ -73,12 +80,13 @@ def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor])
 
 
 def read_model(path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the tensors of a model by those of a checkpoint. A name may come twice."""
+    """Replace the tensors of a model by those of a checkpoint. Names may be repeated."""
     for tensors in _each_name_once(stored):
-        read_tensors(path, metadata, tensors_of(tensors, None))
+        read_tensors(path, metadata, checkpoint_tensors(tensors, None))
 
 
 def _each_name_once(stored: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+    """Divide tensors into lists in which each name occurs once, because one read has one tensor per name."""
     rounds: list[dict[str, Tensor]] = []
     for name, tensor in stored:
         free = next((tensors for tensors in rounds if name not in tensors), None)
@@ -91,16 +99,17 @@ def _each_name_once(stored: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str
 def _empty_optimizer_state(
     metadata: Metadata, optimized: Iterable[tuple[str, Tensor]]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Tensors for the optimizer state that a checkpoint holds, laid out like the parameters."""
+    """Return empty tensors for the optimizer state in a checkpoint, sharded like the parameters."""
     state: dict[Tensor, dict[str, Tensor]] = {}
     saved = metadata.state_dict_metadata
     for name, parameter in optimized:
         prefix = f"{_OPTIM}{name}."
-        for key, found in saved.items():
-            if key.startswith(prefix) and isinstance(found, TensorStorageMetadata):
-                dtype = found.properties.dtype
-                like_parameter = found.size == parameter.shape
-                empty = empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(found.size, dtype=dtype)
+        for key, entry in saved.items():
+            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+                dtype = entry.properties.dtype
+                # Moments are sharded like the parameter; scalars such as the step are replicated.
+                like_parameter = entry.size == parameter.shape
+                empty = empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(entry.size, dtype=dtype)
                 state.setdefault(parameter, {})[key.removeprefix(prefix)] = empty
     return state
 
@@ -108,14 +117,16 @@ def _empty_optimizer_state(
 def read_optimizer(
     path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Replace an optimizer's state by that of a checkpoint. Its hyperparameters stay. A name may come twice."""
+    """Replace an optimizer's state by that of a checkpoint. Hyperparameters are kept. Names may be repeated."""
     state: dict[Tensor, dict[str, Tensor]] = {}
     for optimized in _each_name_once(_optimized(stored, optimizer)):
+        # Read into empty tensors: before its first step an optimizer does not have any.
         empty = _empty_optimizer_state(metadata, optimized)
         names = {parameter: name for name, parameter in optimized}
         flat = {f"{_OPTIM}{names[p]}.{key}": value for p, values in empty.items() for key, value in values.items()}
         read_tensors(path, metadata, flat)
         state |= empty
+    # torch's optimizers store state by the index of the parameter.
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     content = optimizer.state_dict()
     content["state"] = {i: state[parameter] for i, parameter in enumerate(order) if parameter in state}
@@ -123,5 +134,6 @@ def read_optimizer(
 
 
 def _optimized(stored: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """Return the tensors that the optimizer updates."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [(name, tensor) for name, tensor in stored if id(tensor) in known]

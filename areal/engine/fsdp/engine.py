@@ -26,14 +26,14 @@ from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
-from areal.engine.fsdp.offload import HostOffload
+from areal.engine.fsdp.offload import FSDPOffload
 from areal.engine.fsdp.parallelize import parallelize, transformer_layers
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
 from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
-from areal.engine.fsdp.pipeline.split import plan_split
+from areal.engine.fsdp.pipeline.split import plan_pipeline_split
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
-from areal.engine.fsdp.router import ROUTERS, find_experts, watch_routers
+from areal.engine.fsdp.router import ROUTERS, fsdp_expert_info, watch_routers
 from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.lora.adapter_set import AdapterSet
@@ -84,10 +84,10 @@ class FSDPEngine(BaseTrainEngine):
         chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
         optimizer = self._build_optimizer(chunks, spec)
-        memory = HostOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
+        memory = FSDPOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
         self._gradients = grad.FSDPGradients(TiedGradients(chunks), memory)
         weights = FSDPWeights(chunks)
-        experts = find_experts(transformer_layers(chunks.whole))
+        experts = fsdp_expert_info(transformer_layers(chunks.full_model))
         components = EngineComponents(
             model=chunks,
             schedule=self._schedule(chunks),
@@ -97,7 +97,7 @@ class FSDPEngine(BaseTrainEngine):
             weights=weights,
             memory=memory,
             gradients=self._gradients,
-            vocab_size=chunks.whole.vocab_size,
+            vocab_size=chunks.full_model.vocab_size,
             token_split=self.dims.tp,
             routing=ExpertRouting(
                 config.moe,
@@ -107,7 +107,7 @@ class FSDPEngine(BaseTrainEngine):
                 why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
             ),
             applied=self._describe(chunks, cp, param_mesh, expert_mesh),
-            n_parameters=sum(parameter.numel() for parameter in chunks.whole.parameters()),
+            n_parameters=sum(parameter.numel() for parameter in chunks.full_model.parameters()),
         )
         # Adapters replace what trains, saves and streams the model.
         if config.lora is None:
@@ -147,7 +147,7 @@ class FSDPEngine(BaseTrainEngine):
         if expert_mesh is not None:
             sharding += f", expert mesh {describe_mesh(expert_mesh)}"
         if self._rows:
-            attention = f"{chunks.whole.hf.config._attn_implementation} of transformers, one sequence per row"
+            attention = f"{chunks.full_model.hf.config._attn_implementation} of transformers, one sequence per row"
         else:
             attention = f"{kernel_name(self.device, torch_dtype(config.dtype))}, packed sequences"
         if cp.size > 1:
@@ -171,7 +171,7 @@ class FSDPEngine(BaseTrainEngine):
         model = chunks[0]
         return SequentialSchedule(
             model,
-            before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
+            before_backward=grad.gradient_sync_hook(model, every=config.grad_sync == "micro_batch"),
             # A gathered weight that is kept over an optimizer step would be used again, with old values.
             after_forward=lambda: reshard(model),
             recover=lambda: _recover(model),
@@ -187,7 +187,7 @@ class FSDPEngine(BaseTrainEngine):
         full_model = self._meta_model(hf_config)
         check_experts(hf_config, full_model, self.dims)
         chunks = ModelChunks.cut(
-            full_model, plan_split(full_model, self.dims, self._schedule_spec, config.fsdp), self.mesh["pp"]
+            full_model, plan_pipeline_split(full_model, self.dims, self._schedule_spec, config.fsdp), self.mesh["pp"]
         )
         layers = transformer_layers(full_model)
         # Compile first: graphs contain what layers compute, and no hook of the next steps.
@@ -197,8 +197,8 @@ class FSDPEngine(BaseTrainEngine):
             )
         # Distribute each chunk. Routers are numbered over the full model.
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
-            if find_experts(layers).layers:
-                before = find_experts(layers[: chunks.split.spans[stage].start]).layers
+            if fsdp_expert_info(layers).layers:
+                before = fsdp_expert_info(layers[: chunks.split.spans[stage].start]).layers
                 watch_routers(transformer_layers(chunk), before)
             parallelize(chunk, param_mesh, config, expert_mesh)
             grad.time_reductions(chunk, self.timer)

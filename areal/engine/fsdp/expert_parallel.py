@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank holds some of the experts of every layer, and tokens travel to theirs and back.
+"""Expert parallelism: each rank has a subset of the experts of every layer, and tokens are exchanged between ranks.
 
-Ranks that share experts are data-parallel (or context-parallel) to the other layers, so that each of them has tokens of its own. A rank sends a
-copy of each token to the ranks of its experts, they compute, and the results come back and are weighed (Lepikhin et al., 2021). Nothing is
-dropped, and no expert has a limit.
+The ranks that divide the experts are data-parallel (or context-parallel) for all other layers, so that each has
+different tokens. A rank sends a copy of each token to the ranks of its experts and combines the weighted results
+(Lepikhin et al., 2021). Tokens are never dropped, and experts do not have a capacity limit.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from areal.utils.collectives import ExchangeRows, exchange_rows
 from areal.utils.dtensor import local_part
 
 WEIGHTS = ("gate_up_proj", "down_proj")
-"""Names of the stacked weights of experts, ``[E, 2 I, H]`` and ``[E, H, I]``, as transformers has them."""
+"""Names of the stacked weights of experts in transformers: ``[E, 2 I, H]`` and ``[E, H, I]``."""
 
 
 def stacked_experts(module: nn.Module) -> list[Any]:
-    """The modules in it that hold the experts of a layer, and take hidden states, the experts of each token, and their weights."""
+    """Return the modules with the stacked experts of a layer.
+
+    Their forward takes hidden states, expert ids and expert weights.
+    """
     return [x for x in module.modules() if all(getattr(x, name, torch.empty(0)).dim() == 3 for name in WEIGHTS)]
 
 
 def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims) -> None:
-    """Refuse a model whose experts cannot be spread over the ranks of a layout.
+    """Check that the experts of a model can be divided over the ranks of a layout.
 
     Raises:
-        ValueError: it has none, a number does not divide, or the layout has ``t`` too; says which.
+        ValueError: the model does not have stacked experts, a number is not divisible, or the layout also has
+            ``t``.
     """
     if dims.ep == 1:
         return
@@ -51,6 +55,7 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
     if number % dims.ep or shards % dims.ep:
         what = f"{number} experts do" if number % dims.ep else f"{shards} ranks that share parameters do"
         raise ValueError(f"backend = '{dims}': {what} not divide by e{dims.ep}; choose an e that divides both")
+    # FSDP shards the rows of each expert over the remaining ranks, and they must divide evenly.
     for size in (hidden, experts[0].gate_up_proj.shape[1]):
         if size % (shards // dims.ep):
             raise ValueError(
@@ -60,57 +65,74 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave each rank its share of the experts, in place. The model may be on the meta device.
+    """Keep this rank's experts of each layer, in place. The model may be on the meta device.
 
     Args:
-        mesh: one-dimensional, the ranks that share experts.
+        model: model with stacked experts.
+        mesh: one-dimensional mesh of the ranks that divide the experts.
     """
     for experts in stacked_experts(model):
         for name in WEIGHTS:
-            whole = experts._parameters[name]
-            part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-            experts._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+            full = experts._parameters[name]
+            # No communication: values are loaded or drawn later.
+            shard = distribute_tensor(full.detach(), mesh, [Shard(0)], src_data_rank=None)
+            experts._parameters[name] = nn.Parameter(shard, requires_grad=full.requires_grad)
         experts.num_experts //= mesh.size()
-        experts.forward = _Dispatched(experts, mesh.get_group())
+        experts.forward = _DispatchedExperts(experts, mesh.get_group())
 
 
-class _Dispatched:
-    """The forward of a layer's experts, of which this rank has some."""
+class _DispatchedExperts:
+    """Forward of a layer's experts, of which this rank has a subset."""
 
     def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
         self._experts, self._group = experts, group
         self._inner = experts.forward
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """From this rank's tokens ``[T, H]``, and the experts ``[T, K]`` of each with their weights, to their weighted sum ``[T, H]``."""
+        """Return the weighted sum over experts, ``[T, H]``.
+
+        Args:
+            hidden: ``[T, H]``. This rank's tokens.
+            index: ``[T, K]`` int64. Experts of each token.
+            weights: ``[T, K]``. Weight of each expert.
+        """
         copies = index.shape[1]
+        # Sort the T * K copies by expert, so that each rank receives one contiguous range.
         order = index.flatten().argsort(stable=True)
-        there = Dispatch.of(index.flatten()[order], self._experts.num_experts, self._group)
+        dispatch = Dispatch.of(index.flatten()[order], self._experts.num_experts, self._group)
         rows = hidden[:, None].expand(-1, copies, -1).flatten(0, 1).index_select(0, order)
-        done = there.give_back(self._compute(there.send(rows), there.local))
-        back = done.index_select(0, order.argsort()).unflatten(0, (-1, copies))
-        return (back * weights[..., None]).sum(1).to(hidden.dtype)
+        # Exchange, compute, exchange back.
+        results = dispatch.combine(self._compute(dispatch.send(rows), dispatch.local))
+        # Undo the sorting, then weight and sum the K results of each token.
+        combined = results.index_select(0, order.argsort()).unflatten(0, (-1, copies))
+        return (combined * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _compute(self, rows: Tensor, local: Tensor) -> Tensor:
-        """One expert for each row, by its number here."""
+        """Apply one expert to each row.
+
+        Args:
+            rows: ``[N, H]``. Rows received by this rank.
+            local: ``[N]`` int64. Index of each row's expert on this rank.
+        """
         n = len(rows)
-        if n == 0:  # The weights must have a gradient on every rank, or on none.
+        if n == 0:  # a dummy row: the weights must have a gradient on all ranks or on none
             rows, local = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), local.new_zeros(1)
         experts = self._experts
-        whole = {name: experts._parameters[name] for name in WEIGHTS}
-        experts._parameters.update({name: local_part(parameter) for name, parameter in whole.items()})
+        # Compute with local tensors instead of DTensors; swap them in for the duration of the call.
+        full = {name: experts._parameters[name] for name in WEIGHTS}
+        experts._parameters.update({name: local_part(parameter) for name, parameter in full.items()})
         try:
             out: Tensor = self._inner(rows, local[:, None], rows.new_ones(len(rows), 1))
         finally:
-            experts._parameters.update(whole)
+            experts._parameters.update(full)
         return out[:n]
 
 
 class Dispatch:
-    """Where rows go and come from.
+    """Plan of an exchange of rows between ranks.
 
     Attributes:
-        local: of each row that arrives here, the number of its expert on this rank, int64.
+        local: int64 ``[N]``. For each received row the index of its expert on this rank.
     """
 
     def __init__(self, sent: list[int], received: list[int], local: Tensor, group: dist.ProcessGroup) -> None:
@@ -118,25 +140,30 @@ class Dispatch:
         self.local = local
 
     @classmethod
-    def of(cls, experts: Tensor, here: int, group: dist.ProcessGroup) -> Dispatch:
-        """Tell the others how many rows come. Collective, with one host read.
+    def of(cls, experts: Tensor, per_rank: int, group: dist.ProcessGroup) -> Dispatch:
+        """Exchange the numbers of rows between ranks. Collective, with one host read.
 
         Args:
-            experts: of each row to send, int64 and ascending. here: experts on each rank.
+            experts: int64, ascending. Expert of each row to send.
+            per_rank: number of experts on each rank.
+            group: ranks that divide the experts.
         """
         size = dist.get_world_size(group)
-        bounds = torch.searchsorted(experts, torch.arange(size * here + 1, device=experts.device))
-        counts = bounds.diff().view(size, here)
+        # Rows per expert, from the positions at which the sorted ids change.
+        bounds = torch.searchsorted(experts, torch.arange(size * per_rank + 1, device=experts.device))
+        counts = bounds.diff().view(size, per_rank)
         arriving = exchange_rows(counts, [1] * size, [1] * size, group)
+        # One host read for both: sizes of collectives must be known on the host.
         sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        numbers = torch.arange(here, device=experts.device).expand(size, here)
-        local = numbers.flatten().repeat_interleave(arriving.flatten(), output_size=sum(received))
+        # Rows arrive by rank, and within a rank by expert.
+        local_indices = torch.arange(per_rank, device=experts.device).expand(size, per_rank)
+        local = local_indices.flatten().repeat_interleave(arriving.flatten(), output_size=sum(received))
         return cls(sent, received, local, group)
 
     def send(self, rows: Tensor) -> Tensor:
-        """To the ranks of their experts."""
+        """Send rows to the ranks of their experts."""
         return ExchangeRows.apply(rows, self._sent, self._received, self._group)
 
-    def give_back(self, rows: Tensor) -> Tensor:
-        """To the ranks that they came from, in the order in which they were sent."""
+    def combine(self, rows: Tensor) -> Tensor:
+        """Return rows to the ranks of their tokens, in the order in which they were sent."""
         return ExchangeRows.apply(rows, self._received, self._sent, self._group)

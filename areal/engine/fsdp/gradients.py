@@ -1,4 +1,4 @@
-"""Gradients of sharded parameters: when they are reduced, their global norm, and scaling."""
+"""Gradients of sharded parameters: time of their reduction, global norm, and scaling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from areal.engine.fsdp.offload import HostOffload
+from areal.engine.fsdp.offload import FSDPOffload
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.optimizer import GradientState, sum_of_squares
 from areal.utils.dtensor import collective_device, local_part
@@ -29,7 +29,7 @@ class FSDPGradients:
         memory: owner of the shards' gradients.
     """
 
-    def __init__(self, tied: TiedGradients, memory: HostOffload) -> None:
+    def __init__(self, tied: TiedGradients, memory: FSDPOffload) -> None:
         self._tied, self._memory = tied, memory
         self.state = GradientState()
 
@@ -44,8 +44,10 @@ class FSDPGradients:
         self._memory.discard_grads()
 
 
-def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
-    """What to call before each backward, with whether it is the last of the call: reduces then, or on every one.
+def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
+    """Return the function to call before each backward, with True for the last one of a call.
+
+    Gradients are reduced in that one, or in each if ``every``.
 
     Raises:
         ValueError: the model is not sharded.
@@ -61,14 +63,16 @@ def sync_on(model: nn.Module, *, every: bool) -> Callable[[bool], None]:
 
 
 def time_reductions(model: nn.Module, timer: PhaseTimer) -> None:
-    """Count what FSDP does to reduce gradients as the phase ``reduce``, not as a part of the backward around it. In place.
+    """Measure FSDP's gradient reductions as the phase ``reduce``, separate from the surrounding backward. In place.
 
-    That is the end of each group's backward, when it reduces, and the wait for what was started. It takes as long as the host needs where
-    collectives run on the host, and as the computing stream waits where they have streams of their own.
+    The phase covers the end of each parameter group's backward, if it reduces, and the wait for pending reductions.
+    It measures host time for collectives that run on the host, and the wait of the compute stream for collectives
+    on other streams.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
+                # FSDP offers no hook around its reductions: wrap the methods of each group.
                 for name in ("post_backward", "finalize_backward"):
                     setattr(group, name, _timed(getattr(group, name), group, timer))
 
@@ -83,16 +87,17 @@ def _timed(inner: Callable[..., None], group: Any, timer: PhaseTimer) -> Callabl
 
 
 def discard_unreduced(module: FSDPModule) -> None:
-    """Forget what micro-batches have added to gathered gradients since the last reduction."""
+    """Discard the unsharded gradients accumulated since the last reduction."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
+            # The unsharded parameter exists only after the first gather.
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
 
 def accumulate(module: FSDPModule) -> None:
-    """Move new gradients of gathered weights to their sums over micro-batches, as FSDP does after a backward of its own."""
+    """Add new gradients of gathered weights to their sums over micro-batches, as FSDP does after its own backward."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -100,14 +105,17 @@ def accumulate(module: FSDPModule) -> None:
 
 
 def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm of all gradients over all ranks, each element counted once; a scalar, equal on every rank.
+    """Return the L2 norm of all gradients over all ranks, a scalar that is equal on every rank.
 
-    Squares are summed in float64, so that the norm does not depend on how tensors are cut.
+    Each element counts once.
+
+    Squares are summed in float64, so that the norm does not depend on the sharding.
 
     Args:
-        parameters: of this rank, with none that another pipeline stage counts.
-        stages: the ranks of the pipeline, or ``None``.
+        parameters: parameters of this rank, without those that another pipeline stage counts.
+        stages: process group of the pipeline, or ``None``.
     """
+    # Parameters that are sharded over the same groups share one all-reduce.
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -115,23 +123,28 @@ def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | 
     device = collective_device(parameters[0])
     total = torch.zeros((), dtype=torch.float64, device=device)
     for groups, grads in by_groups.items():
+        # With CPU offload, gradients are on the host, but collectives need the device.
         squares = sum_of_squares(grads, grads[0].device).to(device)
         for group in groups:
             dist.all_reduce(squares, group=group)
         total = total + squares
+    # Stages have different parameters: add their squares.
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 
 def scale(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient in place."""
+    """Multiply all gradients by a factor, in place."""
     grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(grads, factor)
 
 
 def _shard_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which a gradient's elements are spread; replicas are not counted twice."""
+    """Return the groups over which a gradient's elements are divided.
+
+    Replicas are left out, so that they do not count twice.
+    """
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh

@@ -1,4 +1,4 @@
-"""Adapters beside the linear layers of a sharded model, which stays as it is."""
+"""Adapters on the linear layers of a sharded model, whose weights do not change."""
 
 from __future__ import annotations
 
@@ -20,60 +20,69 @@ from areal.utils.collectives import ReduceScatterRows
 
 
 def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.device) -> AdapterLayout:
-    """Where adapters of a model can be.
+    """Return the placement of adapters of a model.
 
     Args:
-        chunks: sharded over ``mesh``, from :func:`areal.utils.mesh.build_param_mesh`.
+        chunks: model sharded over ``mesh``.
+        mesh: mesh from :func:`areal.utils.mesh.build_param_mesh`.
+        device: device of the factors.
     """
+    # Axes with one rank do not need communication. The first axis is the pipeline, which has its own group.
     _, *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
     dtype = next(chunks.parameters()).dtype
     linears = {name: linear for chunk in chunks for name, linear in decoder_linears(chunk.hf).items()}
     return AdapterLayout(
-        sites={name: _share(linear.weight, tp) for name, linear in linears.items()},
-        keys=frozenset(decoder_linears(chunks.whole.hf)),
+        layers={name: _tensor_parallel_split(linear.weight, tp) for name, linear in linears.items()},
+        layer_names=frozenset(decoder_linears(chunks.full_model.hf)),
         tp=TensorParallelRanks(tp),
         replicas=[group for group in replicas if group is not None],
         device=device,
-        dtype=torch.promote_types(dtype, torch.float32),
+        dtype=torch.promote_types(dtype, torch.float32),  # train in float32 or wider
         stages=chunks.group,
     )
 
 
 def attach_fsdp_adapters(chunks: ModelChunks, active: Callable[[], Adapter | None]) -> None:
-    """Let every linear layer of the decoder add what the active adapter has for it, in place."""
+    """Make every linear layer of the decoder add the output of the active adapter, in place."""
     for chunk in chunks:
-        sites = {}
+        slots = {}
         for name, linear in decoder_linears(chunk.hf).items():
-            site = sites[name] = _Site()
-            linear.forward = _beside(linear.forward, site)
-        chunk.register_forward_pre_hook(functools.partial(_fill, sites, active))
+            # The slot of each layer is bound to its forward; a hook fills the slots before each forward of the
+            # chunk.
+            slot = slots[name] = _AdapterSlot()
+            linear.forward = _with_adapter(linear.forward, slot)
+        chunk.register_forward_pre_hook(functools.partial(_select_pairs, slots, active))
 
 
-class _Site:
-    """What stands beside one linear layer. Layers do not ask by name: a graph would hold one layer's name, and fit no other layer."""
+class _AdapterSlot:
+    """Current factors of one linear layer.
+
+    Layers do not look factors up by name: a compiled graph would contain the name of one layer and fit no other.
+    """
 
     pair: LowRank | None = None
 
 
-def _fill(sites: Mapping[str, _Site], active: Callable[[], Adapter | None], *called: Any) -> None:
+def _select_pairs(slots: Mapping[str, _AdapterSlot], active: Callable[[], Adapter | None], *_args: Any) -> None:
     adapter = active()
-    for name, site in sites.items():
-        site.pair = None if adapter is None else adapter.pairs.get(name)
+    for name, slot in slots.items():
+        slot.pair = None if adapter is None else adapter.pairs.get(name)
 
 
-def _beside(inner: Callable[[Tensor], Tensor], site: _Site) -> Callable[[Tensor], Tensor]:
+def _with_adapter(inner: Callable[[Tensor], Tensor], slot: _AdapterSlot) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         out = inner(x)
-        return out if site.pair is None else site.pair.added_to(out, x)
+        return out if slot.pair is None else slot.pair.apply(out, x)
 
     return forward
 
 
-def _share(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
+def _tensor_parallel_split(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
     placement = weight.placements[-1] if tp is not None and isinstance(weight, DTensor) else None
     if not isinstance(placement, Shard):
         return TensorParallelSplit()
-    if placement.dim == 0:  # some outputs of all tokens
-        return TensorParallelSplit(up_cut=0, down_summed=True)
-    # Some inputs of all tokens; the layer keeps its own tokens of the sum.
-    return TensorParallelSplit(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))
+    # Column-parallel: a rank computes some outputs of all tokens.
+    if placement.dim == 0:
+        return TensorParallelSplit(up_dim=0, down_summed=True)
+    # Row-parallel: a rank has some inputs of all tokens, and keeps its own tokens of the sum.
+    return TensorParallelSplit(down_dim=1, up_summed=True, before_up=lambda low: ReduceScatterRows.apply(low, tp))

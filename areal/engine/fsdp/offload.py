@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state of a sharded model between the device and host memory."""
+"""Move parameters, gradients and optimizer state of a sharded model between the device and host memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from areal.utils.dtensor import reshard
 from areal.utils.offload import HostMemory, optimizer_tensors
 
 
-class HostOffload(HostMemory):
-    """Moves shards.
+class FSDPOffload(HostMemory):
+    """Offloads the shards of an FSDP model.
 
     Args:
-        model: sharded and at rest. Its shards are noted now: while a module is gathered, ``model.parameters()`` are not the
-            shards, and have not their gradients.
-        optimizer: whose state is moved, or None.
-        folder: of :class:`~areal.utils.offload.HostMemory`.
+        model: sharded model with resharded parameters. Its shards are recorded here, because in a gathered module
+            ``model.parameters()`` are not the shards and do not hold their gradients.
+        optimizer: optimizer whose state is moved, or ``None``.
+        folder: directory for offloaded tensors, see :class:`~areal.utils.offload.HostMemory`.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | None = None) -> None:
@@ -32,12 +32,13 @@ class HostOffload(HostMemory):
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        # Gathered weights would keep device memory and become stale.
         if params:
             reshard(self._model)
         super().offload(params=params, grads=grads, optimizer=optimizer)
 
     def discard_grads(self) -> None:
-        """Forget pending gradients, here or away."""
+        """Discard pending gradients, on the device or offloaded."""
         self.forget("grads")
         for shard in self._shards:
             shard.grad = None

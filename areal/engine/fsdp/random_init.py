@@ -1,7 +1,7 @@
-"""Values for a model that was built without any: buffers that it computes, and random weights.
+"""Values for a model that was built on the meta device: computed buffers, and random weights.
 
-Both come from transformers' own initialisation. Weights are drawn on the CPU, one block at a time and in full, and each rank keeps
-its slices: the same seed gives the same model on every layout.
+Both use transformers' own initialisation. Weights are drawn in full on the CPU, one block at a time, and each rank
+keeps its slices: the same seed gives the same model on every layout.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from areal.utils.dtensor import Box, empty_like, local_shard
 
 
 def materialize(model: PackedCausalLM, device: torch.device) -> None:
-    """Give a model on the meta device memory, and its computed buffers (rotary frequencies, scales) their values.
+    """Allocate memory for a model on the meta device, and compute its buffers (rotary frequencies, scales).
 
-    Parameters have no values yet. Shared parameters stay shared.
+    Parameters stay uninitialised. Shared parameters stay shared.
 
     Raises:
         ValueError: the model has a buffer that neither a file nor its initialisation fills.
     """
+    # _apply would allocate a shared parameter once per owner: record the owners first, and restore the sharing
+    # afterwards.
     ties = list(_owners_by_parameter(model).values())
     model._apply(lambda tensor: empty_like(tensor, device))
     for (first, name), *others in ties:
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+    # Mark all buffers, to recognise those that the initialisation does not compute.
     with torch.no_grad():
         for buffer in model.buffers():
-            buffer.fill_(_mark(buffer))
+            buffer.fill_(_unset_value(buffer))
     _compute_buffers(model.hf)
     for name, buffer in transient_buffers(model.hf):
-        if _has_mark(buffer):
+        if _is_unset(buffer):
             raise ValueError(
                 f"{type(model.hf).__name__} has a buffer {name} that no file holds and that _init_weights does not compute, "
                 "so it cannot be built on the meta device: compute it there, or make it persistent"
@@ -43,40 +46,43 @@ def materialize(model: PackedCausalLM, device: torch.device) -> None:
 
 
 def init_weights(chunks: ModelChunks, seed: int, device: torch.device) -> None:
-    """Materialise a model with random weights, the same on every layout. A value head gets zeros.
+    """Materialise a model with random weights that are equal on every layout. A value head is zero.
 
     Args:
-        chunks: on the meta device, sharded.
-        seed: of the weights. The generators of the process are left as they were.
+        chunks: sharded model on the meta device.
+        seed: seed of the weights. The random state of the process is not changed.
+        device: device of the model.
 
     Raises:
-        ValueError: transformers does not initialise some parameter of this model.
+        ValueError: transformers does not initialise a parameter of this model.
     """
     for chunk in chunks:
         materialize(chunk, device)
+    # A name may have several shards on a rank: a tied embedding and its copy.
     shards: dict[str, list[tuple[Tensor, Box]]] = {}
     for name, tensor in chunks.stored():
         shards.setdefault(name, []).append(local_shard(tensor))
 
-    def take(block: dict[str, Tensor]) -> None:
+    def copy_block(block: dict[str, Tensor]) -> None:
         for name, full in block.items():
             for local, box in shards.get(f"hf.{name}", ()):
                 local.copy_(full[box])
 
-    draw(chunks.whole.hf, seed, take)
+    draw(chunks.full_model.hf, seed, copy_block)
     for chunk in chunks:
         if chunk.value_head is not None:
             local_shard(chunk.value_head.weight)[0].zero_()
 
 
 def _compute_buffers(hf: PreTrainedModel) -> None:
-    """Run transformers' initialisation with every parameter marked as done, so that only buffers are written."""
+    """Run transformers' initialisation with all parameters marked as initialised, so that it only writes buffers."""
     parameters = list(hf.parameters())
     for parameter in parameters:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     hf.initialize_weights()
     for parameter in parameters:
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    # The initialisation marks modules, too: remove the marks, so that it can run again.
     for module in hf.modules():
         module.__dict__.pop("_is_hf_initialized", None)
 
@@ -85,7 +91,7 @@ Owners = list[tuple[nn.Module, str]]
 
 
 def _owners_by_parameter(root: nn.Module) -> dict[int, Owners]:
-    """The modules that hold each parameter, and under which name; the first is the one that names it."""
+    """Return the modules of each parameter, with its name in them. The first one defines the parameter's name."""
     owners: dict[int, Owners] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -94,7 +100,8 @@ def _owners_by_parameter(root: nn.Module) -> dict[int, Owners]:
     return owners
 
 
-def _mark(buffer: Tensor) -> float | int:
+def _unset_value(buffer: Tensor) -> float | int:
+    """Return a value that no initialisation computes, to mark a buffer."""
     return (
         torch.nan
         if buffer.is_floating_point()
@@ -102,7 +109,7 @@ def _mark(buffer: Tensor) -> float | int:
     )
 
 
-def _has_mark(buffer: Tensor) -> bool:
+def _is_unset(buffer: Tensor) -> bool:
     if buffer.is_floating_point():
         return bool(buffer.isnan().any())
     return buffer.dtype is not torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())

@@ -1,4 +1,6 @@
-"""Routers of a Hugging Face model, watched: they replay recorded routing, count, and carry the gradient of balancing losses."""
+"""Hooks on the routers of a Hugging Face model: replay recorded routing, count tokens per expert, and add the gradient
+of balancing losses.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ ROUTERS: Mapping[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "Qwen3MoeTopKRouter": _softmax_weights,
     "DeepseekV3TopkRouter": _sigmoid_weights,
 }
-"""Routers that are known, which give logits, weights and experts; and the weights that they give experts which they did not choose."""
+"""Supported routers, which return logits, weights and experts, and the function that computes weights for replayed
+experts.
+"""
 
 
-def find_experts(layers: Sequence[nn.Module]) -> Experts:
-    """The experts of a model; none where no router is known."""
+def fsdp_expert_info(layers: Sequence[nn.Module]) -> Experts:
+    """Return a description of a model's experts, which is empty if no router is supported."""
     routers: list[Any] = _routers(layers)
     if not routers:
         return Experts()
@@ -43,49 +47,53 @@ def find_experts(layers: Sequence[nn.Module]) -> Experts:
 
 
 def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:
-    """Let layers of a model with experts take ``routing``, and lend it to their routers for as long as their forward, or that of its
-    recomputation, runs. Before activations are checkpointed, so that what is recomputed has it too.
+    """Make layers accept ``routing`` and pass it to their routers during forward and recomputation, in place.
+
+    Must run before activation checkpointing is applied, so that recomputation sees the routing.
 
     Args:
-        before: routers in the layers before these.
+        layers: layers of one model chunk.
+        before: number of routers in the layers before these.
     """
     for layer in layers:
-        mine = [_Watched(router, before + i) for i, router in enumerate(_routers([layer]))]
-        before += len(mine)
-        layer.forward = _exposing(layer.forward, mine)
+        watched = [_WatchedRouter(router, before + i) for i, router in enumerate(_routers([layer]))]
+        before += len(watched)
+        layer.forward = _with_routing(layer.forward, watched)
 
 
 def _routers(layers: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for layer in layers for module in layer.modules() if type(module).__name__ in ROUTERS]
 
 
-class _Watched:
-    """One router."""
+class _WatchedRouter:
+    """One router with a forward hook."""
 
-    def __init__(self, router: nn.Module, number: int) -> None:
+    def __init__(self, router: nn.Module, index: int) -> None:
         self.router: Any = router
         self.routing: Routing | None = None
-        self._number = number
+        self._index = index
         router.register_forward_hook(self._routed)
 
     def _routed(
         self, router: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits ``[T, E]``, weights ``[T, K]`` and ids ``[T, K]`` of the experts, as the model takes them from its router."""
+        """Replace or record the output of the router: logits ``[T, E]``, weights ``[T, K]`` and expert ids ``[T, K]``."""
         if self.routing is None:
             return out
         logits, weights, experts = out
-        replayed = self.routing.replayed(self._number)
+        # Replayed experts get weights from the current logits, so that gradients flow.
+        replayed = self.routing.replayed(self._index)
         if replayed is not None:
             weights, experts = ROUTERS[type(router).__name__](router, logits, replayed), replayed
-        elif self.routing.record:  # most likely first, and not every router sorts them
+        elif self.routing.record:  # not every router sorts experts by weight
             best = weights.argsort(-1, descending=True)
             weights, experts = weights.gather(1, best), experts.gather(1, best)
-        return logits, self.routing.watch(self._number, logits, experts, weights), experts
+        return logits, self.routing.watch(self._index, logits, experts, weights), experts
 
 
-def _exposing(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Callable[..., Any]:
-    def lending(*args: Any, routing: Routing | None = None, **options: Any) -> Any:
+def _with_routing(forward: Callable[..., Any], routers: Sequence[_WatchedRouter]) -> Callable[..., Any]:
+    def forward_with_routing(*args: Any, routing: Routing | None = None, **options: Any) -> Any:
+        # Set for this call only: a recomputation runs this wrapper again.
         for router in routers:
             router.routing = routing
         try:
@@ -94,4 +102,4 @@ def _exposing(forward: Callable[..., Any], routers: Sequence[_Watched]) -> Calla
             for router in routers:
                 router.routing = None
 
-    return lending
+    return forward_with_routing

@@ -1,8 +1,9 @@
-"""Tensor parallelism: which weights of a model are split over ranks, as a short table for each model family.
+"""Tensor parallelism: a table for each model family that says which weights are split over ranks.
 
-Linear layers are split by columns and then by rows (Shoeybi et al., 2019), and between them ranks share the tokens (sequence parallelism,
-Korthikanti et al., 2022): a block gathers the tokens, and gives back its rank's share of the sum. Every parameter becomes a DTensor over the
-ranks, so that FSDP, checkpoints and norms know the full shape; layers compute with the local part, which costs nothing more than on one rank.
+Linear layers are split by columns and then by rows (Shoeybi et al., 2019). Between them, ranks divide the tokens
+(sequence parallelism, Korthikanti et al., 2022): a block gathers the tokens at its input and reduce-scatters its
+output. Every parameter becomes a DTensor over the ranks, so that FSDP, checkpoints and norms see the full shape.
+Layers compute with the local tensor, without DTensor overhead.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from transformers import PretrainedConfig
 
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.fsdp.pipeline.split import Absent
+from areal.engine.fsdp.pipeline.split import PassThrough
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.utils.collectives import GatherRows, ReduceScatterRows
 from areal.utils.dtensor import local_part
 
 
 class TensorParallel:
-    """Splits modules over the ranks of one axis, in place. Tokens are ``[1, T, ...]`` where they are gathered, ``[1, T / size, ...]`` else.
+    """Splits modules over the ranks of one mesh axis, in place.
+
+    Gathered tokens are ``[1, T, ...]``, divided ones ``[1, T / size, ...]``.
 
     Args:
-        mesh: one-dimensional.
+        mesh: one-dimensional mesh.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -37,12 +40,12 @@ class TensorParallel:
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._stream = ContextParallel(self.group)
-        self._placed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     # ---- kinds of modules, as the tables name them
 
     def block(self, module: Any) -> None:
-        """Takes this rank's tokens, and works on all."""
+        """Gather the tokens at the input of a block."""
         inner = module.forward
 
         def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
@@ -51,75 +54,84 @@ class TensorParallel:
         module.forward = forward
 
     def columns(self, module: Any) -> None:
-        """A linear layer of which each rank computes some outputs, of all tokens."""
-        self._place(module, weight=Shard(0), bias=Shard(0))
+        """Split a linear layer by columns: each rank computes some outputs of all tokens."""
+        self._distribute(module, weight=Shard(0), bias=Shard(0))
         module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
 
     def rows(self, module: Any) -> None:
-        """A linear layer of which each rank has some inputs. Ranks sum what they found, and keep their own tokens of it."""
-        self._place(module, weight=Shard(1), bias=Replicate())
+        """Split a linear layer by rows: each rank has some inputs. Outputs are reduce-scattered over tokens."""
+        self._distribute(module, weight=Shard(1), bias=Replicate())
 
         def forward(x: Tensor) -> Tensor:
-            mine = ReduceScatterRows.apply(F.linear(x, local_part(module.weight))[0], self.group)[None]
-            return mine if module.bias is None else mine + local_part(module.bias, Partial())
+            # The bias is added after the sum, on this rank's tokens: its gradient is a partial sum.
+            out = ReduceScatterRows.apply(F.linear(x, local_part(module.weight))[0], self.group)[None]
+            return out if module.bias is None else out + local_part(module.bias, Partial())
 
         module.forward = forward
 
     def norm(self, module: Any) -> None:
-        """A layer without products over tokens or heads, on this rank's tokens, or heads, alone: its gradient is a sum over ranks."""
-        self._place(module, **{name: Replicate() for name in module._parameters})
+        """Apply an elementwise layer to this rank's tokens or heads. Its gradient is a partial sum over ranks."""
+        self._distribute(module, **{name: Replicate() for name in module._parameters})
         inner = module.forward
 
         def forward(x: Tensor) -> Tensor:
-            whole = dict(module._parameters)
-            module._parameters.update({name: local_part(p, Partial()) for name, p in whole.items()})  # type: ignore[misc]
+            # The layer's own forward computes with local tensors: swap them in for the call.
+            dtensors = dict(module._parameters)
+            module._parameters.update({name: local_part(p, Partial()) for name, p in dtensors.items()})  # type: ignore[misc]
             try:
                 return inner(x)
             finally:
-                module._parameters.update(whole)
+                module._parameters.update(dtensors)
 
         module.forward = forward
 
     def last_norm(self, module: Any) -> None:
-        """The one before the head: every rank then has all tokens, and computes the same of them."""
+        """Apply the norm before the head and gather its output: every rank then computes the same head input."""
         self.norm(module)
         inner = module.forward
         module.forward = lambda x: self._stream.gather(inner(x)[0], self.size * x.shape[1])[None]
 
     def embedding(self, module: Any) -> None:
-        """Each rank looks up some tokens' rows."""
-        self._place(module, weight=Shard(0))
+        """Split an embedding by rows: each rank looks up the ids in its range."""
+        self._distribute(module, weight=Shard(0))
 
         def forward(ids: Tensor) -> Tensor:
             weight = local_part(module.weight)
-            here = ids - self.rank * len(weight)
-            mine = (here >= 0) & (here < len(weight))
-            # The row of the padding token gets no gradient, as in torch's own.
+            # Ids of other ranks give zeros, so that the sum over ranks is the embedding.
+            local_ids = ids - self.rank * len(weight)
+            is_local = (local_ids >= 0) & (local_ids < len(weight))
+            # The padding row does not get a gradient, as in torch's embedding.
             padding = None if module.padding_idx is None else module.padding_idx - self.rank * len(weight)
             padding = padding if padding is not None and 0 <= padding < len(weight) else None
-            found = F.embedding(here.masked_fill(~mine, 0), weight, padding).masked_fill(~mine[..., None], 0)
-            return ReduceScatterRows.apply(found[0], self.group)[None]
+            rows = F.embedding(local_ids.masked_fill(~is_local, 0), weight, padding).masked_fill(
+                ~is_local[..., None], 0
+            )
+            return ReduceScatterRows.apply(rows[0], self.group)[None]
 
         module.forward = forward
 
     def head(self, module: Any) -> None:
-        """The output head, whose weight the model reads itself."""
-        self._place(module, weight=Shard(0), bias=Shard(0))
+        """Split the output head. The model reads its weight directly."""
+        self._distribute(module, weight=Shard(0), bias=Shard(0))
 
-    def same(self, module: Any) -> None:
-        """A linear layer that every rank computes alike."""
-        self._place(module, weight=Replicate(), bias=Replicate())
+    def replicated(self, module: Any) -> None:
+        """Keep a linear layer on every rank, with the same input and output."""
+        self._distribute(module, weight=Replicate(), bias=Replicate())
         module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
 
-    def _place(self, module: nn.Module, **placements: Placement) -> None:
+    def _distribute(self, module: nn.Module, **placements: Placement) -> None:
+        """Replace parameters by DTensors with these placements."""
         for name, placement in placements.items():
             parameter = module._parameters.get(name)
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            if id(parameter) not in self._placed:  # a tied weight stays one
+            if id(parameter) not in self._distributed:  # a tied weight stays shared
                 placed = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=None)
-                self._placed[id(parameter)] = (parameter, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-            module._parameters[name] = self._placed[id(parameter)][1]
+                self._distributed[id(parameter)] = (
+                    parameter,
+                    nn.Parameter(placed, requires_grad=parameter.requires_grad),
+                )
+            module._parameters[name] = self._distributed[id(parameter)][1]
 
 
 ParallelStyle = Callable[[TensorParallel, Any], None]
@@ -139,17 +151,17 @@ DENSE: Mapping[str, ParallelStyle] = {
     "model.norm": TensorParallel.last_norm,
     "lm_head": TensorParallel.head,
 }
-"""Pre-norm decoders with gated MLPs and any number of key heads."""
+"""Pre-norm decoders with gated MLPs and any number of key-value heads."""
 
 PLANS: Mapping[str, Mapping[str, ParallelStyle]] = dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE)
-"""By model type. A plan names every module that has parameters of its own, and the blocks around them."""
+"""Plan by model type. A plan lists every module with parameters, and the blocks around them."""
 
 
 def check_plan(config: PretrainedConfig, size: int, *, packed: bool) -> None:
-    """Refuse a model that cannot be split over ``size`` ranks.
+    """Check that a model can be split over ``size`` ranks.
 
     Raises:
-        ValueError: there is no plan for its family, or a number of its configuration does not divide; says which.
+        ValueError: the family does not have a plan, or a number of its configuration is not divisible.
     """
     if size == 1:
         return
@@ -158,10 +170,12 @@ def check_plan(config: PretrainedConfig, size: int, *, packed: bool) -> None:
             f"model type {config.model_type!r} has no tensor-parallel plan on the fsdp engine, which has some for "
             f"{', '.join(sorted(PLANS))}: leave t out, use the megatron engine, or add a plan to areal.engine.fsdp.tensor_parallel"
         )
+    # Divided tokens need a stream without rows.
     if not packed:
         raise ValueError(
             "fsdp.attention = 'rows' with t: tensor parallelism needs packed attention; leave one of the two out"
         )
+    # Heads, columns and vocabulary rows are split evenly.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         number = getattr(config, name)
         if number % size:
@@ -171,24 +185,27 @@ def check_plan(config: PretrainedConfig, size: int, *, packed: bool) -> None:
 
 
 def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
-    """Split a model that :func:`check_plan` accepts, in place. It may be on the meta device.
+    """Split a model that :func:`check_plan` accepts, in place. The model may be on the meta device.
 
     Args:
-        mesh: the axis ``tp``.
+        model: full model or one pipeline stage.
+        mesh: mesh axis ``tp``.
 
     Raises:
-        ValueError: the family's plan leaves a parameter out.
+        ValueError: the family's plan does not cover a parameter.
     """
     parallel, plan = TensorParallel(mesh), PLANS[model.hf.config.model_type]
     for name, module in model.hf.named_modules():
-        for pattern, kind in plan.items():
-            if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, Absent):
-                kind(parallel, module)
+        for pattern, style in plan.items():
+            if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, PassThrough):
+                style(parallel, module)
+    # The value head is small: every rank computes it on all tokens.
     if model.value_head is not None:
-        parallel.same(model.value_head)
+        parallel.replicated(model.value_head)
     model.vocab_group = parallel.group
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if left:
+    # A parameter outside the plan would be wrong silently.
+    missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if missing:
         raise ValueError(
-            f"the tensor-parallel plan of {model.hf.config.model_type!r} leaves out {left[0]}: add it to the plan"
+            f"the tensor-parallel plan of {model.hf.config.model_type!r} leaves out {missing[0]}: add it to the plan"
         )

@@ -1,4 +1,6 @@
-"""A sharded model's weights from and to Hugging Face names: read in slices, streamed in full."""
+"""Read, write and stream a sharded model's weights under Hugging Face names: from slices of files, to slices of files,
+or as full tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) ->
     """Materialise a model with the weights of a model directory. Each rank reads its own slices.
 
     Args:
-        chunks: on the meta device, sharded.
-        path: a directory or hub name, with safetensors. Values are cast to the dtype of the parameters. A value head is read from
-            ``value_head.safetensors``, or is zero where there is none.
+        chunks: sharded model on the meta device.
+        path: directory or hub name with safetensors. Values are cast to the dtype of the parameters. A value head
+            is read from ``value_head.safetensors``, or is zero without that file.
+        device: device of the model.
 
     Raises:
         ValueError: the files are missing, damaged, or of another model; names file and key.
@@ -43,11 +46,13 @@ def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) ->
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of the whole model that is stored, and the tensors on disk that make it up.
+class StoredTensor:
+    """A stored tensor of the full model, and the tensors on disk that it consists of.
 
     Attributes:
-        like: its full shape and its dtype, without values. pieces: in order.
+        like: tensor with the full shape and dtype, without values.
+        pieces: tensors on disk, in order.
+        is_parameter: False for a buffer.
     """
 
     like: Tensor
@@ -56,89 +61,109 @@ class Stored:
 
 
 class FSDPWeights:
-    """A sharded model's weights: from and to a model directory, and streamed with its gradients, one full tensor at a time.
+    """Weights of a sharded model: reads and writes model directories, and streams full tensors.
 
     Args:
-        chunks: sharded, and materialised but for :meth:`check`.
+        chunks: sharded model. Must be materialised, except for :meth:`check`.
     """
 
     def __init__(self, chunks: ModelChunks) -> None:
         self._chunks = chunks
-        self._stored = _stored(chunks.whole)
+        self._stored_tensors = _stored_tensors(chunks.full_model)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """All weights under the names of the files: full, in their own dtype, on the device. A shared weight comes once, stacked
-        experts one by one, a value head last. Collective: every rank iterates to the end.
+        """Yield all weights under the names in files: full, in their own dtype, on the device.
+
+        Collective: every rank must iterate to the end.
+
+        A shared weight comes once, stacked experts one by one, a value head last.
         """
-        return self._stream(self._stored, full_tensor)
+        return self._stream(self._stored_tensors, full_tensor)
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """The gradients of all parameters, likewise; zeros where a parameter has none. Collective."""
-        return self._stream({name: s for name, s in self._stored.items() if s.is_parameter}, _full_gradient)
+        """Yield the gradients of all parameters, in the same way; zeros for a parameter without gradient. Collective."""
+        return self._stream(
+            {name: stored for name, stored in self._stored_tensors.items() if stored.is_parameter}, _full_gradient
+        )
 
-    def _stream(self, stored: dict[str, Stored], full_value: Callable[[Tensor], Tensor]) -> Iterator[NamedTensor]:
+    def _stream(
+        self, tensors: dict[str, StoredTensor], full_value: Callable[[Tensor], Tensor]
+    ) -> Iterator[NamedTensor]:
         chunks, local = self._chunks, dict(self._chunks.own())
+        # With CPU offload the shards are on the host, but collectives use the device.
         device = collective_device(next(iter(local.values())))
-        for name, s in stored.items():
+        for name, stored in tensors.items():
+            # The ranks of one stage gather the tensor from their shards, and broadcast it to the other stages.
             owner = chunks.split.rank_of(name)
             if owner == chunks.rank:
                 full = full_value(local[name])
             else:
-                full = torch.empty(s.like.shape, dtype=s.like.dtype, device=device)
+                full = torch.empty(stored.like.shape, dtype=stored.like.dtype, device=device)
             if chunks.group is not None:
                 dist.broadcast(full, group=chunks.group, group_src=owner)
-            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in s.pieces)
+            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in stored.pieces)
 
     def export(self) -> Export:
-        """What is to be written: the weights, in the dtype of the parameters."""
-        hf = self._chunks.whole.hf
+        """Return the tensors to write: the weights, in the dtype of the parameters."""
+        # All ranks describe the full model, and each contributes its own slices.
+        hf = self._chunks.full_model.hf
         return Export(
-            [TensorSpec(piece.name, s.like.dtype, piece.shape) for s in self._stored.values() for piece in s.pieces],
+            [
+                TensorSpec(piece.name, stored.like.dtype, piece.shape)
+                for stored in self._stored_tensors.values()
+                for piece in stored.pieces
+            ],
             self._local_slices(),
             ModelCard(hf.config, type(hf), getattr(hf, "generation_config", None)),
         )
 
     def check(self, folder: Path) -> None:
-        """Compare keys and shapes of the files with the whole model, reading no values.
+        """Compare keys and shapes of the files with the full model, without reading values.
 
         Raises:
             ValueError: the files are missing, unreadable or of another model; names file and key.
         """
-        shapes = {piece.name: piece.shape for s in self._stored.values() for piece in s.pieces}
+        shapes = {piece.name: piece.shape for stored in self._stored_tensors.values() for piece in stored.pieces}
         with self._files(folder) as files:
-            files.check(shapes, type(self._chunks.whole.hf))
+            files.check(shapes, type(self._chunks.full_model.hf))
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
         """Fill this rank's shards from files that :meth:`check` has accepted."""
         with self._files(folder) as files:
-            for part in self._local_slices():
-                part.values.copy_(files.read(part.name, part.box).view(part.values.shape))
+            for local_slice in self._local_slices():
+                local_slice.values.copy_(files.read(local_slice.name, local_slice.box).view(local_slice.values.shape))
 
     def _local_slices(self) -> Iterator[Slice]:
-        """The parts of the tensors on disk that this rank's shards hold, sharing their memory."""
+        """Yield the slices of tensors on disk that this rank's shards contain, sharing their memory."""
         for name, tensor in self._chunks.stored():
             local, box = local_shard(tensor)
-            for piece in self._stored[name].pieces:
+            for piece in self._stored_tensors[name].pieces:
+                # A shard of stacked experts overlaps with some of the tensors on disk, and only partly with the outer ones.
                 shared = piece.overlap(box)
                 if shared is not None:
                     on_disk, in_box = shared
-                    yield Slice(piece.name, on_disk, local[in_box].view([part.stop - part.start for part in on_disk]))
+                    yield Slice(
+                        piece.name,
+                        on_disk,
+                        local[in_box].view([extent.stop - extent.start for extent in on_disk]),
+                    )
 
     def _files(self, folder: Path) -> HFWeights:
-        model = self._chunks.whole
+        model = self._chunks.full_model
         return HFWeights(folder, _tied_names(model), value_head=model.value_head is not None)
 
 
-def _stored(model: PackedCausalLM) -> dict[str, Stored]:
-    """What is stored, by the name in the model and in its order: parameters, buffers, a value head last."""
+def _stored_tensors(model: PackedCausalLM) -> dict[str, StoredTensor]:
+    """Return the stored tensors by name, in the order of the model: parameters, buffers, value head."""
     layout = {f"hf.{name}": pieces for name, pieces in disk_layout(model.hf).items()}
     parameters = {id(parameter) for parameter in model.parameters()}
     tensors = {f"hf.{name}": tensor for name, tensor in stored_tensors(model.hf)}
+    # transformers does not know the value head: it has a separate file.
     if model.value_head is not None:
         weight = tensors[VALUE_HEAD] = model.value_head.weight
         layout[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, full_box(weight.shape)),)
-    return {name: Stored(tensor, layout[name], id(tensor) in parameters) for name, tensor in tensors.items()}
+    return {name: StoredTensor(tensor, layout[name], id(tensor) in parameters) for name, tensor in tensors.items()}
 
 
 def _full_gradient(parameter: Tensor) -> Tensor:
@@ -148,7 +173,7 @@ def _full_gradient(parameter: Tensor) -> Tensor:
 
 
 def _tied_names(model: PackedCausalLM) -> dict[str, list[str]]:
-    """For each parameter with several names, by its first one, the others."""
+    """Map the first name of each parameter with several names to the others."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.hf.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

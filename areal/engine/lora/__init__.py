@@ -1,1 +1,3 @@
-"""Low-rank adapters, for any engine whose linear layers are known by their Hugging Face names."""
+"""Low-rank adapters (LoRA) for any engine whose linear layers have Hugging Face names: training, files in peft's
+format, merging.
+"""

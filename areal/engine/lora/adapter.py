@@ -15,7 +15,7 @@ from areal.api.config import FinetuneSpec, OptimizerConfig
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.engine.lora.low_rank import Delta, Factor, LowRank, TensorParallelRanks, TensorParallelSplit
+from areal.engine.lora.low_rank import Factor, LowRank, TensorParallelRanks, TensorParallelSplit, WeightDelta
 from areal.engine.lora.plan import AdapterPlan
 from areal.engine.optimizer import ClippingOptimizer, GradientState, sum_of_squares, torch_optimizer
 from areal.utils.seeding import mixed
@@ -23,19 +23,21 @@ from areal.utils.seeding import mixed
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Where an engine's adapters live.
+    """Placement of an engine's adapters on its ranks.
 
     Attributes:
-        sites: the linear layers of this rank's model that may have one, by their Hugging Face names, and how each is shared.
-        tp: the ranks that share layers.
-        keys: the names of those that any stage has.
-        replicas: the groups over which gradients are sums, one after the other; the first rank of each keeps what was summed.
-        device, dtype: of the factors.
-        stages: the ranks that have the other layers; ``None`` where this one has all.
+        layers: linear layers of this rank's model that may have an adapter, by Hugging Face name, and how each is
+            split.
+        layer_names: names of such layers on all pipeline stages.
+        tp: tensor-parallel ranks.
+        replicas: process groups over which gradients are summed, one after the other. The first rank of each keeps
+            the sum.
+        device, dtype: device and dtype of the factors.
+        stages: process group of the pipeline stages; ``None`` without a pipeline.
     """
 
-    sites: Mapping[str, TensorParallelSplit]
-    keys: frozenset[str]
+    layers: Mapping[str, TensorParallelSplit]
+    layer_names: frozenset[str]
     tp: TensorParallelRanks
     replicas: Sequence[dist.ProcessGroup]
     device: torch.device
@@ -44,27 +46,34 @@ class AdapterLayout:
 
 
 class Adapter:
-    """One adapter on this rank. Factors are replicated over data- and context-parallel ranks: they are small, and one sum over all of them is
-    the only communication of a step.
+    """One adapter on this rank.
+
+    Factors are replicated over data- and context-parallel ranks: they are small, and one all-reduce is the only
+    communication of a step.
 
     Args:
-        config: ``None`` for an adapter that only computes. spec: of its training.
+        plan: layers of the adapter.
+        layout: placement on the ranks.
+        config: optimizer configuration; ``None`` for an adapter that is not trained.
+        spec: length of the training.
 
     Attributes:
-        pairs: by the name of the layer. pending: of its gradients.
+        pairs: :class:`LowRank` of each adapted layer of this rank, by name.
+        pending: state of the pending gradients.
     """
 
     def __init__(
-        self, plan: AdapterPlan, home: AdapterLayout, config: OptimizerConfig | None, spec: FinetuneSpec
+        self, plan: AdapterPlan, layout: AdapterLayout, config: OptimizerConfig | None, spec: FinetuneSpec
     ) -> None:
-        self.plan, self._home = plan, home
+        self.plan, self._layout = plan, layout
         self.pairs = {
-            target.key: LowRank(target, home.sites[target.key], home.tp, home.device, home.dtype)
+            target.key: LowRank(target, layout.layers[target.key], layout.tp, layout.device, layout.dtype)
             for target in plan.targets
-            if target.key in home.sites
+            if target.key in layout.layers
         }
-        # Gradients that are summed over tensor-parallel ranks stand first.
-        self.factors = sorted(self._in_order(), key=lambda factor: not factor.summed)
+        # Factors whose gradients are summed over tensor-parallel ranks come first, so that they are contiguous when
+        # flattened.
+        self.factors = sorted(self._factors_by_layer(), key=lambda factor: not factor.summed)
         self.parameters = [factor.parameter for factor in self.factors]
         self.pending = GradientState()
         self._summed = False
@@ -77,74 +86,89 @@ class Adapter:
         inner = torch_optimizer(self.parameters, config)
         return ClippingOptimizer(inner, config, spec.total_train_steps, self.global_norm, scale)
 
-    def _in_order(self) -> Iterator[Factor]:
+    def _factors_by_layer(self) -> Iterator[Factor]:
         for pair in self.pairs.values():
             yield from (pair.down, pair.up)
 
     # ---- values
 
     def draw(self, seed: int) -> None:
-        """Begin as peft's do: ``A`` uniform within ``1 / sqrt(inputs)`` (He et al., 2015, with a slope of ``sqrt(5)``), ``B`` zero."""
+        """Initialize as peft does: ``A`` uniform, ``B`` zero.
+
+        The bound of ``A`` is ``1 / sqrt(inputs)`` (He et al., 2015, with a slope of ``sqrt(5)``).
+        """
         for key, pair in self.pairs.items():
+            # Seed by layer and draw the full matrix, so that values do not depend on the layout.
             generator = torch.Generator().manual_seed(mixed(seed, key))
             bound = 1 / math.sqrt(pair.target.inputs)
             full = torch.empty(pair.down.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
             pair.down.fill(full)
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Take full weights by peft's names."""
+        """Load full weights by peft's names."""
         for factor in self.factors:
             factor.fill(weights[factor.name])
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Full weights, likewise. Collective."""
+        """Yield full weights by peft's names. Collective."""
         return self._stream(lambda factor: factor.parameter.detach())
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """Full gradients, likewise. Collective."""
-        return self._stream(_gradient)
+        """Yield full gradients by peft's names. Collective."""
+        return self._stream(_gradient_or_zeros)
 
-    def deltas(self) -> dict[str, Delta]:
-        """What it adds to the weights of layers, by their names. Collective."""
+    def deltas(self) -> dict[str, WeightDelta]:
+        """Return the weight updates of the adapted layers, by layer name. Collective."""
         full = dict(self.named_tensors())
-        return {target.key: Delta(full[target.up], full[target.down], target.scale) for target in self.plan.targets}
+        return {
+            target.key: WeightDelta(full[target.up], full[target.down], target.scale) for target in self.plan.targets
+        }
 
     @torch.no_grad()
-    def _stream(self, part: Callable[[Factor], Tensor]) -> Iterator[NamedTensor]:
-        mine = {factor.name: factor for factor in self.factors}
+    def _stream(self, value_of: Callable[[Factor], Tensor]) -> Iterator[NamedTensor]:
+        local = {factor.name: factor for factor in self.factors}
+        # All ranks iterate in the order of the plan, so that collectives match.
         for name, shape in self.plan.shapes.items():
-            if name in mine:
-                full = mine[name].full(part(mine[name]))
+            if name in local:
+                full = local[name].gather(value_of(local[name]))
             else:
-                full = torch.zeros(shape, device=self._home.device, dtype=self._home.dtype)
-            if self._home.stages is not None:  # as integers, so that the others' zeros change no bit
+                # Another pipeline stage has this layer.
+                full = torch.zeros(shape, device=self._layout.device, dtype=self._layout.dtype)
+            if self._layout.stages is not None:  # as integers: adding zeros changes no bit
                 bits = torch.int64 if full.dtype is torch.float64 else torch.int32
-                dist.all_reduce(full.view(bits), group=self._home.stages)
+                dist.all_reduce(full.view(bits), group=self._layout.stages)
             yield NamedTensor(name, full)
 
     # ---- gradients
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sum over ranks what was added since the last time, in one piece. Collective."""
-        nothing = torch.zeros(0, device=self._home.device, dtype=self._home.dtype)
-        flat = torch.cat([nothing, *(_gradient(factor).flatten() for factor in self.factors)])
-        for group in self._home.replicas:
+        """Sum gradients over ranks, in one flat buffer. Collective."""
+        # The empty tensor allows a rank without adapted layers.
+        nothing = torch.zeros(0, device=self._layout.device, dtype=self._layout.dtype)
+        flat = torch.cat([nothing, *(_gradient_or_zeros(factor).flatten() for factor in self.factors)])
+        for group in self._layout.replicas:
             dist.all_reduce(flat, group=group)
-        if self._home.tp.group is not None:
-            of_summands = sum(factor.parameter.numel() for factor in self.factors if factor.summed)
-            dist.all_reduce(flat[:of_summands], group=self._home.tp.group)
+        # Only the first factors are partial sums over tensor-parallel ranks.
+        if self._layout.tp.group is not None:
+            n_summed = sum(factor.parameter.numel() for factor in self.factors if factor.summed)
+            dist.all_reduce(flat[:n_summed], group=self._layout.tp.group)
+        # Gradients become views of the summed buffer.
         for factor, total in zip(self.factors, flat.split([p.numel() for p in self.parameters]), strict=True):
             factor.parameter.grad = total.view_as(factor.parameter)
         self._summed = True
 
     def before_backward(self) -> None:
-        """Make room for more after sums were taken: each is left on one of the ranks that hold it."""
+        """Prepare for further accumulation: keep each reduced gradient on one rank only.
+
+        Otherwise the next all-reduce would count it once per rank.
+        """
         if self._summed:
-            beside = any(dist.get_rank(group) > 0 for group in self._home.replicas)
-            beside_tp = self._home.tp.group is not None and dist.get_rank(self._home.tp.group) > 0
+            # Rank 0 of every replica group keeps the sum; for partial sums, rank 0 of the tensor-parallel group.
+            repeated = any(dist.get_rank(group) > 0 for group in self._layout.replicas)
+            repeated_in_tp = self._layout.tp.group is not None and dist.get_rank(self._layout.tp.group) > 0
             for factor in self.factors:
-                if factor.parameter.grad is not None and (beside or (beside_tp and factor.summed)):
+                if factor.parameter.grad is not None and (repeated or (repeated_in_tp and factor.summed)):
                     factor.parameter.grad.zero_()
         self._summed = False
 
@@ -155,49 +179,59 @@ class Adapter:
         self._summed = False
 
     def global_norm(self) -> Tensor:
-        """L2 norm of all summed gradients, each element counted once; a float64 scalar, equal on every rank. Collective."""
-        whole = [_gradient(factor) for factor in self.factors if factor.cut is None]
-        cut = [_gradient(factor) for factor in self.factors if factor.cut is not None]
-        squares = sum_of_squares(cut, self._home.device)
-        if self._home.tp.group is not None:
-            dist.all_reduce(squares, group=self._home.tp.group)
-        squares = squares + sum_of_squares(whole, self._home.device)
-        if self._home.stages is not None:
-            dist.all_reduce(squares, group=self._home.stages)
+        """Return the L2 norm of all summed gradients, a float64 scalar that is equal on every rank.
+
+        Each element counts once. Collective.
+        """
+        replicated = [_gradient_or_zeros(factor) for factor in self.factors if factor.split_dim is None]
+        split = [_gradient_or_zeros(factor) for factor in self.factors if factor.split_dim is not None]
+        # Split factors are summed over tensor-parallel ranks; replicated ones are added once.
+        squares = sum_of_squares(split, self._layout.device)
+        if self._layout.tp.group is not None:
+            dist.all_reduce(squares, group=self._layout.tp.group)
+        squares = squares + sum_of_squares(replicated, self._layout.device)
+        if self._layout.stages is not None:
+            dist.all_reduce(squares, group=self._layout.stages)
         return squares.sqrt()
 
     # ---- what is saved
 
-    def parts(self, *, with_optim: bool) -> Iterator[tuple[TensorSpec, Slice]]:
-        """What this rank holds of the weights, by peft's names, and of the optimizer's moments, by these and the names of the moments."""
-        for factor in self._in_order():
-            held = {factor.name: factor.parameter.detach()}
+    def local_slices(self, *, with_optim: bool) -> Iterator[tuple[TensorSpec, Slice]]:
+        """Yield this rank's slices of the weights and of the optimizer's moments.
+
+        Weights have peft's names, moments the name of their weight and their own.
+        """
+        for factor in self._factors_by_layer():
+            tensors = {factor.name: factor.parameter.detach()}
             if with_optim and self.optimizer is not None:
                 state = self.optimizer.inner.state.get(factor.parameter, {})
-                held |= {f"{factor.name}.{key}": value for key, value in state.items()}
-            for name, x in held.items():
+                tensors |= {f"{factor.name}.{key}": value for key, value in state.items()}
+            for name, x in tensors.items():
+                # Scalars such as the step are the same for the full matrix.
                 shape, box = (factor.shape, factor.box) if x.dim() else ((), ())
                 yield TensorSpec(name, x.dtype, shape), Slice(name, box, x)
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take optimizer state: ``schedule``, and full ``moments`` by their names."""
+        """Load optimizer state: ``schedule``, and full ``moments`` by name."""
         if self.optimizer is None:
             return
         content = self.optimizer.inner.state_dict()
         content["state"] = {}
+        # Moments are stored by name; torch's optimizers want them by the index of the parameter.
         for index, factor in enumerate(self.factors):
             prefix = f"{factor.name}."
-            found = {name.removeprefix(prefix): x for name, x in state["moments"].items() if name.startswith(prefix)}
-            if found:
+            moments = {name.removeprefix(prefix): x for name, x in state["moments"].items() if name.startswith(prefix)}
+            if moments:
                 content["state"][index] = {
-                    # The fused kernels go through memory as it lies.
+                    # Fused kernels ignore strides: the slice must be contiguous.
                     key: (x[factor.box] if x.dim() else x).clone(memory_format=torch.contiguous_format)
-                    for key, x in found.items()
+                    for key, x in moments.items()
                 }
         self.optimizer.inner.load_state_dict(content)
+        # The schedule is outside the inner optimizer.
         self.optimizer.load_state_dict(state["schedule"])
 
 
-def _gradient(factor: Factor) -> Tensor:
+def _gradient_or_zeros(factor: Factor) -> Tensor:
     gradient = factor.parameter.grad
     return torch.zeros_like(factor.parameter) if gradient is None else gradient

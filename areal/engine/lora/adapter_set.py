@@ -1,4 +1,4 @@
-"""The adapters of one engine, under names."""
+"""The named adapters of one engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
 from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.files import adapter_files, read_training, write_files
-from areal.engine.lora.low_rank import Delta
+from areal.engine.lora.low_rank import WeightDelta
 from areal.engine.lora.plan import AdapterPlan
 from areal.utils.distributed import ControlPlane
 
-FIRST = "default"
-"""Name of the adapter that an engine begins with."""
+DEFAULT_NAME = "default"
+"""Name of an engine's first adapter."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -31,25 +31,27 @@ class AdapterSet:
     """Implements :class:`areal.api.adapters.Adapters`.
 
     Args:
-        hf: of the model.
-        config: of the engine. One adapter as its ``lora`` says is added, and selected, at once.
-        spec: of each adapter's training.
-        control: over all ranks of the engine.
+        hf: configuration of the model.
+        layout: placement of adapters on the ranks.
+        config: configuration of the engine. One adapter with its ``lora`` settings is added and selected
+            immediately.
+        spec: length of each adapter's training.
+        control: control plane over all ranks of the engine.
     """
 
     def __init__(
         self,
         hf: PretrainedConfig,
-        home: AdapterLayout,
+        layout: AdapterLayout,
         config: TrainEngineConfig,
         spec: FinetuneSpec,
         control: ControlPlane,
     ) -> None:
-        self._hf, self._home, self._config, self._spec, self._control = hf, home, config, spec, control
+        self._hf, self._layout, self._config, self._spec, self._control = hf, layout, config, spec, control
         self._adapters: dict[str, Adapter] = {}
-        self._selected = FIRST
+        self._selected = DEFAULT_NAME
         self._on = True
-        self.add(FIRST, config.lora)
+        self.add(DEFAULT_NAME, config.lora)
 
     # ---- the interface
 
@@ -62,14 +64,15 @@ class AdapterSet:
         return self._selected
 
     def add(self, name: str, lora: LoRAConfig | None = None, *, seed: int | None = None) -> None:
-        self._check_new(name)
+        self._check_name_is_free(name)
 
         def make() -> Adapter:
-            adapter = self._make(peft_format().plan_adapter(self._hf, lora or self._config.lora))
+            # The same seed gives the same adapter on all ranks.
+            adapter = self._build(peft_format().plan_adapter(self._hf, lora or self._config.lora))
             adapter.draw(self._config.seed if seed is None else seed)
             return adapter
 
-        self._put(name, make, "no adapter was added")
+        self._add_or_raise(name, make, "no adapter was added")
 
     def select(self, name: str) -> None:
         self[name]
@@ -77,6 +80,7 @@ class AdapterSet:
 
     def remove(self, name: str) -> None:
         self[name]
+        # One adapter is always selected, so that the last one cannot be removed.
         if name == self._selected:
             raise ValueError(f"adapter {name!r} is selected: select another before removing it")
         del self._adapters[name]
@@ -85,6 +89,7 @@ class AdapterSet:
         self[name]
 
         def prepare(draft: Path) -> SaveTask:
+            # Collective, although only the first rank has files to write.
             about = {"base": self._config.path, "optimizer": with_optim}
             return write_files(self.files(name, with_optim=with_optim), draft, about)
 
@@ -92,8 +97,8 @@ class AdapterSet:
 
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
         if name not in self._adapters:
-            self._check_new(name)
-        self._put(name, lambda: self.read(Path(path), with_optim=with_optim), "no adapter was loaded")
+            self._check_name_is_free(name)
+        self._add_or_raise(name, lambda: self.read(Path(path), with_optim=with_optim), "no adapter was loaded")
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         return self[self._selected].named_tensors()
@@ -101,10 +106,10 @@ class AdapterSet:
     # ---- for the engine
 
     def __getitem__(self, name: str) -> Adapter:
-        """The adapter of that name.
+        """Return the adapter with a name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such adapter.
         """
         if name not in self._adapters:
             raise ValueError(f"there is no adapter {name!r}: choose one of {', '.join(self._adapters)}, or add it")
@@ -112,10 +117,10 @@ class AdapterSet:
 
     @property
     def current(self) -> Adapter:
-        """The one that is trained.
+        """The adapter that is trained.
 
         Raises:
-            RuntimeError: none is, inside :meth:`off`.
+            RuntimeError: inside :meth:`off` no adapter is trained.
         """
         if not self._on:
             raise RuntimeError("inside reference() nothing is trained: leave it first")
@@ -123,12 +128,12 @@ class AdapterSet:
 
     @property
     def active(self) -> Adapter | None:
-        """The one that computes; ``None`` inside :meth:`off`."""
+        """The adapter that is applied in forwards; ``None`` inside :meth:`off`."""
         return self._adapters[self._selected] if self._on else None
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The model computes as it is."""
+        """Context in which the model computes without adapters."""
         before, self._on = self._on, False
         try:
             yield
@@ -136,25 +141,26 @@ class AdapterSet:
             self._on = before
 
     def files(self, name: str, *, with_optim: bool) -> dict[str, bytes]:
-        """The files of an adapter, by name, on the first rank; none elsewhere. Collective."""
+        """Return the files of an adapter by name, on the first rank; other ranks return an empty dict. Collective."""
         return adapter_files(self[name], peft_format(), self._config.path, self._control, with_optim=with_optim)
 
     def read(self, folder: Path, *, with_optim: bool) -> Adapter:
-        """An adapter from a directory. No collective.
+        """Read an adapter from a directory, without communication.
 
         Raises:
             ValueError: see :meth:`areal.api.adapters.Adapters.load`.
         """
         plan, weights = peft_format().read_folder(folder, self._hf)
+        # Read everything before building, so that a damaged file changes nothing.
         state = read_training(folder, plan) if with_optim and self._config.optimizer else None
-        adapter = self._make(plan)
+        adapter = self._build(plan)
         adapter.fill(weights)
         if state is not None:
             adapter.resume(state)
         return adapter
 
     def replace(self, adapters: Mapping[str, Adapter], selected: str) -> None:
-        """Have these and no others."""
+        """Replace all adapters by these."""
         self._adapters, self._selected = dict(adapters), selected
 
     def sum_gradients(self) -> None:
@@ -162,31 +168,33 @@ class AdapterSet:
         self.current.sum_gradients()
 
     def zero_grad(self) -> None:
-        """Discard gradients of the one that is trained."""
+        """Discard the gradients of the adapter that is trained."""
         self.current.zero_grad()
 
-    def deltas(self) -> dict[str, Delta]:
-        """What the adapter that computes adds to weights, by the names of layers. Collective."""
+    def deltas(self) -> dict[str, WeightDelta]:
+        """Return the weight updates of the active adapter, by layer name. Collective."""
         return {} if self.active is None else self.active.deltas()
 
-    def _put(self, name: str, make: Callable[[], Adapter], note: str) -> None:
-        """Have an adapter under a name, or raise on every rank what any rank met. Collective."""
+    def _add_or_raise(self, name: str, make: Callable[[], Adapter], note: str) -> None:
+        """Build and add an adapter; if that fails on any rank, raise on all. Collective."""
         self._adapters[name] = self._control.attempt(make, note)
 
-    def _make(self, plan: AdapterPlan) -> Adapter:
+    def _build(self, plan: AdapterPlan) -> Adapter:
+        # Reject layers that no stage can adapt, such as the output head.
         for target in plan.targets:
-            if target.key not in self._home.keys:
+            if target.key not in self._layout.layer_names:
                 raise ValueError(
                     f"layer {target.key} cannot have an adapter: only linear layers inside the decoder can, and not the head; "
                     "choose lora.target_modules without it"
                 )
-        if not any(target.key in self._home.sites for target in plan.targets):
+        # A stage without adapters would not have anything to train.
+        if not any(target.key in self._layout.layers for target in plan.targets):
             raise ValueError(
                 "no layer of this pipeline stage would have an adapter: choose lora.target_modules with layers of every stage"
             )
-        return Adapter(plan, self._home, self._config.optimizer, self._spec)
+        return Adapter(plan, self._layout, self._config.optimizer, self._spec)
 
-    def _check_new(self, name: str) -> None:
+    def _check_name_is_free(self, name: str) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(f"adapter name {name!r}: use letters, digits, '-', '_' and dots, and no dot first")
         if name in self._adapters:
@@ -194,7 +202,7 @@ class AdapterSet:
 
 
 class SelectedOptimizer:
-    """Steps the adapter that is selected. Implements :class:`areal.engine.components.StepOptimizer`."""
+    """Steps the selected adapter. Implements :class:`areal.engine.components.StepOptimizer`."""
 
     def __init__(self, adapters: AdapterSet) -> None:
         self._adapters = adapters
@@ -214,7 +222,7 @@ class SelectedOptimizer:
 
 
 def peft_format() -> Any:
-    """:mod:`areal.engine.lora.peft_format`, imported when the first engine with adapters is made.
+    """Import :mod:`areal.engine.lora.peft_format` when the first engine with adapters is created: peft takes seconds.
 
     Raises:
         ValueError: peft is not installed.

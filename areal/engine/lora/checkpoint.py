@@ -1,4 +1,4 @@
-"""Saves and loads the adapters of an engine with all that training needs to go on: the same files on every engine and layout."""
+"""Save and load an engine's adapters with their training state, in the same files on every engine and layout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _FOLDER = "adapters"
 class AdapterCheckpointer(EngineCheckpointer):
     """Checkpoints of an engine with adapters.
 
-    A ``"dcp"`` checkpoint has each of them in ``adapters/NAME``, in peft's format, and nothing of the model, which never changes; loading
-    one leaves those adapters and no others. ``"hf"`` saves the model with the selected adapter merged into it.
+    A ``"dcp"`` checkpoint contains each adapter in ``adapters/NAME``, in peft's format. It does not contain the
+    model, which never changes. Loading it replaces all adapters. ``"hf"`` saves the model with the selected adapter
+    merged into it.
 
     Args:
-        trained: whether adapters have optimizers.
-        weights: of the model, with what the selected adapter adds.
+        adapters: adapters of the engine.
+        weights: weights of the model, with the selected adapter merged.
+        trained: bool. True if adapters have optimizers.
     """
 
     engine: ClassVar[str] = "lora"
@@ -46,6 +48,7 @@ class AdapterCheckpointer(EngineCheckpointer):
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> SaveTask:
         everything = dict(files)
+        # Gathering an adapter's files is collective: all ranks go through all adapters.
         for name in self._adapters.names:
             for file, content in self._adapters.files(name, with_optim=with_optim).items():
                 everything[f"{_FOLDER}/{name}/{file}"] = content
@@ -54,10 +57,14 @@ class AdapterCheckpointer(EngineCheckpointer):
         return write_files(everything, draft, about)
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
-        found = {name: self._adapters.read(path / _FOLDER / name, with_optim=with_optim) for name in about["adapters"]}
-        return lambda: self._adapters.replace(found, about["selected"])
+        # Read everything now, so that damaged files are found before any adapter is replaced.
+        adapters = {
+            name: self._adapters.read(path / _FOLDER / name, with_optim=with_optim) for name in about["adapters"]
+        }
+        return lambda: self._adapters.replace(adapters, about["selected"])
 
     def _check_folder(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        # The base weights of an engine with adapters never change.
         raise ValueError(
             f"SaveLoadMeta.weight_format = 'hf' to load {meta.path} into an engine with adapters, whose model does not change: load an "
             "adapter with engine.adapters.load, or make an engine with this path"

@@ -1,4 +1,4 @@
-"""The two factors beside one linear layer, as a rank holds them, and what they add to the layer's output."""
+"""The low-rank factors of one linear layer on one rank, and their contribution to the layer's output."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from areal.utils.collectives import all_gather_rows
 from areal.utils.dtensor import Box, full_box
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
 @dataclass(frozen=True)
 class TensorParallelSplit:
-    """How tensor-parallel ranks share a linear layer, and so its two factors. The default is a layer that is not shared.
+    """How tensor-parallel ranks split a linear layer, and therefore its two factors.
+
+    By default the layer is not split.
 
     Attributes:
-        down_cut, up_cut: the dimension along which each has a part of ``A``, of ``B``; ``None`` where each has all of it.
-        down_summed, up_summed: whether a rank's gradient of it is a summand of the whole.
-        enter: what the layer's input ``[T, inputs]`` goes through first. between: likewise, between the two, ``[T, rank]``.
+        down_dim, up_dim: dimension along which ``A`` and ``B`` are split; ``None`` if replicated.
+        down_summed, up_summed: whether the gradient on one rank is a partial sum over tensor-parallel ranks.
+        before_down: function applied to the layer's input ``[T, inputs]`` before ``A``, e.g. a collective.
+        before_up: function applied to the product ``[T, rank]`` before ``B``.
     """
 
-    down_cut: int | None = None
-    up_cut: int | None = None
+    down_dim: int | None = None
+    up_dim: int | None = None
     down_summed: bool = False
     up_summed: bool = False
-    enter: Callable[[Tensor], Tensor] = _same
-    between: Callable[[Tensor], Tensor] = _same
+    before_down: Callable[[Tensor], Tensor] = _identity
+    before_up: Callable[[Tensor], Tensor] = _identity
 
 
 @dataclass(frozen=True)
 class TensorParallelRanks:
-    """The ranks that share layers; a group of ``None`` is one rank."""
+    """The ranks that split layers; a group of ``None`` means a single rank."""
 
     group: dist.ProcessGroup | None = None
 
@@ -47,8 +50,8 @@ class TensorParallelRanks:
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def part(self, shape: tuple[int, ...], dim: int | None) -> Box:
-        """What this rank has of a tensor that is cut along ``dim``."""
+    def local_box(self, shape: tuple[int, ...], dim: int | None) -> Box:
+        """Return this rank's box of a tensor that is split along ``dim``."""
         box = list(full_box(shape))
         if dim is not None and self.group is not None:
             length = shape[dim] // self.size
@@ -58,89 +61,99 @@ class TensorParallelRanks:
 
 
 class Factor:
-    """One of the two matrices.
+    """``A`` or ``B`` of an adapted layer.
 
     Args:
-        name: in peft's files.
-        shape: of the full matrix.
-        cut: the dimension along which tensor-parallel ranks share it; ``None`` where each has all of it.
-        summed: whether a rank's gradient is a summand of the whole.
+        name: name in peft's files.
+        shape: shape of the full matrix.
+        split_dim: dimension along which tensor-parallel ranks split it; ``None`` if replicated.
+        summed: whether the gradient on one rank is a partial sum.
 
     Attributes:
-        parameter: this rank's part. box: where that lies in the full matrix.
+        parameter: this rank's slice.
+        box: position of the slice in the full matrix.
     """
 
     def __init__(
         self,
         name: str,
         shape: tuple[int, ...],
-        cut: int | None,
+        split_dim: int | None,
         summed: bool,
         ranks: TensorParallelRanks,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.name, self.shape, self.cut, self.summed, self._ranks = name, shape, cut, summed, ranks
-        self.box = ranks.part(shape, cut)
-        local = [part.stop - part.start for part in self.box]
+        self.name, self.shape, self.split_dim, self.summed, self._ranks = name, shape, split_dim, summed, ranks
+        self.box = ranks.local_box(shape, split_dim)
+        local = [extent.stop - extent.start for extent in self.box]
         self.parameter = nn.Parameter(torch.zeros(local, device=device, dtype=dtype))
 
     @torch.no_grad()
     def fill(self, full: Tensor) -> None:
-        """Take this rank's part of the full matrix."""
+        """Copy this rank's slice of the full matrix."""
         self.parameter.copy_(full[self.box])
 
     @torch.no_grad()
-    def full(self, part: Tensor) -> Tensor:
-        """The full matrix from every rank's ``part``. Collective."""
-        if self.cut is None or self._ranks.group is None:
-            return part.detach().clone()
-        return all_gather_rows(part.movedim(self.cut, 0), self._ranks.group).movedim(0, self.cut).contiguous()
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the full matrix from the slices of all ranks. Collective."""
+        if self.split_dim is None or self._ranks.group is None:
+            return local.detach().clone()
+        # all_gather_rows gathers along the first dimension: move the split one there and back.
+        return (
+            all_gather_rows(local.movedim(self.split_dim, 0), self._ranks.group).movedim(0, self.split_dim).contiguous()
+        )
 
 
 class LowRank:
-    """``scale * B @ A`` beside a layer.
+    """The pair of factors of one layer: ``scale * B @ A``.
 
     Args:
-        share: how the layer is shared.
+        target: the adapted layer.
+        split: how tensor-parallel ranks split the layer.
     """
 
     def __init__(
         self,
         target: Target,
-        share: TensorParallelSplit,
+        split: TensorParallelSplit,
         ranks: TensorParallelRanks,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         down, up = (target.rank, target.inputs), (target.outputs, target.rank)
-        self.target, self.scale, self._share = target, target.scale, share
-        self.down = Factor(target.down, down, share.down_cut, share.down_summed, ranks, device, dtype)
-        self.up = Factor(target.up, up, share.up_cut, share.up_summed, ranks, device, dtype)
+        self.target, self.scale, self._split = target, target.scale, split
+        # ``A`` is [rank, inputs], ``B`` is [outputs, rank].
+        self.down = Factor(target.down, down, split.down_dim, split.down_summed, ranks, device, dtype)
+        self.up = Factor(target.up, up, split.up_dim, split.up_summed, ranks, device, dtype)
 
-    def added_to(self, out: Tensor, x: Tensor) -> Tensor:
-        """A layer's output with what the adapter adds, computed in the dtype of ``x``.
+    def apply(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the layer's output plus the adapter's contribution, computed in the dtype of ``x``.
 
         Args:
-            out: ``[..., outputs]`` of the layer. x: ``[..., inputs]`` that it came from.
+            out: ``[..., outputs]``. Output of the layer.
+            x: ``[..., inputs]``. Input of the layer.
         """
-        low = F.linear(self._share.enter(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
+        # Down to the rank, with the layer's own communication before and after.
+        low = F.linear(self._split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
         up = self.up.parameter.to(x.dtype)
-        added = torch.addmm(out.flatten(0, -2), self._share.between(low), up.t(), alpha=self.scale)
+        # One fused product adds the contribution to the output.
+        added = torch.addmm(out.flatten(0, -2), self._split.before_up(low), up.t(), alpha=self.scale)
         return added.view(out.shape)
 
 
 @dataclass(frozen=True)
-class Delta:
-    """``scale * up @ down``, ``[outputs, inputs]``, not multiplied out yet."""
+class WeightDelta:
+    """Update of a weight, ``scale * up @ down`` of shape ``[outputs, inputs]``, kept as factors."""
 
     up: Tensor
     down: Tensor
     scale: float
 
     @torch.no_grad()
-    def added(self, weight: Tensor, box: Box) -> Tensor:
-        """A part of a weight, which lies at ``box``, with what the adapter adds to it, in memory of its own."""
+    def add_to(self, weight: Tensor, box: Box) -> Tensor:
+        """Return a slice of a weight, located at ``box``, plus the slice of the update, in new memory."""
         rows, columns = box
+        # Multiply only the rows and columns of the slice.
         delta = (self.up[rows] @ self.down[:, columns]) * self.scale
         return (weight.to(delta.dtype) + delta.to(weight.device)).to(weight.dtype)

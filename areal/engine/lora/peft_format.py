@@ -1,4 +1,6 @@
-"""What peft makes of a configuration, and its files. The one module that imports peft, which takes seconds: see ``adapters.peft_format``."""
+"""Plan adapters with peft and read and write its files. The only module that imports peft; see
+:func:`areal.engine.lora.adapter_set.peft_format`.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ _FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 
 
 def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
-    """Which layers of a model get an adapter.
+    """Return the layers of a model that get an adapter.
 
     Raises:
-        ValueError: ``target_modules`` names none, or one that cannot have any.
+        ValueError: ``target_modules`` matches no layer, or one that cannot have an adapter.
     """
-    targets, model = lora.target_modules, _without_values(hf)
-    # peft's own "all-linear" takes stacked experts too.
+    targets, model = lora.target_modules, _meta_model(hf)
+    # peft's own "all-linear" includes stacked experts.
     names = _linear_names(model) if targets == "all-linear" else targets
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -44,15 +46,16 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
         use_rslora=lora.rslora,
         lora_dropout=0.0,
     )
-    return _plan(model, config, f"lora.target_modules = {targets!r}")
+    return _plan_with_peft(model, config, f"lora.target_modules = {targets!r}")
 
 
-def files_of(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:
-    """The files of a directory in peft's format, by name.
+def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:
+    """Return the files of a directory in peft's format, by name.
 
     Args:
-        weights: full, by peft's names.
-        base: directory or hub name of the model that it is for.
+        plan: layers and configuration of the adapter.
+        weights: full weights by peft's names.
+        base: directory or hub name of the base model.
     """
     config = {**plan.config, "base_model_name_or_path": base, "inference_mode": True}
     return {
@@ -62,10 +65,11 @@ def files_of(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dic
 
 
 def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[str, Tensor]]:
-    """An adapter in a directory in peft's format: what it is, and its full weights by peft's names.
+    """Read an adapter from a directory in peft's format: its plan, and its full weights by peft's names.
 
     Raises:
-        ValueError: it is damaged, of another model, or more than low-rank adapters of linear layers; names file and key.
+        ValueError: the adapter is damaged, of another model, or not limited to low-rank factors of linear layers;
+            names file and key.
     """
     file = folder / SAFETENSORS_WEIGHTS_NAME
     try:
@@ -77,11 +81,13 @@ def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[s
         raise ValueError(
             f"{folder / CONFIG_NAME}: an adapter of the kind {type(config).__name__}; only LoRA can be loaded"
         )
+    # Dropout only matters for training, and this library does not apply it.
     if config.lora_dropout:
         logger.warning(
             "%s: lora_dropout = %s is left out: nothing is dropped", folder / CONFIG_NAME, config.lora_dropout
         )
-    plan = _plan(_without_values(hf), config, str(folder / CONFIG_NAME))
+    plan = _plan_with_peft(_meta_model(hf), config, str(folder / CONFIG_NAME))
+    # Compare names and shapes in both directions.
     shapes = plan.shapes
     for name, shape in shapes.items():
         if name not in weights:
@@ -96,39 +102,47 @@ def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[s
     return plan, weights
 
 
-def _without_values(hf: PretrainedConfig) -> PreTrainedModel:
+def _meta_model(hf: PretrainedConfig) -> PreTrainedModel:
+    # A copy, because building a model changes the configuration.
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(hf))
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers but the head. Beside stacked experts, peft takes those of a feed-forward network for
-    the experts' own.
+    """Return the last components of the names of all linear layers except the head.
+
+    In a model with stacked experts, peft would also match the experts with the names of a feed-forward network:
+    leave these out.
     """
     stacked = any(parameter.dim() == 3 for parameter in model.parameters())
     return sorted({name.rpartition(".")[2] for name in decoder_linears(model)} - (_FEED_FORWARD if stacked else set()))
 
 
-def _plan(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:
+def _plan_with_peft(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:
+    # These options train more than low-rank factors.
     if config.use_dora or config.bias != "none" or config.modules_to_save or config.target_parameters:
         raise ValueError(
             f"{where}: only low-rank factors of linear layers are trained; leave out DoRA, biases and further modules"
         )
+    # peft resolves the names: apply it to a model without values.
     with torch.device("meta"):
         try:
             model: Any = get_peft_model(bare, config, adapter_name=_NAME)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
     modules: dict[str, Any] = dict(model.named_modules())
-    targets = tuple(_target(where, name, module) for name, module in modules.items() if hasattr(module, "lora_A"))
-    # What peft itself would write: names as it resolved them, sets as lists.
+    targets = tuple(
+        _adapter_target(where, name, module) for name, module in modules.items() if hasattr(module, "lora_A")
+    )
+    # The configuration as peft writes it: resolved names, sets as sorted lists.
     written = {key: sorted(x) if isinstance(x, set) else x for key, x in model.peft_config[_NAME].to_dict().items()}
     return AdapterPlan(targets, json.loads(json.dumps(written, default=str)))
 
 
-def _target(where: str, name: str, module: Any) -> Target:
+def _adapter_target(where: str, name: str, module: Any) -> Target:
     key = name.removeprefix(PREFIX)
     layer: Any = module.get_base_layer()
+    # Embeddings and convolutions may match too.
     if not isinstance(module, Linear) or not isinstance(layer, torch.nn.Linear):
         raise ValueError(f"{where} names {key}, which is not a linear layer: leave it out")
     return Target(key, module.r[_NAME], float(module.scaling[_NAME]), layer.in_features, layer.out_features)

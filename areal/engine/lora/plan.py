@@ -1,4 +1,4 @@
-"""What an adapter consists of, before it has any values."""
+"""The layers and configuration of an adapter, without values."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 PREFIX = "base_model.model."
-"""Stands before the names of layers in peft's files."""
+"""Prefix of layer names in peft's files."""
 
 
 def decoder_linears(hf: PreTrainedModel) -> dict[str, Any]:
-    """The linear layers of a model by name, but for the output head, which is multiplied with outside its own forward."""
+    """Return the linear layers of a model by name, without the output head.
+
+    The weight of the head is used outside its own forward.
+    """
     head = hf.get_output_embeddings()
     return {name: x for name, x in hf.named_modules() if isinstance(x, nn.Linear) and x is not head}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer that gets an adapter.
+    """A linear layer with an adapter.
 
     Attributes:
-        key: the layer's name in the Hugging Face model.
-        rank: of the product. scale: what it is multiplied by.
+        key: name of the layer in the Hugging Face model.
+        rank: rank of the product.
+        scale: factor of the product.
         inputs, outputs: features of the layer.
     """
 
@@ -48,15 +52,15 @@ class Target:
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The layers that get an adapter, in the order of the model, and the content of ``adapter_config.json``."""
+    """The layers with an adapter, in the order of the model, and the content of ``adapter_config.json``."""
 
     targets: tuple[Target, ...]
     config: Mapping[str, Any]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all weights, by peft's names."""
-        found: dict[str, tuple[int, ...]] = {}
+        """Shapes of all weights, by peft's names."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for target in self.targets:
-            found |= {target.down: (target.rank, target.inputs), target.up: (target.outputs, target.rank)}
-        return found
+            shapes |= {target.down: (target.rank, target.inputs), target.up: (target.outputs, target.rank)}
+        return shapes

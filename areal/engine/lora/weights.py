@@ -1,4 +1,4 @@
-"""The weights of a model with an adapter merged into them, as they are streamed and written."""
+"""Stream and write the weights of a model with an adapter merged into them."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ from areal.utils.dtensor import full_box
 
 
 class ModelWeights(WeightSource, FolderWeights, Protocol):
-    """A model's weights, streamed and in files."""
+    """A model's weights, as a stream and in files."""
 
 
 class AdaptedWeights:
-    """What an engine computes with. Only copies are merged: no weight of the model changes.
+    """The weights of a model with the active adapter merged. Only copies are changed, never the model.
 
     Args:
-        weights: of the model.
+        weights: weights of the model.
+        adapters: adapters of the engine.
     """
 
     def __init__(self, weights: ModelWeights, adapters: AdapterSet) -> None:
         self._weights, self._adapters = weights, adapters
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The model's, with what the adapter that computes adds. Collective."""
+        """Yield the model's weights with the active adapter merged. Collective."""
         deltas = self._adapters.deltas()
         for name, tensor in self._weights.named_tensors():
-            delta = deltas.get(_layer(name))
-            yield NamedTensor(name, tensor if delta is None else delta.added(tensor, full_box(tensor.shape)))
+            delta = deltas.get(_layer_name(name))
+            yield NamedTensor(name, tensor if delta is None else delta.add_to(tensor, full_box(tensor.shape)))
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """Those of the adapter that is trained, under the names in peft's files. Collective."""
+        """Yield the gradients of the trained adapter, by peft's names. Collective."""
         return self._adapters.current.named_gradients()
 
     def export(self) -> Export:
-        """What is to be written; a merged part is computed when it is wanted. Collective."""
+        """Return the tensors to write; merged slices are computed on demand. Collective."""
         deltas, export = self._adapters.deltas(), self._weights.export()
 
         def slices() -> Iterator[Slice | ComputedSlice]:
-            for part in export.slices:
-                delta = deltas.get(_layer(part.name))
+            for entry in export.slices:
+                delta = deltas.get(_layer_name(entry.name))
                 if delta is None:
-                    yield part
+                    yield entry
                 else:
-                    compute = functools.partial(delta.added, part.values, part.box)
-                    yield ComputedSlice(part.name, part.box, compute)
+                    # Merge when the slice is written, so that no second copy of the model exists.
+                    compute = functools.partial(delta.add_to, entry.values, entry.box)
+                    yield ComputedSlice(entry.name, entry.box, compute)
 
         return replace(export, slices=slices())
 
@@ -63,5 +65,5 @@ class AdaptedWeights:
         self._weights.read(folder)
 
 
-def _layer(name: str) -> str:
+def _layer_name(name: str) -> str:
     return name.removesuffix(".weight")

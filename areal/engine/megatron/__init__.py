@@ -1,1 +1,1 @@
-"""The Megatron-Core engine. Everything here needs the extra ``megatron``."""
+"""The Megatron-Core engine, its weights and its checkpoints. Requires the extra ``megatron``."""

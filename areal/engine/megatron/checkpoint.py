@@ -1,4 +1,4 @@
-"""Saves and loads a Megatron-Core model, its optimizer and the state of the run."""
+"""Save and load a Megatron-Core model, its optimizer and the state of the run."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from areal.engine.megatron.dist_checkpoint import (
     FORMAT,
     MAINS,
     OPTIMIZER,
+    ModelTensors,
     ParameterState,
-    Pieces,
     SavePlanner,
     common_state,
-    model_pieces,
+    model_tensors,
     optimizer_states,
-    parts_of,
     set_step,
-    state_boxes,
-    store,
-    to_load,
-    to_save,
+    state_tensors,
+    sub_optimizers,
+    tensors_to_load,
+    tensors_to_save,
+    write_back,
 )
 from areal.engine.megatron.weights import MegatronWeights
 from areal.engine.optimizer import ClippingOptimizer
@@ -49,17 +49,20 @@ _EXTRA_STATE = "_extra_state"
 
 
 class MegatronCheckpointer(EngineCheckpointer):
-    """Checkpoints of one engine.
+    """Checkpoints of one Megatron engine.
 
-    ``"dcp"`` checkpoints are Megatron-Core's ``torch_dist`` ones, which ``megatron.core.dist_checkpointing.load`` reads too. Any layout
-    loads them, and an engine whose optimizer is distributed, or whose dtype is another, loads those of one where it is not.
+    ``"dcp"`` checkpoints have Megatron-Core's ``torch_dist`` format, which
+    ``megatron.core.dist_checkpointing.load`` can read. Any layout can load them. Engines with and without a
+    distributed optimizer, and of different dtypes, can load each other's.
 
     Args:
-        chunks: of this rank.
-        chained: Megatron-Core's optimizer over them, and ``schedule`` around it, or None for both.
-        weights: of the same chunks. groups: of the layout.
-        vocab_size: rows of the vocabulary, without those that only fill it up.
-        others: as :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
+        chunks: model chunks of this rank.
+        chained: Megatron-Core's optimizer over the chunks, or ``None``.
+        schedule: clipping and learning-rate schedule around ``chained``, or ``None``.
+        weights: weights of the same chunks.
+        groups: process groups of the layout.
+        vocab_size: rows of the vocabulary, without padding.
+        run, control, source, options: as in :class:`~areal.engine.checkpoint.checkpointer.EngineCheckpointer`.
     """
 
     engine: ClassVar[str] = "megatron"
@@ -77,8 +80,10 @@ class MegatronCheckpointer(EngineCheckpointer):
         source: str,
         **options: Any,
     ) -> None:
+        # A rank without parameters of an optimizer has an empty entry. The kind of optimizer is recorded in the
+        # checkpoint.
         inners = (
-            [part.optimizer for part in chained.chained_optimizers if part.optimizer is not None] if chained else []
+            [each.optimizer for each in chained.chained_optimizers if each.optimizer is not None] if chained else []
         )
         kind = type(inners[0]).__name__ if inners else None
         super().__init__(schedule, kind, weights, run, control, source, **options)
@@ -90,155 +95,179 @@ class MegatronCheckpointer(EngineCheckpointer):
         self._keys: set[str] = set()
 
     def load(self, meta: SaveLoadMeta) -> None:
-        if not self._keys:  # what the model has on any stage
-            mine = {piece.key for pieces in self._pieces().values() for piece in pieces}
-            self._keys = set().union(*self._control.gather(mine))
+        if not self._keys:  # keys of the full model, over all stages; they never change
+            own_keys = {tensor.key for tensors in self._model_tensors().values() for tensor in tensors}
+            self._keys = set().union(*self._control.gather(own_keys))
         super().load(meta)
 
     def _prepare_dcp(
         self, files: Mapping[str, bytes], draft: Path, *, with_optim: bool, asynchronous: bool, about: dict[str, Any]
     ) -> SaveTask:
-        grad.settle_parameters(self._chunks)
+        # With overlapped gathers, parameters may still be incomplete.
+        grad.finish_param_gather(self._chunks)
         files = dict(files)
 
         def collect_tensors() -> dict[str, Any]:
-            pieces = self._pieces()
-            optimizer = self._optimizer_tensors(pieces) if with_optim else ()
+            model = self._model_tensors()
+            optimizer = self._optimizer_tensors(model) if with_optim else ()
             if self._control.rank == 0:
                 files.update(self._common_files(with_optim))
-            return to_save(chain(chain.from_iterable(pieces.values()), optimizer))
+            return tensors_to_save(chain(chain.from_iterable(model.values()), optimizer))
 
+        # An error of any rank must be raised on all before the collective planning of the files.
         tensors = self._control.attempt(collect_tensors)
+        # The vocabulary size tells padding rows from real ones when loading.
         planner = SavePlanner(flatten_state_dict=False)
         about = about | {"vocab_size": self._vocab_size}
         return prepare_files(tensors, files, planner, self._control, draft, asynchronous=asynchronous, about=about)
 
     def _common_files(self, with_optim: bool) -> dict[str, bytes]:
-        """What ``megatron.core.dist_checkpointing`` looks for beside the tensors."""
+        """Return the files, in addition to the tensors, that ``megatron.core.dist_checkpointing`` expects."""
         common: dict[str, Any] = {"content_metadata": dict(FORMAT)}
         if with_optim and self._chained is not None:
             common["optimizer"] = common_state(self._chained)
         config = CheckpointingConfig("torch_dist", 1)
         return {COMMON_STATE_FNAME: to_bytes(common), CONFIG_FNAME: json.dumps(asdict(config)).encode()}
 
-    def _pieces(self) -> Pieces:
-        return model_pieces(self._chunks, self._groups)
+    def _model_tensors(self) -> ModelTensors:
+        return model_tensors(self._chunks, self._groups)
 
-    def _optimizer_tensors(self, pieces: Pieces) -> Iterator[ShardedTensor]:
-        for part in parts_of(self._chained) if self._chained is not None else ():
-            for held in optimizer_states(part):
-                for name in held.states:
-                    yield from state_boxes(held, pieces[held.parameter], name, f"{OPTIMIZER}{name}.{{}}")
+    def _optimizer_tensors(self, tensors: ModelTensors) -> Iterator[ShardedTensor]:
+        for optimizer in sub_optimizers(self._chained) if self._chained is not None else ():
+            for state in optimizer_states(optimizer):
+                for name in state.states:
+                    yield from state_tensors(state, tensors[state.parameter], name, f"{OPTIMIZER}{name}.{{}}")
 
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
+        # Compare everything that will be read, before anything changes.
         metadata = read_metadata(path)
-        pieces = self._pieces()
+        tensors = self._model_tensors()
         saved = _Saved(path, metadata, about["vocab_size"])
-        saved.check_model(pieces, self._keys, self._vocab_size)
+        saved.check_model(tensors, self._keys, self._vocab_size)
         if with_optim and self._chained is not None:
-            for part in parts_of(self._chained):
-                for held in optimizer_states(part):
-                    saved.check_optimizer(held, pieces[held.parameter])
+            for optimizer in sub_optimizers(self._chained):
+                for state in optimizer_states(optimizer):
+                    saved.check_optimizer(state, tensors[state.parameter])
 
         def read() -> None:
-            grad.settle_parameters(self._chunks)
-            wanted = [saved.source_of(piece) for each in pieces.values() for piece in each]
-            read_tensors(path, metadata, *to_load(wanted))
+            grad.finish_param_gather(self._chunks)
+            # Read the model; then the optimizer, or its main parameters from the model.
+            wanted = [saved.source_of(tensor) for each in tensors.values() for tensor in each]
+            read_tensors(path, metadata, *tensors_to_load(wanted))
             if self._chained is None:
                 return
             if with_optim:
-                self._read_optimizer(saved, pieces)
+                self._read_optimizer(saved, tensors)
             else:
                 self._chained.reload_model_params()
 
         return read
 
     @torch.no_grad()
-    def _read_optimizer(self, saved: _Saved, pieces: Pieces) -> None:
+    def _read_optimizer(self, saved: _Saved, tensors: ModelTensors) -> None:
         if self._chained is None or self._clipping is None:
             return
-        parts = parts_of(self._chained)
-        # Copies of a precision-aware optimizer's states are filled before they are put back.
-        found = [(part, held) for part in parts for held in optimizer_states(part)]
+        optimizers = sub_optimizers(self._chained)
+        # A precision-aware optimizer returns copies of its states: fill these, and write them back below.
+        states = [(optimizer, state) for optimizer in optimizers for state in optimizer_states(optimizer)]
         wanted = [
             tensor
-            for _, held in found
-            for name in held.states
-            if not (name == held.main and held.main_is_view)  # read with the model, whole
-            for tensor in saved.state_of(held, pieces[held.parameter], name)
+            for _, state in states
+            for name in state.states
+            if not (name == state.main and state.main_is_view)  # already read with the model
+            for tensor in saved.state_of(state, tensors[state.parameter], name)
         ]
-        read_tensors(saved.path, saved.metadata, *to_load(wanted))
-        for part, held in found:
-            store(part, held)
-        set_step(parts, self._clipping.steps)
+        read_tensors(saved.path, saved.metadata, *tensors_to_load(wanted))
+        for optimizer, state in states:
+            write_back(optimizer, state)
+        set_step(optimizers, self._clipping.steps)
 
 
 class _Saved:
-    """What a checkpoint holds, compared with what a model needs.
+    """Content of a checkpoint, compared with the needs of a model.
 
     Args:
-        vocab_size: of the model that was saved.
+        path: directory of the checkpoint.
+        metadata: metadata of the checkpoint.
+        vocab_size: vocabulary size of the saved model.
     """
 
     def __init__(self, path: Path, metadata: Metadata, vocab_size: int) -> None:
         self.path, self.metadata = path, metadata
         self._vocab_size = vocab_size
         self._tensors = {
-            key: found
-            for key, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata) and _EXTRA_STATE not in key
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and _EXTRA_STATE not in key
         }
 
-    def check_model(self, pieces: Pieces, keys: set[str], vocab_size: int) -> None:
-        """Args: keys: of the whole model.
+    def check_model(self, tensors: ModelTensors, keys: set[str], vocab_size: int) -> None:
+        """Compare the tensors of the model.
+
+        Args:
+            tensors: tensors of this rank's chunks.
+            keys: keys of the full model.
+            vocab_size: vocabulary size of the model.
 
         Raises:
-            ValueError: it is of another model; names file and key.
+            ValueError: the checkpoint is of another model; names file and key.
         """
-        for piece in chain.from_iterable(pieces.values()):
-            self._check(piece, piece.key)
-            if piece.allow_shape_mismatch and vocab_size != self._vocab_size:
+        for tensor in chain.from_iterable(tensors.values()):
+            self._check(tensor, tensor.key)
+            # Padded tensors may differ in shape between layouts, but not in their real rows.
+            if tensor.allow_shape_mismatch and vocab_size != self._vocab_size:
                 raise ValueError(
-                    f"{self.path / METADATA}: {piece.key!r} is of a vocabulary of {self._vocab_size}, but the model's has {vocab_size}"
+                    f"{self.path / METADATA}: {tensor.key!r} is of a vocabulary of {self._vocab_size}, but the model's has {vocab_size}"
                 )
+        # Tensors that no stage needs belong to another model.
         extra = sorted(key for key in self._tensors if not key.startswith(OPTIMIZER) and key not in keys)
         if extra:
             raise ValueError(
                 f"{self.path / METADATA} has {extra[0]!r}, which the model has not: it is of another model"
             )
 
-    def check_optimizer(self, held: ParameterState, pieces: Sequence[ShardedTensor]) -> None:
-        """Raises ValueError where a state of a parameter is missing; names file and key."""
-        for name in held.states:
-            for piece in pieces:
-                if name != held.main:
-                    self._check(piece, f"{OPTIMIZER}{name}.{piece.key}")
+    def check_optimizer(self, state: ParameterState, tensors: Sequence[ShardedTensor]) -> None:
+        """Check that all optimizer states of a parameter are present, except the main parameter.
 
-    def _check(self, piece: ShardedTensor, key: str) -> None:
-        found = self._tensors.get(key)
-        if found is None:
+        Raises:
+            ValueError: a state is missing; names file and key.
+        """
+        for name in state.states:
+            for tensor in tensors:
+                if name != state.main:
+                    self._check(tensor, f"{OPTIMIZER}{name}.{tensor.key}")
+
+    def _check(self, tensor: ShardedTensor, key: str) -> None:
+        entry = self._tensors.get(key)
+        if entry is None:
             raise ValueError(f"{self.path / METADATA} has no {key!r}, which the model needs: it is of another model")
-        rows = 1 if piece.allow_shape_mismatch else 0  # their number depends on how ranks share out a vocabulary
-        if len(found.size) != len(piece.global_shape) or tuple(found.size[rows:]) != piece.global_shape[rows:]:
+        rows = 1 if tensor.allow_shape_mismatch else 0  # padding depends on the tensor-parallel size
+        if len(entry.size) != len(tensor.global_shape) or tuple(entry.size[rows:]) != tensor.global_shape[rows:]:
             raise ValueError(
-                f"{self.path / METADATA}: {key!r} has shape {list(found.size)}, but the model needs {list(piece.global_shape)}"
+                f"{self.path / METADATA}: {key!r} has shape {list(entry.size)}, but the model needs {list(tensor.global_shape)}"
             )
 
-    def source_of(self, piece: ShardedTensor) -> ShardedTensor:
-        """From where a tensor of the model is read: from the main parameters where they are finer, and the model is."""
-        stored = self._tensors[piece.key].properties.dtype
-        if piece.dtype.itemsize <= stored.itemsize:
-            return piece
-        mains = [key for key in self._mains(piece) if key in self._tensors]
-        return replace(piece, key=mains[0]) if mains else piece
+    def source_of(self, tensor: ShardedTensor) -> ShardedTensor:
+        """Return the tensor to read for a tensor of the model.
 
-    def state_of(self, held: ParameterState, pieces: Sequence[ShardedTensor], name: str) -> Iterator[ShardedTensor]:
-        """From where a state is read. Where no main parameters were kept, they are what the model's parameters were."""
-        for piece in pieces:
-            keys = [f"{OPTIMIZER}{name}.{piece.key}"]
-            if name == held.main:
-                keys = [key for key in self._mains(piece) if key in self._tensors] or [piece.key]
-            yield from state_boxes(held, [piece], name, keys[0])
+        This is the main parameter if it is saved, and the model has a wider dtype than the saved model.
+        """
+        stored = self._tensors[tensor.key].properties.dtype
+        if tensor.dtype.itemsize <= stored.itemsize:
+            return tensor
+        mains = [key for key in self._mains(tensor) if key in self._tensors]
+        return replace(tensor, key=mains[0]) if mains else tensor
 
-    def _mains(self, piece: ShardedTensor) -> list[str]:
-        return [f"{OPTIMIZER}{name}.{piece.key}" for name in MAINS]
+    def state_of(self, state: ParameterState, tensors: Sequence[ShardedTensor], name: str) -> Iterator[ShardedTensor]:
+        """Yield the tensors to read for an optimizer state.
+
+        Without saved main parameters, they are read from the model's parameters.
+        """
+        for tensor in tensors:
+            keys = [f"{OPTIMIZER}{name}.{tensor.key}"]
+            if name == state.main:
+                keys = [key for key in self._mains(tensor) if key in self._tensors] or [tensor.key]
+            yield from state_tensors(state, [tensor], name, keys[0])
+
+    def _mains(self, tensor: ShardedTensor) -> list[str]:
+        return [f"{OPTIMIZER}{name}.{tensor.key}" for name in MAINS]

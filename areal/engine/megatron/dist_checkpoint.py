@@ -1,8 +1,10 @@
-"""The tensors of a Megatron-Core model and its optimizer, as a ``torch_dist`` checkpoint of Megatron-Core names and cuts them.
+"""Tensors of a Megatron-Core model and its optimizer, named and sharded as in Megatron-Core's ``torch_dist``
+checkpoints.
 
-Optimizer state has the names and shapes of Megatron-Core's ``fully_reshardable`` format, so that it can be read in any layout, and by
-``megatron.core.dist_checkpointing.load``. But where the distributed optimizer holds a stretch of a flattened parameter, Megatron-Core
-gathers all of them on every rank's host before it writes. Here each rank writes and reads its own stretch, as the boxes that it covers.
+Optimizer state has the names and shapes of the ``fully_reshardable`` format, so that any layout and
+``megatron.core.dist_checkpointing.load`` can read it. Each rank of the distributed optimizer has a contiguous range
+of a flattened parameter. Megatron-Core gathers all ranges on every rank's host before writing. Here each rank reads
+and writes only its own range, as the boxes that the range covers.
 """
 
 from __future__ import annotations
@@ -31,47 +33,50 @@ from areal.engine.checkpoint.dcp import StagedPlanner
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 
 OPTIMIZER = "optimizer.state."
-"""With what the keys of optimizer state begin; behind it stand the state's name and the key of its parameter."""
+"""Prefix of the keys of optimizer state, followed by the name of the state and the key of the parameter."""
 
 MAINS = ("param", "fp32_param")
-"""Names of the main parameters: of the distributed optimizer, and of the one that is not."""
+"""Names of main parameters: with a distributed optimizer, and without."""
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "non_homogeneous_layers": True,
 }
-"""What Megatron-Core is told of the format, so that keys do not depend on the layout."""
+"""Metadata of the format for Megatron-Core, chosen so that keys do not depend on the layout."""
 
-Pieces = dict[Tensor, list[ShardedTensor]]
-"""For each tensor of a model, by identity, what it is in the checkpoint: itself, or the parts of a fused one, one behind the other."""
+ModelTensors = dict[Tensor, list[ShardedTensor]]
+"""For each tensor of a model, by identity, its tensors in the checkpoint: one, or the components of a fused tensor in
+order.
+"""
 
 
 class SavePlanner(StagedPlanner, MCoreSavePlanner):
-    """Megatron-Core's planner, which can copy what it will write."""
+    """Megatron-Core's planner, extended by copying the data to write."""
 
 
 @torch.no_grad()
-def model_pieces(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> Pieces:
-    """The parameters and buffers of this rank's chunks."""
-    pieces: Pieces = {}
+def model_tensors(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> ModelTensors:
+    """Return the parameters and buffers of this rank's chunks."""
+    tensors: ModelTensors = {}
     for chunk in chunks:
         for entry in nested_values(_sharded_state(chunk.module, groups)):
             if isinstance(entry, ShardedTensorFactory):
-                pieces[entry.data] = list(nested_values(entry.build()))
-            elif isinstance(entry, ShardedTensor):  # and not the empty extra state of Transformer Engine's modules
-                pieces[entry.data] = [entry]
-    return pieces
+                tensors[entry.data] = list(nested_values(entry.build()))
+            elif isinstance(entry, ShardedTensor):  # excludes the empty extra state of Transformer Engine's modules
+                tensors[entry.data] = [entry]
+    return tensors
 
 
 def _sharded_state(chunk: PackedGPT, groups: ProcessGroupCollection) -> dict[str, Any]:
     for module in chunk.modules():
         if isinstance(module, MegatronModule) and not hasattr(module, "tp_group"):
-            module.tp_group = groups.tp  # otherwise it asks megatron.core.parallel_state, which is not in use
+            module.tp_group = groups.tp  # otherwise Megatron-Core reads parallel_state, which is unused here
     metadata = {"dp_cp_group": groups.dp_cp, **FORMAT}
     if not (chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process):
         return chunk.sharded_state_dict(metadata=metadata)
-    # A tied head on another stage than the embedding is a replica of it: said here, as Megatron-Core would ask parallel_state.
+    # A tied head on another stage is a replica of the embedding. Megatron-Core would query parallel_state for that,
+    # so that the head is saved as untied and then renamed.
     chunk.share_embeddings_and_output_weights = False
     try:
         state = chunk.sharded_state_dict(metadata=metadata)
@@ -87,12 +92,13 @@ class ParameterState:
     """Optimizer state of a parameter on this rank.
 
     Attributes:
-        parameter: the model's.
-        start: where the state begins in the flattened parameter.
-        main: the main parameter and its name in the checkpoint; None where it is the model's parameter, or kept within the optimizer.
-        states: by name.
-        split: whether data-parallel ranks hold different stretches.
-        main_is_view: the main parameter is memory of the model's.
+        parameter: parameter of the model.
+        start: position of the state in the flattened parameter.
+        states: flat tensors by name.
+        split: whether data-parallel ranks have different ranges.
+        main: name of the main parameter in the checkpoint; ``None`` if it is the model's parameter or private to
+            the optimizer.
+        main_is_view: whether the main parameter is memory of the model.
     """
 
     parameter: nn.Parameter
@@ -103,108 +109,129 @@ class ParameterState:
     main_is_view: bool = False
 
 
-def parts_of(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers with parameters on this rank, with their state made where no step has made it."""
-    parts = [part for part in chained.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
-    for part in parts:
-        inner = part.optimizer
-        if part.init_state_fn is not None:
-            part.init_state_fn(inner, part.config)
+def sub_optimizers(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers with parameters on this rank. Missing state is created."""
+    optimizers = [
+        optimizer for optimizer in chained.chained_optimizers if not getattr(optimizer, "is_stub_optimizer", False)
+    ]
+    for optimizer in optimizers:
+        inner = optimizer.optimizer
+        if optimizer.init_state_fn is not None:
+            optimizer.init_state_fn(inner, optimizer.config)
+        # State that torch would create in the first step.
         for group in inner.param_groups:
             for main in group["params"]:
                 if isinstance(inner, torch.optim.Adam):
                     inner.state[main].setdefault("step", torch.tensor(0.0))
                 elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
                     inner.state[main].setdefault("momentum_buffer", torch.zeros_like(main))
-    return parts
+    return optimizers
 
 
-def optimizer_states(part: MegatronOptimizer) -> Iterator[ParameterState]:
-    """The state of each parameter that an optimizer updates on this rank."""
-    state = part.optimizer.state
-    if isinstance(part, DistributedOptimizer):
-        for parameter in part.model_param_gbuf_map:
-            start = part._get_model_param_range_map(parameter)["param"].start
-            states = _tensors(part._get_main_param_and_optimizer_states(parameter))
+def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
+    """Yield the state of each parameter that an optimizer updates on this rank."""
+    state = optimizer.optimizer.state
+    # The distributed optimizer has a range of each flattened parameter.
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter in optimizer.model_param_gbuf_map:
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            states = _state_tensors_without_step(optimizer._get_main_param_and_optimizer_states(parameter))
             view = parameter.dtype == torch.float32
             yield ParameterState(parameter, start, states, split=True, main="param", main_is_view=view)
         return
-    mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in part.get_parameters()]
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        mains = [(main, main, None) for group in part.fp32_from_fp32_groups for main in group]
-        for models, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+    # Without main parameters, the optimizer updates the model's parameters.
+    mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in optimizer.get_parameters()]
+    # In bf16 runs, pair each parameter with its float32 main parameter.
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        mains = [(main, main, None) for group in optimizer.fp32_from_fp32_groups for main in group]
+        for models, copies in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             mains += [(parameter, main, "fp32_param") for parameter, main in zip(models, copies, strict=True)]
     for parameter, main, name in mains:
-        states = _tensors(state[main])
+        states = _state_tensors_without_step(state[main])
         if name is not None:
             states[name] = main.detach()
         yield ParameterState(parameter, 0, states, split=False, main=name)
 
 
-def _tensors(states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Apart from the step, which all parameters share."""
+def _state_tensors_without_step(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors among the states, without the step, which all parameters share."""
     return {name: value.detach() for name, value in states.items() if isinstance(value, Tensor) and name != "step"}
 
 
-def store(part: MegatronOptimizer, held: ParameterState) -> None:
-    """Put states where the optimizer keeps them, if :func:`optimizer_states` gave copies: a precision-aware optimizer's."""
-    if isinstance(part, DistributedOptimizer) and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        part._set_main_param_and_optimizer_states(held.parameter, held.states)
+def write_back(optimizer: MegatronOptimizer, state: ParameterState) -> None:
+    """Write states to a precision-aware optimizer, for which :func:`optimizer_states` returned copies."""
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        optimizer._set_main_param_and_optimizer_states(state.parameter, state.states)
 
 
-def set_step(parts: Iterable[MegatronOptimizer], step: int) -> None:
-    """Set the number of steps that the moments come from."""
-    for part in parts:
-        for state in part.optimizer.state.values():
+def set_step(optimizers: Iterable[MegatronOptimizer], step: int) -> None:
+    """Set the number of steps in an optimizer's state."""
+    for optimizer in optimizers:
+        for state in optimizer.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(step)
-        for group in part.optimizer.param_groups:
+        for group in optimizer.optimizer.param_groups:
             if "step" in group:
                 group["step"] = step
 
 
 def common_state(chained: ChainedOptimizer) -> dict[Any, Any]:
-    """What ``common.pt`` says of the optimizer: hyperparameters and the step, in the form of Megatron-Core's ``sharded_state_dict``."""
+    """Return the optimizer's entry in ``common.pt``: hyperparameters and the step.
+
+    It has the form of Megatron-Core's ``sharded_state_dict``.
+    """
     states: list[dict[Any, Any]] = []
-    for part in parts_of(chained):
-        if isinstance(part, DistributedOptimizer):
-            states.append({**part.state_dict(), "param_state_sharding_type": FORMAT["distrib_optim_sharding_type"]})
+    for optimizer in sub_optimizers(chained):
+        if isinstance(optimizer, DistributedOptimizer):
+            states.append(
+                {**optimizer.state_dict(), "param_state_sharding_type": FORMAT["distrib_optim_sharding_type"]}
+            )
             continue
+        # The other optimizers: parameters are stored by key, so that only settings and the step remain.
         groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in part.optimizer.param_groups
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.optimizer.param_groups
         ]
-        steps = [state["step"] for state in part.optimizer.state.values() if "step" in state]
+        steps = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
         common = {"param_groups": groups, "state": {"common_step": steps[0]} if steps and steps[0] else {}}
-        states.append({"optimizer": common} if isinstance(part, Float16OptimizerWithFloat16Params) else common)
+        states.append({"optimizer": common} if isinstance(optimizer, Float16OptimizerWithFloat16Params) else common)
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def state_boxes(held: ParameterState, pieces: Sequence[ShardedTensor], name: str, key: str) -> Iterator[ShardedTensor]:
-    """One state of a parameter, as boxes of the checkpoint's tensors, sharing its memory.
+def state_tensors(
+    state: ParameterState, tensors: Sequence[ShardedTensor], name: str, key: str
+) -> Iterator[ShardedTensor]:
+    """Yield one state of a parameter as boxes of the checkpoint's tensors, sharing its memory.
 
     Args:
-        pieces: of the parameter. name: of the state.
-        key: of the tensors in the checkpoint, with ``{}`` for the key of the piece.
+        state: states of the parameter.
+        tensors: tensors of the parameter in the checkpoint.
+        name: name of the state.
+        key: key of the state in the checkpoint, with ``{}`` for the key of the parameter.
     """
-    flat = held.states[name].reshape(-1)
-    stop = held.start + len(flat)
-    for piece in pieces:
-        first = piece.data.storage_offset() - held.parameter.storage_offset()
+    flat = state.states[name].reshape(-1)
+    stop = state.start + len(flat)
+    for piece in tensors:
+        # Position of this tensor in the flattened parameter, and its overlap with the range of the state.
+        first = piece.data.storage_offset() - state.parameter.storage_offset()
         if not piece.data.is_contiguous():
             raise ValueError(f"{piece.key!r} is no stretch of its parameter: its optimizer state cannot be saved")
-        low, high = max(held.start, first), min(stop, first + piece.data.numel())
-        replica = (*piece.replica_id[:2], 0) if held.split else piece.replica_id
+        low, high = max(state.start, first), min(stop, first + piece.data.numel())
+        # Data-parallel ranks with different ranges are not replicas of each other.
+        replica = (*piece.replica_id[:2], 0) if state.split else piece.replica_id
+        # A range of a flattened tensor is a few boxes: partial rows at the ends, full rows between.
         for offsets, sizes in boxes(low - first, high - first, piece.local_shape):
             size = math.prod(sizes)
-            lead, place = piece.global_offset[: piece.prepend_axis_num], piece.global_offset[piece.prepend_axis_num :]
+            n_lead = piece.prepend_axis_num
+            lead, corner = piece.global_offset[:n_lead], piece.global_offset[n_lead:]
             shape = ((1,) * len(lead)) + sizes
             yield ShardedTensor(
                 key.format(piece.key),
-                flat[low - held.start : low - held.start + size].view(shape),
+                flat[low - state.start : low - state.start + size].view(shape),
                 flat.dtype,
                 shape,
                 piece.global_shape,
-                (*lead, *(start + offset for start, offset in zip(place, offsets, strict=True))),
+                (*lead, *(start + offset for start, offset in zip(corner, offsets, strict=True))),
                 axis_fragmentations=None,
                 replica_id=replica,
                 allow_shape_mismatch=piece.allow_shape_mismatch,
@@ -213,7 +240,7 @@ def state_boxes(held: ParameterState, pieces: Sequence[ShardedTensor], name: str
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes ``(offsets, sizes)`` that make up elements ``start`` to ``stop`` of a flattened tensor, in order."""
+    """Yield the boxes ``(offsets, sizes)`` that cover elements ``start`` to ``stop`` of a flattened tensor, in order."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -221,25 +248,30 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple
         return
     row = math.prod(shape[1:])
     at = start // row
-    if start % row or stop < start + row:  # part of one row, and then the rest
+    if start % row or stop < start + row:  # a partial row, then the rest
         end = min(stop, (at + 1) * row)
         for offsets, sizes in boxes(start - at * row, end - at * row, shape[1:]):
             yield (at, *offsets), (1, *sizes)
         yield from boxes(end, stop, shape)
         return
+    # Full rows are one box.
     rows = (stop - start) // row
     yield (at,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
     yield from boxes(start + rows * row, stop, shape)
 
 
-def to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
-    """What torch's planners take, by key: of replicas the first alone."""
-    return mcore_to_pyt_state_dict(_by_key(t for t in tensors if is_main_replica(t.replica_id)))
+def tensors_to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
+    """Return the tensors for torch's planner, by key. Of replicas only the first is saved."""
+    return mcore_to_pyt_state_dict(_group_by_key(t for t in tensors if is_main_replica(t.replica_id)))
 
 
-def to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
-    """What torch's planners take, by key, to fill in place; and the planner. Tensors that may be of another size are zeroed."""
+def tensors_to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
+    """Return the tensors for torch's planner to fill in place, by key, and the planner.
+
+    Tensors whose shape may differ are zeroed.
+    """
     tensors = list(tensors)
+    # Padding may differ between layouts: shapes of padded tensors are not compared.
     loose = {t.key: t for t in tensors if t.allow_shape_mismatch}
     strict = [t for t in tensors if not t.allow_shape_mismatch]
     planner = MCoreLoadPlanner(
@@ -247,11 +279,11 @@ def to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoad
         allow_shape_mismatch_sharded_tensors=loose,
         allow_partial_load=False,
     )
-    return mcore_to_pyt_state_dict(_by_key(tensors), is_loading=True), planner
+    return mcore_to_pyt_state_dict(_group_by_key(tensors), is_loading=True), planner
 
 
-def _by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
-    found: dict[str, list[ShardedTensor]] = {}
+def _group_by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
+    by_key: dict[str, list[ShardedTensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.key, []).append(replace(tensor))  # to be written into by what takes it
-    return found
+        by_key.setdefault(tensor.key, []).append(replace(tensor))  # a copy, because the planner modifies it
+    return by_key

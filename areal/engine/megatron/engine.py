@@ -36,10 +36,10 @@ from areal.engine.megatron.checkpoint import MegatronCheckpointer
 from areal.engine.megatron.lora import attach_megatron_adapters, megatron_adapter_layout
 from areal.engine.megatron.model.config import check_family, check_layout, sequence_parallel, transformer_config
 from areal.engine.megatron.model.packed_gpt import PackedGPT
-from areal.engine.megatron.offload import MegatronMemory
+from areal.engine.megatron.offload import MegatronOffload
 from areal.engine.megatron.optimizer import distributed, megatron_optimizer, overlaps_gather, step_optimizer
 from areal.engine.megatron.process_groups import ProcessGroups
-from areal.engine.megatron.router import megatron_experts
+from areal.engine.megatron.router import megatron_expert_info
 from areal.engine.megatron.schedule import MegatronSchedule
 from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.megatron.weights import MegatronWeights
@@ -90,8 +90,8 @@ class MegatronEngine(BaseTrainEngine):
             hf,
             groups,
             self.control,
-            gradients=lambda: _by_local_parameter(grad.gathered(trained)),
-            settle=lambda: grad.settle_parameters(trained),
+            gradients=lambda: _by_local_parameter(grad.gather_gradients(trained)),
+            finish_param_gather=lambda: grad.finish_param_gather(trained),
         )
         # The optimizer comes before the weights: they also fill its float32 main parameters.
         settings = config.optimizer if config.lora is None else None
@@ -103,7 +103,7 @@ class MegatronEngine(BaseTrainEngine):
         schedule = MegatronSchedule(list(trained), megatron, groups, self.timer)
         cp = context_parallel_of(hf, self.dims, config.megatron.context_parallel, self.mesh["cp"])
         splits_sequence = sequence_parallel(self.dims, config)
-        memory = MegatronMemory(trained, chained, config.offload_dir)
+        memory = MegatronOffload(trained, chained, config.offload_dir)
         self._gradients = grad.MegatronGradients(trained, groups, memory)
         components = EngineComponents(
             model=nn.ModuleList(trained),
@@ -128,7 +128,7 @@ class MegatronEngine(BaseTrainEngine):
             token_split=self.dims.tp if splits_sequence else 1,
             routing=ExpertRouting(
                 config.moe,
-                megatron_experts(megatron),
+                megatron_expert_info(megatron),
                 [cp, ContextParallel(groups.tp)] if splits_sequence else [cp],
                 stages=self.dims.pp,
             ),

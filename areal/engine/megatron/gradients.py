@@ -1,4 +1,4 @@
-"""Gradients in Megatron-Core's buffers: finalised once per optimizer step, and gathered where someone asks for them."""
+"""Gradients in Megatron-Core's buffers: finalized once per optimizer step, and gathered on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MegatronGradients:
 
     def before_backward(self) -> None:
         if self.state.reduced:
-            reopen(self._chunks, self._groups)
+            keep_one_copy(self._chunks, self._groups)
 
     def finalize(self) -> None:
         """Sum over ranks the gradients that were added since the last time."""
@@ -46,38 +46,41 @@ class MegatronGradients:
 
 
 def bucket_groups(chunk: DistributedDataParallel) -> list[Any]:
-    """What is reduced together: dense parameters, then experts."""
+    """Return the groups of buckets that are reduced together: dense parameters, then experts."""
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def finalize(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
-    """Reduce what the calls since the last step have added up: over replicas, tensor-parallel ranks and tied embeddings.
+    """Reduce the gradients accumulated since the last step: over replicas, tensor-parallel ranks and tied embeddings.
 
-    Called once per step: with the distributed optimizer a second reduction would add other ranks' sums again.
+    Must be called once per step: with the distributed optimizer, a second reduction would add the sums of other
+    ranks again.
     """
     for chunk in chunks:
         for group in bucket_groups(chunk):
             if group.param_gather_handle is not None:
-                group.start_param_sync(force_sync=True)  # of a parameter that no output needed
+                group.start_param_sync(force_sync=True)  # for parameters that no output used
             if not chunk.ddp_config.overlap_grad_reduce:
                 continue
             if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
-                group.per_param_grad_ready_counts = {}  # what Megatron learns from the first batch must be of all parameters
+                group.per_param_grad_ready_counts = {}  # the first batch, from which Megatron learns, must cover all parameters
             elif not group.is_first_batch and group.grad_reduce_handle is None:
-                group.start_grad_sync()  # no call knew that it was the last one, or an output without some parameter was asked for
+                group.start_grad_sync()  # no backward was marked as the last one, or it did not reach all parameters
     finalize_model_grads(list(chunks), None, pg_collection=groups)
 
 
 @torch.no_grad()
-def reopen(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
-    """After :func:`finalize`, leave each sum on one of the ranks that hold it, so that more can be added and the next reduction is right."""
+def keep_one_copy(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> None:
+    """Keep each sum of :func:`finalize` on one rank, so that further gradients can be added and reduced again."""
     for chunk in chunks:
         for group in bucket_groups(chunk):
             for bucket in group.buckets:
                 _keep_own_sums(bucket.grad_data, group)
+        # Sums over tensor-parallel ranks stay on the first of them.
         for name, parameter in chunk.module.named_parameters():
             if groups.tp.rank() > 0 and _is_summed_over_tp(name, parameter, chunk.config):
                 parameter.main_grad.zero_()
+    # Sums of a tied embedding stay on the first stage.
     if groups.embd is not None and groups.embd.rank() > 0:
         weight = chunks[-1].module.shared_embedding_or_output_weight()
         if chunks[-1].module.share_embeddings_and_output_weights and weight is not None:
@@ -86,6 +89,7 @@ def reopen(chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollec
 
 def _keep_own_sums(data: Tensor, group: Any) -> None:
     if group.ddp_config.use_distributed_optimizer:
+        # The distributed optimizer reduces to shards: only this rank's shard is a sum.
         replicas = group.intra_distributed_optimizer_instance_group
         for rank, shard in enumerate(data.chunk(replicas.size())):
             if rank != replicas.rank():
@@ -95,45 +99,54 @@ def _keep_own_sums(data: Tensor, group: Any) -> None:
 
 
 def _is_summed_over_tp(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
-    """What ``finalize_model_grads`` sums over tensor-parallel ranks."""
-    of_a_part = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
-    return of_a_part or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+    """Return whether ``finalize_model_grads`` sums a gradient over tensor-parallel ranks."""
+    of_own_tokens = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+    return of_own_tokens or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
 
 
 def zero(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Zero the buffers and forget what was reduced."""
+    """Zero the gradient buffers and reset their reduction state."""
     for chunk in chunks:
         for parameter in chunk.module.parameters():
             parameter.grad = None
         chunk.zero_grad_buffer()
 
 
-def gathered(chunks: Sequence[DistributedDataParallel]) -> Callable[[nn.Parameter], Tensor]:
-    """The whole gradient of each parameter. Where the distributed optimizer reduces to shards, they are gathered, to a copy. Collective."""
-    found: dict[nn.Parameter, Tensor] = {}
+def gather_gradients(chunks: Sequence[DistributedDataParallel]) -> Callable[[nn.Parameter], Tensor]:
+    """Return a function from parameters to their full gradients.
+
+    Shards of the distributed optimizer are gathered to a copy. Collective.
+    """
+    gradients: dict[nn.Parameter, Tensor] = {}
     for chunk in chunks:
         for group in bucket_groups(chunk):
             for bucket in group.buckets:
                 data = (
-                    _whole(bucket.grad_data, group) if chunk.ddp_config.use_distributed_optimizer else bucket.grad_data
+                    _gather_buffer(bucket.grad_data, group)
+                    if chunk.ddp_config.use_distributed_optimizer
+                    else bucket.grad_data
                 )
                 for parameter in bucket.params_list:
+                    # A parameter's gradient is a view of the buffer: find its position.
                     start = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
-                    found[parameter] = data[start : start + parameter.numel()].view(parameter.shape)
-    return found.__getitem__
+                    gradients[parameter] = data[start : start + parameter.numel()].view(parameter.shape)
+    return gradients.__getitem__
 
 
-def _whole(data: Tensor, group: Any) -> Tensor:
+def _gather_buffer(data: Tensor, group: Any) -> Tensor:
     replicas = group.intra_distributed_optimizer_instance_group
     if replicas.size() == 1:
         return data
-    whole = torch.empty_like(data)
-    dist.all_gather_into_tensor(whole, data.chunk(replicas.size())[replicas.rank()].contiguous(), group=replicas)
-    return whole
+    full = torch.empty_like(data)
+    dist.all_gather_into_tensor(full, data.chunk(replicas.size())[replicas.rank()].contiguous(), group=replicas)
+    return full
 
 
-def settle_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Finish gathering the parameters that the distributed optimizer has updated. Collective where gathers overlap."""
+def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Finish gathering the parameters that the distributed optimizer has updated.
+
+    Collective if gathers overlap with computation.
+    """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             for group in bucket_groups(chunk):

@@ -1,4 +1,4 @@
-"""Adapters beside Megatron-Core's parallel linear layers, which stay as they are."""
+"""Adapters on Megatron-Core's parallel linear layers, whose weights do not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.low_rank import TensorParallelRanks, TensorParallelSplit
-from areal.engine.megatron.model.layer_spec import WholeLinear
+from areal.engine.megatron.model.layer_spec import ReplicatedLinear
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.weight_mapping import LocalParameter, local_parameters
 from areal.utils.collectives import GatherRows, ReduceScatterRows
@@ -28,95 +28,113 @@ from areal.utils.distributed import ControlPlane
 def megatron_adapter_layout(
     chunks: Sequence[PackedGPT], hf: PretrainedConfig, groups: ProcessGroupCollection, control: ControlPlane
 ) -> AdapterLayout:
-    """Where adapters of a model can be. Collective.
+    """Return the placement of adapters of a model. Collective.
 
     Args:
-        chunks: of this rank. groups: of the layout.
+        chunks: model chunks of this rank.
+        hf: configuration of the Hugging Face model.
+        groups: process groups of the layout.
+        control: control plane over all ranks.
     """
-    sites = {
-        key: _share(layer, groups.tp) for chunk in chunks for layer, held in _linears(chunk, hf) for key in _keys(held)
+    # A fused layer has one adapter for each of its Hugging Face layers.
+    layers = {
+        key: _tensor_parallel_split(layer, groups.tp)
+        for chunk in chunks
+        for layer, mapped in _linears(chunk, hf)
+        for key in _layer_names(mapped)
     }
     parameter = next(chunks[0].parameters())
     return AdapterLayout(
-        sites=sites,
-        keys=frozenset(key for theirs in control.gather(list(sites)) for key in theirs),
-        tp=TensorParallelRanks(_or_none(groups.tp)),
+        layers=layers,
+        layer_names=frozenset(key for names_of_rank in control.gather(list(layers)) for key in names_of_rank),
+        tp=TensorParallelRanks(_group_if_shared(groups.tp)),
         replicas=[groups.dp_cp] if groups.dp_cp.size() > 1 else [],
         device=parameter.device,
         dtype=torch.promote_types(parameter.dtype, torch.float32),
-        stages=_or_none(groups.pp),
+        stages=_group_if_shared(groups.pp),
     )
 
 
 def attach_megatron_adapters(
     chunks: Sequence[PackedGPT], hf: PretrainedConfig, active: Callable[[], Adapter | None]
 ) -> None:
-    """Let every linear layer of the decoder add what the active adapter has for it, in place."""
+    """Make every linear layer of the decoder add the output of the active adapter, in place."""
     for chunk in chunks:
-        for layer, held in _linears(chunk, hf):
-            layer.forward = _Adapted(layer.forward, held, active)
+        for layer, mapped in _linears(chunk, hf):
+            layer.forward = _AdaptedForward(layer.forward, mapped, active)
 
 
-class _Adapted:
-    """The forward of a layer whose outputs are those of one Hugging Face layer, or of several in turns."""
+class _AdaptedForward:
+    """Forward of a layer whose output columns belong to one Hugging Face layer, or to several in alternation."""
 
-    def __init__(self, inner: Callable[..., Any], held: LocalParameter, active: Callable[[], Adapter | None]) -> None:
+    def __init__(self, inner: Callable[..., Any], mapped: LocalParameter, active: Callable[[], Adapter | None]) -> None:
         self._inner, self._active = inner, active
-        self._keys = _keys(held)
+        self._layer_names = _layer_names(mapped)
+        # Output columns of each Hugging Face layer, and the permutation back to Megatron-Core's order.
         columns = [
-            torch.cat([_range(part.start, part.box[0]) for part in held.parts if part.name == name])
-            for name in held.names
+            torch.cat([_indices(rows.start, rows.box[0]) for rows in mapped.mapped_rows if rows.name == name])
+            for name in mapped.names
         ]
-        self._columns = [x.to(held.parameter.device) for x in columns]
-        self._back = torch.cat(columns).argsort().to(held.parameter.device)
+        self._columns = [x.to(mapped.parameter.device) for x in columns]
+        self._back = torch.cat(columns).argsort().to(mapped.parameter.device)
 
     def __call__(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = self._inner(x, *args, **options)
         adapter = self._active()
-        pairs = [None if adapter is None else adapter.pairs.get(key) for key in self._keys]
+        pairs = [None if adapter is None else adapter.pairs.get(key) for key in self._layer_names]
+        # No adapter for this layer, or a single Hugging Face layer: nothing to permute.
         if not any(pairs):
             return out, bias
         if len(pairs) == 1 and pairs[0] is not None:
-            return pairs[0].added_to(out, x), bias
+            return pairs[0].apply(out, x), bias
+        # A fused layer: split the output by Hugging Face layer, add each contribution, and merge.
         pieces = [out.index_select(-1, columns) for columns in self._columns]
-        added = [piece if pair is None else pair.added_to(piece, x) for piece, pair in zip(pieces, pairs, strict=True)]
+        added = [piece if pair is None else pair.apply(piece, x) for piece, pair in zip(pieces, pairs, strict=True)]
         return torch.cat(added, -1).index_select(-1, self._back), bias
 
 
 def _linears(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[tuple[Any, LocalParameter]]:
-    """The output head is none of them: it is multiplied with outside its own forward."""
-    for held in local_parameters(chunk, hf):
-        owner, _, kind = held.name.rpartition(".")
+    """Yield the adaptable linear layers.
+
+    The output head is not one of them, because its weight is used outside its forward.
+    """
+    for mapped in local_parameters(chunk, hf):
+        owner, _, kind = mapped.name.rpartition(".")
         layer = chunk.get_submodule(owner)
-        is_linear = isinstance(layer, ColumnParallelLinear | RowParallelLinear | WholeLinear)
+        is_linear = isinstance(layer, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)
         if kind == "weight" and is_linear and layer is not getattr(chunk, "output_layer", None):
-            yield layer, held
+            yield layer, mapped
 
 
-def _keys(held: LocalParameter) -> list[str]:
-    return [name.removesuffix(".weight") for name in held.names]
+def _layer_names(mapped: LocalParameter) -> list[str]:
+    return [name.removesuffix(".weight") for name in mapped.names]
 
 
-def _share(layer: Any, tp: dist.ProcessGroup) -> TensorParallelSplit:
+def _tensor_parallel_split(layer: Any, tp: dist.ProcessGroup) -> TensorParallelSplit:
     if tp.size() == 1:
         return TensorParallelSplit()
-    if isinstance(layer, WholeLinear):
+    # Replicated weights: with sequence parallelism each rank has only its own tokens.
+    if isinstance(layer, ReplicatedLinear):
         own_tokens: bool = layer.weight.sequence_parallel  # type: ignore[attr-defined]
         return TensorParallelSplit(down_summed=own_tokens, up_summed=own_tokens)
+    # Column-parallel: tokens are gathered or replicated, and B is split like the layer.
     if isinstance(layer, ColumnParallelLinear):
         if layer.sequence_parallel:
-            return TensorParallelSplit(up_cut=0, down_summed=True, between=lambda low: GatherRows.apply(low, tp))
+            return TensorParallelSplit(up_dim=0, down_summed=True, before_up=lambda low: GatherRows.apply(low, tp))
         return TensorParallelSplit(
-            up_cut=0, down_summed=True, enter=lambda x: copy_to_tensor_model_parallel_region(x, group=tp)
+            up_dim=0, down_summed=True, before_down=lambda x: copy_to_tensor_model_parallel_region(x, group=tp)
         )
+    # Row-parallel: A is split like the layer, and its partial products are summed before B.
     if layer.sequence_parallel:
-        return TensorParallelSplit(down_cut=1, up_summed=True, between=lambda low: ReduceScatterRows.apply(low, tp))
-    return TensorParallelSplit(down_cut=1, between=lambda low: reduce_from_tensor_model_parallel_region(low, group=tp))
+        return TensorParallelSplit(down_dim=1, up_summed=True, before_up=lambda low: ReduceScatterRows.apply(low, tp))
+    return TensorParallelSplit(
+        down_dim=1, before_up=lambda low: reduce_from_tensor_model_parallel_region(low, group=tp)
+    )
 
 
-def _range(start: int, rows: slice) -> Tensor:
+def _indices(start: int, rows: slice) -> Tensor:
     return torch.arange(start, start + rows.stop - rows.start)
 
 
-def _or_none(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def _group_if_shared(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None

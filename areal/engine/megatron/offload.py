@@ -1,4 +1,4 @@
-"""The buffers of a Megatron-Core model and its optimizer between the device and host memory."""
+"""Move parameters, gradients and optimizer state of a Megatron-Core model between the device and host memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from areal.engine.megatron import gradients as grad
 from areal.utils.offload import HostMemory, optimizer_tensors
 
 
-class MegatronMemory(HostMemory):
-    """Moves whole buffers: parameters and gradients are views of them.
+class MegatronOffload(HostMemory):
+    """Offloads the buffers of a Megatron model, of which parameters and gradients are views.
 
     Args:
-        chunks: of this rank. optimizer: over them, or None.
-        folder: of :class:`~areal.utils.offload.HostMemory`.
+        chunks: model chunks of this rank.
+        optimizer: optimizer over the chunks, or ``None``.
+        folder: directory for offloaded tensors, see :class:`~areal.utils.offload.HostMemory`.
     """
 
     def __init__(
@@ -32,26 +33,27 @@ class MegatronMemory(HostMemory):
             {
                 "params": lambda: [p.data for chunk in chunks for p in chunk.parameters()],
                 "grads": lambda: [buffer.grad_data for buffer in buffers],
-                "optimizer": lambda: _state(optimizer),
+                "optimizer": lambda: _optimizer_state_tensors(optimizer),
             },
             folder,
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        # A pending gather would write to freed memory.
         if params:
-            grad.settle_parameters(self._chunks)
+            grad.finish_param_gather(self._chunks)
         super().offload(params=params, grads=grads, optimizer=optimizer)
 
 
-def _state(optimizer: ChainedOptimizer | None) -> list[Tensor]:
-    parts = [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
-    moments = [x for part in parts for x in optimizer_tensors(part.optimizer)]
-    # Main parameters in bf16 runs; elsewhere they are views of the model's own buffers.
+def _optimizer_state_tensors(optimizer: ChainedOptimizer | None) -> list[Tensor]:
+    optimizers = [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
+    moments = [x for inner in optimizers for x in optimizer_tensors(inner.optimizer)]
+    # In bf16 runs also main parameters; otherwise they are views of the model's buffers.
     mains = [
         main
-        for part in parts
+        for inner in optimizers
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-        for group in getattr(part, name, [])
+        for group in getattr(inner, name, [])
         for main in group
         if main is not None
     ]

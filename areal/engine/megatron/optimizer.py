@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizer, distributed or not, behind the clipping, skipping and schedule of all engines."""
+"""Megatron-Core's optimizer, distributed or not, with the clipping, skipping and schedule of all engines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from areal.engine.optimizer import ClippingOptimizer, sum_of_squares
 
 
 def overlaps_gather(config: TrainEngineConfig) -> bool:
-    """Whether parameters are gathered while the next forward runs."""
+    """Return whether parameters are gathered during the next forward."""
     return config.megatron.overlap_param_gather and distributed(config)
 
 
 def distributed(config: TrainEngineConfig) -> bool:
-    """Whether optimizer state is sharded over data-parallel ranks. Megatron-Core's distributed optimizer has neither float64 nor SGD."""
+    """Return whether optimizer state is sharded over data-parallel ranks.
+
+    Megatron-Core's distributed optimizer supports neither float64 nor SGD.
+    """
     is_adam = config.optimizer is None or config.optimizer.type == "adamw"
     return config.megatron.distributed_optimizer and config.dtype != "float64" and is_adam
 
@@ -35,8 +38,12 @@ def megatron_optimizer(
     config: TrainEngineConfig,
     groups: ProcessGroupCollection,
 ) -> ChainedOptimizer:
-    """Megatron-Core's optimizer over these chunks: AdamW or SGD, with float32 main parameters. Collective over the world."""
+    """Return Megatron-Core's optimizer over the chunks: AdamW or SGD, with float32 main parameters.
+
+    Collective over all ranks.
+    """
     options: dict[str, Any] = {}
+    # Moments in a narrower dtype need the precision-aware optimizer.
     if config.megatron.optimizer_state_dtype != "float32":
         state = torch_dtype(config.megatron.optimizer_state_dtype)
         options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": state, "exp_avg_sq_dtype": state}
@@ -67,10 +74,11 @@ def megatron_optimizer(
 
 
 class MegatronOptimizerStep:
-    """What :class:`~areal.engine.optimizer.ClippingOptimizer` needs of Megatron-Core's optimizer.
+    """Interface of :class:`~areal.engine.optimizer.ClippingOptimizer` to Megatron-Core's optimizer.
 
     Args:
-        chained: Megatron-Core's. device: of the gradients.
+        chained: Megatron-Core's optimizer.
+        device: device of the gradients.
     """
 
     def __init__(self, chained: ChainedOptimizer, device: torch.device) -> None:
@@ -82,15 +90,17 @@ class MegatronOptimizerStep:
         return self.chained.param_groups
 
     def step(self) -> None:
-        """Update with gradients that :meth:`global_norm` made ready."""
+        """Update the parameters with the gradients prepared by :meth:`global_norm`."""
         self.chained.step_with_ready_grads()
 
     @torch.no_grad()
     def global_norm(self) -> Tensor:
-        """L2 norm of the gradients over all ranks, each element counted once."""
+        """Return the L2 norm of the gradients over all ranks. Each element counts once."""
+        # Copies gradients to the main parameters.
         self.chained.prepare_grads()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for optimizer in self._parts():
+        for optimizer in self._optimizers():
+            # A rank without parameters of an optimizer still takes part in the all-reduce.
             grads = optimizer.get_main_grads_for_grad_norm() if not optimizer.is_stub_optimizer else []
             squares = sum_of_squares(grads, self._device)
             dist.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
@@ -99,21 +109,22 @@ class MegatronOptimizerStep:
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
-        """Multiply every gradient in place."""
-        for optimizer in self._parts():
+        """Multiply all gradients by a factor, in place."""
+        for optimizer in self._optimizers():
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
-            found = (getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in parameters)
-            grads = [grad for grad in found if grad is not None]
+            # A precision-aware optimizer keeps gradients in another attribute.
+            grads_or_none = (getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in parameters)
+            grads = [grad for grad in grads_or_none if grad is not None]
             if grads:
                 torch._foreach_mul_(grads, factor)
 
-    def _parts(self) -> list[MegatronOptimizer]:
+    def _optimizers(self) -> list[MegatronOptimizer]:
         return self.chained.chained_optimizers
 
 
 def step_optimizer(
     chained: ChainedOptimizer, config: OptimizerConfig, total_steps: int, device: torch.device
 ) -> ClippingOptimizer[MegatronOptimizerStep]:
-    """The optimizer as an engine holds it."""
+    """Return the optimizer with clipping and schedule."""
     step = MegatronOptimizerStep(chained, device)
     return ClippingOptimizer(step, config, total_steps, global_norm=step.global_norm, scale_grads=step.scale_grads)

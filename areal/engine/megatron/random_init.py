@@ -1,4 +1,4 @@
-"""Random weights for a Megatron-Core model: those that transformers draws, block by block, under the names of the files."""
+"""Random weights of a Megatron-Core model: drawn by transformers, block by block, under the names in files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from areal.engine.model.random_init import draw
 def draw_weights(
     config: PretrainedConfig, seed: int, dtype: torch.dtype, take: Callable[[dict[str, Tensor]], None]
 ) -> None:
-    """Draw the weights of the model that a configuration describes. The whole model is never in memory.
+    """Draw the weights of a model from its configuration. The full model is never in memory.
 
     Args:
-        config: of the Hugging Face model. seed: of the weights. dtype: in which they are drawn.
-        take: called with each block's tensors by their names on disk, full and on the CPU.
+        config: configuration of the Hugging Face model.
+        seed: seed of the weights.
+        dtype: dtype in which weights are drawn.
+        take: called with the tensors of each block by their names on disk, in full and on the CPU.
     """
     with torch.device("meta"):
-        # A copy: building a model writes the chosen implementations into the configuration that it is given.
+        # A copy, because building a model changes the configuration.
         hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     layout = disk_layout(hf)
 
+    # One drawn tensor may be several on disk, e.g. stacked experts.
     def named(block: dict[str, Tensor]) -> None:
         take({piece.name: piece.cut(full) for name, full in block.items() for piece in layout[name]})
 

@@ -1,6 +1,7 @@
-"""Routers of a Megatron-Core model, watched: they replay recorded routing, count, and carry the gradient of balancing losses.
+"""Routers of a Megatron-Core model: replay recorded routing, count tokens per expert, and add the gradient of
+balancing losses.
 
-Megatron-Core's own losses, scaler, log and replay, which live once in a process, stay off.
+Megatron-Core's own balancing losses, loss scaler, logging and replay are global to the process and stay disabled.
 """
 
 from __future__ import annotations
@@ -19,43 +20,44 @@ from torch import Tensor, nn
 from areal.engine.moe.routing import Experts, Routing
 
 
-def megatron_experts(config: TransformerConfig) -> Experts:
-    """The experts of the whole model."""
+def megatron_expert_info(config: TransformerConfig) -> Experts:
+    """Return a description of the experts of the full model."""
     if config.num_moe_experts is None:
         return Experts()
     sigmoid = config.moe_router_score_function == "sigmoid"
-    return Experts(sum(_sparse(config)), config.num_moe_experts, config.moe_router_topk, sigmoid)
+    return Experts(sum(_layers_with_experts(config)), config.num_moe_experts, config.moe_router_topk, sigmoid)
 
 
-def _sparse(config: TransformerConfig) -> list[int]:
-    """For each layer of the whole model, whether it has experts: 1 or 0."""
+def _layers_with_experts(config: TransformerConfig) -> list[int]:
+    """Return for each layer of the full model 1 if it has experts, else 0."""
     every = config.moe_layer_freq
     return [int(i % every == 0) for i in range(config.num_layers)] if isinstance(every, int) else list(every)
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer that lends its router what belongs to the micro-batch, for as long as its forward, or that of its recomputation, runs."""
+    """A layer that exposes the current micro-batch to its router during forward and recomputation."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         if not isinstance(self.mlp, MoELayer):
             return super().forward(*args, **options)
+        # Set for this call only: recomputation calls the forward again.
         router = self.mlp.router
-        router.lent = getattr(options.get("packed_seq_params"), "routing", None)
+        router.current_routing = getattr(options.get("packed_seq_params"), "routing", None)
         try:
             return super().forward(*args, **options)
         finally:
-            router.lent = None
+            router.current_routing = None
 
 
 class RoutedTopK(TopKRouter):
-    """Megatron-Core's router, whose choice is recorded, or replayed.
+    """Megatron-Core's router, with recording and replay of its choice.
 
     Attributes:
-        lent: for the forward that runs.
-        expert_bias: float32 ``[E]``, added to scores for the choice alone, where they are sigmoids. A weight that no step changes.
+        current_routing: routing of the micro-batch in the current forward.
+        expert_bias: float32 ``[E]``. Added to sigmoid scores for the choice of experts only. Not trained.
     """
 
-    lent: Routing | None = None
+    current_routing: Routing | None = None
     router_replay: Any
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -66,27 +68,28 @@ class RoutedTopK(TopKRouter):
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)
-        self._number = sum(_sparse(self.config)[: layer_number - 1])
+        self._number = sum(_layers_with_experts(self.config)[: layer_number - 1])
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """From the logits ``[T, 1, E]`` to each token's weight of each expert, and a map of where it goes, both ``[T, E]``."""
-        lent = self.lent
-        if lent is None:
+        """Return each token's expert weights and a map of its experts, both ``[T, E]``, from the logits ``[T, 1, E]``."""
+        current_routing = self.current_routing
+        if current_routing is None:
             return super().routing(logits, padding_mask)
-        self.router_replay = choice = _Choice(lent.replayed(self._number))
+        # Megatron-Core asks its replay object for the choice: supply one for this call.
+        self.router_replay = choice = _ExpertChoice(current_routing.replayed(self._number))
         try:
             weights, chosen = super().routing(logits, padding_mask)
         finally:
             self.router_replay = None
-        return lent.watch(self._number, logits.flatten(0, -2), choice.made(), weights), chosen
+        return current_routing.watch(self._number, logits.flatten(0, -2), choice.chosen_experts(), weights), chosen
 
 
-class _Choice:
-    """Stands where Megatron-Core asks its replay for a choice."""
+class _ExpertChoice:
+    """Implements Megatron-Core's replay interface: records the choice of experts, or replaces it."""
 
     def __init__(self, replayed: Tensor | None) -> None:
         self._replayed = replayed
-        self._made = replayed
+        self._chosen = replayed
 
     def get_replay_topk(
         self,
@@ -96,18 +99,18 @@ class _Choice:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """The scores ``[T, K]`` and ids of the experts that tokens go to, of ``[T, E]``."""
+        """Return scores ``[T, K]`` and ids ``[T, K]`` of the chosen experts, from scores ``[T, E]``."""
         if self._replayed is not None:
             return scores.gather(1, self._replayed), self._replayed
-        best, self._made = choose(scores, topk, groups, group_topk)
-        return best, self._made
+        best, self._chosen = choose(scores, topk, groups, group_topk)
+        return best, self._chosen
 
-    def made(self) -> Tensor:
-        """Where tokens go, int64 ``[T, K]``.
+    def chosen_experts(self) -> Tensor:
+        """Return the chosen experts, int64 ``[T, K]``.
 
         Raises:
-            RuntimeError: Megatron-Core did not ask.
+            RuntimeError: Megatron-Core did not ask for a choice.
         """
-        if self._made is None:
+        if self._chosen is None:
             raise RuntimeError("Megatron-Core chose experts by a fused kernel: leave moe_router_fusion off")
-        return self._made
+        return self._chosen

@@ -1,4 +1,6 @@
-"""Megatron-Core's own schedules behind ours: it owns the loop, and calls our two halves of a micro-batch."""
+"""Adapter from Megatron-Core's schedules to the engine's: Megatron owns the loop and calls forward and loss of each
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ from areal.utils.profiling.phase_timer import PhaseTimer
 
 
 class MegatronSchedule(Schedule):
-    """Runs micro-batches through model chunks by ``get_forward_backward_func``.
+    """Runs micro-batches through model chunks with ``get_forward_backward_func``.
 
-    Gradients are finalised once per optimizer step, not once per call: within a call no reduction starts, unless :meth:`last_call`
-    says that the step follows.
+    Gradients are finalized once per optimizer step, not once per call: no reduction starts within a call, unless
+    :meth:`last_call` announces the optimizer step.
 
     Args:
-        chunks: of this rank, each in Megatron's ``DistributedDataParallel``, or bare where nothing is trained.
-        config: Megatron-Core's. groups: of the layout. timer: the engine's, so that a profile shows each backward.
+        chunks: model chunks of this rank, each in Megatron's ``DistributedDataParallel``, or bare if nothing is
+            trained.
+        config: Megatron-Core's configuration.
+        groups: process groups of the layout.
+        timer: the engine's timer; a profile then shows each backward.
     """
 
     equal_lengths = False
@@ -45,22 +50,23 @@ class MegatronSchedule(Schedule):
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
         self._p2p = P2PCommunicator(groups.pp, config) if self._stages > 1 else None
         self._config = config
+        # Token dispatchers keep references to the last graph, see _release_graph.
         modules = [module for chunk in chunks for module in chunk.modules()]
         self._dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
         self._step_follows = False
 
     def round_up(self, n: int) -> int:
-        """Interleaved chunks take micro-batches in groups of as many as there are stages."""
+        """Round up to a multiple of the number of stages if chunks are interleaved."""
         group = self._stages if self._virtual else 1
         return -(-n // group) * group
 
     def grad_scale(self, n: int) -> float:
-        """Megatron divides nothing where losses are per token."""
+        """Return 1: Megatron divides nothing if losses are per token."""
         return 1.0
 
     @contextlib.contextmanager
     def last_call(self) -> Iterator[None]:
-        """Inside, the optimizer step follows the next call, so that reductions may overlap with its last backward."""
+        """Context in which the optimizer step follows the next call: reductions may overlap with its last backward."""
         self._step_follows = True
         try:
             yield
@@ -76,13 +82,15 @@ class MegatronSchedule(Schedule):
         def forward_step(stream: Iterator[MicroBatch], model: nn.Module) -> tuple[Any, Callable[[Any], Any]]:
             mb = next(stream)
 
+            # Called by Megatron on the last stage only. Without tokens, it does not rescale the loss.
             def loss_func(output: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 loss, results[mb.index] = process(output, mb)
                 return torch.zeros(()) if loss is None else loss, _NO_TOKENS, {}
 
             return forward(model, mb), loss_func
 
-        with self._forgetting(), self._reductions(forward_only), self._timed(mbs):
+        # One iterator per chunk: interleaved chunks see the same micro-batches at different times.
+        with self._release_graph(), self._hold_reductions(forward_only), self._backward_timers(mbs):
             self._run(
                 forward_step_func=forward_step,
                 data_iterator=[iter(mbs) for _ in self._chunks],
@@ -97,9 +105,9 @@ class MegatronSchedule(Schedule):
         return results
 
     @contextlib.contextmanager
-    def _timed(self, mbs: MicroBatchList) -> Iterator[None]:
-        """Megatron tells its timers when a backward begins and ends."""
-        # Interleaved chunks go through micro-batches in another order, each with a backward for each of them.
+    def _backward_timers(self, mbs: MicroBatchList) -> Iterator[None]:
+        """Context in which Megatron's timers report the begin and end of each backward."""
+        # Interleaved chunks visit micro-batches in another order, and several times.
         order = None if self._virtual else iter([mb.index for mb in mbs])
         self._config.timers = _BackwardTimer(self._timer, order)
         try:
@@ -108,10 +116,11 @@ class MegatronSchedule(Schedule):
             self._config.timers = None
 
     @contextlib.contextmanager
-    def _forgetting(self) -> Iterator[None]:
-        """Let go of the last micro-batch's graph in the end.
+    def _release_graph(self) -> Iterator[None]:
+        """Context that releases the graph of the last micro-batch at its end.
 
-        Token dispatchers keep its probabilities. Their graph holds hooks of the model, in a cycle that Python's collector cannot see.
+        Token dispatchers keep the routing probabilities. Their graph has hooks of the model, in a cycle that
+        Python's collector cannot see.
         """
         try:
             yield
@@ -122,11 +131,12 @@ class MegatronSchedule(Schedule):
                     setattr(dispatcher, name, None)
 
     @contextlib.contextmanager
-    def _reductions(self, forward_only: bool) -> Iterator[None]:
-        """Hold reductions back: all through the call, or until its last micro-batch."""
+    def _hold_reductions(self, forward_only: bool) -> Iterator[None]:
+        """Context that delays reductions: beyond the call, or until its last micro-batch."""
         pauses = [chunk.no_sync for chunk in self._chunks if isinstance(chunk, DistributedDataParallel)]
         if forward_only or not pauses:
             yield
+        # Megatron leaves no_sync itself before the last micro-batch.
         elif self._step_follows:
             self._config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]  # type: ignore[assignment]
             try:
@@ -134,6 +144,7 @@ class MegatronSchedule(Schedule):
             finally:
                 self._config.no_sync_func = None
         else:
+            # The step is not known to follow: no reduction in this call.
             with contextlib.ExitStack() as stack:
                 for pause in pauses:
                     stack.enter_context(pause())
@@ -141,10 +152,11 @@ class MegatronSchedule(Schedule):
 
 
 class _BackwardTimer:
-    """Stands for Megatron's timers, of which it asks one by name wherever it measures something.
+    """Stub for Megatron's ``timers``, which Megatron looks up by name around each measured region.
 
     Args:
-        order: micro-batches in the order of their backwards, or ``None`` where it is not known.
+        timer: the engine's timer.
+        order: indices of micro-batches in the order of their backwards, or ``None`` if unknown.
     """
 
     def __init__(self, timer: PhaseTimer, order: Iterator[int] | None) -> None:

@@ -1,8 +1,10 @@
-"""Which Hugging Face tensors make up which parameter of Megatron-Core: one table, read both ways.
+"""Mapping between Hugging Face tensors and Megatron-Core parameters: one table for each family, used in both
+directions.
 
-A row says how ranks split its tensors, and how one rank's parts lie in the parameter. Layers and experts are numbered as in the
-whole model; Megatron-Core numbers those of one chunk, and of one expert-parallel rank. A new family is a line in :data:`TABLES`, with rows
-for what no other family has; everything that reads, streams or writes weights asks :func:`local_parameters`.
+A row of a table says how ranks split its tensors, and how the slices of one rank are arranged in the parameter.
+Layers and experts have their numbers in the full model. Megatron-Core numbers those of one chunk and of one
+expert-parallel rank. A new family is one line in :data:`TABLES`, plus rows for parameters that no other family has.
+All code that reads, streams or writes weights uses :func:`local_parameters`.
 """
 
 from __future__ import annotations
@@ -21,18 +23,19 @@ from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.utils.dtensor import Box
 
-WHOLE, ROWS, COLUMNS = None, 0, 1
-"""The dimension of a Hugging Face tensor that tensor-parallel ranks split; ``None`` where each holds all of it."""
+REPLICATED, ROWS, COLUMNS = None, 0, 1
+"""Dimension of a Hugging Face tensor that tensor-parallel ranks split; ``None`` if every rank has the full tensor."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter of Megatron-Core, and the Hugging Face tensors that it is made of.
+    """A parameter of Megatron-Core, and the Hugging Face tensors that it consists of.
 
     Attributes:
-        megatron: its name, with ``{i}`` for a layer and ``{j}`` for an expert.
-        hf: names of the tensors. split: the dimension that ranks share out.
-        grouped: queries, keys and values alternate by group of heads; otherwise one tensor's part lies behind the other's.
+        megatron: name of the parameter, with ``{i}`` for a layer and ``{j}`` for an expert.
+        hf: names of the tensors.
+        split: dimension that ranks split.
+        grouped: if True, queries, keys and values alternate by group of heads; otherwise tensors follow each other.
     """
 
     megatron: str
@@ -49,8 +52,8 @@ def _layer_row(megatron: str, hf: str, split: int | None, grouped: bool = False)
 
 
 _ATTENTION = (
-    _layer_row("input_layernorm.weight", "input_layernorm.weight", WHOLE),
-    _layer_row("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", WHOLE),
+    _layer_row("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
+    _layer_row("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", REPLICATED),
     _layer_row(
         "self_attention.linear_qkv.weight",
         "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
@@ -63,31 +66,31 @@ _ATTENTION = (
         ROWS,
         grouped=True,
     ),
-    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", WHOLE),
-    _layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", WHOLE),
+    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", REPLICATED),
+    _layer_row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", REPLICATED),
     _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
 )
 _LATENT_ATTENTION = (
-    _layer_row("input_layernorm.weight", "input_layernorm.weight", WHOLE),
+    _layer_row("input_layernorm.weight", "input_layernorm.weight", REPLICATED),
     _layer_row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", ROWS),
-    _layer_row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", WHOLE),
-    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", WHOLE),
-    _layer_row("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", REPLICATED),
+    _layer_row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", REPLICATED),
+    _layer_row("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", REPLICATED),
     _layer_row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", ROWS),
-    _layer_row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", WHOLE),
-    _layer_row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", WHOLE),
-    _layer_row("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", WHOLE),
+    _layer_row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", REPLICATED),
+    _layer_row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", REPLICATED),
+    _layer_row("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", REPLICATED),
     _layer_row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", ROWS),
     _layer_row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", COLUMNS),
 )
 _FEED_FORWARD = (
-    _layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", WHOLE),
-    _layer_row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", WHOLE),
+    _layer_row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", REPLICATED),
+    _layer_row("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", REPLICATED),
     _layer_row("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", ROWS),
     _layer_row("mlp.linear_fc2.weight", "mlp.down_proj.weight", COLUMNS),
 )
 _EXPERTS = (
-    _layer_row("mlp.router.weight", "mlp.gate.weight", WHOLE),
+    _layer_row("mlp.router.weight", "mlp.gate.weight", REPLICATED),
     _layer_row(
         "mlp.experts.local_experts.{j}.linear_fc1.weight",
         "mlp.experts.{j}.gate_proj.weight mlp.experts.{j}.up_proj.weight",
@@ -102,7 +105,7 @@ _EXPERTS = (
     _layer_row("mlp.experts.linear_fc2.weight{j}", "mlp.experts.{j}.down_proj.weight", COLUMNS),
 )
 _SHARED_EXPERTS = (
-    _layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", WHOLE),
+    _layer_row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", REPLICATED),
     _layer_row(
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight",
@@ -112,9 +115,9 @@ _SHARED_EXPERTS = (
 )
 _ENDS = (
     Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ROWS),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), WHOLE),
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED),
     Row("output_layer.weight", ("lm_head.weight",), ROWS),
-    Row("value_head.weight", ("value_head.weight",), WHOLE),
+    Row("value_head.weight", ("value_head.weight",), REPLICATED),
 )
 
 TABLES: dict[str, tuple[Row, ...]] = {
@@ -122,21 +125,22 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "qwen3_moe": (*_ENDS, *_ATTENTION, *_FEED_FORWARD, *_EXPERTS),
     "deepseek_v3": (*_ENDS, *_LATENT_ATTENTION, *_FEED_FORWARD, *_EXPERTS, *_SHARED_EXPERTS),
 }
-"""By ``model_type``. Names of the local layers and of Transformer Engine's stand side by side: a model has one or the other."""
+"""Rows by ``model_type``, for local layers and for those of Transformer Engine: a model has one kind or the other."""
 
 EMBEDDING = ("model.embed_tokens.weight",)
 VOCABULARY = (*EMBEDDING, "lm_head.weight")
-"""Tensors whose rows ranks share out once they are filled up to a number that divides."""
+"""Tensors whose rows are padded to a multiple of the tensor-parallel size."""
 
 
 @dataclass(frozen=True)
 class MappedRows:
-    """Rows of a local parameter, and where they lie in a Hugging Face tensor.
+    """Rows of a local parameter, and their position in a Hugging Face tensor.
 
     Attributes:
-        name: of the tensor. shape: of all of it.
-        start: the first of the rows in the local parameter.
-        box: the part of the tensor.
+        name: name of the tensor.
+        shape: full shape of the tensor.
+        start: first of the rows in the local parameter.
+        box: position in the tensor.
     """
 
     name: str
@@ -147,52 +151,59 @@ class MappedRows:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of this rank, and the parts of Hugging Face tensors that it is made of.
+    """A parameter of this rank, and the slices of Hugging Face tensors that it consists of.
 
     Attributes:
-        name: in the chunk. parameter: the local tensor.
-        names: the tensors, in the order of the table.
-        parts: what this rank holds of them. Rows of the parameter that are in none only fill up a vocabulary, and are zero.
-        tied: it repeats the tensor of another parameter.
-        place: where it stands in the model; orders the parameters of all ranks.
+        name: name in the chunk.
+        parameter: local tensor.
+        names: names of the Hugging Face tensors, in the order of the table.
+        mapped_rows: this rank's rows of these tensors. Rows of the parameter that are in none are padding of a
+            vocabulary, and zero.
+        tied: True if it repeats the tensor of another parameter.
+        order: sort key that orders the parameters of all ranks as in the model.
     """
 
     name: str
     parameter: nn.Parameter
     names: tuple[str, ...]
-    parts: tuple[MappedRows, ...]
+    mapped_rows: tuple[MappedRows, ...]
     tied: bool
-    place: tuple[int, ...]
+    order: tuple[int, ...]
 
     def slices(self, flat: Tensor, start: int = 0) -> Iterator[Slice]:
-        """The parts of a tensor that lies like the local one, or of a stretch of it.
+        """Yield the slices of Hugging Face tensors in a tensor with the layout of the parameter, or in a range of it.
 
         Args:
-            flat: ``[n]``, contiguous. start: its first element in the flattened local tensor.
+            flat: ``[n]``, contiguous.
+            start: position of its first element in the flattened parameter.
         """
+        # A range of a flattened matrix is a few rectangles: partial rows at the ends, full rows between.
         width = math.prod(self.parameter.shape[1:])
         for offset, rows, columns in _rectangles(start, start + len(flat), width):
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             values = flat[offset : offset + math.prod(shape)].view(shape)
-            for part in self.parts:
-                first, last = part.start, part.start + part.box[0].stop - part.box[0].start
+            for mapped in self.mapped_rows:
+                first, last = mapped.start, mapped.start + mapped.box[0].stop - mapped.box[0].start
                 low, high = max(rows.start, first), min(rows.stop, last)
+                # The rectangle does not overlap with these rows.
                 if low >= high:
                     continue
-                found = values[low - rows.start : high - rows.start]
-                box = [_shift(slice(low, high), part.box[0].start - first)]
-                if len(part.box) == 1:
-                    found = found.squeeze(1)
+                # Translate the overlap from rows of the parameter to rows and columns of the tensor.
+                rows_of_slice = values[low - rows.start : high - rows.start]
+                box = [_shift_slice(slice(low, high), mapped.box[0].start - first)]
+                if len(mapped.box) == 1:
+                    rows_of_slice = rows_of_slice.squeeze(1)
                 else:
-                    box.append(_shift(columns, part.box[1].start))
-                yield Slice(part.name, tuple(box), found)
+                    box.append(_shift_slice(columns, mapped.box[1].start))
+                yield Slice(mapped.name, tuple(box), rows_of_slice)
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, slice, slice]]:
-    """A stretch of a flattened matrix as whole rows and pieces of rows, each with its place in the stretch."""
+    """Yield the full and partial rows in a range of a flattened matrix: offset in the range, rows, columns."""
     at = start
     while at < stop:
         row, column = divmod(at, width)
+        # A partial row, at the beginning or the end of the range.
         if column or stop - at < width:
             end = min(stop, (row + 1) * width)
             yield at - start, slice(row, row + 1), slice(column, column + end - at)
@@ -202,80 +213,88 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, slice,
         at = end
 
 
-def _shift(s: slice, by: int) -> slice:
+def _shift_slice(s: slice, by: int) -> slice:
     return slice(s.start + by, s.stop + by)
 
 
 def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalParameter]:
-    """The parameters of a chunk, in its order.
+    """Yield the parameters of a chunk, in its order.
 
     Raises:
-        ValueError: the table of the family has no row for one of them.
+        ValueError: the table of the family does not have a row for a parameter.
     """
-    rows = [(_pattern(row.megatron), number, row) for number, row in enumerate(TABLES[hf.model_type])]
+    rows = [(_name_pattern(row.megatron), number, row) for number, row in enumerate(TABLES[hf.model_type])]
     groups = chunk.pg_collection
     for name, parameter in chunk.named_parameters():
-        found = next(((match, n, row) for pattern, n, row in rows if (match := pattern.fullmatch(name))), None)
-        if found is None:
+        row_match = next(((match, n, row) for pattern, n, row in rows if (match := pattern.fullmatch(name))), None)
+        if row_match is None:
             raise ValueError(f"model_type = {hf.model_type!r}: the table of names has no row for {name!r}")
-        match, number, row = found
+        match, number, row = row_match
         if row.split is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Megatron-Core marks parameters only where it draws their first values; a norm over ranks counts unmarked ones once.
+            # Megatron-Core marks parameters only when it initialises them. The gradient norm counts unmarked
+            # parameters on one rank only.
             set_tensor_model_parallel_attributes(parameter, True, row.split, 1)
-        numbers = _numbers(match.groupdict(), chunk)
+        indices_in_model = _full_model_indices(match.groupdict(), chunk)
+        # A tied head is the embedding again, on another stage.
         tied = bool(hf.tie_word_embeddings) and name == "output_layer.weight"
-        names = EMBEDDING if tied else tuple(name.format(**numbers) for name in row.hf)
-        group = groups.expt_tp if "j" in numbers else groups.tp
-        parts = tuple(_parts(names, row, parameter, group.rank(), group.size(), hf))
-        place = (
-            0 if names == EMBEDDING else 1 if "i" in numbers else 2,
-            numbers.get("i", 0),
-            numbers.get("j", -1),
+        names = EMBEDDING if tied else tuple(name.format(**indices_in_model) for name in row.hf)
+        # Experts may be split over another number of ranks.
+        group = groups.expt_tp if "j" in indices_in_model else groups.tp
+        mapped_rows = tuple(_mapped_rows(names, row, parameter, group.rank(), group.size(), hf))
+        # Sort key: embedding, layers, ends; then layer, expert, and row of the table.
+        order = (
+            0 if names == EMBEDDING else 1 if "i" in indices_in_model else 2,
+            indices_in_model.get("i", 0),
+            indices_in_model.get("j", -1),
             number,
         )
-        yield LocalParameter(name, parameter, names, parts, tied, place)
+        yield LocalParameter(name, parameter, names, mapped_rows, tied, order)
 
 
-def _parts(
+def _mapped_rows(
     names: tuple[str, ...], row: Row, parameter: nn.Parameter, rank: int, size: int, hf: PretrainedConfig
 ) -> Iterator[MappedRows]:
-    shares, alternations = _shares(row, parameter.shape[0], size, hf)
+    # Walk through the rows of the local parameter in order.
+    counts, turns = _row_counts(row, parameter.shape[0], size, hf)
     start = 0
-    for alternation in range(alternations):
-        for name, share in zip(names, shares, strict=True):
-            local = [share * alternations, *parameter.shape[1:]]
+    for turn in range(turns):
+        for name, count in zip(names, counts, strict=True):
+            # Shapes of the slice and of the full tensor, and the position of the slice.
+            local = [count * turns, *parameter.shape[1:]]
             full = [n * size if dim == row.split else n for dim, n in enumerate(local)]
             box = [slice(rank * n, (rank + 1) * n) if dim == row.split else slice(0, n) for dim, n in enumerate(local)]
-            first = box[0].start + alternation * share
+            first = box[0].start + turn * count
+            # Padding rows are beyond the end of the Hugging Face tensor: clip the box.
             if name in VOCABULARY:
                 full[0] = hf.vocab_size
-            box[0] = slice(min(first, full[0]), min(first + share, full[0]))
+            box[0] = slice(min(first, full[0]), min(first + count, full[0]))
             yield MappedRows(name, tuple(full), start, tuple(box))
-            start += share
+            start += count
 
 
-def _shares(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[list[int], int]:
-    """How many rows in a run each Hugging Face tensor gives, and how often the runs alternate."""
+def _row_counts(row: Row, rows: int, size: int, hf: PretrainedConfig) -> tuple[list[int], int]:
+    """Return the number of consecutive rows of each Hugging Face tensor, and how often the sequence repeats."""
     if not row.grouped:
         return [rows // len(row.hf)] * len(row.hf), 1
+    # One repetition per key head: its group of queries, the key, the value.
     heads = hf.num_attention_heads
     kv_heads = getattr(hf, "num_key_value_heads", None) or heads
     head_dim = rows * size // (heads + 2 * kv_heads)
     return [heads // kv_heads * head_dim, head_dim, head_dim], kv_heads // size
 
 
-def _numbers(found: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
-    """The numbers of layer and expert in the whole model."""
-    numbers = {}
-    if "i" in found:
-        numbers["i"] = chunk.decoder.layers[int(found["i"])].layer_number - 1
-    if "j" in found:
+def _full_model_indices(indices: dict[str, str], chunk: PackedGPT) -> dict[str, int]:
+    """Return the numbers of layer and expert in the full model."""
+    indices_in_model = {}
+    if "i" in indices:
+        indices_in_model["i"] = chunk.decoder.layers[int(indices["i"])].layer_number - 1
+    if "j" in indices:
         groups: ProcessGroupCollection = chunk.pg_collection
         per_rank = chunk.config.num_moe_experts // groups.ep.size()
-        numbers["j"] = groups.ep.rank() * per_rank + int(found["j"])
-    return numbers
+        indices_in_model["j"] = groups.ep.rank() * per_rank + int(indices["j"])
+    return indices_in_model
 
 
-def _pattern(name: str) -> re.Pattern[str]:
+def _name_pattern(name: str) -> re.Pattern[str]:
     text = re.escape(name).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{j\}", r"(?P<j>\d+)")
     return re.compile(text)

@@ -1,4 +1,6 @@
-"""The weights of a Megatron-Core model from and to Hugging Face names: read in slices, streamed in full, written from slices."""
+"""Weights of a Megatron-Core model under Hugging Face names: read in slices, streamed as full tensors, written from
+slices.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,26 @@ from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
 BUCKET_BYTES = 256 * 2**20
-"""Most bytes of full tensors that are streamed at once, unless one tensor is larger."""
+"""Maximum size of the full tensors that are streamed at once, unless one tensor is larger."""
 
 Values = Callable[[str, Box], Tensor]
-"""A part of a Hugging Face tensor, by its name."""
+"""Function that returns a box of a Hugging Face tensor, by name."""
 
 
 class MegatronWeights:
-    """The weights of one rank's chunks. In bf16 runs the optimizer's float32 main parameters are the weights, and the parameters are these
-    rounded: both are read from a file and drawn at random, and the main parameters are what a checkpoint holds. Collective to make.
+    """The weights of one rank's chunks. The constructor is collective.
+
+    In bf16 runs the optimizer's float32 main parameters are the weights, and the model's parameters are rounded
+    copies. Both are read from files and drawn at random. Checkpoints contain the main parameters.
 
     Args:
-        chunks: of this rank. hf: configuration of the Hugging Face model.
-        groups: of the layout. control: over all ranks.
-        gradients: the whole gradient of a local parameter, reduced over its replicas. Collective.
-        settle: called before weights are looked at, so that they are there. Collective.
+        chunks: model chunks of this rank.
+        hf: configuration of the Hugging Face model.
+        groups: process groups of the layout.
+        control: control plane over all ranks.
+        gradients: returns a function from local parameters to their full gradients, reduced over replicas.
+            Collective.
+        finish_param_gather: finishes pending gathers of parameters. Collective.
     """
 
     def __init__(
@@ -53,67 +60,73 @@ class MegatronWeights:
         groups: ProcessGroupCollection,
         control: ControlPlane,
         gradients: Callable[[], Callable[[LocalParameter], Tensor]],
-        settle: Callable[[], None],
+        finish_param_gather: Callable[[], None],
     ) -> None:
-        self.held = [held for chunk in chunks for held in local_parameters(chunk, hf)]
-        self._hf, self._group = hf, _whole_model(groups)
-        self._gradients, self._settle = gradients, settle
+        self.local_params = [local_param for chunk in chunks for local_param in local_parameters(chunk, hf)]
+        self._hf, self._group = hf, _model_group(groups)
+        self._gradients, self._finish_gather = gradients, finish_param_gather
         self._optimizer: ChainedOptimizer | None = None
         self._mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
-        self._written_wide = False
-        self._meet(control)
+        self._export_float32 = False
+        self._exchange_specs(control)
 
-    def _meet(self, control: ControlPlane) -> None:
-        """Learn what the model has, from what every rank holds, and what this rank streams."""
-        own = [held for held in self.held if not held.tied]
-        mine = [
+    def _exchange_specs(self, control: ControlPlane) -> None:
+        """Exchange the tensors of all ranks: find those of the full model, and the slices that this rank streams."""
+        untied = [local_param for local_param in self.local_params if not local_param.tied]
+        own_entries = [
             (
-                held.place,
-                [TensorSpec(part.name, held.parameter.dtype, part.shape) for part in held.parts],
-                [part.key for part in held.slices(held.parameter.detach().view(-1))],
-                held.parameter.requires_grad,
+                local_param.order,
+                [TensorSpec(piece.name, local_param.parameter.dtype, piece.shape) for piece in local_param.mapped_rows],
+                [piece.key for piece in local_param.slices(local_param.parameter.detach().view(-1))],
+                local_param.parameter.requires_grad,
             )
-            for held in own
+            for local_param in untied
         ]
-        everyone = control.gather(mine)
-        known: dict[str, TensorSpec] = {}
+        entries_by_rank = control.gather(own_entries)
+        specs_by_name: dict[str, TensorSpec] = {}
         self._trained: set[str] = set()
-        entries = sorted((entry for theirs in everyone for entry in theirs), key=lambda entry: entry[0])
+        # Order the tensors as in the model, each name once.
+        entries = sorted(
+            (entry for entries_of_rank in entries_by_rank for entry in entries_of_rank), key=lambda entry: entry[0]
+        )
         for _, specs, _, trained in entries:
             for spec in specs:
-                known.setdefault(spec.name, spec)
+                specs_by_name.setdefault(spec.name, spec)
             self._trained |= {spec.name for spec in specs if trained}
-        self._known = list(known.values())
-        # Of the ranks that hold the same part, the first speaks for it.
-        speaker: dict[SliceKey, int] = {}
+        self._specs = list(specs_by_name.values())
+        # Of several ranks with the same slice, the first one streams it.
+        owner: dict[SliceKey, int] = {}
         for rank in dist.get_process_group_ranks(self._group):
-            for _, _, places, _ in everyone[rank]:
+            for _, _, places, _ in entries_by_rank[rank]:
                 for place in places:
-                    speaker.setdefault(place, rank)
-        self._spoken = {place for place, rank in speaker.items() if rank == control.rank}
-        self._holders: dict[str, list[LocalParameter]] = {}
-        for held in own:
-            for name in held.names:
-                self._holders.setdefault(name, []).append(held)
+                    owner.setdefault(place, rank)
+        self._owned = {place for place, rank in owner.items() if rank == control.rank}
+        # A fused parameter contains several tensors: find the parameters of a tensor quickly.
+        self._params_by_name: dict[str, list[LocalParameter]] = {}
+        for local_param in untied:
+            for name in local_param.names:
+                self._params_by_name.setdefault(name, []).append(local_param)
 
     @property
     def n_parameters(self) -> int:
         """Number of parameters of the whole model."""
-        return sum(math.prod(known.shape) for known in self._known)
+        return sum(math.prod(known.shape) for known in self._specs)
 
     # ---- in
 
     def load(self, config: TrainEngineConfig, optimizer: ChainedOptimizer | None) -> None:
-        """The first weights: those at ``config.path``, or random ones. A value head without a file is zero.
+        """Load the initial weights from ``config.path``, or draw random ones. A value head without a file is zero.
 
         Args:
-            optimizer: over the chunks. Its main parameters are kept in step from here on.
+            config: configuration of the engine.
+            optimizer: optimizer over the chunks, or ``None``. Its main parameters are kept equal to the weights
+                from now on.
 
         Raises:
             ValueError: the files are missing, damaged, or of another model; names file and key.
         """
         self._optimizer, self._mains = optimizer, _main_parameters(optimizer)
-        self._written_wide = optimizer is not None and config.dtype == "bfloat16" and _has_mains(optimizer)
+        self._export_float32 = optimizer is not None and config.dtype == "bfloat16" and _has_mains(optimizer)
         if config.init_from_scratch:
             self._draw(config.seed, torch_dtype(config.master_dtype))
             return
@@ -122,11 +135,11 @@ class MegatronWeights:
         self._read(folder)
 
     def check(self, folder: Path) -> None:
-        """Compare keys and shapes of a model directory with the whole model, reading no values.
+        """Compare keys and shapes of a model directory with the full model, without reading values.
 
         Raises:
-            ValueError: the files are missing, unreadable or of another model; names file and key. Or the optimizer has copies of the
-                weights that cannot follow.
+            ValueError: the files are missing, unreadable or of another model (names file and key), or the optimizer
+                has copies of the weights that cannot be updated.
         """
         if self._optimizer is not None and not _has_mains(self._optimizer) and _has_stepped(self._optimizer):
             raise ValueError(
@@ -134,156 +147,176 @@ class MegatronWeights:
                 "these cannot be loaded: load weights before the first step, or set optimizer_state_dtype='float32'"
             )
         with self._files(folder) as files:
-            files.check({known.name: known.shape for known in self._known}, _model_class(self._hf))
+            files.check({spec.name: spec.shape for spec in self._specs}, _model_class(self._hf))
 
     def read(self, folder: Path) -> None:
-        """Fill this rank's parameters, and their float32 main parameters unrounded, from files that :meth:`check` has accepted. Reads this
-        rank's slices. Collective.
+        """Fill this rank's parameters from files that :meth:`check` has accepted. Collective.
+
+        Main parameters are filled without rounding. Each rank reads only its own slices.
         """
-        self._settle()
+        self._finish_gather()
         self._read(folder)
 
     def _read(self, folder: Path) -> None:
         with self._files(folder) as files:
-            for held in self.held:
-                self._fill(held, files.read)
+            for local_param in self.local_params:
+                self._fill_parameter(local_param, files.read)
 
     def _draw(self, seed: int, dtype: torch.dtype) -> None:
-        def take(block: dict[str, Tensor]) -> None:
-            for held in self.held:
-                if held.names[0] in block:
-                    self._fill(held, lambda name, box: block[name][box])
+        def fill_block(block: dict[str, Tensor]) -> None:
+            for local_param in self.local_params:
+                if local_param.names[0] in block:
+                    self._fill_parameter(local_param, lambda name, box: block[name][box])
 
-        draw_weights(self._hf, seed, dtype, take)
-        for parameter in (held.parameter for held in self.held if held.names == (VALUE_HEAD,)):
+        draw_weights(self._hf, seed, dtype, fill_block)
+        # transformers does not know the value head: it is zero.
+        for parameter in (
+            local_param.parameter for local_param in self.local_params if local_param.names == (VALUE_HEAD,)
+        ):
             parameter.data.zero_()
             if parameter in self._mains:
                 self._mains[parameter][0].zero_()
 
     @torch.no_grad()
-    def _fill(self, held: LocalParameter, values: Values) -> None:
-        parameter = held.parameter
+    def _fill_parameter(self, local_param: LocalParameter, values: Values) -> None:
+        parameter = local_param.parameter
+        # Assemble the local tensor in float32 or wider, so that main parameters are not rounded. Padding stays
+        # zero.
         local = torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for part in held.slices(local.view(-1)):
-            part.values.copy_(values(part.name, part.box))
+        for piece in local_param.slices(local.view(-1)):
+            piece.values.copy_(values(piece.name, piece.box))
         parameter.copy_(local)
         if parameter in self._mains:
+            # A distributed optimizer has a range of the flattened parameter.
             main, start = self._mains[parameter]
             main.copy_(local.view(-1)[start : start + len(main)])
 
     def _files(self, folder: Path) -> HFWeights:
         tied = {EMBEDDING[0]: ["lm_head.weight"]} if self._hf.tie_word_embeddings else {}
-        return HFWeights(folder, tied, value_head=any(known.name == VALUE_HEAD for known in self._known))
+        return HFWeights(folder, tied, value_head=any(spec.name == VALUE_HEAD for spec in self._specs))
 
     # ---- out
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """All weights under their Hugging Face names, in the order of the model: full, in the dtype of the parameters, on the device. A
-        tied weight comes once. Collective: every rank iterates to the end.
+        """Yield all weights under their Hugging Face names, in the order of the model.
+
+        Tensors are full, in the dtype of the parameters, on the device. A tied weight comes once. Collective: every
+        rank must iterate to the end.
         """
-        self._settle()
-        yield from self._stream(lambda held: held.parameter.detach())
+        self._finish_gather()
+        yield from self._stream(lambda local_param: local_param.parameter.detach())
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """The gradients of all weights that are trained, likewise."""
+        """Yield the gradients of all trained weights, in the same way."""
         value = self._gradients()
-        yield from self._stream(value, dtype=value(self.held[0]).dtype, trained=True)
+        yield from self._stream(value, dtype=value(self.local_params[0]).dtype, trained=True)
 
     def export(self) -> Export:
-        """What is to be written: float32 main parameters where the optimizer has them, else the parameters in their own dtype. Collective."""
-        self._settle()
+        """Return the tensors to write: float32 main parameters if the optimizer has them, else the parameters.
+        Collective.
+        """
+        self._finish_gather()
         specs = [
-            TensorSpec(known.name, torch.float32 if self._written_wide else known.dtype, known.shape)
-            for known in self._known
+            TensorSpec(spec.name, torch.float32 if self._export_float32 else spec.dtype, spec.shape)
+            for spec in self._specs
         ]
         model = _model_class(self._hf)
         generation = GenerationConfig.from_model_config(self._hf) if model.can_generate() else None
-        return Export(specs, self._written_slices(), ModelCard(self._hf, model, generation))
+        return Export(specs, self._export_slices(), ModelCard(self._hf, model, generation))
 
-    def _written_slices(self) -> Iterator[Slice]:
-        for held in self.held:
-            if held.tied:
+    def _export_slices(self) -> Iterator[Slice]:
+        for local_param in self.local_params:
+            if local_param.tied:
                 continue
-            if not self._written_wide:
-                yield from held.slices(held.parameter.detach().view(-1))
-            elif held.parameter in self._mains:
-                main, start = self._mains[held.parameter]
-                yield from held.slices(main, start)
-            elif not held.parameter.requires_grad:
-                yield from held.slices(held.parameter.detach().view(-1))
+            if not self._export_float32:
+                yield from local_param.slices(local_param.parameter.detach().view(-1))
+            # Each rank writes its range of the main parameters; parameters that are not trained do not have main
+            # parameters.
+            elif local_param.parameter in self._mains:
+                main, start = self._mains[local_param.parameter]
+                yield from local_param.slices(main, start)
+            elif not local_param.parameter.requires_grad:
+                yield from local_param.slices(local_param.parameter.detach().view(-1))
 
     @torch.no_grad()
     def _stream(
         self, value: Callable[[LocalParameter], Tensor], dtype: torch.dtype | None = None, *, trained: bool = False
     ) -> Iterator[NamedTensor]:
-        """Full tensors, bucket by bucket: each part is put where it belongs by the one rank that speaks for it, and integers are summed,
-        so that the others' zeros change no bit.
+        """Yield full tensors, bucket by bucket.
+
+        The owner of a slice copies it to its position in a zeroed bucket. Buckets are summed over ranks as
+        integers, so that adding zeros changes no bit.
         """
-        device = self.held[0].parameter.device
-        for bucket in self._buckets([known for known in self._known if not trained or known.name in self._trained]):
-            sizes = [torch.Size(known.shape).numel() for known in bucket]
-            filled_up = -(-sum(sizes) // 8) * 8  # to whole integers
+        device = self.local_params[0].parameter.device
+        for bucket in self._buckets([spec for spec in self._specs if not trained or spec.name in self._trained]):
+            sizes = [torch.Size(spec.shape).numel() for spec in bucket]
+            filled_up = -(-sum(sizes) // 8) * 8  # to whole int64
             flat = torch.zeros(filled_up, dtype=dtype or bucket[0].dtype, device=device)
             values = flat[: sum(sizes)].split(sizes)
-            full = {known.name: x.view(known.shape) for known, x in zip(bucket, values, strict=True)}
+            full = {spec.name: x.view(spec.shape) for spec, x in zip(bucket, values, strict=True)}
+            # Copy the slices that this rank owns.
             for name, tensor in full.items():
-                for held in self._holders.get(name, ()):
-                    for part in held.slices(value(held).reshape(-1)):
-                        if part.name == name and part.key in self._spoken:
-                            tensor[part.box] = part.values
+                for local_param in self._params_by_name.get(name, ()):
+                    for piece in local_param.slices(value(local_param).reshape(-1)):
+                        if piece.name == name and piece.key in self._owned:
+                            tensor[piece.box] = piece.values
             if dist.get_world_size(self._group) > 1:
                 dist.all_reduce(flat.view(torch.int64), group=self._group)
             yield from (NamedTensor(name, tensor) for name, tensor in full.items())
 
     @staticmethod
     def _buckets(tensors: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-        """Tensors of one dtype at a time, in order."""
+        """Yield lists of tensors of one dtype, in order, within the size of a bucket."""
         bucket: list[TensorSpec] = []
         size = 0
-        for known in tensors:
-            if bucket and (size + known.nbytes > BUCKET_BYTES or known.dtype != bucket[0].dtype):
+        for spec in tensors:
+            # A bucket is one flat tensor: one dtype, up to the maximum size.
+            if bucket and (size + spec.nbytes > BUCKET_BYTES or spec.dtype != bucket[0].dtype):
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(known)
-            size += known.nbytes
+            bucket.append(spec)
+            size += spec.nbytes
         if bucket:
             yield bucket
 
 
 def _has_mains(optimizer: ChainedOptimizer) -> bool:
-    """Whether main parameters are tensors of their own here: a precision-aware optimizer keeps them to itself."""
-    return not any(part.config.use_precision_aware_optimizer for part in optimizer.chained_optimizers)
+    """Return whether main parameters are accessible tensors: a precision-aware optimizer keeps them private."""
+    return not any(inner.config.use_precision_aware_optimizer for inner in optimizer.chained_optimizers)
 
 
 def _has_stepped(optimizer: ChainedOptimizer) -> bool:
-    return any(not part.is_stub_optimizer and part.optimizer.state for part in optimizer.chained_optimizers)
+    return any(not inner.is_stub_optimizer and inner.optimizer.state for inner in optimizer.chained_optimizers)
 
 
 def _main_parameters(optimizer: ChainedOptimizer | None) -> dict[nn.Parameter, tuple[Tensor, int]]:
-    """The float32 copies that the optimizer keeps of bf16 parameters: flat, and where each starts in its parameter. The distributed
-    optimizer has a stretch of some of them on each rank; float32 parameters need no copy.
+    """Return the optimizer's float32 copies of bf16 parameters: flat, with their position in the flattened parameter.
+
+    On each rank, the distributed optimizer has a range of some parameters. Float32 parameters do not need copies.
     """
-    found: dict[nn.Parameter, tuple[Tensor, int]] = {}
-    for part in optimizer.chained_optimizers if optimizer is not None and _has_mains(optimizer) else ():
-        if part.is_stub_optimizer:
+    flat_mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
+    for inner in optimizer.chained_optimizers if optimizer is not None and _has_mains(optimizer) else ():
+        if inner.is_stub_optimizer:
             continue
-        is_distributed = isinstance(part, DistributedOptimizer)
-        parameters = getattr(part, "model_float16_groups" if is_distributed else "float16_groups", [])
-        mains = getattr(part, "shard_fp32_from_float16_groups" if is_distributed else "fp32_from_float16_groups", [])
+        # Both optimizers keep groups of parameters and parallel groups of copies, under different names.
+        is_distributed = isinstance(inner, DistributedOptimizer)
+        parameters = getattr(inner, "model_float16_groups" if is_distributed else "float16_groups", [])
+        mains = getattr(inner, "shard_fp32_from_float16_groups" if is_distributed else "fp32_from_float16_groups", [])
         for group, main_group in zip(parameters, mains, strict=True):
             for parameter, main in zip(group, main_group, strict=True):
-                start = part._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
-                found[parameter] = (main.detach().view(-1), start)
-    return found
+                start = inner._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
+                flat_mains[parameter] = (main.detach().view(-1), start)
+    return flat_mains
 
 
 def _model_class(hf: PretrainedConfig) -> type[PreTrainedModel]:
-    """transformers' class of this model."""
+    """Return transformers' class of this model."""
     return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)])
 
 
-def _whole_model(groups: ProcessGroupCollection) -> dist.ProcessGroup:
-    """The smallest group of ranks that hold the whole model between them."""
+def _model_group(groups: ProcessGroupCollection) -> dist.ProcessGroup:
+    """Return the smallest group of ranks that together have the full model."""
+    # Dense layers need all tensor-parallel ranks, experts all ranks that divide experts.
     tp, experts = groups.tp.size(), groups.ep.size() * groups.expt_tp.size()
     if tp % experts == 0:
         return groups.mp

@@ -16,7 +16,7 @@ BYTES = FILE + "test_training_leaves_every_byte_of_the_model_alone[{}]"
 ALONE = FILE + "test_one_adapter_is_saved_and_goes_on_by_itself[{}]"
 
 
-@mutant("areal.engine.lora.low_rank:LowRank.added_to", PEFT.format("fsdp:d1"))
+@mutant("areal.engine.lora.low_rank:LowRank.apply", PEFT.format("fsdp:d1"))
 def without_the_scale(right: Function) -> Function:
     """What an adapter adds is not scaled."""
 
@@ -26,7 +26,7 @@ def without_the_scale(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.lora.low_rank:Delta.added", PEFT.format("fsdp:t2"))
+@mutant("areal.engine.lora.low_rank:WeightDelta.add_to", PEFT.format("fsdp:t2"))
 def merged_at_the_first_rows(right: Function) -> Function:
     """Every rank merges the first rows and columns of the product into its part of a weight."""
     return lambda self, weight, box: right(self, weight, tuple(slice(0, n) for n in weight.shape))

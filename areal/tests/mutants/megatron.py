@@ -131,7 +131,7 @@ def megatron_finalises_each_call(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.megatron.gradients:reopen", BETWEEN.format("d2"))
+@mutant("areal.engine.megatron.gradients:keep_one_copy", BETWEEN.format("d2"))
 def megatron_sums_added_again(right: Function) -> Function:
     """Sums that were taken between calls are summed over ranks once more."""
     return lambda chunks, groups: None
@@ -209,18 +209,18 @@ def megatron_step_not_skipped(right: Function) -> Function:
 # ---- weights
 
 
-@mutant("areal.engine.megatron.weight_mapping:_shares", LOOP.format("megatron:d1"))
+@mutant("areal.engine.megatron.weight_mapping:_row_counts", LOOP.format("megatron:d1"))
 def megatron_heads_not_grouped(right: Function) -> Function:
     """All queries lie before all keys, and these before all values."""
 
     def wrong(*args: Any) -> Any:
-        shares, alternations = right(*args)
-        return [share * alternations for share in shares], 1
+        counts, turns = right(*args)
+        return [count * turns for count in counts], 1
 
     return wrong
 
 
-@mutant("areal.engine.megatron.weight_mapping:_numbers", THREE.format("*-megatron:e2"))
+@mutant("areal.engine.megatron.weight_mapping:_full_model_indices", THREE.format("*-megatron:e2"))
 def megatron_experts_take_turns(right: Function) -> Function:
     """Experts are numbered as if expert-parallel ranks took turns."""
 
@@ -234,7 +234,7 @@ def megatron_experts_take_turns(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.megatron.weight_mapping:_numbers", LOOP.format("megatron:p2v2"))
+@mutant("areal.engine.megatron.weight_mapping:_full_model_indices", LOOP.format("megatron:p2v2"))
 def megatron_virtual_stages_in_a_row(right: Function) -> Function:
     """Layers are numbered as if the chunks of a rank followed each other."""
 
@@ -249,7 +249,7 @@ def megatron_virtual_stages_in_a_row(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.megatron.weight_mapping:_numbers", CALLS.format("*-megatron:p2"))
+@mutant("areal.engine.megatron.weight_mapping:_full_model_indices", CALLS.format("*-megatron:p2"))
 def megatron_stages_swapped(right: Function) -> Function:
     """Layers are counted from the last one."""
 

@@ -60,13 +60,13 @@ def never_reduced(right: Function) -> Function:
     return lambda self, factor: None
 
 
-@mutant("areal.engine.fsdp.expert_parallel:Dispatch.give_back", NO_TOKEN)
+@mutant("areal.engine.fsdp.expert_parallel:Dispatch.combine", NO_TOKEN)
 def results_in_another_order(right: Function) -> Function:
     """Results come back in the order of their arrival, the last first."""
     return lambda self, rows: right(self, rows).flip(0)
 
 
-@mutant("areal.engine.fsdp.expert_parallel:_Dispatched.__call__", NO_TOKEN)
+@mutant("areal.engine.fsdp.expert_parallel:_DispatchedExperts.__call__", NO_TOKEN)
 def unweighted_experts(right: Function) -> Function:
     """All experts of a token count alike."""
 

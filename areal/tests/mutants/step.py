@@ -234,7 +234,7 @@ def dropout_in_evaluation(right: Function) -> Function:
 # ---- when gradients are reduced, and what becomes of them
 
 
-@mutant("areal.engine.fsdp.gradients:sync_on", LOOP.format("fsdp:d2"))
+@mutant("areal.engine.fsdp.gradients:gradient_sync_hook", LOOP.format("fsdp:d2"))
 def last_backward_not_reduced(right: Function) -> Function:
     """The last backward of a call does not reduce the gradients."""
 

@@ -1,1 +1,3 @@
-"""Pipeline parallelism of the FSDP engine on ``torch.distributed.pipelining``."""
+"""Pipeline parallelism of the FSDP engine, based on ``torch.distributed.pipelining``: split, chunks, schedules, tied
+embeddings.
+"""

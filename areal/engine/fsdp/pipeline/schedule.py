@@ -1,4 +1,6 @@
-"""The schedules of ``torch.distributed.pipelining`` behind ours: one of them owns the loop, and calls our two halves of a micro-batch."""
+"""Adapter from ``torch.distributed.pipelining`` to the engine's schedules: torch owns the loop and calls forward and
+loss of each micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ from areal.utils.profiling.phase_timer import PhaseTimer
 class PipelineSchedule(Schedule):
     """Runs micro-batches through the stages of a pipeline.
 
-    All stages of a data-parallel coordinate have the same micro-batches, so that only hidden states and their gradients travel. Torch holds the
-    reductions of a stage, which is an FSDP module, back to the end of a call.
+    All stages of a data-parallel coordinate have the same micro-batches, so that only hidden states and their
+    gradients are sent. Each stage is an FSDP module, and torch defers its reductions to the end of a call.
 
     Args:
-        chunks: of this rank, each sharded. kind: which schedule.
-        dtype: of hidden states. token_split: ranks that share the tokens of a micro-batch.
-        timer: the engine's, so that a profile names the micro-batch of each backward.
+        chunks: stages of this rank, each sharded.
+        spec: schedule to run.
+        device: device of the engine.
+        dtype: dtype of hidden states.
+        token_split: number of ranks that divide the tokens of a micro-batch.
+        timer: the engine's timer; a profile then names the micro-batch of each backward.
     """
 
     equal_lengths = True
@@ -36,26 +41,27 @@ class PipelineSchedule(Schedule):
     def __init__(
         self,
         chunks: ModelChunks,
-        kind: ScheduleSpec,
+        spec: ScheduleSpec,
         device: torch.device,
         dtype: torch.dtype,
         token_split: int,
         timer: PhaseTimer,
     ) -> None:
-        self._chunks, self._kind, self._timer = chunks, kind, timer
+        self._chunks, self._spec, self._timer = chunks, spec, timer
         self._device, self._dtype, self._token_split = device, dtype, token_split
-        self._width = chunks.whole.hf.config.get_text_config().hidden_size
+        self._width = chunks.full_model.hf.config.get_text_config().hidden_size
 
     def round_up(self, n: int) -> int:
-        return self._kind.round_up(n, len(set(self._chunks.split.ranks)))
+        return self._spec.round_up(n, len(set(self._chunks.split.ranks)))
 
     def grad_scale(self, n: int) -> float:
-        """Torch is told to divide nothing."""
+        """Return 1: torch is configured to divide nothing."""
         return 1.0
 
     def run(self, mbs: MicroBatchList, forward: ForwardFn, process: ProcessFn, *, forward_only: bool) -> dict[int, Any]:
         results: dict[int, Any] = {}
 
+        # Called by torch for each stage and micro-batch; only the last stage returns a loss.
         def compute(chunk: Any, mb: MicroBatch, hidden: Tensor | None) -> Tensor:
             out = forward(chunk, mb, hidden)
             if isinstance(out, Tensor):
@@ -64,13 +70,14 @@ class PipelineSchedule(Schedule):
             return torch.zeros((), device=self._device) if loss is None else loss
 
         schedule = self._schedule(mbs, compute)
-        # Which micro-batch it is, each stage looks up itself.
+        # The argument only fixes the number of micro-batches: each stage looks up its own.
         step = schedule.eval if forward_only else schedule.step
         try:
             step(target=torch.zeros(len(mbs)), return_outputs=False)
-        except RuntimeError as error:  # Torch wraps what a stage met in a text with all its arguments.
+        except RuntimeError as error:  # torch wraps the original error in a long text
             raise error.__cause__ if isinstance(error.__cause__, Exception) else error from None
         finally:
+            # Without a backward, FSDP leaves the last weights gathered.
             if forward_only:
                 reshard(self._chunks)
         return results
@@ -79,8 +86,9 @@ class PipelineSchedule(Schedule):
         del self._chunks
 
     def _schedule(self, mbs: MicroBatchList, compute: Callable[[Any, MicroBatch, Tensor | None], Tensor]) -> Any:
-        """Made anew for each call: its buffers are as long as the micro-batches, and it may be asked to run another number of them."""
+        """Create a torch schedule for one call: its buffers depend on the length and the number of micro-batches."""
         split, tokens = self._chunks.split, mbs[0].padded_length // self._token_split
+        # Hidden states of one micro-batch, as sent between stages: [1, tokens, hidden size].
         hidden = torch.empty(1, tokens, self._width, dtype=self._dtype, device="meta", requires_grad=True)
         stages = [
             _Stage(
@@ -88,7 +96,7 @@ class PipelineSchedule(Schedule):
                 number,
                 len(split.spans),
                 self._device,
-                # Given these, torch need not run the model to find them out.
+                # With these, torch does not run the model to infer shapes.
                 input_args=hidden if number else (),
                 output_args=hidden,
                 group=self._chunks.group,
@@ -97,32 +105,33 @@ class PipelineSchedule(Schedule):
         ]
         for stage in stages:
             stage.compute, stage.mbs, stage.timer = compute, mbs, self._timer
-        return self._kind.torch_class(
-            stages[0] if self._kind.chunks == "one" else stages, len(mbs), loss_fn=_loss, scale_grads=False
+        return self._spec.torch_class(
+            stages[0] if self._spec.chunks == "one" else stages, len(mbs), loss_fn=_output_as_loss, scale_grads=False
         )
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """What the last stage returns is the loss already."""
+def _output_as_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the output of the last stage, which already is the loss."""
     return output
 
 
 class _Stage(PipelineStage):
-    """A stage that knows which micro-batch it is at."""
+    """A torch stage that knows its current micro-batch."""
 
     compute: Callable[[Any, MicroBatch, Tensor | None], Tensor]
     mbs: MicroBatchList
     timer: PhaseTimer
-    _at: MicroBatch
+    _current_mb: MicroBatch
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        self._at = self.mbs[fwd_chunk_id]
+        self._current_mb = self.mbs[fwd_chunk_id]
         return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def forward_maybe_with_nosync(self, hidden: Tensor | None = None) -> Tensor:
-        return self.compute(self.submod, self._at, hidden)
+        return self.compute(self.submod, self._current_mb, hidden)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        # A forward-only call runs no backward.
         if not self.has_backward:
             return
         with self.timer.phase("backward", self.mbs[bwd_chunk_id].index):
@@ -131,7 +140,7 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self.timer.phase("backward", self.mbs[bwd_chunk_id].index):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        # No hook of FSDP runs in this half of a backward: sums over micro-batches are to be in the dtype of the reduction.
+        # No FSDP hook runs in this phase of a backward: accumulate in the dtype of the reduction here.
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 grad.accumulate(module)
@@ -141,12 +150,12 @@ class _Stage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing was tried out. Torch would drop the gradients of earlier calls here."""
+        """Do nothing: torch would discard the gradients of earlier calls here, but no shape inference took place."""
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Of torch before 2.13, which expects hidden states of the last stage too."""
+        """Do nothing. In torch before 2.13, this check expects hidden states from the last stage, too."""
 
-    # In a forward alone, a stage has nothing to hand to the one before it on the same rank.
+    # In a forward-only call, a stage does not have a gradient for the previous stage on the same rank.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()

@@ -1,4 +1,4 @@
-"""The pipeline schedules of the FSDP engine, and what each of them needs."""
+"""The pipeline schedules of the FSDP engine and their requirements."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from areal.api.parallel import ParallelDims
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A schedule.
+    """A pipeline schedule.
 
     Attributes:
-        name: in :mod:`torch.distributed.pipelining`. source: the paper that describes it.
-        chunks: ``"one"`` stage on each rank, ``"two"``, or ``"several"``.
-        back: stages go through the ranks and back again, so that the first rank has the first stage and the last.
-        zero_bubble: gradients of weights are computed apart from those of inputs.
-        rounds: the number of micro-batches is a multiple of the ranks. fills: it is at least the ranks.
+        name: name in :mod:`torch.distributed.pipelining`.
+        source: paper that describes it.
+        chunks: number of stages on each rank: ``"one"``, ``"two"``, or ``"several"``.
+        back: if True, stages go through the ranks and back, so that the first rank has the first and the last
+            stage.
+        zero_bubble: if True, gradients of weights are computed separately from those of inputs.
+        rounds: if True, the number of micro-batches must be a multiple of the number of ranks.
+        fills: if True, there must be at least as many micro-batches as ranks.
     """
 
     name: str
@@ -34,22 +37,23 @@ class ScheduleSpec:
 
     @property
     def torch_class(self) -> Any:
-        """Its class there."""
+        """The schedule's class in torch."""
         return torch_schedules.get_schedule_class(self.name)
 
     def round_up(self, n: int, ranks: int) -> int:
-        """The least number of micro-batches, at least ``n``, that it can run."""
+        """Return the smallest number of micro-batches, at least ``n``, that the schedule can run."""
         return -(-n // ranks) * ranks if self.rounds else max(n, ranks) if self.fills else n
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The pipeline rank of a stage."""
-        turn, place = divmod(stage, ranks)
-        return ranks - 1 - place if self.back and turn % 2 else place
+        """Return the pipeline rank of a stage."""
+        turn, position = divmod(stage, ranks)
+        # Schedules that go back pass the ranks in reverse every second time.
+        return ranks - 1 - position if self.back and turn % 2 else position
 
 
-KINDS: Mapping[str, ScheduleSpec] = {
-    kind.name: kind
-    for kind in (
+SCHEDULE_SPECS: Mapping[str, ScheduleSpec] = {
+    spec.name: spec
+    for spec in (
         ScheduleSpec("GPipe", "Huang et al., 2019", chunks="one"),
         ScheduleSpec("1F1B", "Narayanan et al., 2019", chunks="one", fills=True),
         ScheduleSpec("Interleaved1F1B", "Narayanan et al., 2021", rounds=True),
@@ -57,54 +61,58 @@ KINDS: Mapping[str, ScheduleSpec] = {
         ScheduleSpec("ZBVZeroBubble", "Qi et al., 2024", chunks="two", back=True, zero_bubble=True),
     )
 }
-"""By the name in ``FSDPConfig.pipeline_schedule``."""
+"""Schedules by the name in ``FSDPConfig.pipeline_schedule``."""
 
 
 def choose_schedule(config: TrainEngineConfig) -> ScheduleSpec:
-    """The schedule that a configuration names, or the one for its layout.
+    """Return the configured schedule, or the default one of the layout.
 
     Raises:
-        ValueError: it does not go with the layout or with some other setting; names both.
+        ValueError: the schedule does not fit the layout or another setting; names both.
     """
     dims, fsdp = config.dims, config.fsdp
-    kind = KINDS[fsdp.pipeline_schedule or ("1F1B" if dims.vpp == 1 else "Interleaved1F1B")]
+    spec = SCHEDULE_SPECS[fsdp.pipeline_schedule or ("1F1B" if dims.vpp == 1 else "Interleaved1F1B")]
+    # Without a pipeline, settings of one are an error.
     if dims.pp == 1:
         if fsdp.pipeline_schedule is not None or dims.vpp > 1:
-            given = f"fsdp.pipeline_schedule = {kind.name!r}" if fsdp.pipeline_schedule else f"v{dims.vpp}"
+            given = f"fsdp.pipeline_schedule = {spec.name!r}" if fsdp.pipeline_schedule else f"v{dims.vpp}"
             raise ValueError(
                 f"{given} with backend = '{dims}': a schedule is for pipelines; add p to the layout, or leave it out"
             )
-        return kind
-    fits = {"one": dims.vpp == 1, "two": dims.vpp == 2, "several": dims.vpp > 1}[kind.chunks]
+        return spec
+    # The layout must have as many chunks per rank as the schedule runs.
+    fits = {"one": dims.vpp == 1, "two": dims.vpp == 2, "several": dims.vpp > 1}[spec.chunks]
     if not fits:
-        needs = {"one": "no v", "two": "v2", "several": "v2 or more"}[kind.chunks]
+        needs = {"one": "no v", "two": "v2", "several": "v2 or more"}[spec.chunks]
         raise ValueError(
-            f"fsdp.pipeline_schedule = {kind.name!r} with backend = '{dims}': it needs {needs} in the layout"
+            f"fsdp.pipeline_schedule = {spec.name!r} with backend = '{dims}': it needs {needs} in the layout"
         )
-    apart = f"fsdp.pipeline_schedule = {kind.name!r} computes gradients of weights apart from those of inputs, which"
-    if kind.zero_bubble and fsdp.reshard_after_forward:
+    # Limits of schedules that split the backward in two.
+    apart = f"fsdp.pipeline_schedule = {spec.name!r} computes gradients of weights apart from those of inputs, which"
+    if spec.zero_bubble and fsdp.reshard_after_forward:
         raise ValueError(f"{apart} needs gathered weights: leave fsdp.reshard_after_forward out")
-    if kind.zero_bubble and config.activation_checkpointing != "none":
+    if spec.zero_bubble and config.activation_checkpointing != "none":
         raise ValueError(
             f"{apart} would recompute activations twice: activation_checkpointing = {config.activation_checkpointing!r} needs another "
             "schedule"
         )
-    if kind.zero_bubble and config.lora is not None:
+    if spec.zero_bubble and config.lora is not None:
         raise ValueError(f"{apart} leaves adapters out: lora needs another schedule")
-    if kind.zero_bubble and fsdp.compile:
+    if spec.zero_bubble and fsdp.compile:
         raise ValueError(f"{apart} the backward of a compiled graph cannot: fsdp.compile = True needs another schedule")
+    # torch defers reductions to the end of a call.
     if config.grad_sync == "micro_batch":
         raise ValueError(
             f"grad_sync = 'micro_batch' with backend = '{dims}': a pipeline reduces gradients once, at the end of a call; leave it out"
         )
-    return kind
+    return spec
 
 
 def check_pipeline_attention(dims: ParallelDims, *, packed: bool) -> None:
-    """Refuse sequences in rows in a pipeline, whose stages pass on packed tokens.
+    """Check that sequences are packed, because the stages of a pipeline exchange packed tokens.
 
     Raises:
-        ValueError: says so.
+        ValueError: sequences are in rows and the layout has a pipeline.
     """
     if dims.pp > 1 and not packed:
         raise ValueError("fsdp.attention = 'rows' with p: pipelines need packed attention; leave one of the two out")

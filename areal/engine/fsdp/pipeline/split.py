@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds which layers of a model, and a model of which only that part is left."""
+"""Distribution of a model's layers over pipeline stages, and construction of the model of one stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from areal.engine.fsdp.pipeline.schedule_specs import ScheduleSpec
 from areal.engine.model.packed_lm import PackedCausalLM
 
 
-class Absent(nn.Module):
-    """Stands where another stage has a module: passes on what it is given, and keeps the settings that the model around it may ask for."""
+class PassThrough(nn.Module):
+    """Replaces a module of another stage: returns its input, and keeps attributes that the model may read."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -28,11 +28,13 @@ class Absent(nn.Module):
 
 
 @dataclass(frozen=True)
-class Decoder:
-    """Where the parts of a decoder are, by their names in the model.
+class DecoderNames:
+    """Names of the components of a decoder.
 
     Attributes:
-        name: of the decoder. layers, norm: within it; the norm comes after the last layer.
+        name: name of the decoder in the model.
+        layers: name of the list of layers within the decoder.
+        norm: name of the norm after the last layer, within the decoder.
     """
 
     name: str
@@ -41,92 +43,114 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Split:
-    """How a model is spread over the stages of a pipeline. The first has the embedding too, the last the norm and the heads.
+class PipelineSplit:
+    """Distribution of a model over pipeline stages.
+
+    The first stage also has the embedding, the last one the norm and the heads.
 
     Attributes:
-        spans: layers of each stage, where there are several. ranks: pipeline rank of each stage.
-        decoder: the parts of the model; ``None`` where there is one stage.
+        spans: range of layers of each stage, if there are several.
+        ranks: pipeline rank of each stage.
+        decoder: names of the decoder's components; ``None`` with a single stage.
     """
 
     spans: tuple[range, ...]
     ranks: tuple[int, ...]
-    decoder: Decoder | None = None
+    decoder: DecoderNames | None = None
 
     @classmethod
-    def none(cls) -> Split:
-        """One stage has everything."""
+    def none(cls) -> PipelineSplit:
+        """Return the split with a single stage."""
         return cls((range(0),), (0,))
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a pipeline rank holds, in order."""
+        """Return the stages of a pipeline rank, in order."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
     def rank_of(self, name: str) -> int:
-        """The pipeline rank that holds a tensor of :class:`PackedCausalLM`; of a shared one, the first."""
+        """Return the pipeline rank of a tensor of :class:`PackedCausalLM`; of a shared one, the first rank."""
         if self.decoder is None:
             return 0
         inside = f"hf.{self.decoder.name}."
         layers = f"{inside}{self.decoder.layers}."
+        # A layer: find the stage whose range contains it.
         if name.startswith(layers):
             number = int(name.removeprefix(layers).split(".")[0])
             return self.ranks[next(stage for stage, span in enumerate(self.spans) if number in span)]
+        # Anything else: the embedding is on the first stage, norm and heads on the last.
         in_front = name.startswith(inside) and not name.startswith(f"{inside}{self.decoder.norm}.")
         return self.ranks[0 if in_front else -1]
 
 
-def plan_split(whole: PackedCausalLM, dims: ParallelDims, kind: ScheduleSpec, config: FSDPConfig) -> Split:
-    """Spread the layers of a model over the stages of a layout.
+def plan_pipeline_split(
+    full_model: PackedCausalLM, dims: ParallelDims, spec: ScheduleSpec, config: FSDPConfig
+) -> PipelineSplit:
+    """Distribute the layers of a model over the stages of a layout.
 
     Args:
-        whole: may be on the meta device. kind: of the schedule.
+        full_model: model, possibly on the meta device.
+        dims: layout.
+        spec: pipeline schedule.
+        config: FSDP settings, with an optional number of layers for each stage.
 
     Raises:
-        ValueError: this model or this number of layers cannot be spread so; says why.
+        ValueError: this model or number of layers cannot be distributed in this way.
     """
-    layers, stages = whole.hf.config.get_text_config().num_hidden_layers, dims.pp * dims.vpp
+    layers, stages = full_model.hf.config.get_text_config().num_hidden_layers, dims.pp * dims.vpp
     counts = config.pipeline_layers
     if counts is not None and (len(counts) != stages or sum(counts) != layers):
         raise ValueError(
             f"fsdp.pipeline_layers = {counts}: give {stages} numbers, one for each stage of backend = '{dims}', that add up to the "
             f"{layers} layers of the model"
         )
+    # Without a pipeline any model is accepted.
     if stages == 1:
-        return Split.none()
+        return PipelineSplit.none()
     if layers < stages:
         raise ValueError(
             f"backend = '{dims}' has {stages} stages, and the model {layers} layers: every stage needs one; choose a smaller p or v"
         )
+    # Consecutive ranges with the given number of layers.
     spans, start = [], 0
     for count in counts or even_counts(layers, stages):
         spans.append(range(start, start + count))
         start += count
-    decoder = find_decoder(whole.hf)
-    check_chain(whole.hf, decoder)
-    return Split(tuple(spans), tuple(kind.rank_of(stage, dims.pp) for stage in range(stages)), decoder)
+    # Reject models whose decoder is more than a chain of layers.
+    decoder = decoder_names(full_model.hf)
+    check_chain(full_model.hf, decoder)
+    return PipelineSplit(tuple(spans), tuple(spec.rank_of(stage, dims.pp) for stage in range(stages)), decoder)
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
-    """Layers of each stage. Those that are left over go to the stages in the middle, then to the first: the embedding and the head, at
-    the ends, are work too, and the head more of it."""
+    """Return the number of layers of each stage.
+
+    Remaining layers go to the stages in the middle, then to the first: embedding and head take time, too, and the
+    head more.
+    """
     least, left = divmod(layers, stages)
     in_turn = [*range(1, stages - 1), 0, stages - 1]
     return [least + (stage in in_turn[:left]) for stage in range(stages)]
 
 
-def find_decoder(hf: PreTrainedModel) -> Decoder:
-    """The parts of a decoder that is an embedding, a list of layers and a norm, and has no other parameters.
+def decoder_names(hf: PreTrainedModel) -> DecoderNames:
+    """Return the names of a decoder's components.
+
+    The decoder must consist of an embedding, a list of layers and a norm only.
 
     Raises:
-        ValueError: it has others, or some of these are missing.
+        ValueError: the decoder has other parameters, or a component is missing.
     """
     decoder = hf.get_decoder()
-    kinds = set(hf._no_split_modules or ())
+    layer_classes = set(hf._no_split_modules or ())
+    # The list whose modules are decoder layers, according to transformers.
     lists = [
         name
         for name, child in decoder.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and {type(layer).__name__ for layer in child} <= kinds
+        if isinstance(child, nn.ModuleList)
+        and len(child)
+        and {type(layer).__name__ for layer in child} <= layer_classes
     ]
+    # All other children with parameters: exactly one is expected, the norm.
     embedding = decoder.get_input_embeddings()
     others = [
         name
@@ -135,65 +159,72 @@ def find_decoder(hf: PreTrainedModel) -> Decoder:
     ]
     if len(lists) != 1 or len(others) != 1:
         raise ValueError(
-            _refusal(
+            _not_splittable(
                 hf, f"has lists of layers {lists} and {others} beside its embedding, instead of one list and one norm"
             )
         )
     name = next(name for name, module in hf.named_modules() if module is decoder)
-    return Decoder(name, lists[0], others[0])
+    return DecoderNames(name, lists[0], others[0])
 
 
 @torch.no_grad()
-def check_chain(hf: PreTrainedModel, parts: Decoder) -> None:
-    """Refuse a decoder that does something of its own between embedding, layers and norm: a later stage would do it again.
+def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
+    """Check that a decoder does not change hidden states outside its layers: every stage would repeat the change.
 
-    Tried with stand-ins for all three: what comes out must be what went in, with what the last layer added.
+    The check runs the decoder with :class:`PassThrough` modules for embedding, layers and norm. The output must be
+    the input plus the change of the last layer.
 
     Raises:
-        ValueError: it does; says what was tried.
+        ValueError: the decoder changes hidden states elsewhere, or does not run on them.
     """
     probe: Any = copy.deepcopy(hf.get_decoder())
-    layers, seen = getattr(probe, parts.layers), list[Tensor]()
+    layers, seen = getattr(probe, names.layers), list[Tensor]()
+    # Replace embedding, layers and norm; the rest of the decoder's forward stays.
     for number, layer in enumerate(layers):
-        layers[number] = Absent(layer)
-    setattr(probe, parts.norm, Absent(getattr(probe, parts.norm)))
-    probe.set_input_embeddings(Absent(probe.get_input_embeddings()))
+        layers[number] = PassThrough(layer)
+    setattr(probe, names.norm, PassThrough(getattr(probe, names.norm)))
+    probe.set_input_embeddings(PassThrough(probe.get_input_embeddings()))
+    # No parameters are left: buffers need memory, but not values.
     probe = probe.to_empty(device="cpu").eval()
     for buffer in probe.buffers():
         buffer.zero_()
+    # The last layer adds 1, and the input of the norm is recorded.
     layers[-1].register_forward_hook(lambda module, args, out: out + 1)
-    getattr(probe, parts.norm).register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    getattr(probe, names.norm).register_forward_hook(lambda module, args, out: seen.append(args[0]))
     x = torch.rand(1, 2, hf.config.get_text_config().hidden_size)
     try:
         out = probe(inputs_embeds=x, position_ids=torch.arange(2)[None], attention_mask=None, use_cache=False)
-        same = bool(torch.equal(out.last_hidden_state, x + 1) and len(seen) == 1 and torch.equal(seen[0], x + 1))
+        # Both the norm's input and the output must be exactly x + 1.
+        unchanged = bool(torch.equal(out.last_hidden_state, x + 1) and len(seen) == 1 and torch.equal(seen[0], x + 1))
         why = "changes hidden states outside its layers"
     except Exception as error:
-        same, why = False, f"does not run on hidden states ({type(error).__name__}: {error})"
-    if not same:
-        raise ValueError(_refusal(hf, why))
+        unchanged, why = False, f"does not run on hidden states ({type(error).__name__}: {error})"
+    if not unchanged:
+        raise ValueError(_not_splittable(hf, why))
 
 
-def part_of(whole: PackedCausalLM, split: Split, stage: int) -> PackedCausalLM:
-    """A copy of a model on the meta device of which only one stage is left, under the same names."""
-    model: Any = copy.deepcopy(whole)
+def build_stage(full_model: PackedCausalLM, split: PipelineSplit, stage: int) -> PackedCausalLM:
+    """Return a copy of a model on the meta device that contains only one stage, with the same names."""
+    model: Any = copy.deepcopy(full_model)
     if split.decoder is None:
         return model
     decoder = model.hf.get_decoder()
     layers = getattr(decoder, split.decoder.layers)
+    # Layers keep their numbers, so that names stay those of the full model.
     for number, layer in enumerate(layers):
         if number not in split.spans[stage]:
-            layers[number] = Absent(layer)
+            layers[number] = PassThrough(layer)
+    # Only the first stage embeds tokens; only the last one has the norm and the heads.
     if stage > 0:
-        decoder.set_input_embeddings(Absent(decoder.get_input_embeddings()))
+        decoder.set_input_embeddings(PassThrough(decoder.get_input_embeddings()))
     if stage < len(split.spans) - 1:
-        setattr(decoder, split.decoder.norm, Absent(getattr(decoder, split.decoder.norm)))
-        model.hf.set_output_embeddings(Absent(model.hf.get_output_embeddings()))
+        setattr(decoder, split.decoder.norm, PassThrough(getattr(decoder, split.decoder.norm)))
+        model.hf.set_output_embeddings(PassThrough(model.hf.get_output_embeddings()))
         model.value_head, model.has_head = None, False
     return model
 
 
-def _refusal(hf: PreTrainedModel, why: str) -> str:
+def _not_splittable(hf: PreTrainedModel, why: str) -> str:
     return (
         f"model type {hf.config.model_type!r} cannot be cut into pipeline stages: {type(hf.get_decoder()).__name__} {why}; "
         "leave p out"

@@ -1,4 +1,4 @@
-"""A tied embedding in a pipeline: the first stage looks tokens up in it, and the last multiplies with a copy."""
+"""Tied embeddings in a pipeline: the first stage uses the embedding, and the last stage a copy of it as output head."""
 
 from __future__ import annotations
 
@@ -11,33 +11,41 @@ from areal.utils.dtensor import collective_device, empty_like, local_part
 
 
 class TiedGradients:
-    """The gradients of a tied weight on both stages. Their sum is the weight's, and with it both copies take the same steps.
+    """Sums the gradients of a tied weight over both stages.
+
+    With equal gradients, both copies take equal optimizer steps.
 
     Args:
-        chunks: sharded and at rest.
+        chunks: sharded model with resharded parameters.
     """
 
     def __init__(self, chunks: ModelChunks) -> None:
         self._copies = [parameter for parameter in chunks.copies() if parameter.requires_grad]
         self._group = chunks.group
+        # Only the ranks of the first and the last stage have the weight.
         ends = (chunks.split.ranks[0], chunks.split.ranks[-1])
-        tied = chunks.whole.hf.get_output_embeddings().weight is chunks.whole.hf.get_input_embeddings().weight
-        self._mine: list[nn.Parameter] = []
+        tied = chunks.full_model.hf.get_output_embeddings().weight is chunks.full_model.hf.get_input_embeddings().weight
+        self._tied: list[nn.Parameter] = []
         self._peer: int | None = None
         self._summed = False
         if not tied or chunks.group is None or chunks.rank not in ends:
             return
         if chunks.rank == ends[0]:
-            self._mine.append(chunks[0].hf.get_input_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
+            self._tied.append(chunks[0].hf.get_input_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
         if chunks.rank == ends[1]:
-            self._mine.append(chunks[len(chunks) - 1].hf.get_output_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
-        self._mine = [parameter for parameter in self._mine if parameter.requires_grad]
+            self._tied.append(chunks[len(chunks) - 1].hf.get_output_embeddings().weight)  # type: ignore[union-attr, operator, arg-type]
+        # With adapters the weight is not trained.
+        self._tied = [parameter for parameter in self._tied if parameter.requires_grad]
+        # Some schedules have both stages on one rank: no communication then.
         if ends[0] != ends[1]:
             self._peer = ends[1] if chunks.rank == ends[0] else ends[0]
 
     def before_backward(self) -> None:
-        """What is summed already is left on the first stage alone, so that the next sum does not count it again."""
-        if self._mine and self._summed:
+        """Prepare for further accumulation: keep the summed gradient on the first stage only.
+
+        Otherwise the next sum would count it twice.
+        """
+        if self._tied and self._summed:
             for parameter in self._copies:
                 if parameter.grad is not None:
                     local_part(parameter.grad).zero_()
@@ -45,16 +53,17 @@ class TiedGradients:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Give both copies the sum of their gradients, bit for bit the same. Collective over the two stages."""
-        if not self._mine:
+        """Set both gradients to their sum, bit for bit equal. Collective over the first and the last stage."""
+        if not self._tied:
             return
-        grads = [_gradient(parameter) for parameter in self._mine]
+        grads = [_local_gradient(parameter) for parameter in self._tied]
+        # Both copies are on this rank.
         if self._peer is None:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])
         else:
-            # Shards that are kept on the host travel by way of the device.
-            sent = grads[0].to(collective_device(self._mine[0]), copy=True)
+            # With CPU offload, shards are sent from a copy on the device.
+            sent = grads[0].to(collective_device(self._tied[0]), copy=True)
             other = torch.empty_like(sent)
             ops = [
                 dist.P2POp(dist.isend, sent, group=self._group, group_peer=self._peer),
@@ -62,11 +71,13 @@ class TiedGradients:
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
+            # Addition of two numbers is commutative: both stages get the same bits.
             grads[0].add_(other.to(grads[0].device))
         self._summed = True
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the local gradient of a parameter, created as zeros if missing."""
     if parameter.grad is None:
         parameter.grad = empty_like(parameter)
         local_part(parameter.grad).zero_()

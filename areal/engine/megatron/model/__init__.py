@@ -1,1 +1,1 @@
-"""Megatron-Core models built from a Hugging Face configuration."""
+"""The Megatron-Core model: its configuration, layers, rotary angles, and the chunk that takes packed tokens."""

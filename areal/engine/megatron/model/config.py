@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration and a layout to what Megatron-Core builds a model from."""
+"""Derive Megatron-Core's model configuration from a Hugging Face configuration and a layout."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from areal.engine.megatron.model.rotary import RotaryAngles
 from areal.utils import platform
 
 LATENT = ("deepseek_v3",)
-"""With multi-head latent attention, and experts that a sigmoid and a bias choose."""
+"""Families with multi-head latent attention, and experts chosen by sigmoid scores plus a bias."""
 QK_NORM = ("qwen3", "qwen3_moe", *LATENT)
 QKV_BIAS = ("qwen2",)
 MOE = ("qwen3_moe", *LATENT)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE)
-"""Values of ``model_type`` that the engine builds."""
+"""Values of ``model_type`` that the engine supports."""
 
 
 def check_family(hf: PretrainedConfig) -> None:
-    """Refuse a model that would be built wrongly.
+    """Check that Megatron-Core builds a model exactly as transformers does.
 
     Raises:
         ValueError: names the field of ``config.json``, its value and the way out.
@@ -35,6 +35,7 @@ def check_family(hf: PretrainedConfig) -> None:
             f"model_type = {hf.model_type!r}: the Megatron engine builds {', '.join(FAMILIES)}; use an 'fsdp:' backend, "
             "or add the family (docs/adding-a-model-family.md)"
         )
+    # Values of fields for which Megatron-Core computes the same.
     known = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0, None), "mlp_bias": (False, None)}
     if hf.model_type not in QKV_BIAS:
         known["attention_bias"] = (False, None)
@@ -49,8 +50,9 @@ def check_family(hf: PretrainedConfig) -> None:
 
 
 def _check_latent(hf: PretrainedConfig) -> None:
-    """What Megatron-Core computes otherwise than transformers does."""
+    """Check the fields for which Megatron-Core's latent attention and routing differ from transformers'."""
     chosen, limited = hf.num_experts_per_tok, _group_limit(hf)
+    # Field, whether its value is not supported, and the supported values.
     for name, wrong, only in (
         ("rope_interleave", not hf.rope_interleave, "pairs side by side (True)"),
         ("norm_topk_prob", bool(hf.norm_topk_prob) != (chosen > 1), "True where num_experts_per_tok > 1"),
@@ -65,15 +67,16 @@ def _check_latent(hf: PretrainedConfig) -> None:
 
 
 def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> None:
-    """Refuse a layout that this model cannot take.
+    """Check that a model can be divided by a layout.
 
     Raises:
-        ValueError: names the letter, what it would have to divide, and the way out.
+        ValueError: names the letter, the number that it must divide, and the way out.
     """
     if config.activation_checkpointing == "selective":
         raise ValueError(
             "activation_checkpointing = 'selective': the Megatron engine has 'none' and 'full'; choose one, or use an 'fsdp:' backend"
         )
+    # Tensor parallelism splits heads and columns evenly.
     heads, kv_heads = hf.num_attention_heads, getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
     for what, number in (
         ("query heads", heads),
@@ -85,7 +88,8 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
             raise ValueError(
                 f"backend = '{dims}': t{dims.tp} does not divide the model's {number} {what}; choose a smaller t"
             )
-    experts = _experts(hf)
+    # Expert parallelism divides the experts of each layer, and expert tensor parallelism each expert.
+    experts = _experts_per_layer(hf)
     if dims.ep > 1 and (not experts or experts % dims.ep):
         raise ValueError(
             f"backend = '{dims}': e{dims.ep} does not divide the model's {experts} experts; choose another e"
@@ -100,8 +104,8 @@ def check_layout(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineCo
     _check_stages(hf.num_hidden_layers, dims, config)
 
 
-def _experts(hf: PretrainedConfig) -> int:
-    """In each layer that has any."""
+def _experts_per_layer(hf: PretrainedConfig) -> int:
+    """Return the number of experts in each layer that has experts, else 0."""
     return getattr(hf, "num_experts", None) or getattr(hf, "n_routed_experts", None) or 0
 
 
@@ -121,10 +125,11 @@ def _check_stages(layers: int, dims: ParallelDims, config: TrainEngineConfig) ->
                 f"backend = '{dims}' has no pipeline: leave megatron.first_stage_layers and last_stage_layers out"
             )
         return
+    # The first and last stage may have their own depth; the rest must divide evenly, also into virtual chunks.
     rest, stages = layers - sum(ends), dims.pp - len(ends)
     depths = [*ends, rest // stages] if stages else ends
-    whole = rest % stages == 0 if stages else rest == 0
-    if not whole or any(depth < dims.vpp or depth % dims.vpp for depth in depths):
+    divides = rest % stages == 0 if stages else rest == 0
+    if not divides or any(depth < dims.vpp or depth % dims.vpp for depth in depths):
         raise ValueError(
             f"backend = '{dims}': {layers} layers do not split over {dims.pp} stages of {dims.vpp} chunks with "
             f"megatron.first_stage_layers = {first} and last_stage_layers = {last}: set these so that the rest divides, or "
@@ -133,9 +138,10 @@ def _check_stages(layers: int, dims: ParallelDims, config: TrainEngineConfig) ->
 
 
 def windows(hf: PretrainedConfig) -> Windows:
-    """The sliding window of each layer."""
+    """Return the sliding window of each layer."""
     types = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)
+    # Older configurations have one window for all layers.
     if getattr(hf, "layer_types", None) is None and window is not None:
         types = ["sliding_attention"] * hf.num_hidden_layers
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -147,7 +153,10 @@ def windows(hf: PretrainedConfig) -> Windows:
 
 
 def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEngineConfig) -> TransformerConfig:
-    """Megatron-Core's configuration of this model in this layout. What is silently wrong there cannot be chosen here."""
+    """Return Megatron-Core's configuration of a model in a layout.
+
+    Options that would give silently wrong results are fixed here.
+    """
     dtype = torch_dtype(config.dtype)
     kind = MLATransformerConfig if hf.model_type in LATENT else TransformerConfig
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -157,7 +166,8 @@ def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEn
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
         kv_channels=head_dim,
-        # Whole heads are rotated: the scale of both queries and keys is one of their products. Latent attention has its own.
+        # Full heads are rotated: queries and keys are both scaled, so that the softmax scale gets the square.
+        # Latent attention computes its own scale.
         softmax_scale=RotaryAngles(hf, head_dim).scaling ** 2 * head_dim**-0.5,
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
@@ -170,7 +180,7 @@ def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEn
         attention_dropout=0.0,
         hidden_dropout=0.0,
         attention_backend=None,  # type: ignore[arg-type]  # any other writes environment variables
-        # Weights come from files, or from our own initialisation.
+        # Weights come from files or from our own initialisation.
         perform_initialization=False,
         use_cpu_initialization=platform.accelerator() == "cpu",
         params_dtype=dtype,
@@ -198,10 +208,10 @@ def _parallel(dims: ParallelDims, config: TrainEngineConfig) -> dict[str, Any]:
         "variable_seq_lengths": True,
         # Gradients are sums: neither the schedule nor the reduction divides anything.
         "calculate_per_token_loss": True,
-        # Interleaving over two stages with batched sends gives wrong gradients, without a word.
+        # Interleaving over two stages with batched sends gives wrong gradients without an error.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # Gloo may still be reading what would be freed.
+        # Gloo may still read a freed output.
         "deallocate_pipeline_outputs": on_gpu,
         **(recompute if config.activation_checkpointing == "full" else {}),
         "deterministic_mode": config.deterministic,
@@ -214,7 +224,7 @@ def _parallel(dims: ParallelDims, config: TrainEngineConfig) -> dict[str, Any]:
 
 
 def sequence_parallel(dims: ParallelDims, config: TrainEngineConfig) -> bool:
-    """Whether tensor-parallel ranks share the tokens between their matrix products."""
+    """Return whether tensor-parallel ranks divide the tokens between their matrix products."""
     return dims.tp > 1 and config.megatron.sequence_parallel
 
 
@@ -229,7 +239,7 @@ def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
         "qk_head_dim": hf.qk_nope_head_dim,
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
-        # Angles are ours (LatentAttention); of these only the scale of the softmax is left.
+        # Angles are ours (LatentAttention): these fields only determine the softmax scale.
         "rope_type": "rope",
         "rotary_scaling_factor": rope.get("factor", 1.0) if scaled else 1.0,
         "mscale_all_dim": rope.get("mscale_all_dim", 0.0) if scaled else 0.0,
@@ -237,16 +247,17 @@ def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
-    # The only dispatcher that exchanges the shapes of a pipeline's messages is looked for even in dense models.
+    # Only this dispatcher exchanges the shapes of pipeline messages, and Megatron-Core checks it for dense models,
+    # too.
     fields: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if hf.model_type not in MOE:
         return fields
     fields |= _sigmoid_router(hf) if hf.model_type in LATENT else _softmax_router(hf)
     return fields | {
-        "num_moe_experts": _experts(hf),
+        "num_moe_experts": _experts_per_layer(hf),
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
-        # Balancing is a term of the loss, in the sum contract; never a gradient that Megatron adds by itself.
+        # Balancing losses are terms of our loss, as sums: Megatron must not add gradients itself.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": has_transformer_engine(),
@@ -255,6 +266,7 @@ def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _softmax_router(hf: PretrainedConfig) -> dict[str, Any]:
+    # As in transformers: every n-th layer has experts, except those listed as dense.
     sparse = [
         int(i not in (hf.mlp_only_layers or ()) and (i + 1) % hf.decoder_sparse_step == 0)
         for i in range(hf.num_hidden_layers)
@@ -271,7 +283,7 @@ def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
         "moe_layer_freq": [int(i >= hf.first_k_dense_replace) for i in range(hf.num_hidden_layers)],
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid",
-        # The bias is ours (RoutedTopK): Megatron-Core would update this one at every step, over its global groups.
+        # The bias is ours (RoutedTopK): Megatron-Core would update its bias at every step, over its global groups.
         "moe_router_enable_expert_bias": False,
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
@@ -280,7 +292,7 @@ def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _group_limit(hf: PretrainedConfig) -> dict[str, Any]:
-    """Nothing where a token may go to any group of experts."""
+    """Return the limit on expert groups per token, empty if a token may use all groups."""
     if (hf.n_group or 1) == (hf.topk_group or 1):
         return {}
     return {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}

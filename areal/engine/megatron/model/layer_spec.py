@@ -1,4 +1,6 @@
-"""What Megatron-Core's layers are made of: its local modules or those of Transformer Engine, with our packed attention in either."""
+"""Layer specifications for Megatron-Core: local modules or those of Transformer Engine, both with our packed
+attention.
+"""
 
 from __future__ import annotations
 
@@ -32,32 +34,32 @@ from areal.engine.attention.kernels import AttentionOptions
 from areal.engine.megatron.router import RoutedLayer, RoutedTopK
 from areal.engine.moe.routing import Routing
 
-# Where Transformer Engine is not installed, this module takes what stands in for it for the real one.
+# Without Transformer Engine, multi_latent_attention mistakes placeholder classes for the real ones: set the flag correctly.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 Windows = tuple[int | None, ...]
-"""For each layer of a model, how many positions behind it a token sees, or ``None`` for all."""
+"""For each layer of a model, the number of previous positions that a token attends to, or ``None`` for all."""
 
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms within latent attention: transformers has this number there, whatever ``rms_norm_eps`` is."""
+"""Epsilon of the norms within latent attention: fixed in transformers, regardless of ``rms_norm_eps``."""
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine's modules can be used: it is installed, and there is a GPU."""
+    """Return whether Transformer Engine is installed and a GPU is available."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """What Megatron-Core hands through its layers to attention: how packed sequences are kept apart, and the angles of their positions.
+    """Data that Megatron-Core passes through its layers to attention: packed sequences and their rotary angles.
 
-    To Megatron-Core the tokens are one sequence, so that none of its own code for packed sequences runs.
+    To Megatron-Core the tokens are a single sequence, so that its own code for packed sequences does not run.
 
     Attributes:
-        layout: how attention runs over this micro-batch.
-        angles: rotary angles ``[T, 1, D]`` of this rank's positions, and what their cosine and sine are multiplied by.
-        routing: for the routers.
+        layout: attention layout of this micro-batch.
+        angles: rotary angles ``[T, 1, D]`` of this rank's positions, and the scale of their cosine and sine.
+        routing: routing of this micro-batch, for the routers.
     """
 
     layout: AttentionLayout | None = None
@@ -66,10 +68,11 @@ class PackedLayout(PackedSeqParams):
 
 
 class PackedAttention(nn.Module):
-    """The packed attention of all engines, as the ``core_attention`` of a Megatron-Core layer.
+    """The packed attention of all engines, as ``core_attention`` of a Megatron-Core layer.
 
     Args:
-        config, layer_number, softmax_scale: of the layer. windows: by layer.
+        config, layer_number, softmax_scale: settings of the layer.
+        windows: sliding window of each layer.
     """
 
     def __init__(
@@ -97,7 +100,15 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedLayout | None = None,
         **_: Any,
     ) -> Tensor:
-        """``[T, 1, Hq, D]``, ``[T, 1, Hkv, D]`` and ``[T, 1, Hkv, Dv]``, or without the 1, to ``[T, 1, Hq * Dv]``."""
+        """Return the attention output ``[T, 1, Hq * Dv]``.
+
+        Args:
+            query: ``[T, 1, Hq, D]``, or without the dimension of size 1.
+            key: ``[T, 1, Hkv, D]``, or without the dimension of size 1.
+            value: ``[T, 1, Hkv, Dv]``, or without the dimension of size 1.
+            attention_mask: not used.
+            packed_seq_params: layout of the micro-batch.
+        """
         if packed_seq_params is None or packed_seq_params.layout is None:
             raise ValueError("packed attention needs packed_seq_params=PackedLayout(...)")
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
@@ -106,9 +117,10 @@ class PackedAttention(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (Zhang and Sennrich, 2019) as Hugging Face models compute it.
+    """Root mean square normalisation (Zhang and Sennrich, 2019) as in Hugging Face models.
 
-    Its weight is marked where sequence parallelism gives each rank a part of the tokens, so that the parts of its gradient are summed.
+    With sequence parallelism each rank has a slice of the tokens. The weight is then marked, so that its gradients
+    are summed.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -118,16 +130,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        # Normalise in float32, and multiply in the dtype of the input, in this order.
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron-Core's multi-head latent attention (DeepSeek-V2, 2024), over packed tokens.
+    """Megatron-Core's multi-head latent attention (DeepSeek-V2, 2024) over packed tokens.
 
-    Angles come with the layout. Every tensor-parallel rank holds the down projections whole: split, as Megatron-Core's local layers have
-    them, the gradient of the rotary key that all heads share would be that of one rank's heads.
+    Angles come from the layout. Down projections are replicated on all tensor-parallel ranks: split, as in
+    Megatron-Core's local layers, the gradient of the rotary key, which all heads share, would only include one
+    rank's heads.
     """
 
     def __init__(
@@ -140,27 +154,32 @@ class LatentAttention(MLASelfAttention):
         **options: Any,
     ) -> None:
         local = submodules.linear_kv_down_proj is ColumnParallelLinear
-        # Built without a group, Megatron-Core's would look for one in its global state.
+        # Without an explicit group, Megatron-Core would use its global state.
         queries = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         submodules = replace(submodules, linear_q_proj=queries)
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
-        self.rotary_pos_emb = _AnglesOfLayout()
+        self.rotary_pos_emb = _AnglesFromLayout()
         self.config = copy.copy(config)
-        self.config.rope_type = (
-            "yarn"  # takes a scale beside the angles; built as such, it would compute a table in pinned memory
-        )
+        # Set only now: with "yarn" the forward accepts a scale in addition to the angles, but the constructor would
+        # compute a table in pinned memory.
+        self.config.rope_type = "yarn"
+        # Replace the split down projections of local layers by replicated ones.
         if local:
-            self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+            self.linear_kv_down_proj = ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
         if local and config.q_lora_rank is not None:
-            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+            self.linear_q_down_proj = ReplicatedLinear(config, config.q_lora_rank)
+        # transformers uses a fixed epsilon here.
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             module: Any = getattr(self, name, None)
             if hasattr(module, "eps"):
                 module.eps = LATENT_NORM_EPS
 
 
-class WholeLinear(nn.Module):
-    """A product with the same weight ``[out, hidden_size]`` on all tensor-parallel ranks, each with its part of the tokens or all."""
+class ReplicatedLinear(nn.Module):
+    """A linear layer with the same weight ``[out, hidden_size]`` on all tensor-parallel ranks.
+
+    Its input is this rank's tokens with sequence parallelism, else all tokens.
+    """
 
     def __init__(self, config: TransformerConfig, out: int) -> None:
         super().__init__()
@@ -171,8 +190,8 @@ class WholeLinear(nn.Module):
         return F.linear(x, self.weight), None
 
 
-class _AnglesOfLayout(nn.Module):
-    """Stands where latent attention asks for angles by the length of a sequence: it is given the layout for a length."""
+class _AnglesFromLayout(nn.Module):
+    """Replaces the rotary embedding of latent attention: returns the angles of the layout."""
 
     def get_rotary_seq_len(
         self, inference: Any, block: Any, hidden: Tensor, config: TransformerConfig, packed: PackedLayout
@@ -188,22 +207,25 @@ class _AnglesOfLayout(nn.Module):
 def block_spec(
     config: TransformerConfig, windows: Windows, *, pp_rank: int, vp_stage: int | None, local: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers that one model chunk builds, and the norm after them.
+    """Return the layers of one model chunk, and the norm after them.
 
-    On a GPU with Transformer Engine its layers, and Megatron-Core's own local ones elsewhere, or where ``local``. Attention is ours in both.
+    Uses Transformer Engine's layers on a GPU, and Megatron-Core's local layers otherwise or if ``local``. Attention
+    is ours in both.
     """
     te = has_transformer_engine() and not local
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=te, normalization=config.normalization)
+    # Specs cover all layers: select those of this chunk.
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     norm: Any = TENorm if te else RMSNorm
-    for spec in {id(spec): spec for spec in specs}.values():
+    for spec in {id(spec): spec for spec in specs}.values():  # layers share spec objects: change each once
         _use_our_modules(spec, windows, None if te else RMSNorm)
     return TransformerBlockSubmodules(layer_specs=specs[first : first + count], layer_norm=norm)
 
 
 def _use_our_modules(spec: ModuleSpec, windows: Windows, norm: type[nn.Module] | None) -> None:
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    # Attention, router and norms are ours; everything else is Megatron-Core's.
     attention.core_attention = functools.partial(PackedAttention, windows=windows)
     if layer.self_attention.module is MLASelfAttention:
         layer.self_attention.module = LatentAttention

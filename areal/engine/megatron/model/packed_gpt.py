@@ -1,4 +1,4 @@
-"""One chunk of a Megatron-Core model that takes packed tokens, and returns a hidden state or per-token outputs."""
+"""One chunk of a Megatron-Core model: takes packed tokens, and returns a hidden state or per-token outputs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from areal.engine.model.packed_lm import ModelInputs, token_outputs
 
 
 class PackedGPT(GPTModel):
-    """A model chunk: some layers, with the embedding before the first and the heads behind the last.
+    """A model chunk: consecutive layers, the embedding before the first layer, and the heads after the last.
 
     Args:
         hf: configuration of the Hugging Face model.
-        config: Megatron-Core's. groups: of the layout.
-        vp_stage: number of this chunk on its rank, or ``None`` where a rank has one chunk.
-        value_head: add a value head ``value_head.weight`` ``[1, H]`` behind the last layer.
+        config: Megatron-Core's configuration.
+        groups: process groups of the layout.
+        vp_stage: index of this chunk on its rank, or ``None`` if a rank has one chunk.
+        value_head: add a value head ``value_head.weight`` ``[1, H]`` after the last layer.
         fp32_head: multiply by the head's weight in float32.
-        keep_bytes: of logits that may stay for the backward; as of :func:`~areal.utils.functional.logprobs.head_outputs`.
-        adapted: the model will have adapters, and is not trained itself.
+        keep_bytes: size of the logits that may be kept for the backward, see
+            :func:`~areal.utils.functional.logprobs.head_outputs`.
+        adapted: the model gets adapters and is not trained itself.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class PackedGPT(GPTModel):
         stage, stages, chunks = groups.pp.rank(), groups.pp.size(), config.virtual_pipeline_model_parallel_size or 1
         chunk = vp_stage or 0
         tp = groups.tp.size()
+        # Positions are rotary and come from the layout; the vocabulary is padded to a multiple of the
+        # tensor-parallel size.
         super().__init__(
             config,
             block_spec(config, windows(hf), pp_rank=stage, vp_stage=vp_stage, local=adapted),
@@ -72,19 +76,24 @@ class PackedGPT(GPTModel):
             self.requires_grad_(False)
 
     def _head_weight(self) -> Tensor:
-        """This rank's rows of the output head, without those that only fill up the vocabulary."""
+        """Return this rank's rows of the output head, without padding."""
         for gather in self.output_layer._forward_pre_hooks.values():
-            gather(self.output_layer, ())  # nobody calls this module, and its weight may still be on the way
+            gather(self.output_layer, ())  # the module itself is never called, and its weight may still be gathering
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        # At least one row is kept on a rank with padding only, so that it takes part in collectives.
         start = self.pg_collection.tp.rank() * len(weight)
         return weight[: max(1, min(len(weight), self._real_vocab - start))]
 
     def forward(self, inputs: ModelInputs) -> Any:  # type: ignore[override]
-        """The hidden state ``[T, 1, H]``, or behind the last layer outputs by name, each ``[T, ...]`` for this rank's tokens."""
+        """Return the hidden state ``[T, 1, H]``, or after the last layer outputs by name.
+
+        Outputs are ``[T, ...]`` for this rank's tokens.
+        """
         embedded = self._embed(inputs) if self.pre_process else None
         if self._adapted and embedded is not None and torch.is_grad_enabled():
-            embedded.requires_grad_()  # Megatron-Core's recomputation gives gradients only where some input wants one
+            embedded.requires_grad_()  # recomputation in Megatron-Core gives gradients only if an input requires one
+        # Latent attention takes angles from the layout instead of rotary_pos_emb.
         angles = self.rotary(inputs.position_ids)
         hidden = self.decoder(
             hidden_states=embedded,
@@ -103,7 +112,7 @@ class PackedGPT(GPTModel):
         embedded = self.embedding(input_ids=inputs.input_ids[None], position_ids=inputs.position_ids[None])
         if self._padding_id is None:
             return embedded
-        # Hugging Face's embeddings give no gradient to the row of the padding token.
+        # Hugging Face embeddings do not give a gradient to the padding row.
         is_padding = inputs.input_ids == self._padding_id
         if self.config.sequence_parallel:
             is_padding = is_padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
@@ -111,7 +120,8 @@ class PackedGPT(GPTModel):
 
     def _outputs(self, hidden: Tensor, inputs: ModelInputs) -> dict[str, Any]:
         if self.config.sequence_parallel:
-            # Every rank computes the same losses from the whole, so that its own part of the gradient is the whole gradient of that part.
+            # Every rank computes the same losses from the full sequence, so that its slice of the gradient is
+            # already complete.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -1,4 +1,4 @@
-"""Rotary angles by explicit positions, with the frequencies that transformers computes."""
+"""Rotary angles for explicit positions, with the frequencies of transformers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FIXED = ("default", "linear", "llama3", "yarn")
 
 
 class RotaryAngles(nn.Module):
-    """Angles ``[T, 1, 1, D]`` for positions ``[T]``: Megatron-Core takes their cosine and sine.
+    """Computes angles ``[T, 1, 1, D]`` for positions ``[T]``; Megatron-Core applies cosine and sine.
 
     Attributes:
-        scaling: what cosine and sine are multiplied by (of ``yarn``).
+        scaling: scale of cosine and sine (for ``yarn``).
     """
 
     def __init__(self, config: PretrainedConfig, dim: int) -> None:
@@ -23,6 +23,7 @@ class RotaryAngles(nn.Module):
         kind = rope.get("rope_type", "default")
         if kind not in _FIXED:
             raise ValueError(f"rope_type = {kind!r} in config.json: the Megatron engine has {', '.join(_FIXED)}")
+        # transformers does not list the default type among its functions.
         if kind == "default":
             dim = int(dim * rope.get("partial_rotary_factor", 1.0))
             frequencies, self.scaling = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim), 1.0

@@ -78,7 +78,7 @@ def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asyn
     source, path = tmp_path / "source", tmp_path / "saved"
     with started(f"fsdp:d{world_size}", value_head=True) as engine:
         if world().rank == 0:
-            engine._components.model.whole.hf.config.save_pretrained(source)
+            engine._components.model.full_model.hf.config.save_pretrained(source)
             (source / "tokenizer_config.json").write_text("{}")
             (source / "chat_template.jinja").write_text("{{ messages }}")
             (source / "optimizer.pt").write_text("not part of a model")

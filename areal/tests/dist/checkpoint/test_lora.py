@@ -62,7 +62,7 @@ def logprobs(engine: TrainEngine, seed: int = 0) -> list[Tensor]:
 
 def moments(engine: TrainEngine, name: str) -> dict[str, Tensor]:
     """This rank's part of an adapter's optimizer state."""
-    return {spec.name: part.values.clone() for spec, part in engine.adapters[name].parts(with_optim=True)}
+    return {spec.name: entry.values.clone() for spec, entry in engine.adapters[name].local_slices(with_optim=True)}
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
@@ -107,7 +107,7 @@ def test_training_leaves_every_byte_of_the_model_alone(backend: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), trained, strict=True))
         copies: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
-            copies, {f.name: f.parameter.tolist() for f in engine.adapters["default"].factors if f.cut is None}
+            copies, {f.name: f.parameter.tolist() for f in engine.adapters["default"].factors if f.split_dim is None}
         )
         for copy in copies:
             shared = copy.keys() & copies[0].keys()  # another pipeline stage has other layers

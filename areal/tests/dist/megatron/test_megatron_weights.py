@@ -127,7 +127,7 @@ def test_any_bits_are_streamed_as_they_are(backend: str, dtype: str) -> None:
     }
     bits["model.norm.weight"][:2] = torch.tensor([-0.0, float("nan")])
     with started(backend, path=moe(), dtype=dtype, optimizer=None) as engine:
-        for held in engine._components.weights.held:
+        for held in engine._components.weights.local_params:
             for part in held.slices(held.parameter.detach().view(-1).view(integers)):
                 part.values.copy_(bits[part.name].view(integers)[part.box])
         assert same_bits(weights_of(engine), bits)

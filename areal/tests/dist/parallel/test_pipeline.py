@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GemmaConfig, GPT2Config, GraniteConfig, Qwen3Config
 
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
-from areal.engine.fsdp.pipeline.schedule_specs import KINDS
-from areal.engine.fsdp.pipeline.split import Absent, check_chain, even_counts, find_decoder
+from areal.engine.fsdp.pipeline.schedule_specs import SCHEDULE_SPECS
+from areal.engine.fsdp.pipeline.split import PassThrough, check_chain, even_counts, decoder_names
 from areal.engine.registry import create_engine
 from areal.tests.dist.step import test_grid
 from areal.tests.harness.resume import assert_goes_on
@@ -48,10 +48,10 @@ def options(schedule: str, family: str = "qwen3", **changes: Any) -> dict[str, A
 
 
 def layout(schedule: str) -> str:
-    return "fsdp:p2" if KINDS[schedule].chunks == "one" else "fsdp:p2v2"
+    return "fsdp:p2" if SCHEDULE_SPECS[schedule].chunks == "one" else "fsdp:p2v2"
 
 
-SCHEDULES = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in KINDS]
+SCHEDULES = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in SCHEDULE_SPECS]
 TIED = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in ("1F1B", "ZBVZeroBubble")]
 
 
@@ -312,7 +312,7 @@ def test_a_decoder_that_is_no_chain_of_layers_is_refused(made: Any, message: str
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(made)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        check_chain(hf, find_decoder(hf))
+        check_chain(hf, decoder_names(hf))
 
 
 def refused_by(engine: TrainEngine, message: str) -> None:
@@ -326,7 +326,7 @@ def refused_by(engine: TrainEngine, message: str) -> None:
 def test_what_a_stage_has_not_passes_on_what_it_is_given() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.attention_type = "sliding_attention"  # type: ignore[assignment]
-    absent = Absent(copy.deepcopy(layer))
+    absent = PassThrough(copy.deepcopy(layer))
     x: Tensor = torch.rand(3, 2)
     assert absent(x, None, cache=1) is x
     assert absent.attention_type == "sliding_attention"

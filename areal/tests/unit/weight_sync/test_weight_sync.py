@@ -15,7 +15,7 @@ from areal.tests.harness.tiny import gpt2_dir, same_bits
 from areal.weight_sync import ModuleSource, load_named
 from areal.weight_sync.apply import Replica, Staging
 from areal.weight_sync.bucket import BucketSlice, check_bucket_bytes, pack_buckets
-from areal.weight_sync.transport import Outgoing
+from areal.weight_sync.transport import OutgoingTensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
@@ -49,20 +49,20 @@ def named(module: torch.nn.Module) -> dict[str, Tensor]:
 
 def unpack(tensors: dict[str, Tensor], nbytes: int) -> tuple[dict[str, Tensor], list[int]]:
     """Through buckets of that size and back, in two buffers that are overwritten; and the sizes of the buckets."""
-    buffers, lent, sizes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)], 0, list[int]()
+    buffers, acquired, sizes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)], 0, list[int]()
     out: dict[str, Tensor] = {}
 
-    def lend() -> Tensor:
-        nonlocal lent
-        lent += 1
-        return buffers[lent % 2].fill_(lent % 256)
+    def acquire() -> Tensor:
+        nonlocal acquired
+        acquired += 1
+        return buffers[acquired % 2].fill_(acquired % 256)
 
-    for bucket in pack_buckets((NamedTensor(*item) for item in tensors.items()), lend):
+    for bucket in pack_buckets((NamedTensor(*item) for item in tensors.items()), acquire):
         sizes.append(bucket.used)
-        for piece in (BucketSlice.from_json(piece.to_json()) for piece in bucket.pieces):
-            flat = out.setdefault(piece.name, torch.zeros(piece.shape, dtype=piece.dtype)).view(-1)
-            flat[piece.start : piece.stop] = piece.of(bucket.buffer)
-    assert lent == len(sizes)
+        for bucket_slice in (BucketSlice.from_json(bucket_slice.to_json()) for bucket_slice in bucket.slices):
+            flat = out.setdefault(bucket_slice.name, torch.zeros(bucket_slice.shape, dtype=bucket_slice.dtype)).view(-1)
+            flat[bucket_slice.start : bucket_slice.stop] = bucket_slice.view(bucket.buffer)
+    assert acquired == len(sizes)
     return out, sizes
 
 
@@ -96,7 +96,7 @@ def test_a_stream_is_read_no_further_than_a_bucket_needs() -> None:
             yield NamedTensor(f"t{i}", tensor((8,), torch.float32))
 
     first = next(pack_buckets(stream(), lambda: torch.empty(64, dtype=torch.uint8)))
-    assert len(first.pieces) == 2
+    assert len(first.slices) == 2
     assert len(read) <= 3
 
 
@@ -113,11 +113,11 @@ def test_a_bucket_too_small_is_refused() -> None:
 def test_casts_floats_alone_selects_and_counts() -> None:
     tensors = {"a": tensor((4,), torch.float32), "b": tensor((4,), torch.int64), "c": tensor((4,), torch.float32)}
     stream = (NamedTensor(*item) for item in tensors.items())
-    outgoing = Outgoing(stream, 3, lambda name: name != "c", torch.bfloat16)
+    outgoing = OutgoingTensors(stream, 3, lambda name: name != "c", torch.bfloat16)
     assert {name: value.dtype for name, value in outgoing} == {"a": torch.bfloat16, "b": torch.int64}
     assert outgoing.meta == WeightUpdateMeta(3, "selected", 2, 4 * 2 + 4 * 8)
     with pytest.raises(ValueError, match="no tensor was selected"):
-        list(Outgoing((NamedTensor(*item) for item in tensors.items()), 3, lambda name: False, None))
+        list(OutgoingTensors((NamedTensor(*item) for item in tensors.items()), 3, lambda name: False, None))
 
 
 @pytest.mark.parametrize(("fields", "message"), [((-1, "full"), "version = -1"), ((0, "half"), "kind = 'half'")])
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_named(misfit: str, way: Callable[[PreTrainedModel,
 def stage(replica: Replica, tensors: list[NamedTensor], *, complete: bool = True) -> Staging:
     staging = Staging(replica, complete=complete, device=torch.device("cpu"))
     for item in tensors:
-        staging.put_whole(item)
+        staging.put_tensor(item)
     return staging
 
 
@@ -233,11 +233,11 @@ def test_a_tensor_that_comes_twice_or_in_part_is_named() -> None:
     with pytest.raises(ValueError, match=r"model\.norm\.weight.*twice"):
         load_named(target, [norm, norm], complete=False)
     staging = stage(Replica(target), [], complete=False)
-    staging.put(BucketSlice("model.norm.weight", torch.float32, (32,), 0, 30, 0), torch.ones(30))
+    staging.put_slice(BucketSlice("model.norm.weight", torch.float32, (32,), 0, 30, 0), torch.ones(30))
     with pytest.raises(ValueError, match=r"model\.norm\.weight: 30 of its 32 elements"):
         staging.check()
     with pytest.raises(ValueError, match=r"model\.norm\.weight: elements from 31"):
-        staging.put(BucketSlice("model.norm.weight", torch.float32, (32,), 31, 32, 0), torch.ones(1))
+        staging.put_slice(BucketSlice("model.norm.weight", torch.float32, (32,), 31, 32, 0), torch.ones(1))
 
 
 def test_staging_touches_nothing_before_the_commit() -> None:

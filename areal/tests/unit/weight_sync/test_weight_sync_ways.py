@@ -297,13 +297,13 @@ def varied(seed: int) -> nn.Module:
 def test_no_bucket_is_overwritten_before_a_slow_receiver_has_read_it(
     way: str, place: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = Staging.put
+    put_slice = Staging.put_slice
 
-    def slowly(staging: Staging, piece: BucketSlice, values: torch.Tensor) -> None:
+    def slowly(staging: Staging, bucket_slice: BucketSlice, values: torch.Tensor) -> None:
         time.sleep(0.02)
-        put(staging, piece, values)
+        put_slice(staging, bucket_slice, values)
 
-    monkeypatch.setattr(Staging, "put", slowly)
+    monkeypatch.setattr(Staging, "put_slice", slowly)
     transport, source, module = transport_to(way, place, control), varied(1), filled(0)
     receiver = receiver_of(way, place, module)
     thread, came = receiving(receiver)
