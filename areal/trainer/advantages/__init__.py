@@ -4,7 +4,6 @@ A number at ``t`` speaks of the prediction made at ``t``, as everywhere. What is
 ``sum_over_ranks``, which is ``engine.global_sum``; then all ranks call it, those without sequences as well.
 """
 
-from areal.trainer.advantages.filter import Filtered, FilterStats, filter_groups
 from areal.trainer.advantages.gae import GAE, gae
 from areal.trainer.advantages.group_relative import dr_grpo, grpo, rloo
 from areal.trainer.advantages.groups import Groups, Moments, SumOverRanks
@@ -15,15 +14,12 @@ from areal.trainer.advantages.tokens import at_last_action, join, split, to_samp
 
 __all__ = [
     "GAE",
-    "FilterStats",
-    "Filtered",
     "Groups",
     "Moments",
     "SumOverRanks",
     "at_last_action",
     "discounted_returns",
     "dr_grpo",
-    "filter_groups",
     "gae",
     "grpo",
     "join",

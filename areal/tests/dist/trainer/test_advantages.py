@@ -14,7 +14,6 @@ from areal.tests.harness.world import world
 from areal.trainer.advantages import (
     Groups,
     dr_grpo,
-    filter_groups,
     grpo,
     normalize,
     reinforce_plus_plus,
@@ -132,20 +131,6 @@ def test_reinforce_plus_plus_is_that_of_the_whole(idle: bool) -> None:
         rewards[sequences], batch.groups(sequences), mask, bounds, sum_over_ranks=sum_over_ranks
     )
     close(found, want[tokens])
-
-
-@pytest.mark.world(1, 2, 4)
-@IDLE
-def test_a_group_is_kept_or_dropped_on_all_ranks(idle: bool) -> None:
-    batch = Everything(idle)
-    sequences, _ = batch.mine()
-    bounds = {"low": 1000.0, "high": 1000.4}
-    whole = filter_groups(batch.rewards, Groups.local(batch.keys), **bounds)
-    found = filter_groups(batch.rewards[sequences], batch.groups(sequences), **bounds)
-    assert torch.equal(found.keep, whole.keep[sequences])
-    assert found.stats == whole.stats
-    assert min(whole.stats.kept_groups, whole.stats.single, whole.stats.no_spread, whole.stats.out_of_bounds) > 0
-    same_everywhere(found.stats)
 
 
 @pytest.mark.world(2)

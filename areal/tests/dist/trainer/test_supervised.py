@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.api import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngine
-from areal.engine.registry import create_engine
-from areal.tests.harness import tiny
+from areal.api import MicroBatchSpec, OptimizerConfig, TrainEngine
 from areal.tests.grid.models import VOCAB, model_dir
+from areal.tests.harness import tiny
 from areal.tests.harness.rl import Curve
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.dpo import dpo_trainer
