@@ -9,7 +9,7 @@ from areal.trainer.advantages.group_relative import dr_grpo, grpo, rloo
 from areal.trainer.advantages.groups import Groups, Moments, SumOverRanks
 from areal.trainer.advantages.normalize import normalize
 from areal.trainer.advantages.reinforce import discounted_returns, reinforce_plus_plus, reinforce_plus_plus_baseline
-from areal.trainer.advantages.shaping import kl_penalized, overlong_penalty, rescale
+from areal.trainer.advantages.shaping import kl_penalized, overlong_penalty
 from areal.trainer.advantages.tokens import at_last_action, join, split, to_samples, to_tokens
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "overlong_penalty",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
-    "rescale",
     "rloo",
     "split",
     "to_samples",

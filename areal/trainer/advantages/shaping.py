@@ -61,29 +61,3 @@ def kl_penalized(rewards: Tensor, kl: Tensor, action_mask: Tensor, *, coef: floa
         raise ValueError(f"coef = {coef}: a penalty is 0 or more; it is subtracted already")
     dtype = torch.promote_types(result_dtype(rewards), kl.dtype)
     return rewards.detach().to(dtype) - coef * kl.detach().to(dtype).masked_fill(action_mask == 0, 0)
-
-
-def rescale(
-    rewards: Tensor,
-    *,
-    bias: float = 0.0,
-    scale: float = 1.0,
-    low: float = float("-inf"),
-    high: float = float("inf"),
-) -> Tensor:
-    """``clamp((r + bias) * scale, low, high)``, of any shape.
-
-    Args:
-        bias: added first.
-        scale: multiplied next.
-        low, high: bounds of the result.
-
-    Returns:
-        Of the dtype of ``rewards``, but no narrower than float32. NaN stays NaN.
-
-    Raises:
-        ValueError: ``low`` is not below ``high``.
-    """
-    if not low < high:
-        raise ValueError(f"low = {low} and high = {high}: the lower bound is below the upper one")
-    return ((rewards.to(result_dtype(rewards)) + bias) * scale).clamp(low, high)

@@ -15,7 +15,6 @@ from areal.trainer.advantages import (
     join,
     kl_penalized,
     overlong_penalty,
-    rescale,
     split,
     to_samples,
     to_tokens,
@@ -100,12 +99,6 @@ def test_the_kl_penalty_is_taken_where_there_are_actions() -> None:
     assert not found.requires_grad
 
 
-def test_rescaling_adds_then_multiplies_then_clips() -> None:
-    rewards = torch.tensor([-9, 0, 1, 9])
-    assert rescale(rewards, bias=-0.5, scale=2.0, low=-5, high=5).tolist() == [-5.0, -1.0, 1.0, 5.0]
-    assert rescale(rewards).tolist() == [-9.0, 0.0, 1.0, 9.0]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -117,7 +110,6 @@ def test_rescaling_adds_then_multiplies_then_clips() -> None:
         (lambda: overlong_penalty(torch.ones(1), max_length=8, cache_length=2, factor=-1), r"factor = -1"),
         (lambda: kl_penalized(torch.ones(3), torch.ones(3), torch.ones(2), coef=0.1), r"action_mask \[2\]"),
         (lambda: kl_penalized(torch.ones(3), torch.ones(3), torch.ones(3), coef=-0.1), r"coef = -0.1"),
-        (lambda: rescale(torch.ones(3), low=1.0, high=1.0), r"low = 1.0 and high = 1.0"),
     ],
 )
 def test_arguments_out_of_range_are_named(call: Any, message: str) -> None:
