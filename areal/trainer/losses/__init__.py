@@ -24,7 +24,6 @@ from areal.trainer.losses.mismatch import (
     compare_logprobs,
     importance_weights,
     mismatch_metrics,
-    mismatch_report,
 )
 from areal.trainer.losses.numerics import LOG_RATIO_BOUND
 from areal.trainer.losses.objective import Objective, mean_loss
@@ -133,7 +132,6 @@ __all__ = [
     "last_token",
     "mean_loss",
     "mismatch_metrics",
-    "mismatch_report",
     "policy_gradient_loss",
     "policy_objective",
     "ppo_clip_loss",

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from areal.api import Batch, Metric
@@ -175,12 +174,3 @@ class MismatchCorrection:
         metrics["mismatch/truncated"] = token_mean(found.truncated, mask)
         metrics["mismatch/weight"] = token_mean(found.weights, mask)
         return found.weights, metrics
-
-
-def mismatch_report(trainer_logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
-    """The metrics of the mismatch alone, from log-probs ``[T]`` and a batch with ``rollout_logprobs`` and ``loss_mask``."""
-    mask, rollout = required(batch, "loss_mask"), required_like(batch, "rollout_logprobs", trainer_logprobs)
-    with torch.no_grad():
-        return mismatch_metrics(
-            compare_logprobs(trainer_logprobs, rollout, mask, batch.cu_seqlens), mask, batch.cu_seqlens
-        )
