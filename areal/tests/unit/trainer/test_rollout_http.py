@@ -85,7 +85,6 @@ def test_logprobs_are_those_of_a_plain_forward(
     make: Callable[..., HTTPRollout], server: Process, temperature: float
 ) -> None:
     rollout = make(server, version=4)
-    rollout.wait_until_ready(10)
     first, again, other = run(*(rollout.generate(PROMPT, Sampling(20, temperature, seed=seed)) for seed in (5, 5, 6)))
     assert len(first.tokens) == 20
     assert (first.finish_reason, first.versions) == ("length", (4,) * 20)

@@ -107,19 +107,6 @@ class HTTPRollout:
         versions = [server.version for server in self._servers if server.version is not None]
         return min(versions, default=self._version)
 
-    def wait_until_ready(self, timeout: float = 600.0) -> None:
-        """Wait for servers that are starting.
-
-        Raises:
-            RuntimeError: one does not answer within ``timeout`` seconds; names it.
-        """
-
-        async def all_healthy() -> None:
-            deadline = time.monotonic() + timeout
-            await asyncio.gather(*(server.insist(self._dialect.health, deadline) for server in self._servers))
-
-        self._run(all_healthy())
-
     async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
         """Continue a prompt. A cancelled task ends its request on the server.
 

@@ -34,10 +34,10 @@ R = TypeVar("R", bound=ReplyBody, covariant=True)
 
 @dataclass(frozen=True)
 class HTTPCall(Generic[R]):
-    """One request: where to, with what, and what is to come back. Posted with a body, got without."""
+    """One POST request: its route, its body, and the type of its reply."""
 
     route: str
-    body: RequestBody | None
+    body: RequestBody
     reply: type[R]
     query: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,9 +67,6 @@ class Dialect(Protocol):
 
     ``piece`` and ``check_loaded`` raise ValueError where a reply that has the right form cannot be.
     """
-
-    @property
-    def health(self) -> HTTPCall[ReplyBody]: ...
 
     @property
     def pause(self) -> HTTPCall[ReplyBody]:
@@ -115,7 +112,6 @@ class SGLang:
     With stop tokens, the model's own end-of-sequence tokens end a request too: the answer is then gone on with.
     """
 
-    health = HTTPCall("/health", None, Anything)
     pause = HTTPCall("/pause_generation", SGLangPause(), Anything)
     resume = HTTPCall("/continue_generation", Empty(), Anything)
 
@@ -181,7 +177,6 @@ class VLLM:
         model: name of the served model, or of an adapter; ``None`` for the model itself.
     """
 
-    health = HTTPCall("/health", None, Anything)
     pause = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "abort"})
     resume = HTTPCall("/resume", Empty(), VLLMResumed)
 

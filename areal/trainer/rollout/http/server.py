@@ -62,13 +62,10 @@ class Server:
             RuntimeError: any other status, or a reply that is not of the form written down. All name server and route.
         """
         timeout = httpx2.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
-        body = None if call.body is None else call.body.model_dump(mode="json", exclude_none=True)
+        body = call.body.model_dump(mode="json", exclude_none=True)
         try:
             async with asyncio.timeout(seconds):
-                method = "GET" if body is None else "POST"
-                answer = await self._http.request(
-                    method, call.route, json=body, params=dict(call.query), timeout=timeout
-                )
+                answer = await self._http.post(call.route, json=body, params=dict(call.query), timeout=timeout)
         except (TimeoutError, httpx2.TimeoutException) as error:
             self._tire()
             raise Unavailable(f"{self.url}{call.route}: no answer within {seconds:.3g} s") from error
