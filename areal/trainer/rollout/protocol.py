@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import collections.abc
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from areal.api.weights import NamedTensor
 from areal.utils.data.sequences import Segment, from_segments, where_trained
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -105,20 +103,6 @@ class RolloutClient(Protocol):
             ValueError: the prompt is empty, or with ``max_new_tokens`` longer than the engine allows.
             RuntimeError: the engine has stopped, or failed.
         """
-
-
-class RolloutEngine(RolloutClient, Protocol):
-    """A client that also takes new weights."""
-
-    def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
-        """Take new weights. Answers under way go on with them. The iterator is always read to its end.
-
-        Raises:
-            ValueError: the tensors are not those of the model; the engine then says whether the old weights still serve.
-        """
-
-    def close(self) -> None:
-        """End what is under way, and free everything. May be called twice."""
 
 
 @dataclass(frozen=True)
