@@ -1,4 +1,4 @@
-"""Policy losses of one ratio for each token: policy gradient, importance sampling, PPO's clip, decoupled PPO.
+"""Policy losses of one ratio for each token: policy gradient, importance sampling, PPO's clip.
 
 All return per-token losses ``[T]``, neither summed nor scaled: exactly 0, without a gradient, where the mask is 0, whatever stands there.
 Only where the mask is 0 matters here; aggregations weigh with it. Advantages and old log-probs have no gradient.
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from areal.trainer.losses.mismatch import importance_weights
 from areal.trainer.losses.numerics import at_trained, bounded, log_ratio, trained_positions
 
 
@@ -104,43 +103,6 @@ def clipped_loss(
         dual = down & (ratio > dual_clip)
     clipped_low, clipped_high = down & (ratio < 1 - clip_low), up & (ratio > 1 + clip_high)
     return PolicyLoss(-gain, RatioStats(log_r.detach(), ratio.detach(), clipped_low, clipped_high, dual))
-
-
-def decoupled_ppo_loss(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    cap: float = float("inf"),
-) -> PolicyLoss:
-    """``w * ppo_clip_loss`` with the ratio to the proximal policy and ``w = p_proximal / p_behaviour``.
-
-    The clip bounds how far an update goes from the proximal policy, a recent one; the weight corrects for the policy that sampled, which may be
-    older (Hilton et al., 2021, section 3; AReaL, Fu et al., 2025). Where ``w`` is above ``cap`` the token's loss is 0, as in AReaL; for
-    truncation, other levels and the statistics see :class:`~areal.trainer.losses.mismatch.MismatchCorrection`.
-
-    Args:
-        logprobs, proximal_logprobs, behaviour_logprobs, advantages, mask: ``[T]``. cu_seqlens: int32 ``[n + 1]``.
-        clip_low, clip_high, dual_clip: as :func:`ppo_clip_loss`.
-        cap: largest importance weight that counts.
-    """
-    loss = ppo_clip_loss(
-        logprobs,
-        proximal_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    found = importance_weights(proximal_logprobs, behaviour_logprobs, mask, cu_seqlens, mode="mask", cap=cap)
-    return PolicyLoss(loss.per_token * found.weights, loss.stats)
 
 
 def cispo_loss(
