@@ -15,8 +15,7 @@ from grpo import Run, main
 from rl_settings import RLConfig
 
 from areal.trainer.estimators import CriticBased
-from areal.trainer.losses import policy_objective, value_objective
-from areal.trainer.losses.surrogate import PPOClip
+from areal.trainer.losses import PPOClip, policy_objective, value_objective
 from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.tracking import Tracker

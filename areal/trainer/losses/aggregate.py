@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch
-from areal.trainer.losses.keys import refuse, required
-from areal.trainer.losses.numerics import at_trained, spread, to_compute_dtype, trained_positions
+from areal.trainer.losses.inputs import refuse, required
+from areal.trainer.losses.masked import at_trained, spread, to_compute_dtype, trained_positions
 from areal.utils.data import segment_mean, segment_sum
 
 

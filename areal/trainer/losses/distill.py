@@ -14,9 +14,8 @@ from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
 from areal.trainer.losses.aggregate import Aggregation, TokenMean, loss_mask
-from areal.trainer.losses.keys import refuse, required_like, required_output
-from areal.trainer.losses.metrics import token_mean
-from areal.trainer.losses.numerics import to_compute_dtype
+from areal.trainer.losses.inputs import refuse, required_like, required_output
+from areal.trainer.losses.masked import to_compute_dtype, token_mean
 from areal.trainer.losses.objective import Objective
 
 Direction = Literal["forward", "reverse"]

@@ -25,9 +25,8 @@ from typing import Literal
 from torch import Tensor
 
 from areal.api import Metric
-from areal.trainer.losses.keys import OldLogprobs, refuse
-from areal.trainer.losses.metrics import token_mean
-from areal.trainer.losses.numerics import LOG_RATIO_BOUND, bounded, log_ratio
+from areal.trainer.losses.inputs import OldLogprobs, refuse
+from areal.trainer.losses.masked import LOG_RATIO_BOUND, bounded, log_ratio, token_mean
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

@@ -14,9 +14,17 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from areal.api import Batch, Metric
-from areal.trainer.losses.keys import refuse, required, required_like
-from areal.trainer.losses.metrics import mean_where, token_max, token_mean
-from areal.trainer.losses.numerics import at_trained, bounded, log_ratio, spread, trained_positions
+from areal.trainer.losses.inputs import refuse, required, required_like
+from areal.trainer.losses.masked import (
+    at_trained,
+    bounded,
+    log_ratio,
+    mean_where,
+    spread,
+    token_max,
+    token_mean,
+    trained_positions,
+)
 from areal.utils.data import segment_mean, segment_sum
 
 Level = Literal["token", "sequence", "geometric"]

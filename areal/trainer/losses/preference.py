@@ -16,9 +16,8 @@ from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
 from areal.trainer.losses.aggregate import loss_mask, trained_sequences
-from areal.trainer.losses.keys import refuse, required_like, required_output
-from areal.trainer.losses.metrics import mean_where
-from areal.trainer.losses.numerics import at_trained, log_ratio, to_compute_dtype
+from areal.trainer.losses.inputs import refuse, required_like, required_output
+from areal.trainer.losses.masked import at_trained, log_ratio, mean_where, to_compute_dtype
 from areal.trainer.losses.objective import Objective
 from areal.utils.data import segment_sum
 

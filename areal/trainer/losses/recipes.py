@@ -25,9 +25,10 @@ from typing import Literal, TypedDict, Unpack
 from areal.trainer.losses.aggregate import FixedLength, SequenceMean, SequenceMeanOfSums, TokenMean
 from areal.trainer.losses.kl import KLTerm
 from areal.trainer.losses.mismatch import MismatchCorrection, Mode
-from areal.trainer.losses.objective import Objective
-from areal.trainer.losses.policy_factory import policy_objective
-from areal.trainer.losses.surrogate import CISPO, DRO, GSPO, SAPO, PPOClip
+from areal.trainer.losses.objective import Objective, policy_objective
+from areal.trainer.losses.policy import CISPO, PPOClip
+from areal.trainer.losses.policy_sequence import GSPO
+from areal.trainer.losses.policy_smooth import DRO, SAPO
 
 
 class Extras(TypedDict, total=False):

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
 from areal.trainer.losses.aggregate import Aggregation, TokenMean, loss_mask
-from areal.trainer.losses.keys import required_output
-from areal.trainer.losses.metrics import token_count, token_mean
-from areal.trainer.losses.numerics import at_trained
+from areal.trainer.losses.inputs import required_output
+from areal.trainer.losses.masked import at_trained, token_count, token_mean
 from areal.trainer.losses.objective import Objective
 
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
 from areal.trainer.losses.aggregate import Aggregation, TokenMean
-from areal.trainer.losses.keys import refuse, required_like, required_output
-from areal.trainer.losses.metrics import token_mean
-from areal.trainer.losses.numerics import at_trained
+from areal.trainer.losses.inputs import refuse, required_like, required_output
+from areal.trainer.losses.masked import at_trained, token_mean
 from areal.trainer.losses.objective import Objective
 
 
