@@ -3,8 +3,8 @@
 Each loss exists twice. A pure function of ``[T]`` tensors (``ppo_clip_loss``) is for a loss function of your own. A frozen dataclass with
 the options of that function (:class:`PPOClip`), a :class:`Surrogate`, is for :func:`policy_objective`.
 
-All functions return per-token losses ``[T]``, neither summed nor scaled. They are exactly 0, without a gradient, where the mask is 0. The
-mask has no other effect here: aggregations apply its weights. Advantages and old log-probs get no gradient.
+All functions return per-token losses ``[T]``, neither summed nor scaled. They are exactly 0, without a gradient, where the mask is 0;
+aggregations apply its other weights. Advantages and old log-probs get no gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal.trainer.losses.masked import at_trained, bounded, log_ratio, trained_
 
 
 class RatioStats(NamedTuple):
-    """Statistics of a loss's ratio at each token, ``[T]``, without a gradient. Where the mask is 0, the ratio is 1 and nothing is clipped.
+    """Statistics of a loss's ratio at each token, ``[T]``, without a gradient. At mask 0 the ratio is 1 and nothing is clipped.
 
     Attributes:
         log_ratio: float. ``log p - log p_old`` as the loss uses it, clamped.
@@ -116,7 +116,7 @@ class PolicyGradient:
 
     @property
     def old(self) -> str | None:
-        """``None``: the loss has no ratio."""
+        """``None``, because the loss is without a ratio."""
         return None
 
     def __call__(self, logprobs: Tensor, batch: Batch) -> PolicyLoss:
@@ -170,7 +170,7 @@ def ppo_clip_loss(
     """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = p / p_old`` (PPO, Schulman et al., 2017, equation 7).
 
     ``clip_high`` above ``clip_low`` is the clip-higher of DAPO (Yu et al., 2025). With ``dual_clip = c``, the gain where ``A < 0`` is at
-    least ``c A`` (Ye et al., 2020, equation 5), so that a ratio above ``c`` has no gradient.
+    least ``c A`` (Ye et al., 2020, equation 5), so that the gradient at a ratio above ``c`` is 0.
 
     Args:
         logprobs, old_logprobs, advantages, mask: ``[T]``.
@@ -195,7 +195,7 @@ def clipped_loss(
     # The pessimistic bound: the minimum of the clipped and the unclipped gain.
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     up, down = advantages > 0, advantages < 0
-    # For A < 0 that minimum has no lower bound in r; dual clip adds one.
+    # For A < 0 that minimum is unbounded from below in r; dual clip adds a bound.
     dual = torch.zeros_like(down)
     if dual_clip is not None:
         gain = torch.where(down, torch.maximum(gain, dual_clip * advantages), gain)

@@ -31,7 +31,7 @@ def dro_loss(
 
     The policy term of DRO (Richemond et al., 2024): ``p_old`` is the reference, ``A`` the reward minus its value, ``beta`` the paper's
     ``tau``. Up to a constant it equals ``(A - beta * (log p - log p_old))**2 / (2 * beta)``. Kimi k1.5 (2025) uses the policy before the
-    update as ``p_old``. The loss has no exponential, so no ratio is clamped.
+    update as ``p_old``. Nothing is clamped, because the loss is without an exponential.
 
     Args:
         logprobs, old_logprobs, advantages, mask: ``[T]``.
