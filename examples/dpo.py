@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from areal import FinetuneSpec, SaveLoadMeta, create_engine
 from areal.api import StepOutput
-from areal.trainer.dpo import dpo_trainer
+from areal.trainer.preference import dpo_trainer
 from areal.utils.data import sharded_loader
 
 

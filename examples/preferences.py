@@ -12,7 +12,7 @@ from settings import TaskConfig
 from tasks import Problem, Task, make_task
 
 from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.trainer.pairs import Pair
+from areal.trainer.preference import Pair
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from transformers import AutoTokenizer
 
 from areal import FinetuneSpec, SaveLoadMeta, create_engine
 from areal.api import StepOutput
-from areal.trainer.pairs import flatten
-from areal.trainer.reward import reward_trainer
+from areal.trainer.preference import flatten_pairs, reward_trainer
 from areal.utils.data import sharded_loader
 
 
@@ -45,7 +44,7 @@ def main(config: PreferenceConfig) -> int:
                 )
 
             trainer.train(config.steps, after_step=tell)
-        after = trainer.evaluate(flatten(held_out[engine.dp_rank :: engine.dp_size]))
+        after = trainer.evaluate(flatten_pairs(held_out[engine.dp_rank :: engine.dp_size]))
         accuracy = after.metrics["preference/accuracy"]
         engine.save(SaveLoadMeta(config.output / "model", weight_format="hf"))
         report.line(f"held-out loss {after.loss:.4f}, accuracy {accuracy:.3f}; model: {config.output / 'model'}")

@@ -41,7 +41,7 @@ from areal import (
     create_engine,
 )
 from areal.api import Batch, Stateful, TokenOutputs
-from areal.trainer.profiling import StepProfile
+from areal.trainer.monitoring import StepProfile
 from areal.utils.data.loader import sharded_loader
 
 

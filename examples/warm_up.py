@@ -11,7 +11,7 @@ from tasks import Problem
 
 from areal import FinetuneSpec, SaveLoadMeta, create_engine
 from areal.api import StepOutput
-from areal.trainer.sft import sft_trainer
+from areal.trainer.supervised import sft_trainer
 from areal.utils.data import sharded_loader
 
 

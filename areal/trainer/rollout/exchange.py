@@ -53,7 +53,7 @@ def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
             f"go on with {len(states)} ranks"
         )
     played = {group["index"]: group for state in states for group in state["waiting"]}
-    runner.load_state_dict(runner.share_of(states[0]["trained"], played))
+    runner.load_state_dict(runner.resharded_state(states[0]["trained"], played))
 
 
 def gather(mine: Any) -> list[Any]:

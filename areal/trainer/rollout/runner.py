@@ -72,7 +72,7 @@ class Runner:
         """Groups that this rank plays for each batch."""
         return len(range(self.rank, self.plan.groups, self.size))
 
-    def place(self, index: int) -> int:
+    def position(self, index: int) -> int:
         """Where in its batch a group stands, from 0; where groups were replaced, where the one that it replaces stood."""
         return index % self.plan.groups
 
@@ -143,7 +143,7 @@ class Runner:
         waiting = [group if group is None else group.state() for group in self.drain()]
         return {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected, "waiting": waiting}
 
-    def share_of(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    def resharded_state(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         """The state of this rank in a run that was saved on other ranks and has replaced nothing.
 
         Args:
