@@ -1,7 +1,7 @@
-"""From rewards to advantages: pure functions of packed, padded or per-sequence tensors.
+"""Advantages from rewards: pure functions of packed, padded or per-sequence tensors.
 
-A number at ``t`` speaks of the prediction made at ``t``, as everywhere. What is exact over data-parallel ranks takes
-``sum_over_ranks``, which is ``engine.global_sum``; then all ranks call it, those without sequences as well.
+Index ``t`` refers to the prediction made at position ``t`` (of token ``t + 1``). Functions that are exact over data-parallel ranks take
+``sum_over_ranks``, for which ``engine.global_sum`` is meant. They are collective: ranks without sequences call them too.
 """
 
 from areal.trainer.advantages.gae import GAE, gae

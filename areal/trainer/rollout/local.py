@@ -50,13 +50,13 @@ class LocalRollout:
     tokens carry the new version, and their log-probs are those of the distribution from which they were drawn.
 
     Args:
-        model: replica in evaluation mode, with ``sdpa`` or flash attention. Its weights must not be used elsewhere. Its ``generation_config`` is
-            ignored.
+        model: replica in evaluation mode, with ``sdpa`` or flash attention. Its weights must not be used elsewhere. Its
+            ``generation_config`` is ignored.
         max_context: maximum number of tokens of a prompt with its answer.
         version: version of the weights in the model.
         max_requests: maximum number of answers generated at once; others wait.
-        cache_tokens: capacity of the cache of keys and values, in tokens. Default: enough for ``max_requests`` of ``max_context``. With a smaller
-            cache some answers are paused when it is full, and continue later with the same result.
+        cache_tokens: capacity of the cache of keys and values, in tokens. Default: enough for ``max_requests`` of ``max_context``. With a
+            smaller cache some answers are paused when it is full, and continue later with the same result.
         page_size: tokens per cache page, the unit of sharing.
         max_batch_tokens: maximum number of tokens of one forward. Use few on a CPU, where ``sdpa`` attends over all sequences of a forward.
         seed: seed of the seeds of requests without one, in order of arrival. ``None`` uses the system's entropy.
@@ -147,8 +147,8 @@ class LocalRollout:
             complete: raise if a weight of the model is missing. False keeps the others, such as for the weights of an adapter.
 
         Raises:
-            ValueError: the tensors do not fit the model. If none was copied yet, the old weights stay in use. Otherwise running requests fail,
-                and generation is refused until a complete update succeeds.
+            ValueError: the tensors do not fit the model. If none was copied yet, the old weights stay in use. Otherwise running requests
+                fail, and generation is refused until a complete update succeeds.
             RuntimeError: the engine is closed, or generation failed.
         """
         copied = 0

@@ -81,8 +81,8 @@ def sample_tokens(logprobs: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         logprobs: ``[n, V]``, normalised.
-        noise: float64 ``[n, noise_size(V)]``, drawn from Exp(1). float32 is too coarse near 0: tokens less likely than 1e-7 would be drawn too
-            often.
+        noise: float64 ``[n, noise_size(V)]``, drawn from Exp(1). float32 is too coarse near 0: tokens less likely than 1e-7 would be drawn
+            too often.
 
     Returns:
         int64 ``[n]``. Token ids.
@@ -133,8 +133,9 @@ class Request:
 class RequestSampler(ContinuousBatchingLogitsProcessorList):
     """Sampler for transformers' continuous batching, in place of its list of logits processors.
 
-    For each forward, the manager calls :meth:`prepare_tensor_args` with the requests in row order, then :meth:`__call__` with the scores, both on
-    the generation thread. The drawn token gets the highest score of its row, so that a greedy manager selects it. Asynchronous batching must be
+    For each forward, the manager calls :meth:`prepare_tensor_args` with the requests in row order, then :meth:`__call__` with the scores,
+    both on the generation thread. The drawn token gets the highest score of its row, so that a greedy manager selects it. Asynchronous
+    batching must be
     off: it drops tokens after they are drawn.
 
     Args:
