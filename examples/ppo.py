@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/ppo.py --backend fsdp:d2 --group-size 1 --groups 64
 
-The critic is an engine of its own, with a value head on the model after the warm-up. Leaves what grpo.py leaves.
+The critic is a second engine: the model after the warm-up, with a value head. Leaves what grpo.py leaves.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def same_everywhere(x: Any) -> None:
 class Everything:
     """The global batch: sequences of groups that lie anywhere.
 
-    With ``idle``, the last of several ranks has none.
+    With ``idle``, the last of several ranks is without sequences.
     """
 
     def __init__(self, idle: bool) -> None:
@@ -50,7 +50,7 @@ class Everything:
         generator = torch.Generator().manual_seed(7)
         self.keys = torch.randint(0, N_GROUPS - 2, (n,), generator=generator)
         self.keys[[0, 6, 13, 15]] = 0
-        self.keys[5] = N_GROUPS - 2  # a group of one; the last has no member at all
+        self.keys[5] = N_GROUPS - 2  # a group of one; the last group is empty
         self.rewards = torch.randint(0, 3, (n,), generator=generator) / 3 + 1000.0
         self.rewards[self.keys == 0] = 0.1
         self.lengths = torch.randint(1, 9, (n,), generator=generator)

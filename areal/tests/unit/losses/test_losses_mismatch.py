@@ -1,4 +1,4 @@
-"""Importance weights between rollout and trainer, and how far the two are apart, against loops."""
+"""Importance weights between rollout and trainer, and the statistics of their difference, against loops."""
 
 from __future__ import annotations
 
