@@ -54,6 +54,7 @@ class GroupRelative:
     def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]:
         if not samples:
             return []
+        # One reward per sequence, shaped before it is compared.
         rewards = torch.stack([sample["rewards"] for sample in samples])
         if self.shape is not None:
             rewards = self.shape(rewards, samples)

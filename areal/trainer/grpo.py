@@ -37,6 +37,7 @@ def grpo_trainer(
         raise ValueError(
             f"Plan.group_size = {runner.plan.group_size}: answers are compared within a group: play at least 2"
         )
+    # Defaults for what the run has: a penalty with a reference, a correction for stale weights.
     if objective is None:
         correction = MismatchCorrection() if runner.plan.max_staleness else None
         objective = grpo_objective(kl_coef=0.04 if reference is not None else 0.0, correction=correction)

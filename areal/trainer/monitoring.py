@@ -84,9 +84,11 @@ def step_scalars(prefix: str, step: StepOutput) -> dict[str, float]:
         "n_mbs": step.n_mbs,
         "seconds": step.seconds,
     }
+    # Only a call with an optimizer step has these.
     if step.grad_norm is not None and step.lr is not None:
         scalars |= {"grad_norm": step.grad_norm, "lr": step.lr, "updated": float(bool(step.update_successful))}
     scalars |= {f"seconds/{phase}": seconds for phase, seconds in step.timings.items()}
+    # The only term of a plain loss is the loss itself.
     if len(step.terms) > 1:
         scalars |= {f"term/{name}": value for name, value in step.terms.items()}
     return {f"{prefix}/{name}": value for name, value in (scalars | step.metrics).items()}

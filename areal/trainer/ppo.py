@@ -117,6 +117,7 @@ class PPOTrainer:
         checkpoints: Checkpoints | None = None,
         profile: str | Path | None = None,
     ) -> None:
+        # All engines take the same samples on this rank.
         if critic is not None:
             check_same_shards(engine, critic.engine)
         if reference is not None:
@@ -126,6 +127,7 @@ class PPOTrainer:
         self.reference, self.critic = reference, critic
         self.updates = updates or Updates()
         self.step = 0
+        # Version that the rollout engine has; None before the first sync.
         self._synced: int | None = None
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
@@ -188,14 +190,17 @@ class PPOTrainer:
 
         Collective over the world.
         """
+        # The policy's log-probs before the update, against which ratios are taken.
         if self.updates.recompute_logprobs:
             samples = _with_key(samples, "old_logprobs", self.engine.forward_batch(samples))
         else:
             samples = _with_key(samples, "old_logprobs", [sample["rollout_logprobs"] for sample in samples])
+        # Log-probs and values of the other models, for the keys that the objective and the estimator read.
         if self.reference is not None:
             samples = _with_key(samples, "ref_logprobs", reference_logprobs(self.engine, self.reference, samples))
         if self.critic is not None:
             samples = _with_key(samples, "old_values", self.critic.engine.forward_batch(samples, outputs=("values",)))
+        # Last: an estimator may read all of the above.
         return self.estimator(samples, self.engine.global_sum)
 
     def _minibatches(self, groups: list[Group], samples: list[Sample]) -> Iterator[list[Sample]]:

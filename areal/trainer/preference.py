@@ -87,6 +87,7 @@ def dpo_trainer(
     _check_granularity(engine)
     check_reference(engine, reference)
 
+    # The reference's log-probs are computed per batch, immediately before the step that reads them.
     def prepare(pairs: collections.abc.Sequence[Pair]) -> list[dict[str, Any]]:
         samples = flatten_pairs(pairs)
         return [

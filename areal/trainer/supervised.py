@@ -78,6 +78,7 @@ class SupervisedTrainer:
             after_step: called with each step's output. Returning False, on all ranks alike, ends the run.
         """
         while self.step < steps:
+            # One epoch; the loader continues in its middle after a resume.
             for batch in self._loader:
                 output = self._take_step(self._prepare(batch))
                 stop = after_step is not None and after_step(output) is False

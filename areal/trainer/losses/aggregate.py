@@ -49,6 +49,7 @@ def loss_mask(batch: Batch) -> Tensor:
     """Return ``batch["loss_mask"]``, or 1 at every position with a target if the batch lacks that key: float32 or float64 ``[T]``."""
     if "loss_mask" in batch:
         return to_compute_dtype(batch["loss_mask"])
+    # [T, K] targets: a position counts if any of its K entries is a target.
     targets = batch["target_ids"] >= 0
     return (targets if targets.dim() == 1 else targets.any(-1)).float()
 

@@ -66,6 +66,7 @@ def _outcomes(
     logprobs: Tensor, teacher_logprobs: Tensor, target_ids: Tensor, mask: Tensor, *, rest: bool
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of student and teacher: ``[T, K]``, or ``[T, K + 1]`` with the rest; ``-inf`` for excluded tokens."""
+    # Excluded tokens have probability 0 under both models: they contribute nothing to sums over the last dimension.
     unused = (target_ids < 0) | (mask == 0)[:, None]
     outcomes = []
     for x in (logprobs, teacher_logprobs.detach()):
@@ -116,6 +117,7 @@ def distill_objective(
 
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logprobs, mask, ids = required_output(outputs, "logprobs"), loss_mask(batch), batch["target_ids"]
+        # Targets [T] are the default of a batch without distillation.
         if ids.dim() != 2:
             raise ValueError(
                 f"target_ids has shape {tuple(ids.shape)}: distillation needs [T, K], the teacher's tokens"
@@ -125,6 +127,7 @@ def distill_objective(
             loss = forward_kl_loss(logprobs, teacher, ids, mask, rest=rest)
         else:
             loss = reverse_kl_loss(logprobs, teacher, ids, mask)
+        # The masses show how much of both distributions the K tokens cover.
         metrics = {
             "distill/kl": token_mean(loss.per_token, mask),
             "distill/teacher_mass": token_mean(loss.teacher_mass, mask),

@@ -90,6 +90,7 @@ class KLTerm:
                 raise ValueError(
                     f"KLTerm.importance_weighted = True needs old_logprobs, from batch[{self.old!r}]: pass them"
                 )
+            # The ratio keeps its gradient: that of the estimate alone would be biased.
             estimate = bounded(log_ratio(logprobs, old_logprobs, mask)).exp() * estimate
         return self.coef * estimate
 

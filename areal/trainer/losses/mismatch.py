@@ -180,12 +180,15 @@ class MismatchCorrection:
         Raises:
             ValueError: the batch lacks ``rollout_logprobs``, ``old_logprobs`` or ``loss_mask``.
         """
+        # 1. The ratio's numerator, without a gradient in either case.
         mask = required(batch, "loss_mask")
         trainer = logprobs.detach() if self.trainer == "logprobs" else required_like(batch, "old_logprobs", logprobs)
         rollout = required_like(batch, "rollout_logprobs", logprobs)
+        # 2. Weights for the loss.
         importance = importance_weights(
             trainer, rollout, mask, batch.cu_seqlens, level=self.level, mode=self.mode, cap=self.cap, floor=self.floor
         )
+        # 3. The mismatch as it is, before any bound.
         metrics = mismatch_metrics(compare_logprobs(trainer, rollout, mask, batch.cu_seqlens), mask, batch.cu_seqlens)
         metrics["mismatch/truncated"] = token_mean(importance.truncated, mask)
         metrics["mismatch/weight"] = token_mean(importance.weights, mask)

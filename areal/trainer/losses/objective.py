@@ -53,6 +53,7 @@ def mean_loss(
     def loss_fn(token_outputs: TokenOutputs, batch: Batch) -> LossTerms | tuple[LossTerms, dict[str, Metric]]:
         returned = fn(token_outputs, batch)
         means, metrics = returned if isinstance(returned, tuple) else (returned, None)
+        # The engine divides the sum of these products by the sum of the weights.
         sums = _times(means, weight_fn(batch))
         return sums if metrics is None else (sums, metrics)
 

@@ -246,6 +246,7 @@ def cispo_loss(
         logprobs, old_logprobs, advantages, mask: ``[T]``.
         clip_low, clip_high: at least 0; ``inf`` for no bound.
     """
+    # The weight is a constant: the gradient comes from log p alone.
     log_r = bounded(log_ratio(logprobs.detach(), old_logprobs, mask))
     ratio, keep = log_r.exp(), trained_positions(mask)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -34,9 +34,11 @@ def gspo_loss(
         cu_seqlens: int32 ``[n + 1]``.
         clip_low, clip_high: at least 0; ``inf`` for no bound. Small, because a mean over many tokens hardly changes.
     """
+    # Means over trained tokens only: the weights are 0 elsewhere.
     keep = trained_positions(mask)
     log_s = segment_mean(log_ratio(logprobs, old_logprobs, mask), cu_seqlens, weights=keep)
     advantage = segment_mean(at_trained(advantages.detach(), mask), cu_seqlens, weights=keep)
+    # Back to tokens, so that an aggregation can sum them.
     of_tokens = [at_trained(spread(x, cu_seqlens, len(mask)), mask) for x in (log_s, advantage)]
     return clipped_loss(*of_tokens, clip_low=clip_low, clip_high=clip_high)
 

@@ -100,6 +100,7 @@ def check_pairs(batch: Batch) -> None:
     Raises:
         ValueError: the number of sequences is odd, or neighbours have different ``pair_ids``.
     """
+    # Without pair_ids any tensor [n] checks that the number of sequences is even.
     chosen, rejected = split_pairs(batch["pair_ids"] if "pair_ids" in batch else batch.cu_seqlens[1:])
     if "pair_ids" in batch and not torch.equal(chosen, rejected):
         raise ValueError(
@@ -174,6 +175,7 @@ def reward_objective(*, center_coef: float = 0.0) -> Objective:
         refuse("center_coef", center_coef, "give a finite number of at least 0")
 
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        # The reward of a sequence is the value after its last token was read.
         chosen, rejected = split_pairs(last_token(required_output(outputs, "values"), batch.cu_seqlens))
         loss = bradley_terry_loss(chosen, rejected, center_coef=center_coef).sum()
         return loss, _pair_metrics(chosen, rejected, torch.ones_like(chosen, dtype=torch.bool))
@@ -192,8 +194,10 @@ def _reference_objective(pair_loss: Callable[[Tensor, Tensor], Tensor], beta: fl
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logprobs, mask = required_output(outputs, "logprobs"), loss_mask(batch)
         ref = required_like(batch, "ref_logprobs", logprobs)
+        # One log-ratio per sequence, split into the two sequences of each pair.
         chosen, rejected = split_pairs(sequence_log_ratios(logprobs, ref, mask, batch.cu_seqlens))
         keep = trained_pairs(batch)
+        # Pairs without a trained token in both sequences count neither here nor in the weight.
         loss = at_trained(pair_loss(chosen, rejected), keep).sum()
         return loss, _pair_metrics(beta * chosen, beta * rejected, keep)
 

@@ -65,6 +65,7 @@ def decoupled_ppo_objective(
 
     A weight above ``cap`` becomes 0 (``mask``, as in AReaL, Fu et al., 2025) or the cap (``truncate``).
     """
+    # The ratio of PPO's clip is to old_logprobs; this weight corrects from there to the rollout.
     correction = MismatchCorrection(level="token", mode=mode, cap=cap)
     return policy_objective(PPOClip(clip, clip, dual_clip), TokenMean(), correction=correction, **more)
 
@@ -74,6 +75,7 @@ def grpo_objective(*, clip: float = 0.2, kl_coef: float = 0.04, **more: Unpack[E
 
     ``kl_coef = 0`` leaves out the penalty; ``kl`` replaces it.
     """
+    # An explicit penalty, even None, takes precedence over the coefficient.
     if "kl" not in more and kl_coef != 0:
         more["kl"] = KLTerm(kl_coef, "k3")
     return policy_objective(PPOClip(clip, clip), SequenceMean(), **more)

@@ -34,6 +34,7 @@ def sft_objective(aggregation: Aggregation | None = None) -> Objective:
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         mask = loss_mask(batch)
         nll = cross_entropy_loss(required_output(outputs, "logprobs"), mask)
+        # The metric is unweighted, so that runs with different weights can be compared.
         metrics = {"sft/nll": token_mean(nll, mask), "sft/tokens": token_count(mask)}
         return aggregate.total(nll, batch), metrics
 

@@ -42,6 +42,7 @@ def value_loss(
         return ValueLoss(0.5 * plain, torch.zeros_like(plain, dtype=torch.bool))
     if old_values is None:
         raise ValueError(f"clip = {clip} needs old_values, the values before the update: pass them, or clip=None")
+    # The larger error counts: moving further than the clip brings no gain.
     old = at_trained(old_values.detach(), mask)
     clipped = (old + (v - old).clamp(-clip, clip) - target).square()
     return ValueLoss(0.5 * torch.maximum(plain, clipped), clipped.detach() > plain.detach())
@@ -69,6 +70,7 @@ def value_objective(aggregation: Aggregation | None = None, *, clip: float | Non
         mask, returns = required_like(batch, "loss_mask", values), required_like(batch, "returns", values)
         old = None if clip is None else required_like(batch, "old_values", values)
         loss = value_loss(values, returns, mask, old_values=old, clip=clip)
+        # With these means the explained variance of the global batch can be computed afterwards.
         target = at_trained(returns, mask)
         metrics = {
             "value/value": token_mean(values, mask),

@@ -33,5 +33,6 @@ class SingleTurn:
         """Generate one answer and compute its reward."""
         prompt_ids = self._prompt(item)
         completion = await client.generate(prompt_ids, self._sampling)
+        # A reward may need I/O, such as a judge model or a sandbox.
         reward = self._reward(item, completion)
         return [Sequence.single(prompt_ids, completion, await reward if isinstance(reward, Awaitable) else reward)]

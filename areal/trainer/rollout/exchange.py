@@ -53,6 +53,7 @@ def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
     Raises:
         ValueError: groups were replaced, and the number of ranks differs.
     """
+    # The same number of ranks: every rank continues with its state.
     if len(states) == runner.size:
         runner.load_state_dict(states[runner.rank])
         return
@@ -61,6 +62,7 @@ def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
             f"the run was saved on {len(states)} ranks, which had replaced groups that were not kept, and this one has {runner.size}: "
             f"go on with {len(states)} ranks"
         )
+    # Otherwise, by index in the run: every rank takes the groups that it would have run.
     played = {group["index"]: group for state in states for group in state["waiting"]}
     runner.load_state_dict(runner.resharded_state(states[0]["trained"], played))
 

@@ -42,6 +42,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        # Each field with its condition and the text of the rule.
         limits = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (self.temperature >= 0, "at least 0; 0 takes the most likely token"),
@@ -136,6 +137,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
             raise ValueError(f"Sequence.reward = {self.reward}: it must be finite")
+        # A sequence without trained tokens would have weight 0 in every loss.
         if not self.trained_tokens:
             raise ValueError(
                 "a sequence has no token that the policy wrote: leave out what there is nothing to learn from"

@@ -97,6 +97,7 @@ class RolloutReport:
                 f"no episode of this batch gave a sequence: {total['failed']:.0f} failed, {total['overlong']:.0f} were too long; "
                 f"on this rank the first error was {self.error}"
             )
+        # A variance from sums may be slightly negative by rounding.
         reward = total["reward"] / n
         return self._mean_stats() | {
             "rollout/reward": reward,
@@ -131,6 +132,7 @@ def disagreement(
         ``rollout/logprob_error``, the mean absolute difference in nats, and ``rollout/logprob_k3``, an estimate of KL(rollout || trainer)
         (k3; Schulman, "Approximating KL Divergence", 2020).
     """
+    # Sums on the CPU in float64; one collective for all three.
     sums = torch.zeros(3, dtype=torch.float64)
     for sample in samples:
         mask, old, rollout = (sample[key].double().cpu() for key in ("loss_mask", "old_logprobs", "rollout_logprobs"))

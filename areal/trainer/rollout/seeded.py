@@ -29,6 +29,7 @@ class SeededClient:
 
     async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
         """Generate an answer; see :meth:`RolloutClient.generate`."""
+        # Requests with a seed are left as they are, and do not shift the seeds of others.
         if sampling.seed is None:
             sampling = replace(sampling, seed=mixed(*self._episode_key, self._requests))
             self._requests += 1

@@ -116,6 +116,7 @@ class HTTPRollout:
             RuntimeError: the engine is closed, no attempt succeeded within ``deadline``, or a reply does not have the documented form. Names
                 the server.
         """
+        # Checked here, before a request is queued.
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
@@ -156,6 +157,7 @@ class HTTPRollout:
             faults = self._run(self._load_all(str(Path(folder).resolve()), version))
             if any(server.version == version for server in self._servers):
                 self._version = version
+        # All servers had their attempt; report what each one serves now.
         if any(faults):
             states = [
                 f"{server.url} " + ("is left out" if server.version is None else f"serves version {server.version}")
@@ -261,6 +263,7 @@ class HTTPRollout:
                     await self._changed.wait_for(lambda: self._ready() or self._all_open())
                 continue
             now = time.monotonic()
+            # Prefer servers that do not back off, then those with few requests.
             best = min(ready, key=lambda server: (max(server.backoff_until - now, 0.0), len(server.requests)))
             if best.backoff_until <= now:
                 return best

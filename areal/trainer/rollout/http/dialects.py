@@ -151,6 +151,7 @@ class SGLang:
         """See :meth:`Dialect.read_reply`."""
         meta = _expect(SGLangGenerated, reply).meta_info
         finish: FinishReason = "aborted" if meta.finish_reason.type == "abort" else meta.finish_reason.type
+        # An aborted request may lack the list; any other must have one entry per token.
         entries = meta.output_token_logprobs
         if entries is None and finish != "aborted":
             raise ValueError("meta_info.output_token_logprobs is missing")
@@ -217,6 +218,7 @@ class VLLM:
 
     def read_reply(self, reply: ReplyBody) -> ReplyPart:
         """See :meth:`Dialect.read_reply`."""
+        # Exactly one choice was requested; the schema checks it.
         choice = _expect(VLLMCompleted, reply).choices[0]
         finish: FinishReason = "aborted" if choice.finish_reason == "abort" else choice.finish_reason
         if choice.logprobs is None and choice.token_ids:

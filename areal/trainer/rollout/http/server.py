@@ -71,6 +71,7 @@ class Server:
             ValueError: the server rejects the request (400, 413, 422).
             RuntimeError: any other status, or a reply that does not have the documented form.
         """
+        # The pool is unbounded, so waiting for a connection needs no limit.
         timeout = httpx2.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
         body = call.body.model_dump(mode="json", exclude_none=True)
         try:
