@@ -21,12 +21,12 @@ from transformers import AutoTokenizer
 
 from areal import FinetuneSpec, SaveLoadMeta, create_engine
 from areal.api import StepOutput
-from areal.trainer.dpo import dpo_trainer
+from areal.trainer.preference import dpo_trainer
 from areal.utils.data import sharded_loader
 
 
 def main(config: PreferenceConfig) -> int:
-    """Train; the exit code is 1 where the policy has not come to prefer what it should."""
+    """Train. Returns exit code 1 if the margin of the chosen answers did not rise."""
     spec = FinetuneSpec(total_train_steps=config.steps)
     with ExitStack() as stack:
         engine = reference = stack.enter_context(create_engine(config.engine()))
@@ -34,7 +34,7 @@ def main(config: PreferenceConfig) -> int:
         if config.lora is None:
             reference = stack.enter_context(create_engine(config.engine(optimizer=None)))
             reference.initialize(spec)
-        report = Report(speaks=dist.get_rank() == 0)
+        report = Report(enabled=dist.get_rank() == 0)
         train, _ = make_pairs(
             config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
         )
@@ -44,11 +44,11 @@ def main(config: PreferenceConfig) -> int:
         margins: list[float] = []
         with report.progress("step", config.steps) as advance:
 
-            def tell(step: StepOutput) -> None:
+            def report_step(step: StepOutput) -> None:
                 margins.append(step.metrics["preference/margin"])
                 advance(f"loss {step.loss:.4f}  margin {margins[-1]:.3f}  {step.seconds:.1f} s")
 
-            dpo_trainer(engine, reference, loader, profile=config.profile).train(config.steps, after_step=tell)
+            dpo_trainer(engine, reference, loader, profile=config.profile).train(config.steps, after_step=report_step)
         engine.save(SaveLoadMeta(config.output / "model", weight_format="hf"))
         report.line(f"margin {margins[0]:.3f} -> {margins[-1]:.3f}; model: {config.output / 'model'}")
         return int(margins[-1] <= margins[0])

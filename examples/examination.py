@@ -1,4 +1,4 @@
-"""A model's answers to held-out problems, from the rollout that serves it."""
+"""Accuracy on held-out problems, with answers from a rollout engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal.utils.seeding import mixed
 async def answer_all(
     client: RolloutClient, chat: ChatFormat, problems: Mapping[int, Problem], sampling: Sampling, seed: int
 ) -> list[str]:
-    """The answers to numbered problems, each with noise of its own, in order."""
+    """Return the answers to numbered problems, in order. The seed of an answer depends on its number."""
     requests = (
         client.generate(chat.prompt_ids(problem), replace(sampling, seed=mixed(seed, number)))
         for number, problem in problems.items()
@@ -27,16 +27,20 @@ async def answer_all(
 
 
 def examine(client: RolloutClient, chat: ChatFormat, task: Task, sampling: Sampling, seed: int) -> list[bool]:
-    """Which held-out problems are answered right. Every rank answers its share; the same on every rank.
+    """Return for each held-out problem whether the answer is right. Every rank answers a slice; the result is equal on all ranks.
 
     Args:
-        seed: of the noise; with the same one, two models are told apart by their weights alone.
+        client: rollout engine.
+        chat: conversion to token ids.
+        task: problems and verifier.
+        sampling: sampling parameters.
+        seed: seed of the sampling. With the same seed, two models differ in their weights only.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    share = dict(list(enumerate(task.held_out))[rank::size])
-    written = asyncio.run(answer_all(client, chat, share, sampling, seed))
-    mine = [task.is_right(answer, problem) for answer, problem in zip(written, share.values(), strict=True)]
+    mine = dict(list(enumerate(task.held_out))[rank::size])
+    written = asyncio.run(answer_all(client, chat, mine, sampling, seed))
+    my_results = [task.is_right(answer, problem) for answer, problem in zip(written, mine.values(), strict=True)]
     right = [False] * len(task.held_out)
-    for other, found in enumerate(gather(mine)):
-        right[other::size] = found
+    for other_rank, results in enumerate(gather(my_results)):
+        right[other_rank::size] = results
     return right

@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/grpo.py --backend fsdp:d2
     torchrun --nproc-per-node 2 examples/grpo.py --backend megatron:p2 --task simple_equations
 
-Every rank answers its share of the problems with a replica of the model, and the engine trains on all of them, whatever its layout.
-The same seed gives the same problems and the same noise to draw answers with, on any layout.
+Every rank answers a slice of the problems with a replica of the model. The engine trains on all answers, on any layout.
+The same seed gives the same problems and the same sampling noise on any layout.
 
 The run leaves curves.json, curves.png, event files for TensorBoard and model/ (for transformers' from_pretrained) in the output directory. Its
-exit code is not 0 if what --max-p-value or --min-p-value ask for did not come about.
+exit code is 1 if the conditions of --max-p-value or --min-p-value are not met.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from areal.api import TensorSource
 from areal.trainer.estimators import GroupRelative, Sample
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import MismatchCorrection, grpo_objective
+from areal.trainer.monitoring import Tracker, Trackers
 from areal.trainer.ppo import PPOTrainer
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.protocol import Completion
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.tensorboard import TensorBoard
-from areal.trainer.tracking import Tracker, Trackers
 from areal.utils.distributed import init_default_group
 
 
@@ -53,18 +53,18 @@ class Run:
     """One run of reinforcement learning.
 
     Args:
-        config: what to do.
+        config: settings of the run.
     """
 
     engine: TrainEngine
-    """Of the policy."""
+    """Engine of the policy."""
     start: str
-    """Directory of the model that it begins with."""
+    """Directory of the initial model."""
 
     def __init__(self, config: RLConfig) -> None:
         self.config = config
         init_default_group()
-        self.report = Report(speaks=dist.get_rank() == 0)
+        self.report = Report(enabled=dist.get_rank() == 0)
         self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
         n_warmup = config.warmup_steps * config.warmup_batch_size
         self.task = make_task(
@@ -76,10 +76,10 @@ class Run:
         self.right: dict[int, list[bool]] = {}
 
     def go(self) -> list[str]:
-        """Warm up, examine, learn, examine, save.
+        """Warm up, evaluate, train, evaluate, save.
 
         Returns:
-            What did not come about; the same on every rank.
+            One sentence per condition that is not met; equal on all ranks.
         """
         config = self.config
         config.output.mkdir(parents=True, exist_ok=True)
@@ -94,6 +94,7 @@ class Run:
         return self.conclude()
 
     def _rollout(self) -> LocalRollout:
+        """Create the rollout engine on a replica of the initial model."""
         config = self.config
         dtype = getattr(torch, config.compute_dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(self.start, dtype=dtype, attn_implementation="sdpa")
@@ -103,11 +104,11 @@ class Run:
         )
 
     def sync(self, source: TensorSource, version: int) -> None:
-        """Bring an engine's weights to this rank's replica."""
+        """Copy an engine's weights to this rank's replica."""
         self.rollout.update(source.named_tensors(), version)
 
     def examine(self, step: int) -> None:
-        """Accuracy on the held-out problems with the engine's weights."""
+        """Measure accuracy on the held-out problems with the engine's weights."""
         self.sync(self.engine, self.engine.version)
         sampling = self.config.sampling(self.end, temperature=self.config.eval_temperature)
         right = examine(self.rollout, self.chat, self.task, sampling, self.config.seed)
@@ -115,7 +116,7 @@ class Run:
         self.report.line(f"after {step} steps: {sum(right)} of {len(right)} held-out problems right")
 
     def learn(self) -> None:
-        """Take the steps."""
+        """Train, with a runner that runs episodes meanwhile."""
         config = self.config
         episode = SingleTurn(self.chat.prompt_ids, self.reward, config.sampling(self.end))
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -127,7 +128,7 @@ class Run:
             trainer = self.trainer(runner, tracker, stack)
             advance = stack.enter_context(self.report.progress("step", config.steps))
 
-            def tell(scalars: dict[str, float]) -> None:
+            def report_step(scalars: dict[str, float]) -> None:
                 taken = len(next(iter(self.curves.values()), []))
                 for name in {*self.curves, *scalars}:  # a step without an update has fewer
                     self.curves.setdefault(name, [math.nan] * taken).append(scalars.get(name, math.nan))
@@ -137,10 +138,10 @@ class Run:
                     f"grad norm {norm:.2f}  {scalars['time/step']:.1f} s"
                 )
 
-            trainer.train(config.steps, after_step=tell)
+            trainer.train(config.steps, after_step=report_step)
 
     def trainer(self, runner: Runner, tracker: Tracker, stack: ExitStack) -> PPOTrainer:
-        """The algorithm. Further engines are closed with ``stack``."""
+        """Return the trainer. Further engines are closed with ``stack``."""
         config = self.config
         reference = None
         if config.kl_coef:
@@ -163,22 +164,22 @@ class Run:
         )
 
     def another_engine(self, stack: ExitStack, **changes: Any) -> TrainEngine:
-        """An engine with the weights that the policy began with."""
+        """Return an engine with the initial weights of the policy."""
         engine = stack.enter_context(create_engine(self.config.engine(path=self.start, **changes)))
         engine.initialize(FinetuneSpec(total_train_steps=self.config.steps))
         return engine
 
     def reward(self, problem: Problem, completion: Completion) -> float:
-        """1 for a right answer."""
+        """Return 1 for a right answer, else 0."""
         return float(self.task.is_right(self.chat.text(completion.tokens), problem))
 
     def shuffled(self, rewards: Tensor, samples: list[Sample]) -> Tensor:
-        """The rewards in random order."""
+        """Return the rewards in random order."""
         generator = torch.Generator().manual_seed(int(samples[0]["group_ids"]) + self.config.seed)
         return rewards[torch.randperm(len(rewards), generator=generator)]
 
     def conclude(self) -> list[str]:
-        """Write and draw what was measured, and say what did not come about."""
+        """Write and plot the results. Returns one sentence per condition that is not met."""
         config = self.config
         before, after = self.right[0], self.right[config.steps]
         accuracy = {step: sum(right) / len(right) for step, right in self.right.items()}
@@ -187,9 +188,9 @@ class Run:
             f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[config.steps]:.3f} on {len(after)} problems: one-sided p = {p_value:.2g}"
         )
         if dist.get_rank() == 0:
-            found: dict[str, Any] = {"settings": asdict(config), "accuracy": accuracy, "p_value": p_value}
+            results: dict[str, Any] = {"settings": asdict(config), "accuracy": accuracy, "p_value": p_value}
             (config.output / "curves.json").write_text(
-                json.dumps(found | {"curves": self.curves}, indent=1, default=str) + "\n"
+                json.dumps(results | {"curves": self.curves}, indent=1, default=str) + "\n"
             )
             title = f"GRPO, {config.backend}, {config.compute_dtype}, seed {config.seed}"
             plot_run(config.output / "curves.png", title, self.curves, accuracy, config.task)
@@ -207,7 +208,7 @@ class Run:
 
 
 def main(config: RLConfig, kind: type[Run] = Run) -> int:
-    """Run; the exit code."""
+    """Run. Returns the exit code."""
     if not sys.stdout.isatty():
         transformers_logging.disable_progress_bar()
     return 1 if kind(config).go() else 0

@@ -1,4 +1,4 @@
-"""What a run measured: kept as JSON beside its picture, and in a checkpoint, so that a resumed run has it whole."""
+"""Measurements of a run: written as JSON at its end, and saved with checkpoints, so that a resumed run has all of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class History:
     """Losses in nats per answer token.
 
     Attributes:
-        train_loss: of each step's global batch, before that step. grad_norm: likewise.
-        n_tokens: of each step's global batch.
-        seconds: of each step.
-        held_out_loss: by number of steps taken.
-        accuracy: share of held-out problems answered right, by number of steps taken.
-        reload_error: what :func:`checks.reload_error` found of the reloaded checkpoint.
+        train_loss: loss of each step's global batch, before that step.
+        grad_norm: gradient norm of each step, before clipping.
+        n_tokens: tokens of each step's global batch.
+        seconds: wall time of each step.
+        held_out_loss: loss on held-out problems, by number of steps taken.
+        accuracy: fraction of held-out problems answered right, by number of steps taken.
+        reload_error: result of :func:`checks.reload_error`.
     """
 
     train_loss: list[float] = field(default_factory=list)
@@ -33,12 +34,12 @@ class History:
 
     @property
     def steps(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         return len(self.train_loss)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the global batches by time inside ``train_batch``."""
+        """Tokens of the global batches per second inside ``train_batch``."""
         return sum(self.n_tokens) / max(sum(self.seconds), 1e-9)
 
     def add(self, step: StepOutput) -> None:
@@ -49,7 +50,7 @@ class History:
         self.seconds.append(step.seconds)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows of a table of results, once the run is over."""
+        """Return header and rows of a table of results, at the end of a run."""
         loss, right = list(self.held_out_loss.values()), list(self.accuracy.values())
         rows = [
             ["held-out loss (nats per answer token)", f"{loss[0]:.4f}", f"{loss[-1]:.4f}"],
@@ -64,11 +65,11 @@ class History:
         return ["", "before", "after"], rows
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"json": json.dumps(asdict(self))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Restore the state from a checkpoint."""
         for name, value in json.loads(state_dict["json"]).items():
             # JSON has only strings for keys.
             setattr(
@@ -76,15 +77,15 @@ class History:
             )
 
     def write(self, path: Path, settings: dict[str, Any]) -> None:
-        """Write as JSON, with the run's settings beside the numbers."""
+        """Write as JSON, with the run's settings."""
         path.write_text(json.dumps({"settings": settings, **asdict(self)}, indent=1, default=str) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> History:
-        """Read what :meth:`write` wrote.
+        """Read a file that :meth:`write` wrote.
 
         Raises:
-            ValueError: there is no such file.
+            ValueError: the file is missing.
         """
         if not path.is_file():
             raise ValueError(f"there is no {path}: it is written at the end of a run, into its output directory")

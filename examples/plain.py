@@ -1,4 +1,4 @@
-"""The model in plain transformers: it writes the answers, and an engine's log-probs are held against its own."""
+"""The model in plain transformers: it generates answers, and its log-probs are compared with an engine's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from areal.api import NamedTensor
 def model_from_weights(
     path: str, weights: Iterable[NamedTensor], dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """A plain model with an engine's weights, straight from its stream: nothing is written to disk.
+    """Return a plain model with an engine's weights, taken from its stream without a file.
 
     Args:
         path: directory or hub name of the model's config.
         weights: full tensors under their Hugging Face names, as ``engine.named_tensors()`` streams them.
-        dtype: in which the plain model keeps them.
-        device: where it runs.
+        dtype: dtype of the plain model.
+        device: device of the plain model.
 
     Raises:
-        RuntimeError: the stream lacks a weight, or has one that the model does not know.
+        RuntimeError: the stream lacks a weight, or has an unknown one.
     """
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
@@ -39,15 +39,16 @@ def model_from_weights(
     wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
     if wrong:
         raise RuntimeError(f"the engine's weights are not those of {path}: {wrong}")
-    return _ready(model, device)
+    return _for_inference(model, device)
 
 
 def model_from_directory(path: str | Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model in a directory, as any user of transformers would load it."""
-    return _ready(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), device)
+    """Load the model in a directory, as any user of transformers would."""
+    return _for_inference(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), device)
 
 
-def _ready(model: torch.nn.Module, device: torch.device) -> Any:
+def _for_inference(model: torch.nn.Module, device: torch.device) -> Any:
+    """Move a model to a device, in evaluation mode."""
     return model.to(device).eval()
 
 
@@ -55,7 +56,7 @@ def _ready(model: torch.nn.Module, device: torch.device) -> Any:
 def write_answers(
     model: PreTrainedModel, chat: ChatFormat, problems: Sequence[Problem], max_new_tokens: int, batch_size: int
 ) -> Iterator[list[str]]:
-    """Let a model answer problems greedily.
+    """Generate answers with greedy decoding.
 
     Yields:
         The answers to the next ``batch_size`` problems, in order.
@@ -63,15 +64,16 @@ def write_answers(
     pad = chat.tokenizer.pad_token_id
     pad = chat.tokenizer.eos_token_id if pad is None else pad
     for start in range(0, len(problems), batch_size):
-        part = problems[start : start + batch_size]
-        prompts = [torch.tensor(chat.prompt_ids(problem)) for problem in part]
+        chunk = problems[start : start + batch_size]
+        prompts = [torch.tensor(chat.prompt_ids(problem)) for problem in chunk]
         width = max(len(prompt) for prompt in prompts)
+        # Padded on the left, so that all answers begin at the same column.
         ids = torch.full((len(prompts), width), pad)
         mask = torch.zeros((len(prompts), width), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = prompt
             mask[row, width - len(prompt) :] = 1
-        end = chat.end_of_turn(part[0])
+        end = chat.end_of_turn(chunk[0])
         generation = GenerationConfig(
             max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=end, pad_token_id=pad
         )
@@ -81,10 +83,10 @@ def write_answers(
 
 @torch.no_grad()
 def token_logprobs(model: PreTrainedModel, samples: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    """Log-probs of each next token, one sequence at a time, unpadded; softmax in float32.
+    """Return log-probs of each next token, computed one sequence at a time, unpadded; softmax in float32.
 
     Returns:
-        For each sample float32 ``[S_i]`` on the CPU. What stands at ``t`` is of the token at ``t + 1``; the last is 0.
+        For each sample float32 ``[S_i]`` on the CPU. Index ``t`` refers to the token at ``t + 1``; the last is 0.
     """
     results = []
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Plot of the losses of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from matplotlib import pyplot
 
 
 def plot_losses(path: Path, title: str, train: Mapping[str, Sequence[float]], held_out: Mapping[int, float]) -> None:
-    """Draw loss curves to a PNG.
+    """Plot loss curves to a PNG file.
 
     Args:
-        path: of the picture.
-        title: above it.
-        train: training loss of each step by run; steps count from 1.
+        path: output file.
+        title: title of the figure.
+        train: training loss of each step, by name of the run; steps count from 1.
         held_out: held-out loss by number of steps taken.
     """
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/ppo.py --backend fsdp:d2 --group-size 1 --groups 64
 
-The critic is an engine of its own, with a value head on the model after the warm-up. Leaves what grpo.py leaves.
+The critic is a second engine: the model after the warm-up, with a value head. Leaves what grpo.py leaves.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from grpo import Run, main
 from rl_settings import RLConfig
 
 from areal.trainer.estimators import CriticBased
-from areal.trainer.losses import policy_objective, value_objective
-from areal.trainer.losses.surrogate import PPOClip
+from areal.trainer.losses import PPOClip, policy_objective, value_objective
+from areal.trainer.monitoring import Tracker
 from areal.trainer.ppo import Critic, PPOTrainer
 from areal.trainer.rollout.runner import Runner
-from areal.trainer.tracking import Tracker
 
 
 class CriticRun(Run):

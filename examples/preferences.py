@@ -1,4 +1,4 @@
-"""Pairs of answers to problems: a bare one, as it was asked for, is better than a sentence."""
+"""Pairs of answers to problems: the bare number, as instructed, is preferred to a sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from settings import TaskConfig
 from tasks import Problem, Task, make_task
 
 from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.trainer.pairs import Pair
+from areal.trainer.preference import Pair
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class PreferenceConfig(TaskConfig):
     eval_size: int = 64
     """Held-out pairs."""
     lr: float = 1e-3
-    """Learning rate of AdamW; a real model wants about 1e-6 to 1e-5."""
+    """Learning rate of AdamW; about 1e-6 to 1e-5 for a pretrained model."""
     max_tokens_per_mb: int = 1024
     """Tokens in a packed micro-batch."""
     seed: int = 0
-    """Of the problems."""
+    """Seed of the problems."""
     output: Path = Path("runs/preferences")
-    """Directory of what the run leaves."""
+    """Output directory."""
 
     def engine(self, **changes: Any) -> TrainEngineConfig:
-        """What of it is an engine's."""
+        """Return the configuration of an engine."""
         fields: dict[str, Any] = {
             "path": self.model,
             "backend": self.backend,
@@ -51,7 +51,7 @@ class PreferenceConfig(TaskConfig):
 
 
 def make_pairs(config: PreferenceConfig, chat: ChatFormat) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to learn from, and held-out ones."""
+    """Return training pairs and held-out pairs."""
     task: Task = make_task(
         config.task, config.steps * config.batch_size, config.eval_size, config.seed, config.task_options
     )
@@ -70,4 +70,5 @@ def make_pairs(config: PreferenceConfig, chat: ChatFormat) -> tuple[list[Pair], 
 
 
 def _wordy(problem: Problem) -> Problem:
+    """Return the problem with a sentence as its answer."""
     return Problem(problem.question, f"The answer is {problem.answer}.", problem.entry)

@@ -1,4 +1,4 @@
-"""What a run tells its user: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""Console output of a run: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class Report:
     """Writes to the standard output.
 
     Args:
-        speaks: False on the ranks that keep silent.
+        enabled: False on ranks without output.
     """
 
-    def __init__(self, speaks: bool) -> None:
-        self._console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
+    def __init__(self, enabled: bool) -> None:
+        self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        """Write a line; above the bar, where there is one."""
+        """Write a line, above the progress bar if there is one."""
         self._console.print(text, markup=False)
 
     @contextmanager
     def progress(self, label: str, total: int, done: int = 0) -> Iterator[Advance]:
-        """A stretch of work of ``total`` steps, ``done`` of them before.
+        """Show the progress of ``total`` steps, of which ``done`` were taken before.
 
-        Call what it yields after each step, with a few words on the step.
+        Yields a function to call after each step, with a short note about the step.
         """
         if not self._console.is_terminal:
             yield Advance(self, label, total, done)
@@ -65,7 +65,7 @@ class Advance:
 
 
 class BarAdvance(Advance):
-    """Counts steps on a bar."""
+    """Counts steps on a progress bar."""
 
     def __init__(self, report: Report, label: str, total: int, done: int, bar: Progress) -> None:
         super().__init__(report, label, total, done)

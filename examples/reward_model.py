@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/reward_model.py --backend fsdp:d2
     torchrun --nproc-per-node 8 examples/reward_model.py --backend fsdp:d8 --model path/or/hub-name --lr 1e-5
 
-Leaves model/ in the output directory, with the value head in a file of its own.
+Leaves model/ in the output directory, with the value head in a separate file.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from transformers import AutoTokenizer
 
 from areal import FinetuneSpec, SaveLoadMeta, create_engine
 from areal.api import StepOutput
-from areal.trainer.pairs import flatten
-from areal.trainer.reward import reward_trainer
+from areal.trainer.preference import flatten_pairs, reward_trainer
 from areal.utils.data import sharded_loader
 
 
 def main(config: PreferenceConfig) -> int:
-    """Train and examine; the exit code is 1 where held-out pairs are told apart no better than by chance."""
+    """Train and evaluate. Returns exit code 1 if the accuracy on held-out pairs is not above chance."""
     with create_engine(config.engine(value_head=True)) as engine:
         engine.initialize(FinetuneSpec(total_train_steps=config.steps))
-        report = Report(speaks=dist.get_rank() == 0)
+        report = Report(enabled=dist.get_rank() == 0)
         train, held_out = make_pairs(
             config, ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
         )
@@ -39,13 +38,13 @@ def main(config: PreferenceConfig) -> int:
         trainer = reward_trainer(engine, loader, profile=config.profile)
         with report.progress("step", config.steps) as advance:
 
-            def tell(step: StepOutput) -> None:
+            def report_step(step: StepOutput) -> None:
                 advance(
                     f"loss {step.loss:.4f}  accuracy {step.metrics['preference/accuracy']:.2f}  {step.seconds:.1f} s"
                 )
 
-            trainer.train(config.steps, after_step=tell)
-        after = trainer.evaluate(flatten(held_out[engine.dp_rank :: engine.dp_size]))
+            trainer.train(config.steps, after_step=report_step)
+        after = trainer.evaluate(flatten_pairs(held_out[engine.dp_rank :: engine.dp_size]))
         accuracy = after.metrics["preference/accuracy"]
         engine.save(SaveLoadMeta(config.output / "model", weight_format="hf"))
         report.line(f"held-out loss {after.loss:.4f}, accuracy {accuracy:.3f}; model: {config.output / 'model'}")

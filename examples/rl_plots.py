@@ -1,4 +1,4 @@
-"""Pictures of a run of reinforcement learning."""
+"""Plots of a run of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PANELS = {
 def plot_run(
     path: Path, title: str, curves: Mapping[str, Sequence[float]], accuracy: Mapping[int, float], task: str
 ) -> None:
-    """Draw a run to a PNG: reward, held-out accuracy, entropy, and the distance from where the run began.
+    """Plot reward, held-out accuracy, entropy and KL from the initial model to a PNG file.
 
     Args:
-        path: of the picture.
-        title: above it.
-        curves: by name of :data:`PANELS`, a value for each step, counted from 1. What is missing is left empty.
-        accuracy: on held-out problems, by number of steps taken.
-        task: what the problems are.
+        path: output file.
+        title: title of the figure.
+        curves: values of each step, counted from 1, by names of :data:`PANELS`. Panels without values stay empty.
+        accuracy: accuracy on held-out problems, by number of steps taken.
+        task: name of the problems.
     """
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained")
     panels = dict(zip(PANELS, (axes[0, 0], axes[1, 0], axes[1, 1]), strict=True))

@@ -1,4 +1,4 @@
-"""The settings of a run of reinforcement learning, as the command line takes them."""
+"""Settings of a run of reinforcement learning, parsed from the command line."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class RLConfig(TaskConfig):
     """One run of reinforcement learning."""
 
     output: Path = Path("runs/grpo")
-    """Directory of what the run leaves."""
+    """Output directory."""
     seed: int = 0
-    """Of the problems, of their order, and of every answer."""
+    """Seed of the problems, their order, and every answer."""
 
     warmup_steps: int = 2
-    """Supervised steps before."""
+    """Supervised steps before reinforcement learning."""
     warmup_batch_size: int = 32
-    """Problems in a batch of these."""
+    """Problems in a batch of the warm-up."""
     warmup_lr: float = 2e-5
-    """Learning rate of these."""
+    """Learning rate of the warm-up."""
 
     steps: int = 16
     """Batches of rollouts."""
@@ -36,38 +36,38 @@ class RLConfig(TaskConfig):
     group_size: int = 4
     """Answers to each problem."""
     max_staleness: int = 0
-    """Updates by which the weights that began an answer may be older than those it trains; above 0 the next batch is written while
-    this one trains."""
+    """Maximum number of updates between the weights that begin an answer and the weights trained on it. Above 0, the next batch is
+    generated while this one is trained on."""
     minibatches: int = 1
     """Optimizer steps for each batch."""
     skip_flat: bool = False
-    """Leave out groups of which all answers are right, or all wrong, when updating."""
+    """Do not train on groups whose answers are all right or all wrong."""
     lr: float = 1e-5
     """Learning rate of AdamW."""
     kl_coef: float = 0.0
-    """Weight of the distance to the model after the warm-up; 0 keeps no second copy of it."""
+    """Weight of the KL penalty to the model after the warm-up; 0 needs no reference model."""
     temperature: float = 1.0
-    """Of the answers that are learned from."""
+    """Temperature of the answers to train on."""
     max_new_tokens: int = 8
     """Longest answer."""
     max_tokens_per_mb: int = 1024
     """Tokens in a packed micro-batch."""
     shuffle_rewards: bool = False
-    """A control: every answer gets the reward of a random one, so that there is nothing to learn."""
+    """Control experiment: every answer gets the reward of a random one, so that nothing can be learned."""
 
     eval_size: int = 400
     """Held-out problems."""
     eval_temperature: float = 1.0
-    """Of the answers to these, drawn with the same noise before and after; 0 takes the most likely tokens."""
+    """Temperature of the answers to held-out problems, with the same noise before and after; 0 is greedy."""
     max_p_value: float | None = None
     """Fail unless accuracy on held-out problems rises above that after the warm-up with a smaller p-value than this."""
     min_p_value: float | None = None
-    """Fail if it rises with a smaller one than this: for the control."""
+    """Fail if accuracy rises with a smaller p-value than this: for the control experiment."""
 
     def engine(
         self, *, path: str, lr: float | None = None, trained: bool = True, value_head: bool = False
     ) -> TrainEngineConfig:
-        """What of it is an engine's."""
+        """Return the configuration of an engine."""
         return TrainEngineConfig(
             path=path,
             backend=self.backend,
@@ -81,16 +81,16 @@ class RLConfig(TaskConfig):
         )
 
     def plan(self) -> Plan:
-        """What of it is the runner's."""
+        """Return the plan of the runner."""
         return Plan(groups=self.groups, group_size=self.group_size, max_staleness=self.max_staleness, seed=self.seed)
 
     def updates(self) -> Updates:
-        """How a batch becomes optimizer steps. With one of them, on what the same weights wrote, the rollout's log-probs are the old ones."""
+        """Return the optimizer steps per batch. For a single on-policy step, the rollout's log-probs serve as old log-probs."""
         off_policy = self.minibatches > 1 or self.max_staleness > 0
         return Updates(minibatches=self.minibatches, recompute_logprobs=off_policy, skip_flat=self.skip_flat)
 
     def sampling(self, end: int, *, temperature: float | None = None) -> Sampling:
-        """How answers are drawn, in training where no temperature is given."""
+        """Return sampling parameters. ``end`` is the stop token; the default temperature is that of training."""
         return Sampling(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature if temperature is None else temperature,

@@ -1,4 +1,4 @@
-"""The settings of a run, as the command line takes them."""
+"""Settings of a run, parsed from the command line."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from areal.utils.platform import fast_dtype
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What is trained, where, and on which problems."""
+    """Model, layout and problems of a run."""
 
     model: str = "runs/SmolLM2-135M-Instruct"
     """Model directory or hub name."""
     backend: str = "fsdp:d1"
-    """Engine and layout; its degrees multiply to the number of processes."""
+    """Engine and layout; the product of the degrees is the number of processes."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of the compute; weights and optimizer state are float32. auto takes what the machine multiplies fastest."""
+    """Dtype of the computation; weights and optimizer state are float32. auto selects the machine's fastest dtype."""
     task: str = "chain_sum"
     """Data set of reasoning-gym."""
     task_options: dict[str, int | float | str] = field(default_factory=dict)
-    """Options of the data set, as name and value pairs; none takes those of tasks.py, or else the data set's own."""
+    """Options of the data set, as name and value pairs. Default: those in tasks.py, or else the data set's defaults."""
     system: str = "Answer with just the number."
     """Instruction before each question; may be empty."""
     plain: bool = False
-    """Leave the chat template out: fewer tokens, and what a base model wants."""
+    """Do not use the chat template: fewer tokens, and suited to base models."""
     lora_rank: int = 0
-    """Rank of adapters on all linear layers, which want about ten times the learning rate; 0 trains the model itself."""
+    """Rank of adapters on all linear layers, which need about ten times the learning rate; 0 trains the model itself."""
 
     profile: Path | None = None
     """Directory for a profile of the second step: a trace and a memory timeline of each rank."""
 
     @property
     def lora(self) -> LoRAConfig | None:
-        """What ``lora_rank`` means."""
+        """Adapter configuration for ``lora_rank``; ``None`` for 0."""
         return LoRAConfig(rank=self.lora_rank, alpha=2.0 * self.lora_rank) if self.lora_rank else None
 
     @property
     def compute_dtype(self) -> Literal["bfloat16", "float32"]:
-        """What ``dtype`` means on this machine."""
+        """``dtype`` with ``"auto"`` resolved for this machine."""
         return fast_dtype() if self.dtype == "auto" else self.dtype
 
 
@@ -52,7 +52,7 @@ class SFTConfig(TaskConfig):
     steps: int = 30
     """Optimizer steps."""
     max_train_seconds: float | None = None
-    """Take no further step once the steps took this long together."""
+    """Stop once all steps together took this many seconds."""
     batch_size: int = 64
     """Problems in a global batch."""
     max_tokens_per_mb: int = 1024
@@ -60,11 +60,11 @@ class SFTConfig(TaskConfig):
     lr: float = 2e-5
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What follows the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     warmup_steps: int = 2
     """Steps over which the learning rate rises."""
     seed: int = 0
-    """Of the problems and of their order."""
+    """Seed of the problems and their order."""
     eval_size: int = 200
     """Held-out problems."""
     eval_batch_size: int = 50
@@ -74,22 +74,22 @@ class SFTConfig(TaskConfig):
     reload_samples: int = 16
     """Held-out problems on which the engine is compared with the reloaded checkpoint."""
     output: Path = Path("runs/sft")
-    """Directory of what the run leaves."""
+    """Output directory."""
     checkpoint_every: int = 0
-    """Steps between checkpoints to resume from, of which the newest is kept; 0 writes none."""
+    """Steps between checkpoints; the newest is kept. 0 writes none."""
     resume: bool = False
-    """Go on from the newest checkpoint in the output directory, on the same or another layout."""
+    """Continue from the newest checkpoint in the output directory, on the same or another layout."""
     min_loss_fall: float = 0.0
-    """Share by which the held-out loss must fall."""
+    """Fraction by which the held-out loss must fall."""
     accuracy_must_rise: bool = False
     """The accuracy on held-out problems must rise."""
     compare: Path | None = None
-    """losses.json of another run, to be drawn beside this one."""
+    """losses.json of another run, to plot and compare with this one."""
     max_loss_difference: float | None = None
     """Largest relative difference between the training losses of this run and the compared one."""
 
     def engine(self) -> TrainEngineConfig:
-        """What of it is the engine's."""
+        """Return the configuration of the engine."""
         return TrainEngineConfig(
             path=self.model,
             backend=self.backend,

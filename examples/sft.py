@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 2 examples/sft.py --backend fsdp:d2
     torchrun --nproc-per-node 2 examples/sft.py --backend fsdp:c2 --model path/or/hub-name --task simple_equations
 
-The global batches depend on the task, the seed and the number of held-out problems, and on nothing else: runs on
-different layouts have the same losses.
+The global batches depend only on the task, the seed and the number of held-out problems: runs on different layouts have
+the same losses.
 
 The run leaves losses.json, loss.png and model/ (for transformers' from_pretrained) in the output directory. Its exit
-code is not 0 if the reloaded model disagrees with the engine, or if what --min-loss-fall, --accuracy-must-rise or
---max-loss-difference ask for did not come about.
+code is not 0 if the reloaded model disagrees with the engine, or if a condition of --min-loss-fall, --accuracy-must-rise or
+--max-loss-difference is not met.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from areal import (
     create_engine,
 )
 from areal.api import Batch, Stateful, TokenOutputs
-from areal.trainer.profiling import StepProfile
+from areal.trainer.monitoring import StepProfile
 from areal.utils.data.loader import sharded_loader
 
 
 def sft_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
-    """Minus the log-likelihood of the answers, summed; the engine divides by the number of answer tokens."""
+    """Return the negative log-likelihood of the answers, summed. The engine divides by the number of answer tokens."""
     if outputs.logprobs is None:
         raise ValueError("sft_loss needs outputs=('logprobs',)")
     return -(outputs.logprobs * batch["loss_mask"]).sum()
@@ -56,21 +56,21 @@ class Run:
     """One run of supervised fine-tuning.
 
     Args:
-        config: what to do.
-        engine: initialized; an algorithm holds an engine and calls its verbs.
+        config: settings of the run.
+        engine: initialized. An algorithm has an engine and calls its verbs.
     """
 
     def __init__(self, config: SFTConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
-        self.report = Report(speaks=dist.get_rank() == 0)
+        self.report = Report(enabled=dist.get_rank() == 0)
         self.chat = ChatFormat(AutoTokenizer.from_pretrained(config.model), config.system, plain=config.plain)
         self.task: Task = make_task(
             config.task, config.steps * config.batch_size, config.eval_size, config.seed, config.task_options
         )
         self.held_out = self.chat.samples(self.task.held_out)
         self.history = History()
-        # In the order in which they were made, so that the batches do not depend on how many steps are asked for.
+        # In the order of their generation, so that the batches do not depend on the number of steps.
         train = self.chat.samples(self.task.train)
         self.loader = sharded_loader(
             train,
@@ -86,7 +86,7 @@ class Run:
         """Evaluate, train, evaluate, save, check.
 
         Returns:
-            What did not come about; the same on every rank.
+            One sentence per condition that is not met; equal on all ranks.
         """
         self.config.output.mkdir(parents=True, exist_ok=True)
         self.resume_if_asked()
@@ -102,7 +102,7 @@ class Run:
         return self.conclude()
 
     def train(self) -> None:
-        """Take the steps, as many as the time allows. Times are the slowest rank's, so that all stop together."""
+        """Train until the steps or the time are used up. Times are those of the slowest rank, so that all ranks stop together."""
         limit = self.config.max_train_seconds or float("inf")
         profile = StepProfile(self.config.profile)
         with self.report.progress("step", self.config.steps, done=self.history.steps) as advance:
@@ -123,7 +123,7 @@ class Run:
         """Measure loss and accuracy on held-out problems.
 
         Returns:
-            The plain model that wrote the answers, with the engine's weights.
+            The plain transformers model that generated the answers, with the engine's weights.
         """
         begin, steps = time.perf_counter(), self.history.steps
         self.history.held_out_loss[steps] = held_out_loss(self.engine, self.held_out, sft_loss)
@@ -140,7 +140,7 @@ class Run:
         return plain
 
     def checkpoint(self, step: int) -> SaveLoadMeta:
-        """All that a run needs to go on: weights, optimizer, loader and history."""
+        """Return the description of a checkpoint with weights, optimizer, loader and history."""
         stateful: dict[str, Stateful] = {"loader": self.loader, "history": self.history}
         return SaveLoadMeta(
             path=self.checkpoints / f"step-{step:06d}", weight_format="dcp", stateful=stateful, keep_last=1
@@ -148,7 +148,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints to resume from are."""
+        """Directory of the checkpoints."""
         return self.config.output / "checkpoints"
 
     def resume_if_asked(self) -> None:
@@ -164,7 +164,7 @@ class Run:
         self.report.line(f"resumed after step {self.history.steps}")
 
     def conclude(self) -> list[str]:
-        """Write and draw what was measured, and say what did not come about."""
+        """Write and plot the results. Returns one sentence per condition that is not met."""
         config, history = self.config, self.history
         runs = {config.backend: history.train_loss}
         failed = failures(history, config.min_loss_fall, config.accuracy_must_rise)
@@ -190,7 +190,7 @@ class Run:
 
 
 def main(config: SFTConfig) -> int:
-    """Run; the exit code."""
+    """Run. Returns the exit code."""
     if not sys.stdout.isatty():
         transformers_logging.disable_progress_bar()
     with create_engine(config.engine()) as engine:

@@ -1,4 +1,4 @@
-"""Whether more answers are right than before, beyond chance."""
+"""Significance of a rise in the number of right answers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Sequence
 
 
 def p_value_of_rise(before: Sequence[bool], after: Sequence[bool]) -> float:
-    """The exact one-sided test of McNemar (1947) on the same problems, examined twice.
+    """Return the p-value of McNemar's exact one-sided test (1947) on problems that are answered twice.
 
-    Where nothing has changed, a problem that is right once and wrong once is as likely to have become right as wrong: the number that became
-    right is binomial, of the number that changed, with probability one half.
+    Under the null hypothesis, a problem whose result changed is equally likely to have become right or wrong. The number that became right is
+    binomial with probability one half.
+
+    Args:
+        before: result of each problem, first time.
+        after: result of each problem, second time.
 
     Returns:
-        The probability of as many problems becoming right, or more, if nothing had changed.
+        Probability that at least as many problems become right under the null hypothesis.
     """
     gained = sum(b and not a for a, b in zip(before, after, strict=True))
     lost = sum(a and not b for a, b in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""Problems with a verifier, from reasoning-gym's procedural data sets: no download, and no end to them."""
+"""Problems with a verifier, from reasoning-gym's procedural data sets: unlimited and without a download."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import reasoning_gym
 
 OPTIONS: dict[str, dict[str, Any]] = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
-"""Options of a data set where none are given: problems that a model of 100M parameters can learn within minutes."""
+"""Default options of a data set: problems that a model of 100M parameters can learn within minutes."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its answer, and the data set's own entry, which the verifier wants."""
+    """A question, its answer, and the data set's entry, which the verifier needs."""
 
     question: str
     answer: str
@@ -23,12 +23,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """Problems to learn from, and others to be examined on; no question stands in both.
+    """Training problems and held-out problems, with disjoint questions.
 
     Attributes:
-        name: of the reasoning-gym data set.
-        train: in the order in which they were made; a question may come twice, as it does in the data set.
-        held_out: each question once.
+        name: name of the reasoning-gym data set.
+        train: training problems in the order of their generation. Questions may repeat, as in the data set.
+        held_out: held-out problems without repetition.
         scorer: the data set, for its verifier.
     """
 
@@ -38,7 +38,7 @@ class Task:
     scorer: Any = field(repr=False)
 
     def is_right(self, answer: str, problem: Problem) -> bool:
-        """Whether the data set's verifier gives ``answer`` full marks."""
+        """Return True if the data set's verifier gives ``answer`` the full score."""
         return float(self.scorer.score_answer(answer.strip(), problem.entry)) >= 1.0
 
 
@@ -47,15 +47,16 @@ def make_task(name: str, n_train: int, n_held_out: int, seed: int, options: Mapp
 
     Args:
         name: any reasoning-gym data set, such as ``"chain_sum"`` or ``"simple_equations"``.
-        n_train: training problems. n_held_out: held-out problems.
-        seed: of the data set.
-        options: of the data set; ``None`` or empty takes :data:`OPTIONS`, or else the data set's own.
+        n_train: number of training problems.
+        n_held_out: number of held-out problems.
+        seed: seed of the data set.
+        options: options of the data set. Default: :data:`OPTIONS`, or else the data set's defaults.
 
     Raises:
-        ValueError: there is no such data set, it has no such option, or it has too few different questions.
+        ValueError: data set or option is unknown, or the data set has too few different questions.
     """
     options = dict(options or OPTIONS.get(name, {}))
-    # Room for the questions that are passed over. Not more: making some data sets takes time in proportion.
+    # With a margin for repeated questions. A small one: the time to generate some data sets is proportional to their size.
     size = 4 * (n_train + n_held_out) + 64
     try:
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **options)

@@ -1,4 +1,4 @@
-"""A tiny model with random weights and a real tokenizer: for trying a script in a minute, not for what it says.
+"""A tiny model with random weights and a real tokenizer: for trying a script within a minute.
 
 python examples/tiny.py runs/tiny --tokenizer runs/SmolLM2-135M-Instruct
 """
@@ -17,8 +17,8 @@ def write_tiny(path: Path, /, tokenizer: str = "runs/SmolLM2-135M-Instruct", see
 
     Args:
         path: directory to write.
-        tokenizer: directory or hub name it comes from.
-        seed: of the weights.
+        tokenizer: directory or hub name of its tokenizer.
+        seed: seed of the weights.
     """
     words = AutoTokenizer.from_pretrained(tokenizer)
     torch.manual_seed(seed)

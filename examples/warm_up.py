@@ -11,15 +11,15 @@ from tasks import Problem
 
 from areal import FinetuneSpec, SaveLoadMeta, create_engine
 from areal.api import StepOutput
-from areal.trainer.sft import sft_trainer
+from areal.trainer.supervised import sft_trainer
 from areal.utils.data import sharded_loader
 
 
 def warm_up(config: RLConfig, chat: ChatFormat, problems: Sequence[Problem], report: Report) -> str:
-    """Train on right answers, in an engine of its own: what learns afterwards begins without the momentum of these steps.
+    """Train on right answers, in a separate engine, so that reinforcement learning starts without the momentum of these steps.
 
     Returns:
-        The directory of the model to go on from.
+        Directory of the trained model.
     """
     if not config.warmup_steps:
         return config.model
@@ -35,9 +35,9 @@ def warm_up(config: RLConfig, chat: ChatFormat, problems: Sequence[Problem], rep
             shuffle=False,
         )
 
-        def tell(step: StepOutput) -> None:
+        def report_step(step: StepOutput) -> None:
             advance(f"loss {step.loss:.3f}  {step.n_tokens} tokens  {step.seconds:.1f} s")
 
-        sft_trainer(engine, loader).train(config.warmup_steps, after_step=tell)
+        sft_trainer(engine, loader).train(config.warmup_steps, after_step=report_step)
         engine.save(SaveLoadMeta(path, weight_format="hf"))
     return str(path)

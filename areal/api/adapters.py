@@ -1,4 +1,4 @@
-"""Low-rank adapters of an engine: several under names, of which one is selected."""
+"""Interface to the low-rank adapters of an engine."""
 
 from __future__ import annotations
 
@@ -11,74 +11,77 @@ from areal.api.weights import NamedTensor
 
 
 class Adapters(Protocol):
-    """The adapters of one engine. The selected one computes and is trained.
+    """Named adapters of one engine. The selected adapter is applied in the forward and is trained.
 
-    Each has its own weights, pending gradients, optimizer state, learning rate and step count, which nothing done to another
-    changes by a bit. Every method is collective.
+    Each adapter has separate weights, pending gradients, optimizer state, learning rate and step count. Operations on one adapter do not change
+    any bit of another. Every method is collective.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order in which they were added."""
+        """Names of all adapters, in the order in which they were added."""
         ...
 
     @property
     def selected(self) -> str:
-        """The one that computes and is trained."""
+        """Name of the adapter that is applied and trained."""
         ...
 
     def add(self, name: str, lora: LoRAConfig | None = None, *, seed: int | None = None) -> None:
-        """Add one that changes nothing yet: its ``B`` is zero. It is not selected by that.
+        """Add an adapter without selecting it. Its ``B`` is zero, so that it does not change the model's outputs yet.
 
         Args:
             name: letters, digits, ``-``, ``_`` and dots.
-            lora: the engine's own where ``None``.
-            seed: of its ``A``; the engine's own where ``None``. The same on every layout.
+            lora: rank, scale and target layers. Default: ``config.lora`` of the engine.
+            seed: seed of its ``A``, which is the same on every layout. Default: ``config.seed``.
 
         Raises:
-            ValueError: there is one of that name, or ``lora`` names layers that cannot have adapters.
+            ValueError: the name is taken, or ``lora`` names layers that cannot have adapters.
         """
         ...
 
     def select(self, name: str) -> None:
-        """Compute with it, and train it, from now on. Gradients that are pending for another stay with that.
+        """Apply and train this adapter from now on. Pending gradients of the previous adapter are kept for it.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: the name is unknown.
         """
         ...
 
     def remove(self, name: str) -> None:
-        """Forget it.
+        """Delete an adapter with its gradients and optimizer state.
 
         Raises:
-            ValueError: there is none of that name, or it is selected.
+            ValueError: the name is unknown, or the adapter is selected.
         """
         ...
 
     def save(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
-        """Write it in peft's format, complete or not at all.
+        """Write an adapter in peft's format. The directory appears complete or not at all.
 
         Args:
-            path: of a directory; ``PeftModel.from_pretrained(model, path)`` loads it.
-            with_optim: also optimizer state, learning rate and step count, in a file of their own.
+            name: adapter to save.
+            path: directory. ``PeftModel.from_pretrained(model, path)`` loads it.
+            with_optim: also write optimizer state, learning rate and step count, to a separate file.
 
         Raises:
-            ValueError: there is none of that name, or ``path`` holds something else.
+            ValueError: the name is unknown, or ``path`` has other content.
         """
         ...
 
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
-        """Add an adapter from a directory in peft's format, or replace the one of that name, with its gradients and optimizer state.
+        """Load an adapter from a directory in peft's format. Replaces an adapter of that name with its gradients and state.
 
         Args:
-            with_optim: also what :meth:`save` wrote with it; without, it starts afresh.
+            name: name of the adapter in this engine.
+            path: directory.
+            with_optim: also load the optimizer state that :meth:`save` wrote. Otherwise the optimizer starts anew.
 
         Raises:
-            ValueError: it is damaged, of another model, or more than low-rank adapters of linear layers. Nothing was changed.
+            ValueError: the files are damaged, of another model, or contain more than low-rank adapters of linear layers. Nothing was changed.
         """
         ...
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """The selected one's weights: full, under the names in peft's files. Every rank iterates to the end."""
+        """Yield the weights of the selected adapter: full tensors under the names of peft's files. Every rank iterates to the end."""
         ...

@@ -1,4 +1,8 @@
-"""What goes into a loss and what comes out of a step."""
+"""Input of a loss function (batch, per-token outputs, metrics), and output of a step.
+
+Index ``t`` of every per-token tensor refers to the prediction made at position ``t`` (of token ``t + 1``). The last position of a sequence
+predicts nothing: it is without a target.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,25 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""The value of ``target_ids`` where a position has no target: its log-prob is exactly 0.0 and its weight 0."""
+"""Value of ``target_ids`` at positions without a target. Their log-prob is exactly 0.0 and their weight 0."""
 
 
 class Batch(Mapping[str, Any]):
-    """A packed micro-batch, as a loss function sees it. Read-only.
+    """A packed micro-batch as a loss function receives it: a read-only mapping.
 
-    Per-token keys are ``[T, ...]``, per-sequence keys ``[n, ...]``, payloads lists of ``n`` tensors; all sequences stand end to end, unpadded.
-    ``batch["target_ids"]`` (int64 ``[T]`` or ``[T, K]``) is always there, with ``IGNORE_INDEX`` where a position has no target.
+    The ``n`` sequences are concatenated without padding to ``T`` tokens. Per-token keys are ``[T, ...]``, per-sequence keys ``[n, ...]``, and
+    payloads are lists of ``n`` tensors. ``batch["target_ids"]`` (int64 ``[T]`` or ``[T, K]``) is always present, with ``IGNORE_INDEX`` at
+    positions without a target.
 
     Attributes:
-        cu_seqlens: int32 ``[n + 1]``, where each sequence starts in ``T``; also under the key ``cu_seqlens``.
-        meta: what was not a tensor in the caller's batch, as it was; also under the key ``meta``.
+        cu_seqlens: int32 ``[n + 1]``. Offsets of the sequences in ``T``; also ``batch["cu_seqlens"]``.
+        meta: values of the caller's batch that are not tensors, unchanged; also ``batch["meta"]``.
     """
 
     __slots__ = ("_values", "cu_seqlens", "meta")
 
     def __init__(self, values: Mapping[str, Any], cu_seqlens: Tensor, meta: Mapping[str, Any] | None = None) -> None:
+        # Copies of both mappings: later changes to the arguments do not reach the batch.
         self.cu_seqlens = cu_seqlens
         self.meta: Mapping[str, Any] = dict(meta or {})
         self._values: dict[str, Any] = {**values, "cu_seqlens": cu_seqlens, "meta": self.meta}
@@ -48,7 +54,11 @@ class Batch(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class TopK:
-    """Ask for the ``k`` most likely tokens at each position."""
+    """Name of the output with the ``k`` most likely tokens at each position.
+
+    Raises:
+        ValueError: ``k`` is less than 1.
+    """
 
     k: int
 
@@ -58,11 +68,11 @@ class TopK:
 
 
 OutputName = Literal["logprobs", "entropy", "values", "logits", "hidden", "routed_experts"] | TopK
-"""What a caller may ask for per token."""
+"""Names of per-token outputs; fields of :class:`TokenOutputs`, with :class:`TopK` for ``topk``."""
 
 
 class TopKOutput(NamedTuple):
-    """The most likely tokens: ``logprobs`` float ``[T, k]``, falling, and their ``ids`` int64 ``[T, k]``."""
+    """The most likely tokens: ``logprobs`` float ``[T, k]`` in descending order, and their ``ids`` int64 ``[T, k]``."""
 
     logprobs: Tensor
     ids: Tensor
@@ -70,18 +80,20 @@ class TopKOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per-token outputs of one micro-batch: differentiable, packed, and only what was asked for; the rest is ``None``.
+    """Per-token outputs of one micro-batch: packed and differentiable. Outputs that the call did not name are ``None``.
+
+    Index ``t`` refers to the prediction made at position ``t`` (of token ``t + 1``).
 
     Attributes:
-        logprobs: float32 (float64 in a float64 model) ``[T]``, or ``[T, K]`` where ``target_ids`` is. What stands at ``t`` speaks
-            of the prediction made at ``t``. Exactly 0.0 where there is no target.
-        entropy: ``[T]``, of the distribution at ``t`` after temperature, in nats.
-        values: ``[T]``, from the value head.
-        logits: ``[T, V]``, after temperature. Allocates what it says.
-        hidden: ``[T, H]``, the last hidden state before the head.
-        topk: the ``k`` most likely tokens at ``t``.
-        routed_experts: int64 ``[T, L, K]``, the experts to which token ``t`` went in each of the ``L`` layers that have experts: most
-            likely first, or as they were replayed. A batch's key of the same name replays them.
+        logprobs: float32 (float64 in a float64 model) ``[T]``, or ``[T, K]`` if ``target_ids`` is ``[T, K]``. Log-prob of the target in nats,
+            after temperature; exactly 0.0 at positions without a target.
+        entropy: ``[T]``. Entropy of the predicted distribution in nats, after temperature.
+        values: ``[T]``. Output of the value head.
+        logits: ``[T, V]``. After temperature. The only output that allocates ``T * V`` numbers.
+        hidden: ``[T, H]``. Last hidden state, the input of the head.
+        topk: the ``k`` most likely tokens.
+        routed_experts: int64 ``[T, L, K]``. Experts of token ``t`` in each of the ``L`` layers with experts, most likely first, or in the
+            order in which they were replayed. A batch key of the same name replays them.
     """
 
     logprobs: Tensor | None = None
@@ -95,14 +107,14 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that a loss function reports beside its loss, reduced exactly over micro-batches and data-parallel ranks.
+    """A number that a loss function reports with its loss, reduced exactly over micro-batches and data-parallel ranks.
 
     ``mean`` is ``sum(value * weight) / sum(weight)``; ``sum`` is ``sum(value)``; ``min`` and ``max`` are over the values.
 
     Attributes:
-        value: a scalar tensor or number, of this micro-batch.
-        weight: for ``mean``, what the value weighs (such as its number of tokens).
-        reduce: how values become one.
+        value: scalar tensor or number of this micro-batch.
+        weight: weight of the value in a ``mean``, such as its number of tokens.
+        reduce: kind of reduction.
     """
 
     value: Tensor | float
@@ -112,12 +124,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class OptimStats:
-    """What an optimizer step did; equal on every rank.
+    """Statistics of an optimizer step, equal on all ranks.
 
     Attributes:
         grad_norm: global L2 norm of the gradient before clipping.
         lr: learning rate that the step used.
-        update_successful: False when the gradient was not finite: nothing was updated and the schedule did not advance.
+        update_successful: False if the gradient was not finite. Then nothing was updated, and the schedule did not advance.
     """
 
     grad_norm: float
@@ -127,21 +139,23 @@ class OptimStats:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step did; equal on every rank.
+    """Result of a step, equal on all ranks.
 
     Attributes:
-        loss: the sum of the terms: ``sum(loss_fn) / sum(loss_weight_fn)`` over the global batch with the default normalisation.
+        loss: sum of the terms: ``sum(loss_fn) / sum(loss_weight_fn)`` over the global batch with the default normalisation.
         terms: each term of a dict loss, divided by its own weight; ``{"loss": loss}`` for a plain loss.
         metrics: reduced metrics by name, and ``weight`` (or ``weight/<term>``), the global loss weights.
-        grad_norm, lr, update_successful: of the optimizer step; ``None`` where none was taken.
-        n_mbs: micro-batches on each rank. n_tokens: tokens of the global batch, unpadded.
+        grad_norm, lr, update_successful: see :class:`OptimStats`; ``None`` without an optimizer step.
+        n_mbs: micro-batches on each rank, fillers included.
+        n_tokens: unpadded tokens of the global batch.
         seconds: wall time of the call on the slowest rank.
-        timings: on that rank, seconds of the call by phase, summing to ``seconds``. On a GPU they are of the device, read as the call ends.
-            ``data``: checks, packing, what ranks tell each other on the host, and all that is not named here.
-            ``forward``: the model, its heads, and the loss.
-            ``backward``: and recomputed forwards; in a pipeline also the wait for other stages.
-            ``reduce``: sums of gradients over ranks, as far as they do not overlap with the backward.
-            ``optimizer``: with the norm of the gradient. Phases that did not take place are missing.
+        timings: seconds per phase on that rank; they add up to ``seconds``. On a GPU, device time, read at the end of the call. Phases that
+            did not occur are missing.
+            ``data``: checks, packing, communication on the host, and the remainder.
+            ``forward``: model, heads and loss.
+            ``backward``: backward, with recomputed forwards; in a pipeline also waiting for other stages.
+            ``reduce``: gradient reductions that do not overlap with the backward.
+            ``optimizer``: gradient norm and optimizer step.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""What to save or load, where and how."""
+"""Description of a checkpoint, and the interface of a checkpointer."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something whose state is saved with a checkpoint, such as a data loader."""
+    """Object whose state is saved with a checkpoint, such as a data loader."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as containers, numbers and tensors."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state of :meth:`state_dict`, in place."""
+        ...
 
 
 @dataclass(frozen=True)
 class SaveLoadMeta:
-    """One checkpoint.
+    """Path, format and content of one checkpoint.
 
     Attributes:
-        path: its directory. When saving, it appears complete or not at all.
-        weight_format: ``"hf"`` is safetensors that ``transformers.from_pretrained`` loads, with the tokenizer beside it: weights alone.
-            ``"dcp"`` is torch distributed checkpoint: all that a run needs to go on, loadable in any layout.
-        with_optim: with ``"dcp"``, also optimizer state, schedule, step and RNG.
-        asynchronous: return once the values are copied; the next save, load or ``wait_for_checkpoint`` waits for the rest.
-        keep_last: after publishing, remove all but this many newest complete checkpoints in ``path``'s parent directory.
-        stateful: further state by name, saved and loaded in place with ``"dcp"`` (a data loader). It must be the same on every rank.
+        path: directory of the checkpoint. A save makes it appear complete or not at all.
+        weight_format: ``"hf"`` writes safetensors and the tokenizer, for ``transformers.from_pretrained``: weights only. ``"dcp"`` writes a
+            torch distributed checkpoint with everything that a run needs to continue, loadable on any layout.
+        with_optim: with ``"dcp"``, include optimizer state, schedule, step count and RNG state.
+        asynchronous: return as soon as the values are copied. The next save or load, or ``wait_for_checkpoint``, waits for the writing.
+        keep_last: after a save, keep only this many newest complete checkpoints in the parent directory of ``path``; ``None`` keeps all.
+        stateful: with ``"dcp"``, further state by name, saved and loaded in place (such as a data loader). Equal on all ranks.
+
+    Raises:
+        ValueError: a field is out of range.
     """
 
     path: str | Path
@@ -45,12 +52,16 @@ class SaveLoadMeta:
 
 
 class Checkpointer(Protocol):
-    """Saves and loads an engine. Every rank calls it; errors are raised on every rank."""
+    """Saves and loads an engine. Collective; an error on one rank is raised on all."""
 
-    def save(self, meta: SaveLoadMeta) -> None: ...
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write a checkpoint; see :meth:`areal.api.TrainEngine.save`."""
+        ...
 
-    def load(self, meta: SaveLoadMeta) -> None: ...
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Load a checkpoint; see :meth:`areal.api.TrainEngine.load`."""
+        ...
 
     def wait(self) -> None:
-        """Return when an asynchronous save is published; raise what it raised."""
+        """Wait until an asynchronous save is complete, and raise its error if it failed."""
         ...

@@ -1,4 +1,4 @@
-"""The public surface of every train engine."""
+"""Interface of every train engine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from areal.api.parallel import ParallelDims
 from areal.api.weights import NamedTensor
 
 BatchInput = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""A dict of tensors, right-padded ``[B, S]`` with ``attention_mask``, or a list of per-sample dicts of ``[S_i]``."""
+"""A dict of right-padded tensors ``[B, S]`` with ``attention_mask``, or a list of per-sample dicts of ``[S_i]``."""
 
 Outputs = tuple[OutputName, ...]
+"""Names of the per-token outputs that the model computes in a call."""
 
 
 def default_loss_weight(batch: Batch) -> Tensor:
-    """The sum of ``loss_mask``, or the number of positions with a target where there is none.
+    """Return the sum of ``loss_mask``, or the number of positions with a target if the batch lacks a mask.
 
-    Where ``target_ids`` is ``[T, K]``, a position has a target when any of its ``K`` is one.
+    With ``target_ids`` ``[T, K]``, a position has a target if any of its ``K`` entries is one.
     """
     if "loss_mask" in batch:
         return batch["loss_mask"].sum()
@@ -40,11 +41,22 @@ def default_loss_weight(batch: Batch) -> Tensor:
 
 
 class TrainEngine(ABC):
-    """A model with its optimizer on some layout of ranks.
+    """A model with its optimizer on a layout of ranks.
 
-    Every data-parallel rank passes its own samples; ranks that share a data-parallel coordinate pass the same batch. Every verb is
-    collective: all ranks of the layout call it. What one rank's batch or loss gets wrong raises on all of them, naming the
-    rank, and the engine can be used for the next call unless the error says that it cannot.
+    Every verb is collective: all ranks of the layout call it, in the same order. Each data-parallel rank passes its own samples. Ranks that
+    share a data-parallel coordinate (context-, tensor- and pipeline-parallel ranks) pass the same batch.
+
+    An error on one rank (a bad batch, a loss that raises) is raised on all ranks and names the rank that caused it. The engine can be used
+    for the next call unless the message says otherwise.
+
+    Shapes: ``B`` samples of width ``S``; ``n`` packed sequences with ``T`` tokens in total; vocabulary ``V``. Log-probs and entropies are in
+    nats.
+
+    Attributes:
+        config: configuration that the engine was created with.
+        dims: parallel layout, parsed from ``config.backend``.
+        device: device of this rank.
+        version: counter of the weights, set by the caller.
     """
 
     config: TrainEngineConfig
@@ -52,21 +64,24 @@ class TrainEngine(ABC):
     device: torch.device
     version: int
 
-    # ---- life
+    # ---- life cycle
 
     @abstractmethod
     def initialize(self, spec: FinetuneSpec) -> None:
-        """Join or start the process group, build and load the model, make the optimizer.
+        """Join the process group, build and load the model, and create the optimizer.
 
-        Starts the default process group where there is none: from the variables that torchrun sets, or a world of one.
+        If there is no default process group, one is started: from the environment variables of torchrun, or with a world of one rank.
+
+        Args:
+            spec: length of the run, for the learning-rate schedule.
 
         Raises:
-            ValueError: the layout does not fit the world or the engine, or the model cannot be run; on every rank.
+            ValueError: the layout does not fit the world or the engine, or the model is not supported. Raised on all ranks.
         """
 
     @abstractmethod
     def destroy(self) -> None:
-        """Finish an asynchronous save, free model, optimizer and this engine's process groups. May be called twice."""
+        """Finish an asynchronous save, and free the model, the optimizer and this engine's process groups. May be called twice."""
 
     def __enter__(self) -> TrainEngine:
         return self
@@ -76,55 +91,71 @@ class TrainEngine(ABC):
     ) -> None:
         self.destroy()
 
+    # ---- position in the layout
+
     @property
     @abstractmethod
     def dp_rank(self) -> int:
-        """Which part of the global batch this rank has."""
+        """Index of this rank's samples in the global batch, from 0 to ``dp_size - 1``."""
 
     @property
     @abstractmethod
     def dp_size(self) -> int:
-        """How many parts the global batch has."""
+        """Number of data-parallel ranks over which the global batch is split."""
 
     @property
     @abstractmethod
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that differ from this one only in their part of the batch."""
+        """Process group of the ranks that differ from this one only in ``dp_rank``."""
 
     @property
     @abstractmethod
     def is_main(self) -> bool:
-        """True on one rank for each data-parallel coordinate: where a batch's outputs are to be counted once."""
+        """True on exactly one rank per data-parallel coordinate. Use it to count or write a batch's outputs once."""
 
     @abstractmethod
     def set_version(self, version: int) -> None:
-        """Set ``version``, a counter of the weights that the caller keeps; saved with a checkpoint."""
+        """Set ``version``, the caller's counter of the weights. A checkpoint saves it."""
 
-    # ---- a batch
+    # ---- batches
 
     @abstractmethod
     def microbatches(self, batch: BatchInput) -> MicroBatchList:
-        """Check a batch, cut it as ``config.mb_spec`` says, and agree with the other ranks on the number of micro-batches.
+        """Check a batch, cut it into micro-batches according to ``config.mb_spec``, and agree on their number with all ranks.
+
+        Args:
+            batch: samples of this data-parallel rank. Not modified.
+
+        Returns:
+            Packed micro-batches: those of this rank, and fillers if other ranks have more.
 
         Raises:
-            ValueError: some rank's batch is wrong, or ranks of one data-parallel coordinate got different ones; on every rank.
+            ValueError: the batch of some rank is invalid, or ranks of one data-parallel coordinate passed different batches. Raised on all
+                ranks, before the model runs.
         """
 
     @abstractmethod
     def global_sum(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over data-parallel ranks; same shape, dtype and device."""
+        """Return the sum of ``x`` over data-parallel ranks, with its shape, dtype and device. Bitwise equal on all ranks."""
 
     @abstractmethod
     def global_weight(
         self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn = default_loss_weight
     ) -> Tensor | dict[str, Tensor]:
-        """The loss weights summed over all micro-batches and data-parallel ranks: float64 scalar (or one for each term), on the CPU.
+        """Return the loss weights summed over all micro-batches and data-parallel ranks.
+
+        Args:
+            mbs: micro-batches of this rank.
+            loss_weight_fn: weight of one micro-batch: a scalar, or a dict of scalars.
+
+        Returns:
+            float64 scalar on the CPU, or a dict of them if ``loss_weight_fn`` returns a dict.
 
         Raises:
-            ValueError: a global weight is 0, negative or not finite, on every rank.
+            ValueError: a global weight is 0, negative or not finite. Raised on all ranks.
         """
 
-    # ---- verbs
+    # ---- forward and backward
 
     @abstractmethod
     def forward_backward_batch(
@@ -135,16 +166,24 @@ class TrainEngine(ABC):
         outputs: Outputs = ("logprobs",),
         forward_only: bool = False,
     ) -> list[Any]:
-        """Run every micro-batch through the model, and back unless ``forward_only``. The verb under all the others.
+        """Run the forward, and unless ``forward_only`` the backward, of every micro-batch. All other verbs call this one.
 
-        ``process_output(token_outputs, mb)`` gets canonical outputs (packed, unpadded, gathered) and returns
-        ``(loss, result)``; the gradient of every ``loss`` is added to what is pending. It is not called for fillers.
+        ``process_output(token_outputs, mb)`` receives packed, unpadded outputs, gathered over context-parallel ranks. It returns ``(loss,
+        result)``. The gradient of each ``loss`` (a scalar, or ``None``) is accumulated into the pending gradients, without further scaling
+        by the caller. It is not called for fillers.
+
+        Args:
+            mbs: micro-batches of this rank.
+            process_output: called once per micro-batch, on ranks that have the model's outputs.
+            outputs: per-token outputs to compute.
+            forward_only: compute no gradients.
 
         Returns:
-            The results, one for each of ``mbs.real``, in order, on every rank.
+            One result per micro-batch in ``mbs.real``, in that order, on all ranks.
 
         Raises:
-            ValueError, RuntimeError: what ``process_output`` raised on some rank, on every rank; pending gradients are discarded.
+            ValueError, RuntimeError: an error that ``process_output`` raised on some rank, raised on all ranks. Pending gradients are
+                discarded.
         """
 
     @abstractmethod
@@ -158,14 +197,21 @@ class TrainEngine(ABC):
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
     ) -> StepOutput:
-        """Add the gradient of ``loss_weight * sum(loss_fn) / normalization`` over the global batch to what is pending.
+        """Accumulate the gradient of ``loss_weight * sum(loss_fn) / normalization`` over the global batch.
 
         Args:
-            normalization: ``"weight"`` divides by the global weight, ``"sum"`` by nothing, a positive number by itself.
-            loss_weight: scales this call's loss, before backward.
+            batch: samples of this data-parallel rank.
+            loss_fn: returns the **sum** of the loss over a micro-batch, and optionally metrics.
+            loss_weight_fn: returns the weight of a micro-batch, such as its number of trained tokens.
+            outputs: per-token outputs that ``loss_fn`` reads.
+            normalization: ``"weight"`` divides by the global weight, ``"sum"`` by 1, a positive number by that number.
+            loss_weight: factor of this call's loss.
+
+        Returns:
+            Loss and metrics of the global batch, equal on all ranks. ``grad_norm``, ``lr`` and ``update_successful`` are ``None``.
 
         Raises:
-            ValueError: as :meth:`microbatches` and :meth:`global_weight`; a loss that is not finite, not a scalar or has no graph.
+            ValueError: see :meth:`microbatches` and :meth:`global_weight`; or a loss is not finite, not a scalar, or without a graph.
         """
 
     @abstractmethod
@@ -177,11 +223,17 @@ class TrainEngine(ABC):
         *,
         outputs: Outputs = ("logprobs",),
     ) -> StepOutput:
-        """One optimizer step on one batch.
+        """Take one optimizer step on one batch: :meth:`forward_backward` followed by :meth:`optimizer_step`.
+
+        Args:
+            batch, loss_fn, loss_weight_fn, outputs: see :meth:`forward_backward`.
+
+        Returns:
+            Loss and metrics of the global batch and statistics of the optimizer step, equal on all ranks.
 
         Raises:
-            RuntimeError: gradients are pending from ``forward_backward``, or the engine has no optimizer.
-            ValueError: as :meth:`forward_backward`.
+            RuntimeError: gradients are pending from :meth:`forward_backward`, or the engine was created without an optimizer.
+            ValueError: see :meth:`forward_backward`.
         """
 
     @abstractmethod
@@ -193,15 +245,30 @@ class TrainEngine(ABC):
         *,
         outputs: Outputs = ("logprobs",),
     ) -> StepOutput:
-        """The loss that ``train_batch`` would report, with dropout off; gradients are untouched."""
+        """Return the loss that :meth:`train_batch` would report, with dropout disabled. Gradients are not changed.
+
+        Args:
+            batch, loss_fn, loss_weight_fn, outputs: see :meth:`forward_backward`.
+
+        Raises:
+            ValueError: see :meth:`forward_backward`.
+        """
 
     @abstractmethod
     def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
-        """Per-token outputs of this rank's batch, detached, in the caller's order, form and device, with dropout off.
+        """Return per-token outputs of this rank's batch, detached, with dropout disabled.
+
+        Args:
+            batch: samples of this data-parallel rank.
+            outputs: per-token outputs to compute.
 
         Returns:
-            For one output ``[B, S]`` (``[B, S, ...]``; zeros at padding), or a list of ``[S_i]`` for a list; for several, a dict by name
-            (``"topk"`` for :class:`~areal.api.batch.TopK`).
+            In the caller's order and on the caller's device. For one output: ``[B, S, ...]`` with zeros at padding if ``batch`` is a dict,
+            or a list of ``[S_i, ...]`` if it is a list. For several outputs: a dict of those by name (``"topk"`` for
+            :class:`~areal.api.batch.TopK`).
+
+        Raises:
+            ValueError: see :meth:`microbatches`.
         """
 
     # ---- optimizer
@@ -212,30 +279,36 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> OptimStats:
-        """Clip and apply the pending gradients, then discard them.
+        """Clip and apply the pending gradients, then discard them. A gradient that is not finite skips the update.
+
+        Returns:
+            Statistics of the step, equal on all ranks.
 
         Raises:
-            RuntimeError: no gradient is pending, or the engine has no optimizer.
+            RuntimeError: no gradient is pending, or the engine was created without an optimizer.
         """
 
     @property
     @abstractmethod
     def lr(self) -> float:
-        """Learning rate that the next optimizer step will use."""
+        """Learning rate of the next optimizer step."""
 
     @abstractmethod
     def set_lr(self, lr: float) -> None:
         """Set the base learning rate, which the schedule multiplies."""
 
-    # ---- weights
+    # ---- weights and checkpoints
 
     @abstractmethod
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """All weights: full, in ``master_dtype``, under the names in the Hugging Face files, streamed. Collective."""
+        """Yield all weights, full (unsharded) and in ``master_dtype``, under their Hugging Face names.
+
+        Collective: every rank iterates to the end. One tensor at a time is materialised, on ``device``.
+        """
 
     @abstractmethod
     def named_gradients(self) -> Iterator[NamedTensor]:
-        """All pending gradients, likewise; zeros for a parameter that got none. Collective.
+        """Yield all pending gradients in the form of :meth:`named_tensors`, with zeros for parameters without a gradient. Collective.
 
         Raises:
             RuntimeError: no gradient is pending.
@@ -243,27 +316,42 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a checkpoint, which appears complete or not at all. See :class:`~areal.api.checkpoint.SaveLoadMeta`."""
+        """Write a checkpoint. Its directory appears complete or not at all.
+
+        Args:
+            meta: path, format and content; see :class:`~areal.api.checkpoint.SaveLoadMeta`.
+        """
 
     @abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:
-        """Load a checkpoint written in any layout. Pending gradients are discarded.
+        """Load a checkpoint written on any layout. Pending gradients are discarded.
+
+        Args:
+            meta: path, format and content; see :class:`~areal.api.checkpoint.SaveLoadMeta`.
 
         Raises:
-            ValueError: there is no complete checkpoint, or it is of another model or damaged; names the file and the key.
+            ValueError: the checkpoint is missing, incomplete or damaged, or of another model. Names the file and the key.
         """
 
     @abstractmethod
     def wait_for_checkpoint(self) -> None:
-        """Return when an asynchronous save is published; raise what it raised."""
+        """Wait until an asynchronous save is complete, and raise its error if it failed."""
+
+    # ---- memory
 
     @abstractmethod
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move what is named to host memory and free it on the device. Every verb that needs it brings it back first."""
+        """Move the selected tensors to host memory and free them on the device. A verb that needs them calls :meth:`onload` first.
+
+        Args:
+            params: move parameters.
+            grads: move pending gradients.
+            optimizer: move optimizer state.
+        """
 
     @abstractmethod
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Bring what is named back to the device, bit for bit."""
+        """Move the selected tensors back to the device, bitwise equal. Arguments as for :meth:`offload`."""
 
     # ---- adapters
 
@@ -278,32 +366,34 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, the model computes without adapters, as it was before training: for ``forward_batch`` and ``eval_batch``.
+        """Return a context in which ``forward_batch`` and ``eval_batch`` use the model without adapters, as it was before training.
 
         Raises:
             RuntimeError: ``config.lora`` is ``None``.
         """
 
-    # ---- profiles
+    # ---- profiling
 
     @abstractmethod
     def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
-        """Inside, all that this rank does is profiled; in the end, after an error too, files are written. Not collective.
+        """Return a context that profiles this rank and writes files on exit, also after an error. Not collective.
 
-        ``trace-rank0.json.gz`` (of rank 0) is a trace of torch's profiler, for ``chrome://tracing`` or https://ui.perfetto.dev. A call with a
-        loss shows in it as ranges ``data``, ``reduce``, ``optimizer`` and ``schedule``, and in that as ``forward mb 0``, ``backward mb 0`` (in
-        Megatron's interleaved pipelines without a number) and so on for each micro-batch.
+        Files of rank 0, and so on for each rank:
 
-        ``memory-rank0.json`` has the bytes of all tensors over time, with the phase, and their peak. On a
-        CPU bytes are relative to the start. On a GPU ``memory-rank0.pickle`` has each allocation, for https://pytorch.org/memory_viz.
+        - ``trace-rank0.json.gz``: a trace of torch's profiler, for ``chrome://tracing`` or https://ui.perfetto.dev. A call with a loss has
+          the ranges ``data``, ``reduce``, ``optimizer`` and ``schedule``. Inside ``schedule``, each micro-batch has ``forward mb 0`` and
+          ``backward mb 0`` (without a number in Megatron's interleaved pipelines).
+        - ``memory-rank0.json``: bytes of all tensors over time, with the phase, and the peak. On a CPU, relative to the start.
+        - ``memory-rank0.pickle``: on a GPU, every allocation, for https://pytorch.org/memory_viz.
 
-        Calls are slower inside, the first of all most.
+        Calls inside the context are slower, most of all the first.
 
         Args:
-            folder: made where there is none; files of an earlier profile are replaced.
-            memory: write the memory timeline. stacks: note the Python stack of each operation, which costs more.
+            folder: output directory. Created if it is missing; files of an earlier profile are replaced.
+            memory: write the memory timeline.
+            stacks: record the Python stack of each operation, at a further cost in time.
 
         Raises:
-            RuntimeError: a profiler is on in this process already.
-            ValueError: the folder cannot be written.
+            RuntimeError: another profiler is active in this process.
+            ValueError: the directory cannot be written.
         """

@@ -1,7 +1,7 @@
-"""Types of what a caller passes to an engine: loss, loss weight, process function.
+"""Types of the functions that a caller passes to an engine: loss, loss weight, process function.
 
-A loss function returns the **sum** over a micro-batch. The engine divides by the global weight, the loss weights summed over all
-micro-batches and data-parallel ranks; gradients are sums over ranks. Nothing else about scaling appears in user code.
+A loss function returns the **sum** over a micro-batch. The engine divides by the global weight (the loss weights summed over all micro-batches
+and data-parallel ranks). Gradients are summed over ranks. User code does no other scaling.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ from areal.api.batch import Batch, Metric, TokenOutputs
 from areal.api.microbatch import MicroBatch
 
 LossTerms = Tensor | dict[str, Tensor]
-"""A scalar sum, or one for each term."""
+"""A scalar tensor, or a dict of scalar tensors, one per term of the loss."""
 
 LossFn = Callable[[TokenOutputs, Batch], LossTerms | tuple[LossTerms, dict[str, Metric]]]
-"""Sum over the micro-batch (scalar, or a dict of scalars: terms of different denominators), and perhaps metrics."""
+"""Returns the sum of the loss over a micro-batch, and optionally metrics.
+
+A dict of scalars is a loss with several terms, each divided by the global weight of the same name. The function is called once per micro-batch
+whose weight is not 0, with tensors on the engine's device.
+"""
 
 LossWeightFn = Callable[[Batch], LossTerms]
-"""What a micro-batch weighs: a scalar, or a dict with the same keys as the loss."""
+"""Returns the weight of a micro-batch, the summand of the denominator: a scalar of at least 0, or a dict with the keys of the loss."""
 
 ProcessOutputFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor | None, Any]]
-"""(loss already divided by what it should be, or None; result). The template scales the loss for the engine's own machinery."""
+"""Returns ``(loss, result)`` for a micro-batch.
+
+``loss`` is a scalar whose gradient is accumulated unchanged (the caller divides by the global weight), or ``None`` for no gradient.
+``result`` is any value, returned to the caller.
+"""
 
 Normalization = Literal["weight", "sum"] | float
-"""Divide the summed loss by the global weight, by nothing, or by a positive number."""
+"""Denominator of the summed loss: the global weight (``"weight"``), 1 (``"sum"``), or a positive number."""

@@ -1,4 +1,4 @@
-"""Parallel layouts: how many ranks each kind of parallelism takes, parsed from one short string."""
+"""Parallel layouts: the degree of each kind of parallelism, parsed from a short string."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of an engine's device mesh, outermost first: ranks that differ only in ``tp`` are neighbours."""
+"""Axes of an engine's device mesh, outermost first. Ranks that differ only in ``tp`` are adjacent."""
 
 LETTERS = {
     "d": "data parallel",
@@ -18,7 +18,7 @@ LETTERS = {
     "c": "context parallel",
     "e": "expert parallel",
 }
-"""Letters of a layout, in the order in which a layout prints them."""
+"""Letters of a layout, in the order in which a layout is printed."""
 
 _LAYOUT = re.compile(r"^(?P<backend>[A-Za-z_][\w-]*):(?P<layout>.+)$")
 _HYBRID = re.compile(r"^\(attn:(?P<attn>[a-z0-9]+)\|ffn:(?P<ffn>[a-z0-9]+)\)$")
@@ -27,20 +27,22 @@ _TERM = re.compile(r"([a-z])(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """The parallel layout of one engine.
+    """Parallel layout of one engine, written ``backend:letters``, such as ``fsdp:d4c2`` or ``megatron:d2p2t2``.
 
-    Written ``backend:letters``, such as ``fsdp:d4c2`` or ``megatron:d2p2t2``. Except for ``v``, every letter multiplies, so
-    the numbers multiply to the world size: ``e2d2`` is four ranks, on which the dense layers see four data-parallel ranks and the
-    experts are spread over two. Where attention and experts are laid out differently, both are
-    written: ``megatron:(attn:d1p2t4|ffn:d1p2e4)``; each side multiplies to the world size.
+    The product of all degrees except ``v`` is the world size. ``e2d2`` has four ranks: dense layers have four data-parallel ranks, and the
+    experts are sharded over two. Different layouts of attention and experts are written ``megatron:(attn:d1p2t4|ffn:d1p2e4)``, where the
+    degrees of each side multiply to the world size.
 
     Attributes:
-        backend: name of the engine, as registered in the entry point group ``areal.engines``.
-        dp_shard: data-parallel ranks over which parameters may be sharded, as the dense layers see it.
-        dp_replicate: data-parallel replicas of the whole sharded model (HSDP).
-        pp: pipeline stages (ranks). vpp: model chunks per pipeline rank.
-        tp: tensor parallel. cp: context parallel.
-        ep: expert parallel. etp: tensor parallel inside an expert; ``None`` means the same as ``tp``.
+        backend: name of the engine in the entry point group ``areal.engines``.
+        dp_shard: data-parallel degree of dense layers within a replica; parameters may be sharded over these ranks.
+        dp_replicate: number of data-parallel replicas of the sharded model (HSDP).
+        pp: pipeline-parallel degree.
+        vpp: model chunks (virtual stages) per pipeline rank.
+        tp: tensor-parallel degree.
+        cp: context-parallel degree.
+        ep: expert-parallel degree.
+        etp: tensor-parallel degree inside an expert; ``None`` means ``tp``.
 
     Raises:
         ValueError: a degree is not a positive integer, or the expert side does not divide the world.
@@ -57,14 +59,17 @@ class ParallelDims:
     etp: int | None = None
 
     def __post_init__(self) -> None:
+        # 1. Every degree by itself.
         for name in ("dp_shard", "dp_replicate", "pp", "vpp", "tp", "cp", "ep", "etp"):
             degree = getattr(self, name)
             if degree is None and name == "etp":
                 continue
             if not isinstance(degree, int) or degree < 1:
                 raise ValueError(f"ParallelDims.{name} = {degree!r}: a degree is an integer of at least 1")
+        # 2. Degrees that need each other.
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"v{self.vpp} without a pipeline: virtual stages need p2 or more, or leave v out")
+        # 3. The expert side must fill the same world as the dense side; the quotient is expert_dp.
         per_expert = self.pp * self.ep * self.expert_tp
         if self.world_size % per_expert:
             raise ValueError(
@@ -74,7 +79,7 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks in all: how many parts the global batch has."""
+        """Data-parallel degree: number of ranks over which the global batch is split."""
         return self.dp_shard * self.dp_replicate
 
     @property
@@ -84,34 +89,37 @@ class ParallelDims:
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that hold the same shard of the experts."""
+        """Number of ranks with the same shard of the experts."""
         return self.world_size // (self.pp * self.ep * self.expert_tp)
 
     @property
     def world_size(self) -> int:
-        """Ranks that this layout takes."""
+        """Number of ranks of the layout."""
         return self.dp * self.pp * self.tp * self.cp
 
     def degrees(self) -> dict[str, int]:
-        """Degree by letter, as written in a layout without an expert side of its own."""
+        """Return degree by letter, as written in a layout without a separate expert side."""
+        # Dense layers have dp_shard = d * e data-parallel ranks; the letters are written as factors.
         d = self.dp_shard // self.ep if self._is_plain else self.dp_shard
         return {"d": d, "r": self.dp_replicate, "p": self.pp, "v": self.vpp, "t": self.tp, "c": self.cp, "e": self.ep}
 
     @property
     def _is_plain(self) -> bool:
+        """True if the layout can be written without a separate expert side."""
         return self.expert_tp == self.tp and self.dp_shard % self.ep == 0
 
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
-        """Read a layout such as ``fsdp:d4c2`` or ``megatron:(attn:d1p2t4|ffn:d1p2e4)``.
+        """Parse a layout such as ``fsdp:d4c2`` or ``megatron:(attn:d1p2t4|ffn:d1p2e4)``. Spaces are ignored.
 
         Raises:
-            ValueError: the text is not a layout; says which part and what would be one.
+            ValueError: the text is not a layout. Names the wrong term and the valid ones.
         """
         match = _LAYOUT.match(text.strip().replace(" ", ""))
         if match is None:
             raise ValueError(f"backend = {text!r}: expected 'engine:layout', such as 'fsdp:d4c2' or 'megatron:d2p2t2'")
         backend, layout = match["backend"], match["layout"]
+        # One side: e is a factor of the data-parallel degree of dense layers.
         hybrid = _HYBRID.match(layout)
         if hybrid is None:
             n = _parse_degrees(layout, text)
@@ -125,6 +133,7 @@ class ParallelDims:
                 cp=n["c"],
                 ep=n["e"],
             )
+        # Two sides, attention and experts.
         attn, ffn = _parse_degrees(hybrid["attn"], text), _parse_degrees(hybrid["ffn"], text)
         return _from_hybrid(backend, attn, ffn, text)
 
@@ -136,13 +145,14 @@ class ParallelDims:
         return f"{self.backend}:(attn:{_format_degrees(attn, always='d')}|ffn:{_format_degrees(ffn, always='d')})"
 
     def check_world(self, world_size: int) -> None:
-        """Refuse a world that this layout does not fill.
+        """Raise unless the layout has exactly ``world_size`` ranks.
 
         Raises:
-            ValueError: the product of the degrees is not ``world_size``; names a layout that would fit.
+            ValueError: the number of ranks differs. Suggests a layout that fits.
         """
         if self.world_size == world_size:
             return
+        # Suggest another data-parallel degree, or plain data parallelism if the other degrees do not divide the world.
         fixed = self.world_size // self.dp_shard
         if self._is_plain and world_size % (fixed * self.ep) == 0:
             fits = f"{self.backend}:{_format_degrees({**self.degrees(), 'd': world_size // (fixed * self.ep)})}"
@@ -154,13 +164,13 @@ class ParallelDims:
         )
 
     def check_supported(self, supported: frozenset[str]) -> None:
-        """Refuse degrees above 1 that the engine has not.
+        """Raise if the layout needs parallelism that the engine does not support.
 
         Args:
-            supported: the letters that the engine can use.
+            supported: letters that the engine supports.
 
         Raises:
-            ValueError: names the letters, and those that the engine has.
+            ValueError: names the letters that are not supported, and those that are.
         """
         extra = [letter for letter, n in self.degrees().items() if n > 1 and letter not in supported]
         if extra or not (self._is_plain or "e" in supported):
@@ -170,12 +180,15 @@ class ParallelDims:
 
 
 def _parse_degrees(layout: str, text: str) -> dict[str, int]:
+    """Parse letters with numbers into a degree for each letter of :data:`LETTERS`; ``text`` is the full string, for errors."""
+    # Terms must cover the string: findall skips characters that match nothing.
     terms = _TERM.findall(layout)
     if not terms or "".join(letter + number for letter, number in terms) != layout:
         raise ValueError(
             f"backend = {text!r}: {layout!r} is not a row of letters with numbers; the letters are "
             + ", ".join(f"{letter} ({name})" for letter, name in LETTERS.items())
         )
+    # Letters left out have degree 1.
     degrees: dict[str, int] = dict.fromkeys(LETTERS, 1)
     seen: set[str] = set()
     for letter, number in terms:
@@ -197,12 +210,15 @@ def _parse_degrees(layout: str, text: str) -> dict[str, int]:
 
 
 def _from_hybrid(backend: str, attn: dict[str, int], ffn: dict[str, int], text: str) -> ParallelDims:
+    """Combine the degrees of the attention side and the expert side into one layout."""
+    # Each letter belongs to one side; both sides share the pipeline.
     if attn["e"] > 1 or ffn["c"] > 1 or ffn["r"] > 1 or ffn["v"] > 1:
         raise ValueError(f"backend = {text!r}: e belongs to the ffn side, and c, r and v to the attn side")
     if attn["p"] != ffn["p"]:
         raise ValueError(
             f"backend = {text!r}: both sides share the pipeline, but attn has p{attn['p']} and ffn has p{ffn['p']}"
         )
+    # Both sides describe the same ranks.
     world = math.prod(attn[letter] for letter in "drptc")
     experts = math.prod(ffn[letter] for letter in "dpte")
     if world != experts:
@@ -223,5 +239,6 @@ def _from_hybrid(backend: str, attn: dict[str, int], ffn: dict[str, int], text: 
 
 
 def _format_degrees(degrees: dict[str, int], always: str = "") -> str:
+    """Format degrees above 1, and the letters in ``always``; ``d1`` if there are none."""
     text = "".join(f"{letter}{n}" for letter, n in degrees.items() if n > 1 or letter in always)
     return text or "d1"

@@ -1,4 +1,4 @@
-"""Full tensors under the names that Hugging Face writes to disk, and how they get from a trainer to whoever generates with them."""
+"""Full tensors under Hugging Face names, and the interfaces that send them from a trainer to inference engines."""
 
 from __future__ import annotations
 
@@ -17,32 +17,40 @@ class NamedTensor(NamedTuple):
 
 
 class TensorSource(Protocol):
-    """Streams weights. Collective: every rank iterates to the end, at the same pace."""
+    """Stream of weights. Collective: all ranks iterate to the end, in step with each other."""
 
-    def named_tensors(self) -> Iterator[NamedTensor]: ...
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """Yield full tensors under their Hugging Face names."""
+        ...
 
 
 class WeightSource(TensorSource, Protocol):
-    """Streams an engine's weights or gradients. Collective: every rank iterates to the end, at the same pace."""
+    """Stream of an engine's weights and gradients. Collective: all ranks iterate to the end, in step with each other."""
 
-    def named_gradients(self) -> Iterator[NamedTensor]: ...
+    def named_gradients(self) -> Iterator[NamedTensor]:
+        """Yield full gradients under the Hugging Face names of their parameters."""
+        ...
 
 
 SelectName = Callable[[str], bool]
-"""Says of a Hugging Face name whether its tensor is to be sent. It must say the same on every rank."""
+"""Returns True for the Hugging Face names of tensors to send. Must return the same on all ranks."""
 
 UpdateKind = Literal["full", "selected"]
-"""``"full"``: all weights of the model, and a receiver refuses fewer. ``"selected"``: some of them; the others stay."""
+"""``"full"``: all weights of the model; a receiver raises if any is missing. ``"selected"``: some weights; the others stay unchanged."""
 
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """One update of weights, as it was sent.
+    """Description of one weight update.
 
     Attributes:
-        version: of the weights, a counter that the caller keeps (such as ``TrainEngine.version``); at least 0.
-        kind: whether it holds all weights.
-        n_tensors: how many. nbytes: how many bytes of values, in the dtypes in which they were sent.
+        version: the caller's counter of the weights, such as ``TrainEngine.version``; at least 0.
+        kind: all weights, or a selection.
+        n_tensors: number of tensors.
+        nbytes: bytes of their values, in the dtypes in which they were sent.
+
+    Raises:
+        ValueError: a field is out of range.
     """
 
     version: int
@@ -58,56 +66,62 @@ class WeightUpdateMeta:
 
 
 class WeightTransport(Protocol):
-    """The trainer's end of a way for weights."""
+    """Sends weights from a trainer to receivers."""
 
     def send(self, source: TensorSource, version: int, *, select: SelectName | None = None) -> WeightUpdateMeta:
-        """Bring the weights of ``source`` to every receiver. Collective over the trainer's ranks: all iterate the source.
+        """Send the weights of ``source`` to all receivers. Collective over the trainer's ranks: all iterate the source.
+
+        Errors are raised on all ranks. Unless the message says otherwise, receivers keep their previous version.
 
         Args:
-            version: what receivers call these weights from then on.
-            select: which tensors to send; all without it.
+            source: stream of weights, such as an engine.
+            version: version of these weights at the receivers.
+            select: filter of the tensors to send. Default: all.
 
         Returns:
-            What was sent, on every rank.
+            Description of the update, on all ranks.
 
         Raises:
-            ValueError: the weights do not fit a receiver, or none was selected. RuntimeError: a receiver or a rank is gone, or does not
-                answer; names it. On every rank. Unless the message says otherwise, receivers go on with the version that they had.
+            ValueError: the weights do not fit a receiver, or ``select`` excludes all.
+            RuntimeError: a receiver or a rank died or does not answer; names it.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the transport holds. May be called twice."""
+        """Release buffers and connections. May be called twice."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """The end at which weights arrive: it puts them into a module, a whole version at a time."""
+    """Receives weights and copies them into a module, one complete version at a time."""
 
     @property
     def version(self) -> int | None:
-        """The version in the module; ``None`` before the first arrived."""
+        """Version of the weights in the module; ``None`` before the first update."""
         ...
 
     def pending(self) -> bool:
-        """Whether another version has arrived or is on its way, so that :meth:`receive` has something to do now."""
+        """Return True if an update has begun or arrived, so that :meth:`receive` does not wait for one."""
         ...
 
     def receive(self, timeout: float | None = None) -> int:
-        """Wait for the next version and put it into the module. Nothing else may use the module meanwhile.
+        """Wait for the next version and copy it into the module. The module must not be used meanwhile.
+
+        After an error the module has its previous version.
 
         Args:
-            timeout: seconds to wait for an update to begin; ``None`` waits for ever.
+            timeout: seconds to wait for an update to begin; ``None`` waits without limit.
 
         Returns:
-            The version that now serves.
+            Version that is now in the module.
 
         Raises:
-            TimeoutError: none began. ValueError: the weights do not fit the module. RuntimeError: the trainer is gone. The module then
-                has the version that it had.
+            TimeoutError: no update began.
+            ValueError: the weights do not fit the module.
+            RuntimeError: the trainer died.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the receiver holds. The module stays as it is. May be called twice."""
+        """Release buffers and connections. The module keeps its weights. May be called twice."""
         ...

@@ -1,4 +1,4 @@
-"""Where a run leaves what it needs to go on."""
+"""Periodic checkpoints of a run, and resumption from the newest one."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from areal.api import SaveLoadMeta, Stateful, TrainEngine
 
 Engines = Mapping[str, TrainEngine]
-"""The engines of a run, by name."""
+"""The engines of a run, by the name of their checkpoint directory."""
 
 
 class Checkpoints:
-    """Checkpoints ``step-000010`` and so on, in one folder for each engine of a run; each complete or not there at all.
+    """Checkpoints ``<engine>/step-000010`` and so on in one directory. Each appears complete or not at all.
 
     Args:
-        folder: of this run alone.
+        folder: directory of this run only.
         every: steps between checkpoints; 0 writes none.
-        keep_last: how many are kept; of several engines one more, so that all have one of the same step.
-        asynchronous: go on while a checkpoint is written.
+        keep_last: number of checkpoints to keep. With several engines, one more is kept, so that a common step always exists.
+        asynchronous: continue training while a checkpoint is written.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
 
     def __init__(self, folder: str | Path, *, every: int, keep_last: int = 1, asynchronous: bool = False) -> None:
@@ -33,13 +33,15 @@ class Checkpoints:
         self._asynchronous = asynchronous
 
     def save_if_due(self, engines: Engines, step: int, stateful: Mapping[str, Stateful]) -> bool:
-        """Save after every so many steps. Collective.
+        """Save if ``step`` is a multiple of ``every``. Collective.
 
         Args:
-            engines: by the name of their folder. The state goes with the last of them.
+            engines: by the name of their directory.
+            step: number of steps taken.
+            stateful: further state of the run, saved with the last engine.
 
         Returns:
-            Whether it did.
+            True if a checkpoint was saved (or its asynchronous save started).
         """
         due = self._every > 0 and step % self._every == 0
         if due:
@@ -48,10 +50,10 @@ class Checkpoints:
         return due
 
     def resume(self, engines: Engines, stateful: Mapping[str, Stateful]) -> int | None:
-        """Load the newest checkpoint of all engines, on this or another layout. Collective.
+        """Load the newest checkpoint that all engines have, on the same or another layout. Collective.
 
         Returns:
-            After which step it was saved, or ``None`` where there is none.
+            Step of the checkpoint, or ``None`` if there is none.
         """
         steps = self.steps(engines)
         if not steps:
@@ -61,17 +63,18 @@ class Checkpoints:
         return steps[-1]
 
     def steps(self, names: Iterable[str]) -> list[int]:
-        """After which steps there are checkpoints of all that are named, rising."""
-        found = [
+        """Return the steps for which all named engines have a checkpoint, in ascending order."""
+        steps_of_each = [
             {int(path.name.removeprefix("step-")) for path in (self.folder / name).glob("step-*[0-9]")}
             for name in names
         ]
-        return sorted(set.intersection(*found))
+        return sorted(set.intersection(*steps_of_each))
 
     def _meta(self, name: str, engines: Engines, step: int, stateful: Mapping[str, Stateful]) -> SaveLoadMeta:
         return SaveLoadMeta(
             self.folder / name / f"step-{step:06d}",
             weight_format="dcp",
+            # The run's state is saved once, with the last engine.
             stateful=dict(stateful) if name == list(engines)[-1] else {},
             keep_last=self._keep_last + (len(engines) > 1),
             asynchronous=self._asynchronous,

@@ -1,4 +1,4 @@
-"""From the rewards of a batch's sequences to the advantages of its tokens, on list batches as an engine takes them."""
+"""Advantage estimators: from the rewards of sequences to the advantages of tokens, on list batches as an engine takes them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,29 @@ from areal.trainer.advantages import (
 )
 
 Sample = dict[str, Tensor]
-"""One sequence: per-token tensors ``[S_i]``, and scalars about the whole."""
+"""One sequence: per-token tensors ``[S_i]``, and scalar tensors for per-sequence values."""
 
 
 class Estimator(Protocol):
-    """Adds ``advantages``, and with a critic ``returns``, to the samples of this data-parallel rank. Collective over these ranks."""
+    """Adds ``advantages``, and with a critic ``returns``, to samples. Collective over data-parallel ranks."""
 
-    def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]: ...
+    def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]:
+        """Return copies of the samples with the new keys.
+
+        Args:
+            samples: of this data-parallel rank; may be empty.
+            sum_over_ranks: ``engine.global_sum``.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class GroupRelative:
-    """Every action of a sequence gets the sequence's advantage over the others of its group.
+    """Assign the group-relative advantage of a sequence to all its actions.
 
     Attributes:
-        advantage: :func:`~areal.trainer.advantages.grpo`, ``dr_grpo`` or ``rloo``.
-        shape: changes the rewards ``[n]`` first, from them and the samples.
+        advantage: function of rewards and groups: :func:`~areal.trainer.advantages.grpo`, ``dr_grpo`` or ``rloo``.
+        shape: reward shaping, applied first: maps rewards ``[n]`` and samples to rewards ``[n]``.
     """
 
     advantage: Callable[[Tensor, Groups], Tensor] = grpo
@@ -47,24 +54,26 @@ class GroupRelative:
     def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]:
         if not samples:
             return []
+        # One reward per sequence, shaped before it is compared.
         rewards = torch.stack([sample["rewards"] for sample in samples])
         if self.shape is not None:
             rewards = self.shape(rewards, samples)
+        # A group is never split over data-parallel ranks, so no sum over ranks is needed.
         groups = Groups.local(torch.stack([sample["group_ids"] for sample in samples]))
-        found = to_samples(self.advantage(rewards, groups), [sample["loss_mask"] for sample in samples])
-        return [sample | {"advantages": each} for sample, each in zip(samples, found, strict=True)]
+        advantages = to_samples(self.advantage(rewards, groups), [sample["loss_mask"] for sample in samples])
+        return [sample | {"advantages": each} for sample, each in zip(samples, advantages, strict=True)]
 
 
 @dataclass(frozen=True)
 class CriticBased:
-    """Generalised Advantage Estimation from a critic's ``old_values``, the reward being that of the last action.
+    """Generalised Advantage Estimation from a critic's ``old_values``. The reward of a sequence is that of its last action.
 
     Attributes:
         gamma, lam: see :func:`~areal.trainer.advantages.gae`.
-        kl_coef: takes ``kl_coef * (old_logprobs - ref_logprobs)`` off the reward of each token; needs a reference.
-        bootstrap_truncated: after the last action of a sequence that was cut off stands the critic's value at its last position, as if it went
-            on; for rewards along the way. A reward for the outcome has judged the answer as it stands, and there nothing follows.
-        whiten: bring the advantages of the global batch to mean 0 and deviation 1.
+        kl_coef: subtracts ``kl_coef * (old_logprobs - ref_logprobs)`` from the reward of each token. Needs a reference.
+        bootstrap_truncated: use the critic's value at the last position as the value after a truncated sequence, as if it continued. For
+            intermediate rewards. An outcome reward has judged the truncated answer, so that nothing follows it.
+        whiten: normalise the advantages of the global batch to mean 0 and standard deviation 1.
     """
 
     gamma: float = 1.0
@@ -74,29 +83,33 @@ class CriticBased:
     whiten: bool = True
 
     def __call__(self, samples: list[Sample], sum_over_ranks: SumOverRanks) -> list[Sample]:
-        found = self._estimate(samples) if samples else None
-        advantages = torch.zeros(0) if found is None else found[0]
+        estimate = self._estimate(samples) if samples else None
+        advantages = torch.zeros(0) if estimate is None else estimate[0]
+        # A collective: a rank without samples takes part with an empty tensor.
         if self.whiten:
-            mask = None if found is None else found[2]
+            mask = None if estimate is None else estimate[2]
             advantages = normalize(advantages, mask, sum_over_ranks=sum_over_ranks)
-        if found is None:
+        if estimate is None:
             return []
-        _, returns, _, cu_seqlens = found
+        _, returns, _, cu_seqlens = estimate
         return [
             sample | {"advantages": a, "returns": r}
             for sample, a, r in zip(samples, split(advantages, cu_seqlens), split(returns, cu_seqlens), strict=True)
         ]
 
     def _estimate(self, samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return advantages, returns and mask ``[T]`` of the packed samples, and ``cu_seqlens`` ``[n + 1]``."""
         mask, cu_seqlens = join([sample["loss_mask"] for sample in samples])
         values, _ = join([sample["old_values"] for sample in samples])
+        # The outcome's reward at the last action, minus a KL penalty at each.
         rewards = at_last_action(torch.stack([sample["rewards"] for sample in samples]), mask, cu_seqlens)
         if self.kl_coef:
             kl, _ = join([sample["old_logprobs"] - sample["ref_logprobs"] for sample in samples])
             rewards = kl_penalized(rewards, kl, mask, coef=self.kl_coef)
+        # The value after the last action: 0 where the sequence ended.
         bootstrap = None
         if self.bootstrap_truncated:
             truncated = torch.stack([sample["truncated"] for sample in samples])
             bootstrap = torch.where(truncated, values[cu_seqlens[1:] - 1], 0.0)
-        found = gae(rewards, values, mask, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
-        return found.advantages, found.returns, mask, cu_seqlens
+        estimate = gae(rewards, values, mask, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
+        return estimate.advantages, estimate.returns, mask, cu_seqlens

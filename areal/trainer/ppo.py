@@ -1,39 +1,36 @@
-"""Policy optimisation on rollouts: PPO with a critic, GRPO and its relatives without one."""
+"""Policy optimisation on rollouts: PPO with a critic, GRPO and its variants without one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from areal.api import SaveLoadMeta, StepOutput, TensorSource, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
-from areal.trainer.checks import check_same_shards
 from areal.trainer.estimators import Estimator, GroupRelative, Sample
 from areal.trainer.losses import Objective
-from areal.trainer.profiling import StepProfile
-from areal.trainer.reference import check_reference, reference_logprobs
+from areal.trainer.monitoring import StepProfile, StepTimer, Tracker, Trackers, mean_scalars, step_scalars
+from areal.trainer.reference import check_reference, check_same_shards, reference_logprobs
 from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner_state
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
-from areal.trainer.scalars import StepTimer, mean_of, scalars_of
-from areal.trainer.tracking import Tracker, Trackers
 
 Sync = Callable[[TensorSource, int], object]
-"""Brings weights, of the version that is named, to the rollout; such as ``transport.send``. Collective."""
+"""Sends weights, with their version, to the rollout engine; ``transport.send`` is one. Collective."""
 
 
 @dataclass(frozen=True)
 class Critic:
-    """A value function that is trained beside the policy.
+    """A value function, trained on the same batches as the policy.
 
     Attributes:
-        engine: initialized, with a value head, on the same data-parallel layout.
-        objective: reads ``returns`` and ``old_values``.
+        engine: initialized, with a value head, on the policy's data-parallel layout.
+        objective: value loss; reads ``returns`` and ``old_values``.
     """
 
     engine: TrainEngine
@@ -42,17 +39,19 @@ class Critic:
 
 @dataclass(frozen=True)
 class Updates:
-    """How a batch becomes optimizer steps: ``epochs * minibatches`` of them, each on the next part of the batch's groups.
+    """Optimizer steps per batch of rollouts: ``epochs * minibatches``, each on the next slice of the batch's groups.
 
     Attributes:
-        recompute_logprobs: ``old_logprobs`` are the engine's own before the first step; else they are those of the rollout, which spares
-            a forward pass and leaves its rounding (and staleness) in the ratio.
-        max_tokens: sequences that are longer are left out, and counted; ``None`` for no limit.
-        skip_flat: leave out groups whose rewards are all the same, once they are counted: compared with each other, they teach nothing, and
-            cost as much as others. A penalty on the distance to a reference then does not see them either.
+        epochs: passes over the batch.
+        minibatches: optimizer steps per pass.
+        recompute_logprobs: compute ``old_logprobs`` with the engine before the first step. Otherwise the rollout's log-probs are used. That
+            saves a forward pass, but keeps the rollout's rounding (and staleness) in the ratio.
+        max_tokens: longest sequence to train on; ``None`` for no limit. Longer ones are left out and counted.
+        skip_flat: do not train on groups whose rewards are all equal. Their group-relative advantages are 0, but they cost as much compute
+            as other groups. They still count in the reported rewards; a KL penalty does not see them.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
 
     epochs: int = 1
@@ -68,25 +67,36 @@ class Updates:
                 raise ValueError(f"Updates.{name} = {value}: it must be at least 1")
 
 
+class PPOOptions(TypedDict, total=False):
+    """Options of :class:`PPOTrainer` that its factories pass on."""
+
+    estimator: Estimator | None
+    critic: Critic | None
+    updates: Updates | None
+    tracker: Tracker | None
+    checkpoints: Checkpoints | None
+    profile: str | Path | None
+
+
 class PPOTrainer:
-    """Rolls out, estimates advantages, updates, and brings the new weights to the rollout, again and again.
+    """Repeats four phases: rollout, advantage estimation, updates, and sending the new weights to the rollout engine.
 
     Args:
         engine: the policy, initialized.
-        objective: what is minimised, such as :func:`~areal.trainer.losses.grpo_objective`.
-        runner: plays episodes; of the world's size, each rank with its own share.
-        sync: brings weights to what the runner plays with.
-        estimator: makes advantages.
-        reference: adds ``ref_logprobs``, where the objective or the estimator reads them; same data-parallel layout. The engine itself,
-            where it has adapters: its model without them.
-        critic: adds ``old_values``, and learns.
-        updates: how many optimizer steps.
-        tracker: gets numbers after each step.
-        checkpoints: where to resume from, and what to leave.
-        profile: folder for a profile of the second step's updates, with the policy's phases.
+        objective: loss to minimise, such as :func:`~areal.trainer.losses.grpo_objective`.
+        runner: runs episodes. Its ``rank`` and ``size`` are those of the world: every rank runs some of the groups.
+        sync: sends weights to the runner's rollout engine.
+        estimator: computes advantages. Default :class:`~areal.trainer.estimators.GroupRelative`.
+        reference: adds ``ref_logprobs``, for objectives and estimators that read them. On the policy's data-parallel layout. With adapters it
+            may be the engine itself: its model without them is the reference.
+        critic: adds ``old_values``, and is trained too.
+        updates: optimizer steps per batch.
+        tracker: receives scalars after each step.
+        checkpoints: schedule and directory of checkpoints.
+        profile: directory for a profile of the second step's updates, with the policy's phases.
 
     Attributes:
-        step: batches that were trained on.
+        step: number of batches trained on.
 
     Raises:
         ValueError: engines are on different data-parallel layouts.
@@ -107,6 +117,7 @@ class PPOTrainer:
         checkpoints: Checkpoints | None = None,
         profile: str | Path | None = None,
     ) -> None:
+        # All engines take the same samples on this rank.
         if critic is not None:
             check_same_shards(engine, critic.engine)
         if reference is not None:
@@ -116,6 +127,7 @@ class PPOTrainer:
         self.reference, self.critic = reference, critic
         self.updates = updates or Updates()
         self.step = 0
+        # Version that the rollout engine has; None before the first sync.
         self._synced: int | None = None
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
@@ -124,14 +136,16 @@ class PPOTrainer:
     # ---- the run
 
     def train(self, steps: int, *, after_step: Callable[[dict[str, float]], bool | None] | None = None) -> None:
-        """Train on batches until there were ``steps``. Collective over the world.
+        """Train until ``steps`` batches are trained on, earlier ones included. Collective over the world.
 
         Args:
-            after_step: called with the numbers of each step; the run ends where it returns False, which it must on all ranks alike.
+            steps: total number of batches.
+            after_step: called with each step's scalars. Returning False, on all ranks alike, ends the run.
 
         Raises:
-            RuntimeError: every episode of a batch failed; names the first error.
+            RuntimeError: every episode of a batch failed; the message has the first error.
         """
+        # The rollout engine may have older weights, or none: before the first step and after a resume.
         if self._synced != self.engine.version:
             self._sync()
         while self.step < steps:
@@ -143,18 +157,22 @@ class PPOTrainer:
                 return
 
     def take_step(self) -> dict[str, float]:
-        """One batch: play, score, update, sync. Returns what is logged; the same on every rank but for ``time/...``."""
+        """Train on one batch. Returns the logged scalars, equal on all ranks except ``time/...``. Collective over the world."""
         timer = StepTimer()
+        # 1. Rollouts of this data-parallel coordinate, and statistics over the global batch.
         groups = next_groups(self.runner, self.engine.dp_rank)
         report = RolloutReport(groups, self.updates.max_tokens, self.engine.version, skip_flat=self.updates.skip_flat)
         scalars = report.reduce(self.engine.global_sum)
         timer.lap("wait")
+        # 2. Everything that the objective reads.
         samples = self.score(report.samples)
         scalars |= disagreement(samples, self.engine.global_sum)
         timer.lap("score")
+        # 3. Optimizer steps.
         with self._profile.step(self.engine):
-            scalars |= mean_of([self._update(part) for part in self._parts(groups, samples)])
+            scalars |= mean_scalars([self._update(minibatch) for minibatch in self._minibatches(groups, samples)])
         timer.lap("update")
+        # 4. New weights to the rollout engine, which lets the runner start further groups.
         self.step += 1
         self.engine.set_version(self.engine.version + 1)
         self._sync()
@@ -162,79 +180,90 @@ class PPOTrainer:
         return scalars | timer.scalars()
 
     def _sync(self) -> None:
+        """Send the policy's weights to the rollout engine, and let the runner go on."""
         self.sync(self.engine, self.engine.version)
         self._synced = self.engine.version
         self.runner.advance(self.step)
 
     def score(self, samples: list[Sample]) -> list[Sample]:
-        """Add what the objective reads: old log-probs, those of the reference, values, advantages."""
+        """Return samples with ``old_logprobs``, ``ref_logprobs`` (with a reference), ``old_values`` (with a critic), and advantages.
+
+        Collective over the world.
+        """
+        # The policy's log-probs before the update, against which ratios are taken.
         if self.updates.recompute_logprobs:
-            samples = _with(samples, "old_logprobs", self.engine.forward_batch(samples))
+            samples = _with_key(samples, "old_logprobs", self.engine.forward_batch(samples))
         else:
-            samples = _with(samples, "old_logprobs", [sample["rollout_logprobs"] for sample in samples])
+            samples = _with_key(samples, "old_logprobs", [sample["rollout_logprobs"] for sample in samples])
+        # Log-probs and values of the other models, for the keys that the objective and the estimator read.
         if self.reference is not None:
-            samples = _with(samples, "ref_logprobs", reference_logprobs(self.engine, self.reference, samples))
+            samples = _with_key(samples, "ref_logprobs", reference_logprobs(self.engine, self.reference, samples))
         if self.critic is not None:
-            samples = _with(samples, "old_values", self.critic.engine.forward_batch(samples, outputs=("values",)))
+            samples = _with_key(samples, "old_values", self.critic.engine.forward_batch(samples, outputs=("values",)))
+        # Last: an estimator may read all of the above.
         return self.estimator(samples, self.engine.global_sum)
 
-    def _parts(self, groups: list[Group], samples: list[Sample]) -> Iterator[list[Sample]]:
-        """Mini-batches, epoch after epoch: each holds the same groups on any layout."""
-        parts = self.updates.minibatches
-        of = {group.index: self.runner.place(group.index) * parts // self.runner.plan.groups for group in groups}
+    def _minibatches(self, groups: list[Group], samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Yield this rank's samples of each mini-batch, epoch after epoch. A mini-batch has the same groups on any layout."""
+        count = self.updates.minibatches
+        # By position in the global batch, so that the assignment does not depend on the rank that played a group.
+        minibatch_of = {
+            group.index: self.runner.position(group.index) * count // self.runner.plan.groups for group in groups
+        }
         for _ in range(self.updates.epochs):
-            for part in range(parts):
-                yield [sample for sample in samples if of[int(sample["group_ids"])] == part]
+            for index in range(count):
+                yield [sample for sample in samples if minibatch_of[int(sample["group_ids"])] == index]
 
-    def _update(self, part: list[Sample]) -> dict[str, float]:
-        """One optimizer step of policy and critic; none where no rank has a token to train on."""
+    def _update(self, minibatch: list[Sample]) -> dict[str, float]:
+        """Take an optimizer step of policy and critic, unless no rank has a trained token. Returns their scalars."""
         scalars: dict[str, float] = {}
         jobs = [("actor", self.engine, self.objective)]
         if self.critic is not None:
             jobs.append(("critic", self.critic.engine, self.critic.objective))
-        trained = torch.tensor(float(sum(int(sample["loss_mask"].count_nonzero()) for sample in part)))
+        # All ranks skip together: a global weight of 0 would be an error.
+        trained = torch.tensor(float(sum(int(sample["loss_mask"].count_nonzero()) for sample in minibatch)))
         if not self.engine.global_sum(trained).item():
             return {"actor/empty": 1.0}
         for name, engine, objective in jobs:
-            done: StepOutput = engine.train_batch(
-                part, objective.loss_fn, objective.weight_fn, outputs=objective.outputs
+            output: StepOutput = engine.train_batch(
+                minibatch, objective.loss_fn, objective.weight_fn, outputs=objective.outputs
             )
-            scalars |= scalars_of(name, done)
+            scalars |= step_scalars(name, output)
         return scalars
 
     # ---- state
 
     def resume(self) -> int:
-        """Go on from the newest checkpoint, if there is one. Collective. To be called before :meth:`train`.
+        """Load the newest checkpoint, if there is one. Collective. Call it before :meth:`train`.
 
         Returns:
-            The steps that were taken before.
+            Number of steps taken before.
         """
         if self._checkpoints is not None:
             self._checkpoints.resume(self._engines(), {"trainer": self})
         return self.step
 
     def _engines(self) -> dict[str, TrainEngine]:
-        """The policy last: the run's state is saved with it."""
+        """Return the engines to save. The policy is last: the run's state is saved with the last one."""
         return ({"critic": self.critic.engine} if self.critic is not None else {}) | {"policy": self.engine}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, rollouts that wait to be trained on included. Collective; the same on every rank."""
+        """Return the state of the run, including rollouts not trained on yet. Collective; equal on all ranks."""
         return {"step": self.step, "runner": runner_state(self.runner)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state of :meth:`state_dict`, on the same or another number of ranks."""
         self.step = state["step"]
         set_runner_state(self.runner, state["runner"])
 
     def refresh_reference(self, folder: str | Path) -> None:
-        """Make the policy's present weights the reference's, by way of a checkpoint. Collective.
+        """Copy the policy's current weights to the reference, through a checkpoint. Collective.
 
         Args:
-            folder: where the weights go, in the format of Hugging Face; the same on every rank.
+            folder: directory for the weights, in Hugging Face format; the same on all ranks.
 
         Raises:
-            RuntimeError: there is no reference, or it is the policy's own model, which adapters never change.
+            RuntimeError: there is no reference, or it is the policy's base model, which adapters never change.
         """
         if self.reference is None or self.reference is self.engine:
             raise RuntimeError("there is no reference to refresh: pass reference= with an engine of its own")
@@ -243,5 +272,6 @@ class PPOTrainer:
         self.reference.load(meta)
 
 
-def _with(samples: list[Sample], key: str, values: Any) -> list[Sample]:
+def _with_key(samples: list[Sample], key: str, values: Any) -> list[Sample]:
+    """Return copies of the samples with one more key."""
     return [sample | {key: value} for sample, value in zip(samples, values, strict=True)]

@@ -1,4 +1,4 @@
-"""The model to stay near to: another engine, or the policy itself without its adapters."""
+"""Reference model of a policy: a second engine, or the policy itself without its adapters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ from contextlib import nullcontext
 from typing import Any
 
 from areal.api import TrainEngine
-from areal.trainer.checks import check_same_shards
+
+
+def check_same_shards(engine: TrainEngine, other: TrainEngine) -> None:
+    """Raise unless both engines have the same data-parallel rank and degree here, so that both take the same samples.
+
+    Raises:
+        ValueError: the data-parallel layouts differ.
+    """
+    mine, theirs = (engine.dp_rank, engine.dp_size), (other.dp_rank, other.dp_size)
+    if mine != theirs:
+        raise ValueError(
+            f"the engine of {engine.config.backend!r} has part {mine[0]} of {mine[1]} of a batch here, and that of "
+            f"{other.config.backend!r} part {theirs[0]} of {theirs[1]}: give both the same data-parallel degree"
+        )
 
 
 def check_reference(engine: TrainEngine, reference: TrainEngine) -> None:
-    """See that a reference can be one.
+    """Raise if an engine cannot be the reference of another.
 
     Raises:
-        ValueError: it is on another data-parallel layout, or it is the engine itself, which has no adapters.
+        ValueError: the data-parallel layouts differ, or both are the same engine and it has no adapters.
     """
     check_same_shards(engine, reference)
     if reference is engine and engine.config.lora is None:
@@ -21,6 +34,6 @@ def check_reference(engine: TrainEngine, reference: TrainEngine) -> None:
 
 
 def reference_logprobs(engine: TrainEngine, reference: TrainEngine, samples: list[Any]) -> Any:
-    """Log-probs by the reference: where it is the engine itself, by its model without adapters."""
+    """Return ``reference.forward_batch(samples)``. If both are the same engine, its adapters are disabled for the call. Collective."""
     with engine.reference() if reference is engine else nullcontext():
         return reference.forward_batch(samples)

@@ -1,21 +1,27 @@
-"""Learning from data that is there: one objective, one loader, one optimizer step for each batch."""
+"""Training on a fixed data set: one objective, one loader, one optimizer step per batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from areal.api import StepOutput, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
-from areal.trainer.losses.objective import Objective
-from areal.trainer.profiling import StepProfile
-from areal.trainer.scalars import scalars_of
-from areal.trainer.tracking import Tracker, Trackers
-from areal.utils.data import ShardedLoader
+from areal.trainer.losses import Objective, sft_objective
+from areal.trainer.monitoring import StepProfile, Tracker, Trackers, step_scalars
+from areal.utils.data import ShardedLoader, where_trained
 
 Prepare = Callable[[Any], list[dict[str, Any]]]
-"""From what the loader yields to the samples of a batch. Collective where it asks another engine."""
+"""Converts an item of the loader to the samples of a batch. Collective if it calls another engine."""
+
+
+class SupervisedOptions(TypedDict, total=False):
+    """Options of :class:`SupervisedTrainer` that its factories pass on."""
+
+    tracker: Tracker | None
+    checkpoints: Checkpoints | None
+    profile: str | Path | None
 
 
 class SupervisedTrainer:
@@ -23,15 +29,15 @@ class SupervisedTrainer:
 
     Args:
         engine: initialized.
-        objective: what is minimised.
-        loader: of this data-parallel rank.
-        prepare: makes samples of what it yields; by default they are samples already.
-        tracker: gets ``train/...`` after each step.
-        checkpoints: where to resume from, and what to leave.
-        profile: folder for a profile of the second step.
+        objective: loss to minimise.
+        loader: yields the batches of this data-parallel rank.
+        prepare: converts an item of the loader to samples. By default the items are lists of samples.
+        tracker: receives ``train/...`` after each step.
+        checkpoints: schedule and directory of checkpoints.
+        profile: directory for a profile of the second step.
 
     Attributes:
-        step: optimizer steps that were taken.
+        step: number of optimizer steps taken.
     """
 
     def __init__(
@@ -55,41 +61,67 @@ class SupervisedTrainer:
         self._profile = StepProfile(profile)
 
     def resume(self) -> int:
-        """Go on from the newest checkpoint, if there is one. Collective.
+        """Load the newest checkpoint, if there is one. Collective.
 
         Returns:
-            The steps that were taken before.
+            Number of steps taken before.
         """
         if self._checkpoints is not None:
             self.step = self._checkpoints.resume({"model": self.engine}, {"loader": self._loader}) or 0
         return self.step
 
     def train(self, steps: int, *, after_step: Callable[[StepOutput], bool | None] | None = None) -> None:
-        """Train until ``steps`` were taken. Collective.
+        """Train until ``steps`` optimizer steps are taken, earlier ones included. Collective.
 
         Args:
-            after_step: called with each step; the run ends where it returns False, which it must on all ranks alike.
+            steps: total number of steps.
+            after_step: called with each step's output. Returning False, on all ranks alike, ends the run.
         """
         while self.step < steps:
+            # One epoch; the loader continues in its middle after a resume.
             for batch in self._loader:
-                done = self._take_step(self._prepare(batch))
-                told_to_stop = after_step is not None and after_step(done) is False
-                if told_to_stop or self.step == steps:
+                output = self._take_step(self._prepare(batch))
+                stop = after_step is not None and after_step(output) is False
+                if stop or self.step == steps:
                     return
 
     def _take_step(self, batch: list[dict[str, Any]]) -> StepOutput:
+        """Train on one batch, log, and save a checkpoint if one is due."""
         with self._profile.step(self.engine):
-            done = self.engine.train_batch(
+            output = self.engine.train_batch(
                 batch, self.objective.loss_fn, self.objective.weight_fn, outputs=self.objective.outputs
             )
         self.step += 1
-        self._tracker.log(self.step, scalars_of("train", done))
+        self._tracker.log(self.step, step_scalars("train", output))
         if self._checkpoints is not None:
             self._checkpoints.save_if_due({"model": self.engine}, self.step, {"loader": self._loader})
-        return done
+        return output
 
     def evaluate(self, samples: list[dict[str, Any]]) -> StepOutput:
-        """The objective on this data-parallel rank's samples, nothing trained. Collective."""
+        """Return the objective on this data-parallel rank's samples, without training. Collective."""
         return self.engine.eval_batch(
             samples, self.objective.loss_fn, self.objective.weight_fn, outputs=self.objective.outputs
         )
+
+
+def sft_trainer(
+    engine: TrainEngine,
+    loader: ShardedLoader,
+    *,
+    prepare: Prepare | None = None,
+    **options: Unpack[SupervisedOptions],
+) -> SupervisedTrainer:
+    """Return a trainer that minimises the cross-entropy of tokens, weighted by ``loss_mask``.
+
+    Args:
+        engine: initialized.
+        loader: yields lists of samples with ``input_ids`` and optionally ``loss_mask``; see :mod:`areal.utils.data.sequences`.
+        prepare: converts an item of the loader to samples. The default restricts outputs to trained tokens.
+        options: passed to :class:`SupervisedTrainer`.
+    """
+    return SupervisedTrainer(engine, sft_objective(), loader, prepare=prepare or _restrict_outputs, **options)
+
+
+def _restrict_outputs(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compute log-probs only at trained tokens, for samples with a mask."""
+    return [where_trained(sample) if "loss_mask" in sample else sample for sample in samples]

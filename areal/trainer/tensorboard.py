@@ -1,4 +1,4 @@
-"""The numbers of a run, for TensorBoard."""
+"""Tracker that writes event files for TensorBoard. Separate from the other trackers, because it needs an optional dependency."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """Event files for TensorBoard.
+    """A :class:`~areal.trainer.monitoring.Tracker` that writes event files.
 
     Args:
-        folder: where they go.
+        folder: output directory.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self._writer = SummaryWriter(str(folder))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars of one step."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Flush and close the event file."""
         self._writer.close()

@@ -1,29 +1,25 @@
-"""From rewards to advantages: pure functions of packed, padded or per-sequence tensors.
+"""Advantages from rewards: pure functions of packed, padded or per-sequence tensors.
 
-A number at ``t`` speaks of the prediction made at ``t``, as everywhere. What is exact over data-parallel ranks takes
-``sum_over_ranks``, which is ``engine.global_sum``; then all ranks call it, those without sequences as well.
+Index ``t`` refers to the prediction made at position ``t`` (of token ``t + 1``). Functions that are exact over data-parallel ranks take
+``sum_over_ranks``, for which ``engine.global_sum`` is meant. They are collective: ranks without sequences call them too.
 """
 
-from areal.trainer.advantages.filter import Filtered, FilterStats, filter_groups
 from areal.trainer.advantages.gae import GAE, gae
 from areal.trainer.advantages.group_relative import dr_grpo, grpo, rloo
 from areal.trainer.advantages.groups import Groups, Moments, SumOverRanks
 from areal.trainer.advantages.normalize import normalize
 from areal.trainer.advantages.reinforce import discounted_returns, reinforce_plus_plus, reinforce_plus_plus_baseline
-from areal.trainer.advantages.shaping import kl_penalized, overlong_penalty, rescale
+from areal.trainer.advantages.shaping import kl_penalized, overlong_penalty
 from areal.trainer.advantages.tokens import at_last_action, join, split, to_samples, to_tokens
 
 __all__ = [
     "GAE",
-    "FilterStats",
-    "Filtered",
     "Groups",
     "Moments",
     "SumOverRanks",
     "at_last_action",
     "discounted_returns",
     "dr_grpo",
-    "filter_groups",
     "gae",
     "grpo",
     "join",
@@ -32,7 +28,6 @@ __all__ = [
     "overlong_penalty",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
-    "rescale",
     "rloo",
     "split",
     "to_samples",

@@ -11,7 +11,7 @@ from areal.trainer.advantages.scan import check_discount, check_rewards, discoun
 
 
 class GAE(NamedTuple):
-    """Advantages, and returns for the critic to learn: of the shape of the values, 0 where there is no action."""
+    """Advantages, and returns (the critic's targets): of the shape of the values, 0 at positions without an action."""
 
     advantages: Tensor
     returns: Tensor
@@ -28,7 +28,7 @@ def gae(
     lam: float,
     bootstrap: Tensor | None = None,
 ) -> GAE:
-    """Generalised Advantage Estimation (Schulman et al. 2016, arXiv:1506.02438, section 3).
+    """Return Generalised Advantage Estimates (Schulman et al. 2016, arXiv:1506.02438, section 3).
 
     Over the actions ``k`` of a sequence,
 
@@ -36,29 +36,29 @@ def gae(
         A_k     = delta_k + gamma * lam * A_{k+1} = sum_i (gamma * lam)^i delta_{k+i}
         R_k     = A_k + V_k                                (TD(lambda) return)
 
-    A step goes from one action to the next. Positions between them that are no actions, such as a tool's output, are as
-    if they were not there: ``V_{k+1}`` is the value at the next *action*, and time is not discounted across the gap.
-    What their values are, NaN included, does not matter. After the last action stands ``bootstrap``.
+    A step goes from one action to the next. Positions in between, such as a tool's output, are skipped: ``V_{k+1}`` is the value at
+    the next *action*, and the gap is not discounted. Values at skipped positions may be NaN. ``V`` after the last action is
+    ``bootstrap``.
 
-    Everything is position-aligned: ``values[t]`` is the critic's before the action at ``t``, that is before the token at
-    ``t + 1``; ``rewards[t]`` is what that token earned. Computed in float64; see
+    Tensors are position-aligned: ``values[t]`` is the critic's value before the action at ``t`` (the token ``t + 1``), and
+    ``rewards[t]`` is the reward of that token. Computed in float64; see
     :func:`~areal.trainer.advantages.scan.discounted_sums` for the accuracy.
 
     Args:
-        rewards: ``[T]`` packed, or ``[B, S]`` padded; 0 where there is no action.
-        values: of the same shape.
-        action_mask: of the same shape, not 0 at actions, such as the loss mask; its size does not matter.
+        rewards: ``[T]`` packed, or ``[B, S]`` padded; 0 at positions without an action.
+        values: of the shape of ``rewards``.
+        action_mask: of the shape of ``rewards``. Not 0 at actions, such as a loss mask.
         cu_seqlens: integers ``[n + 1]`` for packed data; ``None`` for padded.
-        gamma: discount of a step, from 0 to 1.
+        gamma: discount per step, from 0 to 1.
         lam: from 0 (one step, least variance) to 1 (Monte Carlo, least bias).
-        bootstrap: ``[n]`` (``[B]``), the value after the last action of each sequence: 0, the default, where the episode
-            ended; the critic's at the last position of the sequence where it was cut off.
+        bootstrap: ``[n]`` (``[B]``). Value after the last action of each sequence: 0 (the default) if the episode ended, the critic's
+            value at the last position if it was truncated.
 
     Returns:
-        Constants of the dtype of ``values``, but no narrower than float32.
+        Tensors without a gradient, of the dtype of ``values`` but at least float32.
 
     Raises:
-        ValueError: shapes do not agree, a discount is out of range, or a reward stands where there is no action.
+        ValueError: shapes do not agree, a discount is out of range, or a position without an action has a reward.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)
@@ -71,6 +71,7 @@ def gae(
             f"bootstrap is {list(bootstrap.shape)} for {actions.n_sequences} sequences: give one value for each, 0 where "
             "the episode ended"
         )
+    # V_{k+1}: the value at the next action, or the bootstrap value after the last one.
     value = actions.take(values)
     after = torch.zeros_like(value) if bootstrap is None else bootstrap.double()[actions.sequences]
     following = torch.where(actions.is_last(), after, value.roll(-1))

@@ -1,4 +1,4 @@
-"""Which numbers are compared with each other, and their exact mean and spread, wherever they lie."""
+"""Groups of sequences that are compared with each other, with exact means and deviations over ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 SumOverRanks = Callable[[Tensor], Tensor]
-"""The sum of a tensor over data-parallel ranks, the same bits on each; ``engine.global_sum`` is one. Collective."""
+"""Returns the sum of a tensor over data-parallel ranks, bitwise equal on all; ``engine.global_sum`` is one. Collective."""
 
 _NO_SPREAD = 1e-12
-"""A standard deviation below this share of the mean is rounding of a sum: rewards in float32 differ by 1e-7 or not at all."""
+"""A standard deviation below this fraction of the mean is rounding of a sum: float32 rewards differ by 1e-7 or not at all."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and spread of each group, over all ranks.
+    """Count, mean and sum of squared deviations of each group, over all ranks.
 
     Attributes:
-        count, mean: float64 ``[n_groups]``; the mean of an empty group is 0.
-        squares: float64 ``[n_groups]``, squared deviations from the mean, summed. Exactly 0 for numbers that are all equal.
+        count: float64 ``[n_groups]``.
+        mean: float64 ``[n_groups]``; 0 for an empty group.
+        squares: float64 ``[n_groups]``. Sum of squared deviations from the mean; exactly 0 if all values are equal.
     """
 
     count: Tensor
@@ -29,10 +30,10 @@ class Moments:
     squares: Tensor
 
     def std(self, ddof: int = 1) -> Tensor:
-        """``sqrt(squares / (count - ddof))``; 0 for a group of no more than ``ddof``.
+        """Return ``sqrt(squares / (count - ddof))`` ``[n_groups]``; 0 for groups of at most ``ddof`` members.
 
         Args:
-            ddof: 1 for the estimate from a sample (what ``torch.std`` gives), 0 for the spread of the numbers themselves.
+            ddof: 1 for the sample estimate (as ``torch.std``), 0 for the population.
         """
         check_ddof(ddof)
         return torch.where(self.count > ddof, self.squares / (self.count - ddof).clamp(min=1), 0).sqrt()
@@ -40,15 +41,14 @@ class Moments:
 
 @dataclass(frozen=True)
 class Groups:
-    """A partition of this rank's sequences (or tokens) into groups, which may go on on other ranks.
+    """Partition of this rank's sequences (or tokens) into groups, which may have members on other ranks.
 
-    Made by :meth:`local`, :meth:`over_ranks` or :meth:`whole_batch`. Order and sizes are free: what has the same id is a
-    group.
+    Created by :meth:`local`, :meth:`over_ranks` or :meth:`whole_batch`. Entries with the same id are a group, in any order and of any size.
 
     Attributes:
         ids: int64 ``[m]``, from 0 to ``n_groups - 1``.
-        n_groups: how many ids there are, those without members here included.
-        sum_over_ranks: adds up what ranks have; ``None`` where groups are this rank's own.
+        n_groups: number of ids, including groups without members on this rank.
+        sum_over_ranks: sum over data-parallel ranks; ``None`` if every group is on one rank.
     """
 
     ids: Tensor
@@ -57,9 +57,12 @@ class Groups:
 
     @classmethod
     def local(cls, group_ids: Tensor) -> Groups:
-        """Groups that lie wholly on this rank: any int64 keys ``[n]``. No collective.
+        """Return groups whose members are all on this rank. Not collective.
 
-        The same key on two ranks is two groups. Where a prompt's responses may be apart, use :meth:`over_ranks`.
+        The same key on two ranks means two groups. If the responses to a prompt may be on several ranks, use :meth:`over_ranks`.
+
+        Args:
+            group_ids: int64 ``[n]``. Any keys.
 
         Raises:
             ValueError: ``group_ids`` are not integers ``[n]``.
@@ -70,19 +73,19 @@ class Groups:
 
     @classmethod
     def over_ranks(cls, group_ids: Tensor, n_groups: int, sum_over_ranks: SumOverRanks) -> Groups:
-        """Groups whose members may lie on several data-parallel ranks, exactly as if they lay on one.
+        """Return groups whose members may be on several data-parallel ranks, with the results of a single rank.
 
-        All ranks use these groups together, a rank without members as well: each use is one or two collectives over
-        tables of ``n_groups`` numbers.
+        All ranks use these groups together, including ranks without members. Each use is one or two collectives of ``n_groups``
+        numbers.
 
         Args:
-            group_ids: int64 ``[n]``, from 0 to ``n_groups - 1``, of one meaning on all ranks, such as the index of the
-                prompt in the global batch.
-            n_groups: the same on all ranks.
+            group_ids: int64 ``[n]``, from 0 to ``n_groups - 1``, with the same meaning on all ranks, such as the index of the prompt in
+                the global batch.
+            n_groups: number of groups, equal on all ranks.
             sum_over_ranks: ``engine.global_sum``.
 
         Raises:
-            ValueError: ``group_ids`` are not integers ``[n]`` or out of range; on this rank alone.
+            ValueError: ``group_ids`` are not integers ``[n]`` or out of range. Raised on this rank only.
         """
         _check_ids(group_ids)
         if len(group_ids) and not 0 <= int(group_ids.min()) <= int(group_ids.max()) < n_groups:
@@ -94,11 +97,11 @@ class Groups:
 
     @classmethod
     def whole_batch(cls, x: Tensor, sum_over_ranks: SumOverRanks | None = None) -> Groups:
-        """One group of everything in ``x`` (of any shape), on all ranks if there is a ``sum_over_ranks``."""
+        """Return one group of all entries of ``x`` (of any shape), over all ranks if ``sum_over_ranks`` is given."""
         return cls(torch.zeros(x.numel(), dtype=torch.int64, device=x.device), 1, sum_over_ranks)
 
     def of_tokens(self, cu_seqlens: Tensor) -> Groups:
-        """The same groups over the tokens ``[T]`` of the sequences that ``cu_seqlens`` ``[n + 1]`` cuts."""
+        """Return the same groups over tokens ``[T]``, for sequences with offsets ``cu_seqlens`` ``[n + 1]``."""
         lengths = cu_seqlens.diff().to(self.ids.device)
         if len(lengths) != len(self.ids):
             raise ValueError(
@@ -107,51 +110,56 @@ class Groups:
         return Groups(self.ids.repeat_interleave(lengths), self.n_groups, self.sum_over_ranks)
 
     def sums(self, x: Tensor) -> Tensor:
-        """The sum of each group, over all ranks: float64 ``[n_groups, k]`` of ``x`` ``[m, k]``. One collective."""
+        """Return the sum of each group over all ranks: from ``[m, k]`` to float64 ``[n_groups, k]``. One collective."""
         local = torch.zeros(self.n_groups, x.shape[1], dtype=torch.float64, device=x.device)
         local.index_add_(0, self.ids, x.double())
         return local if self.sum_over_ranks is None else self.sum_over_ranks(local)
 
     def moments(self, x: Tensor, mask: Tensor | None = None) -> Moments:
-        """Mean and spread of each group, in float64 and two passes, so that a large mean takes nothing from the spread.
+        """Return mean and squared deviations of each group. Two collectives.
 
-        The second pass corrects for the rounding of the first one's mean (Chan, Golub and LeVeque 1983). Two collectives.
+        Computed in float64 and two passes, so that a large mean does not reduce the accuracy of the deviations. The second pass corrects
+        the rounding of the first pass's mean (Chan, Golub and LeVeque 1983).
 
         Args:
-            x: ``[m]``, or of any shape that has ``m`` entries.
-            mask: of the shape of ``x``; where it is 0, ``x`` is left out, whatever it is. Each other entry counts once.
+            x: ``[m]``, or any shape with ``m`` entries.
+            mask: of the shape of ``x``. Entries with 0 are excluded and may be NaN; all others count once.
 
         Raises:
-            ValueError: shapes do not agree; or a number that counts is not finite, on every rank.
+            ValueError: shapes do not match, or an entry that counts is not finite (raised on all ranks).
         """
-        x, kept = self._checked(x, mask)
+        # First pass: counts and means.
+        x, kept = self._flat_values(x, mask)
         count, total = self.sums(torch.stack([kept.double(), x], 1)).unbind(1)
         _check_finite(total)
         present = count.clamp(min=1)
         mean = total / present
+        # Second pass: deviations from that mean, whose own sum (0 up to rounding) corrects it.
         deviation = (x - mean[self.ids]).masked_fill(~kept, 0)
-        rest, squares = self.sums(torch.stack([deviation, deviation.square()], 1)).unbind(1)
-        mean = mean + rest / present
-        squares = (squares - rest.square() / present).clamp(min=0)
+        residual, squares = self.sums(torch.stack([deviation, deviation.square()], 1)).unbind(1)
+        mean = mean + residual / present
+        squares = (squares - residual.square() / present).clamp(min=0)
+        # Equal values must have deviation 0, not the rounding of their mean, which grpo would divide by.
         equal = squares <= count * (_NO_SPREAD * mean).square()
         return Moments(count, mean, squares.masked_fill(equal, 0))
 
     def deviations(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Moments]:
-        """Each entry less the mean of its group, float64 of the shape of ``x``, and the moments.
+        """Return each entry minus the mean of its group, float64 of the shape of ``x``, and the moments.
 
-        Exactly 0 where all numbers of a group are equal, and where ``mask`` is 0. Collective and errors as
+        Deviations are exactly 0 in groups whose values are all equal, and where ``mask`` is 0. Collectives and errors as for
         :meth:`moments`.
         """
         moments = self.moments(x, mask)
-        flat, kept = self._checked(x, mask)
-        nothing = ~kept | (moments.squares == 0)[self.ids]
-        return (flat - moments.mean[self.ids]).masked_fill(nothing, 0).view(x.shape), moments
+        flat, kept = self._flat_values(x, mask)
+        zero = ~kept | (moments.squares == 0)[self.ids]
+        return (flat - moments.mean[self.ids]).masked_fill(zero, 0).view(x.shape), moments
 
     def pick(self, table: Tensor, like: Tensor) -> Tensor:
-        """The entry of a table ``[n_groups]`` that each of the ``m`` belongs to, in the shape of ``like``."""
+        """Return the value of each entry's group, from ``table`` ``[n_groups]``, in the shape of ``like``."""
         return table[self.ids].view(like.shape)
 
-    def _checked(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _flat_values(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return ``x`` as float64 ``[m]`` with 0 at excluded entries, and bool ``[m]`` of the entries that count."""
         if x.numel() != len(self.ids) or (mask is not None and mask.shape != x.shape):
             raise ValueError(
                 f"got numbers of shape {list(x.shape)} and a mask of {None if mask is None else list(mask.shape)} for groups of "
@@ -162,12 +170,12 @@ class Groups:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Of what is made of ``x``: its own, but no narrower than float32."""
+    """Return the dtype of results computed from ``x``: that of ``x``, but at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def check_ddof(ddof: int) -> None:
-    """Raise a ValueError for a ``ddof`` other than 0 and 1."""
+    """Raise a ``ValueError`` unless ``ddof`` is 0 or 1."""
     if ddof not in (0, 1):
         raise ValueError(f"ddof = {ddof}: 1 for the estimate from a sample, 0 for the spread of the numbers themselves")
 
@@ -180,7 +188,7 @@ def _check_ids(group_ids: Tensor) -> None:
 
 
 def _check_finite(total: Tensor) -> None:
-    # After the collective, so that all ranks raise, and none is left waiting.
+    # Checked after the collective, so that all ranks raise and none waits.
     wrong = (~total.isfinite()).nonzero()
     if len(wrong):
         raise ValueError(

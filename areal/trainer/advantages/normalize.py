@@ -1,4 +1,4 @@
-"""Normalisation of rewards or advantages: over the batch, over each group, or of the mean alone."""
+"""Normalisation of rewards or advantages: over the batch or over each group."""
 
 from __future__ import annotations
 
@@ -17,29 +17,26 @@ def normalize(
     eps: float = 1e-8,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> Tensor:
-    """``(x - mean) / (std + eps)`` over what the mask keeps, exact over data-parallel ranks.
+    """Return ``(x - mean) / (std + eps)`` over the entries that the mask keeps, exact over data-parallel ranks.
 
-    The moments are float64 sums in two passes, the same on every rank: where the numbers lie does not matter. A rank that has
-    none takes part with an empty ``x``.
+    Mean and standard deviation are computed in float64 and two passes, with equal results on all ranks and for any distribution of the
+    entries. A rank without entries takes part with an empty ``x``.
 
     Args:
-        x: of any shape: ``[T]`` packed, ``[B, S]`` padded, ``[n]`` for sequences.
-        mask: of the same shape, such as a loss mask; where it is 0, ``x`` is left out, whatever it is. Each other entry counts
-            once, whatever its mask is.
-        groups: normalise each group by itself; ``Groups.of_tokens`` for tokens. By default the batch is one group.
-        scale: ``False`` to take off the mean alone.
-        ddof: the divisor of the variance is the count less this. 1, the default here and for groups, is the estimate from a
-            sample; 0 the spread of the numbers themselves.
+        x: any shape: ``[T]`` packed, ``[B, S]`` padded, ``[n]`` per sequence.
+        mask: of the shape of ``x``, such as a loss mask. Entries with 0 are excluded and may be NaN; all others count once.
+        groups: normalise within each group; see ``Groups.of_tokens`` for tokens. By default the batch is one group.
+        scale: False subtracts the mean only.
+        ddof: the divisor of the variance is the count minus ``ddof``: 1 for the sample estimate, 0 for the population.
         eps: added to the standard deviation.
-        sum_over_ranks: ``engine.global_sum``, for the batch of all ranks; ``groups`` bring their own.
+        sum_over_ranks: ``engine.global_sum``, for the batch of all ranks. Not with ``groups``, which have their own.
 
     Returns:
-        Of the shape of ``x`` and its dtype, but no narrower than float32. 0 where ``mask`` is 0, and where all numbers are
-        equal or there is only one.
+        Of the shape of ``x`` and its dtype, but at least float32. 0 where ``mask`` is 0, and if all entries are equal or there is one.
 
     Raises:
-        ValueError: shapes do not agree, both ``groups`` and ``sum_over_ranks`` are given; or a number that counts is not
-            finite, on every rank.
+        ValueError: shapes do not match; ``groups`` and ``sum_over_ranks`` are both given; or an entry that counts is not finite
+            (raised on all ranks).
     """
     check_ddof(ddof)
     if groups is None:
@@ -50,6 +47,7 @@ def normalize(
         )
     deviation, moments = groups.deviations(x, mask)
     if scale:
+        # std 0 with eps = 0: the deviations are 0 and stay 0.
         spread = groups.pick(moments.std(ddof), x) + eps
         deviation = deviation / spread.masked_fill(spread == 0, 1)
     return deviation.to(result_dtype(x))

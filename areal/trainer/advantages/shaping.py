@@ -1,4 +1,4 @@
-"""Rewards before they become advantages: length, distance from a reference, range."""
+"""Reward shaping, applied before advantages: a penalty for length, and a KL penalty per token."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from areal.trainer.advantages.groups import result_dtype
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, cache_length: int, factor: float = 1.0) -> Tensor:
-    """What to add to the reward of a response that comes near the limit, or passes it
-    (soft overlong punishment; DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.4).
+    """Return a penalty, to be added to the reward, for responses close to or above a maximum length.
 
-    ``factor`` times 0 up to ``max_length - cache_length`` tokens, ``-1`` from ``max_length`` on, and the straight line
-    ``(max_length - cache_length - length) / cache_length`` between.
+    Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.4): ``factor`` times 0 up to ``max_length - cache_length``
+    tokens, times -1 from ``max_length`` tokens on, and linear in between: ``(max_length - cache_length - length) / cache_length``.
 
     Args:
-        lengths: ``[n]``, response tokens of each sequence, such as ``segment_sum(loss_mask != 0, cu_seqlens)``.
-        max_length: tokens where the full penalty is reached.
-        cache_length: tokens before that where it begins.
+        lengths: ``[n]``. Response tokens of each sequence, such as ``segment_sum(loss_mask != 0, cu_seqlens)``.
+        max_length: number of tokens from which the full penalty applies.
+        cache_length: width of the linear range, in tokens.
         factor: size of the full penalty.
 
     Returns:
-        float32 (float64 for such lengths) ``[n]``, from ``-factor`` to 0.
+        float32 (float64 for float64 lengths) ``[n]``, from ``-factor`` to 0.
 
     Raises:
         ValueError: ``cache_length`` is not from 1 to ``max_length``, or ``factor`` is negative.
@@ -36,22 +35,22 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, cache_length: int, fac
 
 
 def kl_penalized(rewards: Tensor, kl: Tensor, action_mask: Tensor, *, coef: float) -> Tensor:
-    """``r_t - coef * kl_t``: the KL penalty as a part of the reward, token by token
+    """Return ``r_t - coef * kl_t``: the KL penalty as a component of each token's reward
     (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155).
 
     Args:
-        rewards: ``[T]`` or ``[B, S]``; an outcome's reward is at the last action
+        rewards: ``[T]`` or ``[B, S]``. An outcome reward belongs at the last action
             (:func:`~areal.trainer.advantages.tokens.at_last_action`).
-        kl: of the same shape, an estimate of the KL divergence at each token. ``logprobs - ref_logprobs`` (``k1``) is that of
-            the papers, and the one whose sum over a sampled sequence is unbiased as a reward.
-        action_mask: of the same shape. Where it is 0, ``kl`` is left out, whatever it is.
+        kl: of the shape of ``rewards``. Estimate of the KL divergence at each token. The papers use ``logprobs - ref_logprobs``
+            (``k1``), whose sum over a sampled sequence is unbiased as a reward.
+        action_mask: of the shape of ``rewards``. ``kl`` is excluded, and may be NaN, where it is 0.
         coef: 0 or more.
 
     Returns:
-        Constants of the shape of ``rewards``, no narrower than float32.
+        Tensor without a gradient, of the shape of ``rewards``, at least float32.
 
     Raises:
-        ValueError: shapes do not agree, or ``coef`` is negative.
+        ValueError: shapes do not match, or ``coef`` is negative.
     """
     if not rewards.shape == kl.shape == action_mask.shape:
         raise ValueError(
@@ -61,29 +60,3 @@ def kl_penalized(rewards: Tensor, kl: Tensor, action_mask: Tensor, *, coef: floa
         raise ValueError(f"coef = {coef}: a penalty is 0 or more; it is subtracted already")
     dtype = torch.promote_types(result_dtype(rewards), kl.dtype)
     return rewards.detach().to(dtype) - coef * kl.detach().to(dtype).masked_fill(action_mask == 0, 0)
-
-
-def rescale(
-    rewards: Tensor,
-    *,
-    bias: float = 0.0,
-    scale: float = 1.0,
-    low: float = float("-inf"),
-    high: float = float("inf"),
-) -> Tensor:
-    """``clamp((r + bias) * scale, low, high)``, of any shape.
-
-    Args:
-        bias: added first.
-        scale: multiplied next.
-        low, high: bounds of the result.
-
-    Returns:
-        Of the dtype of ``rewards``, but no narrower than float32. NaN stays NaN.
-
-    Raises:
-        ValueError: ``low`` is not below ``high``.
-    """
-    if not low < high:
-        raise ValueError(f"low = {low} and high = {high}: the lower bound is below the upper one")
-    return ((rewards.to(result_dtype(rewards)) + bias) * scale).clamp(low, high)

@@ -1,7 +1,7 @@
-"""From numbers about sequences to numbers about tokens, in every form of a batch.
+"""Conversion of per-sequence values to per-token values, for every form of a batch.
 
-A number for each sequence goes to the positions where the policy acted (``loss_mask != 0``), and 0 to the others. It is
-not multiplied by the mask: what a token weighs is for the loss to say.
+The value of a sequence is assigned to its actions (``loss_mask != 0``), and 0 to other positions. It is not multiplied by the mask:
+the loss applies weights.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from areal.trainer.advantages.scan import check_cu_seqlens, find_actions
 
 
 def to_tokens(x: Tensor, action_mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Give each action the number of its sequence.
+    """Assign the value of each sequence to its actions.
 
     Args:
-        x: floating ``[n]``, one for each sequence.
+        x: float ``[n]``. One value per sequence.
         action_mask: ``[T]`` packed or ``[n, S]`` padded, not 0 at actions.
         cu_seqlens: integers ``[n + 1]`` for packed data.
 
     Returns:
-        Of the shape of ``action_mask`` and the dtype of ``x``; 0 where there is no action.
+        Of the shape of ``action_mask`` and the dtype of ``x``; 0 at positions without an action.
 
     Raises:
-        ValueError: shapes do not agree.
+        ValueError: shapes do not match.
     """
     actions = find_actions(action_mask, cu_seqlens)
     _check_count(x, actions.n_sequences)
@@ -35,9 +35,9 @@ def to_tokens(x: Tensor, action_mask: Tensor, cu_seqlens: Tensor | None = None) 
 
 
 def at_last_action(x: Tensor, action_mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Give the last action of each sequence the sequence's number: an outcome's reward, token by token.
+    """Assign the value of each sequence to its last action, such as an outcome reward.
 
-    A sequence without actions has nowhere to put it.
+    The value of a sequence without actions is dropped.
 
     Args and Raises: as :func:`to_tokens`.
 
@@ -52,14 +52,14 @@ def at_last_action(x: Tensor, action_mask: Tensor, cu_seqlens: Tensor | None = N
 
 
 def to_samples(x: Tensor, loss_masks: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`to_tokens` for a list batch: ``n`` tensors ``[S_i]`` that align with the samples' ``loss_mask``.
+    """:func:`to_tokens` for a list batch: ``n`` tensors ``[S_i]``, aligned with the samples' ``loss_mask``.
 
     Args:
-        x: floating ``[n]``.
+        x: float ``[n]``.
         loss_masks: ``n`` tensors ``[S_i]``.
 
     Raises:
-        ValueError: there are not as many masks as numbers.
+        ValueError: the numbers of masks and values differ.
     """
     _check_count(x, len(loss_masks))
     return [
@@ -69,10 +69,10 @@ def to_samples(x: Tensor, loss_masks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Lay the per-token tensors ``[S_i]`` of a list batch end to end: ``[T]`` and ``cu_seqlens``, int64 ``[n + 1]``.
+    """Concatenate the per-token tensors ``[S_i]`` of a list batch. Returns ``[T]`` and ``cu_seqlens``, int64 ``[n + 1]``.
 
     Raises:
-        ValueError: there are none, or one is not ``[S_i]``.
+        ValueError: the list is empty, or a tensor is not one-dimensional.
     """
     if not rows or any(row.dim() != 1 for row in rows):
         raise ValueError(
@@ -83,15 +83,16 @@ def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def split(x: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-    """Undo :func:`join`: ``n`` tensors ``[S_i]`` (views) of ``x`` ``[T]``.
+    """Invert :func:`join`: return ``n`` tensors ``[S_i]``, views of ``x`` ``[T]``.
 
     Raises:
-        ValueError: shapes do not agree.
+        ValueError: shapes do not match.
     """
     check_cu_seqlens(x, cu_seqlens)
     return list(x.split(cu_seqlens.diff().tolist()))
 
 
 def _check_count(x: Tensor, n: int) -> None:
+    """Raise a ``ValueError`` unless ``x`` is ``[n]``."""
     if x.shape != (n,):
         raise ValueError(f"got numbers of shape {list(x.shape)} for {n} sequences: give one for each, [{n}]")

@@ -1,6 +1,8 @@
-"""Losses in the sum contract: pure per-token functions, and objectives built from them.
+"""Loss functions: pure functions of per-token tensors (``*_loss``), and objectives for an engine's verbs (``*_objective``).
 
-Per-token functions (``*_loss``) are for a loss of your own; an :class:`Objective` is for an engine's verbs.
+A loss function is for a loss of your own. An :class:`Objective` is ready for ``engine.train_batch``: its loss sums over a micro-batch, and the
+engine divides by the global weight. To add a policy loss, write the function and its :class:`Surrogate` into a ``policy*`` module and list both
+here.
 """
 
 from areal.trainer.losses.aggregate import (
@@ -13,8 +15,8 @@ from areal.trainer.losses.aggregate import (
     trained_sequences,
 )
 from areal.trainer.losses.distill import Direction, DistillLoss, distill_objective, forward_kl_loss, reverse_kl_loss
-from areal.trainer.losses.gspo import gspo_loss, gspo_token_loss
 from areal.trainer.losses.kl import KL_ESTIMATORS, KLEstimator, KLTerm, kl_k1, kl_k2, kl_k3, kl_metrics
+from areal.trainer.losses.masked import LOG_RATIO_BOUND
 from areal.trainer.losses.mismatch import (
     ImportanceWeights,
     Level,
@@ -24,20 +26,24 @@ from areal.trainer.losses.mismatch import (
     compare_logprobs,
     importance_weights,
     mismatch_metrics,
-    mismatch_report,
 )
-from areal.trainer.losses.numerics import LOG_RATIO_BOUND
-from areal.trainer.losses.objective import Objective, mean_loss
+from areal.trainer.losses.objective import Objective, mean_loss, policy_objective, ratio_metrics
 from areal.trainer.losses.policy import (
+    CISPO,
+    ImportanceSampling,
+    PolicyGradient,
     PolicyLoss,
+    PPOClip,
     RatioStats,
+    Surrogate,
     cispo_loss,
-    decoupled_ppo_loss,
     importance_sampling_loss,
     policy_gradient_loss,
+    policy_inputs,
     ppo_clip_loss,
 )
-from areal.trainer.losses.policy_factory import policy_objective, ratio_metrics
+from areal.trainer.losses.policy_sequence import GSPO, gspo_loss, gspo_token_loss
+from areal.trainer.losses.policy_smooth import DRO, SAPO, dro_loss, sapo_loss
 from areal.trainer.losses.preference import (
     bradley_terry_loss,
     dpo_loss,
@@ -60,17 +66,6 @@ from areal.trainer.losses.recipes import (
     sapo_objective,
 )
 from areal.trainer.losses.sft import cross_entropy_loss, sft_objective
-from areal.trainer.losses.soft import dro_loss, sapo_loss
-from areal.trainer.losses.surrogate import (
-    CISPO,
-    DRO,
-    GSPO,
-    SAPO,
-    ImportanceSampling,
-    PolicyGradient,
-    PPOClip,
-    Surrogate,
-)
 from areal.trainer.losses.value import ValueLoss, value_loss, value_objective
 
 __all__ = [
@@ -109,7 +104,6 @@ __all__ = [
     "compare_logprobs",
     "cross_entropy_loss",
     "dapo_objective",
-    "decoupled_ppo_loss",
     "decoupled_ppo_objective",
     "distill_objective",
     "dpo_loss",
@@ -133,8 +127,8 @@ __all__ = [
     "last_token",
     "mean_loss",
     "mismatch_metrics",
-    "mismatch_report",
     "policy_gradient_loss",
+    "policy_inputs",
     "policy_objective",
     "ppo_clip_loss",
     "ppo_objective",

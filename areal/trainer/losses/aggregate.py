@@ -1,8 +1,7 @@
-"""From per-token losses to one number: what is summed over a micro-batch, and what it is divided by in the end.
+"""Aggregations of per-token losses: a sum over a micro-batch, and the micro-batch's contribution to the denominator.
 
-An aggregation has two halves that fit together: ``total`` is the sum over a micro-batch, ``weight`` what the micro-batch adds to the
-global weight. ``sum(total) / sum(weight)`` over micro-batches and data-parallel ranks is the mean that the name says, however a batch
-was cut.
+``total`` is the numerator of a micro-batch and ``weight`` its denominator. ``sum(total) / sum(weight)`` over micro-batches and data-parallel
+ranks is the mean that the class is named after. It does not depend on how the batch was cut into micro-batches.
 
 ====================================  ==================================  ==============================================================
 here                                  value                               called elsewhere
@@ -15,8 +14,8 @@ here                                  value                               called
 ``GroupTokenMean()``                  mean of groups' token means         DAPO's equation for each prompt; ScaleRL prompt average
 ====================================  ==================================  ==============================================================
 
-A plain sum, as Tinker has it, is ``TokenMean()`` with ``normalization="sum"``. The mask counts as a weight: a position of ``loss_mask`` 0.5
-adds half its loss. A sequence without a trained token weighs nothing, in any denominator.
+A plain sum, as in Tinker, is ``TokenMean()`` with ``normalization="sum"``. The mask is a weight: a position with ``loss_mask`` 0.5 adds half
+of its loss. A sequence without a trained token counts in no denominator.
 """
 
 from __future__ import annotations
@@ -29,48 +28,51 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch
-from areal.trainer.losses.keys import refuse, required
-from areal.trainer.losses.numerics import at_trained, spread, to_compute_dtype, trained_positions
+from areal.trainer.losses.inputs import refuse, required
+from areal.trainer.losses.masked import at_trained, spread, to_compute_dtype, trained_positions
 from areal.utils.data import segment_mean, segment_sum
 
 
 class Aggregation(Protocol):
-    """How per-token losses become a sum over a micro-batch, and what the micro-batch weighs."""
+    """Numerator and denominator of a mean over the global batch, computed one micro-batch at a time."""
 
     def total(self, per_token: Tensor, batch: Batch) -> Tensor:
-        """The sum over a micro-batch: from ``[T]`` to a scalar. What stands where ``loss_mask`` is 0 does not matter."""
+        """Return the numerator of a micro-batch, a scalar, from losses ``[T]``. Values where ``loss_mask`` is 0 are ignored."""
         ...
 
     def weight(self, batch: Batch) -> Tensor:
-        """What the micro-batch adds to the global weight: a scalar."""
+        """Return the denominator of a micro-batch, a scalar. The engine adds these up to the global weight."""
         ...
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """``batch["loss_mask"]``, or 1 at every position with a target where there is none: float32 or float64 ``[T]``."""
+    """Return ``batch["loss_mask"]``, or 1 at every position with a target if the batch lacks that key: float32 or float64 ``[T]``."""
     if "loss_mask" in batch:
         return to_compute_dtype(batch["loss_mask"])
+    # [T, K] targets: a position counts if any of its K entries is a target.
     targets = batch["target_ids"] >= 0
     return (targets if targets.dim() == 1 else targets.any(-1)).float()
 
 
 def trained_sequences(batch: Batch) -> Tensor:
-    """Which sequences have a trained token: bool ``[n]``."""
+    """Return bool ``[n]``: True for sequences with a trained token."""
     return segment_sum(trained_positions(loss_mask(batch)), batch.cu_seqlens) > 0
 
 
 def _sequence_count(batch: Batch) -> Tensor:
+    """Count the sequences with a trained token: a float32 scalar."""
     return trained_sequences(batch).sum().to(torch.float32)
 
 
 def _weighted(per_token: Tensor, batch: Batch) -> Tensor:
+    """Multiply losses by the mask, with exactly 0 where the mask is 0."""
     mask = loss_mask(batch)
     return at_trained(per_token, mask) * mask
 
 
 @dataclass(frozen=True)
 class TokenMean:
-    """Every trained token of the global batch counts the same: ``sum_t m_t l_t / sum_t m_t``. As in DAPO (Yu et al., 2025), over the batch."""
+    """Mean over the trained tokens of the global batch: ``sum_t m_t l_t / sum_t m_t``. As in DAPO (Yu et al., 2025), over the batch."""
 
     def total(self, per_token: Tensor, batch: Batch) -> Tensor:
         """``sum_t m_t l_t``."""
@@ -83,42 +85,40 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SequenceMean:
-    """Every sequence counts the same, and within it every token: the mean of sequences' token means. As in GRPO (Shao et al., 2024)."""
+    """Mean over sequences of their token means. As in GRPO (Shao et al., 2024)."""
 
     def total(self, per_token: Tensor, batch: Batch) -> Tensor:
-        """The sum over sequences of ``sum_t m_t l_t / sum_t m_t``."""
+        """Sum over sequences of ``sum_t m_t l_t / sum_t m_t``."""
         mask = loss_mask(batch)
         return segment_mean(at_trained(per_token, mask), batch.cu_seqlens, weights=mask).sum()
 
     def weight(self, batch: Batch) -> Tensor:
-        """Sequences with a trained token."""
+        """Number of sequences with a trained token."""
         return _sequence_count(batch)
 
 
 @dataclass(frozen=True)
 class SequenceMeanOfSums:
-    """The mean over sequences of their token sums: a long sequence counts for more."""
+    """Mean over sequences of their token sums: a long sequence counts for more."""
 
     def total(self, per_token: Tensor, batch: Batch) -> Tensor:
         """``sum_t m_t l_t``."""
         return _weighted(per_token, batch).sum()
 
     def weight(self, batch: Batch) -> Tensor:
-        """Sequences with a trained token."""
+        """Number of sequences with a trained token."""
         return _sequence_count(batch)
 
 
 @dataclass(frozen=True)
 class FixedLength:
-    """The mean over sequences of their token sums over a constant, such as the longest response: no length is favoured.
-
-    Of Dr.GRPO (Liu et al., 2025).
+    """Mean over sequences of their token sums divided by a constant, so that no length is favoured. Dr.GRPO (Liu et al., 2025).
 
     Attributes:
-        length: in tokens; constant throughout training.
+        length: the constant in tokens, such as the longest response. It must not change during training.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: ``length`` is not a positive number.
     """
 
     length: float
@@ -132,27 +132,28 @@ class FixedLength:
         return _weighted(per_token, batch).sum() / self.length
 
     def weight(self, batch: Batch) -> Tensor:
-        """Sequences with a trained token."""
+        """Number of sequences with a trained token."""
         return _sequence_count(batch)
 
 
 @dataclass(frozen=True)
 class GroupTokenMean:
-    """Every group (the responses to one prompt) counts the same, and within it every token: the mean of groups' token means.
+    """Mean over groups (the responses to one prompt) of their token means. DAPO (Yu et al., 2025), equation 8.
 
-    A group may lie in several micro-batches or ranks: the batch key ``group_tokens`` ``[n]`` has the sum of ``loss_mask`` over the whole
-    group of each sequence. Of DAPO (Yu et al., 2025), equation 8.
+    A group may be spread over several micro-batches or ranks. The batch key ``group_tokens`` ``[n]`` therefore gives, for each sequence, the
+    sum of ``loss_mask`` over its entire group.
     """
 
     def total(self, per_token: Tensor, batch: Batch) -> Tensor:
-        """``sum_t m_t l_t / g_t``, where ``g_t`` is the weight of the group of ``t``."""
-        return (_weighted(per_token, batch) * self._inverse(batch)).sum()
+        """``sum_t m_t l_t / g_t``, where ``g_t`` is ``group_tokens`` of the sequence of ``t``."""
+        return (_weighted(per_token, batch) * self._inverse_tokens(batch)).sum()
 
     def weight(self, batch: Batch) -> Tensor:
-        """``sum_t m_t / g_t``: over the global batch, the number of groups with a trained token."""
-        return (loss_mask(batch) * self._inverse(batch)).sum()
+        """``sum_t m_t / g_t``, which sums to the number of groups with a trained token over the global batch."""
+        return (loss_mask(batch) * self._inverse_tokens(batch)).sum()
 
-    def _inverse(self, batch: Batch) -> Tensor:
+    def _inverse_tokens(self, batch: Batch) -> Tensor:
+        """Return ``1 / g_t`` at trained positions and 0 elsewhere: ``[T]``."""
         mask = loss_mask(batch)
         tokens = to_compute_dtype(required(batch, "group_tokens"))
         return at_trained(1 / spread(tokens, batch.cu_seqlens, len(mask)), mask)

@@ -1,18 +1,18 @@
-"""Estimators of the KL divergence from a reference, by log-probs of sampled tokens alone.
+"""Estimators of the KL divergence from a reference, from log-probs of sampled tokens.
 
 With ``d = log p_ref - log p`` at a token that the policy ``p`` sampled (Schulman, "Approximating KL Divergence", 2020):
 
 =====  =======================  ==============================  =======================================================================
 name   value                    as an estimate of KL(p || ref)   as a loss: expected gradient, on-policy
 =====  =======================  ==============================  =======================================================================
-k1     ``-d``                   unbiased, high variance          0: the mean of ``grad log p``. As a loss it does nothing but add noise
+k1     ``-d``                   unbiased, high variance          0: the mean of ``grad log p``. As a loss it only adds noise
 k2     ``d**2 / 2``             biased, low variance             that of KL(p || ref): right
 k3     ``exp(d) - 1 - d``       unbiased, low variance           that of KL(ref || p), the other direction; near ``p = ref`` the same
 =====  =======================  ==============================  =======================================================================
 
-An unbiased value does not make an unbiased gradient, because the samples depend on the policy too. Times the ratio ``p / p_sampled``, with the
-gradient through it, k1 and k3 have the gradient of KL(p || ref), on-policy and off: ``KLTerm(importance_weighted=True)``, as for k3 in
-DeepSeek-V3.2 (2025). k2 is right without it, on-policy only.
+An unbiased value does not imply an unbiased gradient, because the samples depend on the policy too. Multiplied by the ratio ``p / p_sampled``
+with its gradient, k1 and k3 have the gradient of KL(p || ref), on-policy and off-policy: ``KLTerm(importance_weighted=True)``, as for k3 in
+DeepSeek-V3.2 (2025). k2 is correct without the ratio, on-policy only.
 """
 
 from __future__ import annotations
@@ -25,28 +25,25 @@ from typing import Literal
 from torch import Tensor
 
 from areal.api import Metric
-from areal.trainer.losses.keys import OldLogprobs, refuse
-from areal.trainer.losses.metrics import token_mean
-from areal.trainer.losses.numerics import LOG_RATIO_BOUND, bounded, log_ratio
+from areal.trainer.losses.inputs import OldLogprobs, refuse
+from areal.trainer.losses.masked import LOG_RATIO_BOUND, bounded, log_ratio, token_mean
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """``log p - log p_ref``: ``[T]``, 0 where the mask is 0. All arguments ``[T]``. Its gradient as a loss is 0 in expectation."""
+    """Return ``log p - log p_ref`` ``[T]``, 0 where the mask is 0. All arguments are ``[T]``. As a loss, its expected gradient is 0."""
     return log_ratio(logprobs, ref_logprobs, mask)
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """``(log p - log p_ref)**2 / 2``: ``[T]``. On-policy, its gradient as a loss is that of KL(p || ref) in expectation."""
+    """Return ``(log p - log p_ref)**2 / 2`` ``[T]``. As a loss, its expected gradient is that of KL(p || ref), on-policy."""
     return 0.5 * log_ratio(logprobs, ref_logprobs, mask).square()
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """``exp(d) - 1 - d`` with ``d = log p_ref - log p``: ``[T]``, at least 0. Its gradient as a loss is that of KL(ref || p) in expectation.
-
-    ``d`` is clamped from above to ``LOG_RATIO_BOUND``; from below ``exp`` needs no bound, and the pull back to the reference stays.
-    """
+    """Return ``exp(d) - 1 - d`` ``[T]`` with ``d = log p_ref - log p``, at least 0. Expected gradient: that of KL(ref || p)."""
+    # Clamped from above only: exp(d) cannot overflow for negative d, where the gradient back to the reference must remain.
     d = (-log_ratio(logprobs, ref_logprobs, mask)).clamp(max=LOG_RATIO_BOUND)
     return d.expm1() - d
 
@@ -56,13 +53,13 @@ KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class KLTerm:
-    """A penalty on the distance to a reference, added to the loss of each token before it is aggregated. Needs ``ref_logprobs``.
+    """KL penalty towards a reference, added to the loss of each token before aggregation. Needs ``ref_logprobs``.
 
     Attributes:
-        coef: at least 0; GRPO (Shao et al., 2024) has 0.04, with k3.
-        estimator: see the table of this module for which has which gradient.
-        importance_weighted: multiply by the ratio to the policy that sampled, with its gradient: right for k1 and k3 on-policy and off.
-        old: the log-probs of that policy, if so: a batch key.
+        coef: at least 0; 0.04 with k3 in GRPO (Shao et al., 2024).
+        estimator: see the table of this module for the gradient of each.
+        importance_weighted: multiply by the ratio to the policy that sampled, with its gradient. Correct for k1 and k3, on- and off-policy.
+        old: batch key of that policy's log-probs; used only if importance-weighted.
 
     Raises:
         ValueError: an option is out of range.
@@ -82,10 +79,10 @@ class KLTerm:
             refuse("KLTerm.old", self.old, "choose 'old_logprobs' or 'rollout_logprobs'")
 
     def per_token(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        """``coef`` times the estimate: ``[T]``. ``old_logprobs`` only where it is importance-weighted.
+        """Return ``coef`` times the estimate, ``[T]``. ``old_logprobs`` is used only if the term is importance-weighted.
 
         Raises:
-            ValueError: it is, and they are missing.
+            ValueError: the term is importance-weighted and ``old_logprobs`` is ``None``.
         """
         estimate = KL_ESTIMATORS[self.estimator](logprobs, ref_logprobs, mask)
         if self.importance_weighted:
@@ -93,12 +90,13 @@ class KLTerm:
                 raise ValueError(
                     f"KLTerm.importance_weighted = True needs old_logprobs, from batch[{self.old!r}]: pass them"
                 )
+            # The ratio keeps its gradient: that of the estimate alone would be biased.
             estimate = bounded(log_ratio(logprobs, old_logprobs, mask)).exp() * estimate
         return self.coef * estimate
 
 
 def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, prefix: str = "kl_ref") -> dict[str, Metric]:
-    """All three estimates as means over trained tokens, in nats: ``<prefix>/k1``, ``/k2``, ``/k3``. All arguments ``[T]``."""
+    """Return all three estimates as means over trained tokens, in nats: ``<prefix>/k1``, ``/k2``, ``/k3``. All tensors are ``[T]``."""
     return {
         f"{prefix}/{name}": token_mean(estimate(logprobs.detach(), ref_logprobs, mask), mask)
         for name, estimate in KL_ESTIMATORS.items()

@@ -1,7 +1,7 @@
-"""Rollout and trainer do not agree on log-probs: how far apart they are, and importance weights that correct for it.
+"""Mismatch between the log-probs of rollout and trainer: statistics, and importance weights that correct for it.
 
-An inference engine computes in other kernels and dtypes than the trainer, and may sample with older weights. The ratio
-``rho = p_trainer / p_rollout`` of a sampled token corrects for it; cutting large ratios off bounds the variance at the price of some bias:
+An inference engine uses other kernels and dtypes than the trainer, and may sample with older weights. The ratio
+``rho = p_trainer / p_rollout`` of a sampled token corrects for both. Bounding large ratios reduces the variance and adds some bias:
 truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025).
 """
 
@@ -11,29 +11,36 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from areal.api import Batch, Metric
-from areal.trainer.losses.keys import refuse, required, required_like
-from areal.trainer.losses.metrics import mean_where, token_max, token_mean
-from areal.trainer.losses.numerics import at_trained, bounded, log_ratio, spread, trained_positions
+from areal.trainer.losses.inputs import refuse, required, required_like
+from areal.trainer.losses.masked import (
+    at_trained,
+    bounded,
+    log_ratio,
+    mean_where,
+    spread,
+    token_max,
+    token_mean,
+    trained_positions,
+)
 from areal.utils.data import segment_mean, segment_sum
 
 Level = Literal["token", "sequence", "geometric"]
-"""One ratio for each token; for each sequence the product of its tokens' ratios; or their geometric mean."""
+"""One ratio per token; or, per sequence, the product of its tokens' ratios or their geometric mean."""
 
 Mode = Literal["truncate", "mask"]
-"""A weight beyond the bounds becomes the bound, or 0."""
+"""Replace a weight out of bounds by the bound (``truncate``) or by 0 (``mask``)."""
 
 
 class ImportanceWeights(NamedTuple):
-    """Weights of tokens, without a gradient.
+    """Importance weights of tokens, without a gradient.
 
     Attributes:
-        weights: ``[T]``, 0 where the mask is 0.
-        ratio: ``[T]``, before bounds; 1 where the mask is 0 (at token level).
-        truncated: bool ``[T]``, where a bound acted on a trained token.
+        weights: float ``[T]``. 0 where the mask is 0.
+        ratio: float ``[T]``. Before the bounds; 1 where the mask is 0 (at token level).
+        truncated: bool ``[T]``. True where a bound changed the weight of a trained token.
     """
 
     weights: Tensor
@@ -52,23 +59,29 @@ def importance_weights(
     cap: float = 2.0,
     floor: float = 0.0,
 ) -> ImportanceWeights:
-    """``rho = p_trainer / p_rollout``, bounded.
+    """Return ``rho = p_trainer / p_rollout``, bounded.
 
     ``truncate``: ``min(max(rho, floor), cap)``, of truncated importance sampling (Yao et al., 2025). ``mask``: ``rho`` within
     ``[floor, cap]`` and 0 outside, as the importance cap of AReaL (Fu et al., 2025) and, with both bounds, IcePop (Ring-1T, Ling Team,
-    2025). What is masked stays in the denominator of an aggregation. Log-ratios, of a sequence their sum or mean, are clamped to
+    2025). Masked tokens still count in the denominator of an aggregation. Log-ratios (per sequence their sum or mean) are clamped to
     ``LOG_RATIO_BOUND``.
 
     Args:
-        trainer_logprobs, rollout_logprobs, mask: ``[T]``. cu_seqlens: int32 ``[n + 1]``.
-        cap: largest weight; ``inf`` for none. floor: smallest.
+        trainer_logprobs, rollout_logprobs, mask: ``[T]``.
+        cu_seqlens: int32 ``[n + 1]``.
+        level: unit that has one ratio.
+        mode: treatment of weights out of bounds.
+        cap: largest weight; ``inf`` for no bound.
+        floor: smallest weight.
     """
+    # 1. The log-ratio of each token, replaced by that of its sequence if asked for.
     log_rho = log_ratio(trainer_logprobs.detach(), rollout_logprobs, mask)
     keep = trained_positions(mask)
     if level == "sequence":
         log_rho = spread(segment_sum(log_rho, cu_seqlens), cu_seqlens, len(mask))
     elif level == "geometric":
         log_rho = spread(segment_mean(log_rho, cu_seqlens, weights=keep), cu_seqlens, len(mask))
+    # 2. The bounds.
     ratio = bounded(log_rho).exp()
     outside = (ratio > cap) | (ratio < floor)
     weights = ratio.masked_fill(outside, 0.0) if mode == "mask" else ratio.clamp(floor, cap)
@@ -76,13 +89,13 @@ def importance_weights(
 
 
 class Mismatch(NamedTuple):
-    """How far trainer and rollout are apart, on tokens that the rollout sampled; without a gradient.
+    """Difference of trainer and rollout on sampled tokens, without a gradient.
 
     Attributes:
-        k1, k3: ``[T]``, estimates of KL(rollout || trainer) in nats, from clamped log-ratios; 0 where the mask is 0.
-        ratio: ``p_trainer / p_rollout``, ``[T]``; 1 where the mask is 0.
-        log_perplexity_gap: ``[n]``, the trainer's mean negative log-prob of a sequence less the rollout's; 0 without a trained token.
-        perplexity_gap: ``[n]``, the same of the perplexities.
+        k1, k3: ``[T]``. Estimates of KL(rollout || trainer) in nats, from clamped log-ratios; 0 where the mask is 0.
+        ratio: ``[T]``. ``p_trainer / p_rollout``; 1 where the mask is 0.
+        log_perplexity_gap: ``[n]``. Mean negative log-prob of a sequence, trainer minus rollout; 0 without a trained token.
+        perplexity_gap: ``[n]``. Difference of the perplexities.
     """
 
     k1: Tensor
@@ -93,13 +106,15 @@ class Mismatch(NamedTuple):
 
 
 def compare_logprobs(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Mismatch:
-    """Compare the log-probs of two engines for the same tokens and weights.
+    """Compare the log-probs of trainer and rollout for the same tokens.
 
     Args:
-        trainer_logprobs, rollout_logprobs, mask: ``[T]``. cu_seqlens: int32 ``[n + 1]``.
+        trainer_logprobs, rollout_logprobs, mask: ``[T]``.
+        cu_seqlens: int32 ``[n + 1]``.
     """
     keep = trained_positions(mask)
     log_rho = bounded(log_ratio(trainer_logprobs.detach(), rollout_logprobs, mask))
+    # The mean negative log-prob of each sequence is its log-perplexity.
     nll = [
         -segment_mean(at_trained(x.detach(), mask), cu_seqlens, weights=keep)
         for x in (trainer_logprobs, rollout_logprobs)
@@ -113,29 +128,29 @@ def compare_logprobs(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: T
     )
 
 
-def mismatch_metrics(found: Mismatch, mask: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
-    """``mismatch/k1``, ``k3``, ``ratio`` and ``ratio_max`` over trained tokens; ``log_perplexity_gap``, ``perplexity_gap`` over sequences."""
+def mismatch_metrics(mismatch: Mismatch, mask: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
+    """Return ``mismatch/k1``, ``k3``, ``ratio``, ``ratio_max`` over tokens, and ``log_perplexity_gap``, ``perplexity_gap`` over sequences."""
     sequences = segment_sum(trained_positions(mask), cu_seqlens) > 0
     return {
-        "mismatch/k1": token_mean(found.k1, mask),
-        "mismatch/k3": token_mean(found.k3, mask),
-        "mismatch/ratio": token_mean(found.ratio, mask),
-        "mismatch/ratio_max": token_max(found.ratio, mask, least=0.0),
-        "mismatch/log_perplexity_gap": mean_where(found.log_perplexity_gap, sequences),
-        "mismatch/perplexity_gap": mean_where(found.perplexity_gap, sequences),
+        "mismatch/k1": token_mean(mismatch.k1, mask),
+        "mismatch/k3": token_mean(mismatch.k3, mask),
+        "mismatch/ratio": token_mean(mismatch.ratio, mask),
+        "mismatch/ratio_max": token_max(mismatch.ratio, mask, least=0.0),
+        "mismatch/log_perplexity_gap": mean_where(mismatch.log_perplexity_gap, sequences),
+        "mismatch/perplexity_gap": mean_where(mismatch.perplexity_gap, sequences),
     }
 
 
 @dataclass(frozen=True)
 class MismatchCorrection:
-    """Truncated importance sampling between rollout and trainer: multiplies the policy loss of each token. Needs ``rollout_logprobs``.
+    """Importance weights between rollout and trainer that multiply the policy loss of each token. Needs ``rollout_logprobs``.
 
     Attributes:
-        level: one weight for each token, or for each sequence (product, or geometric mean).
-        mode: what happens to weights out of bounds: ``truncate`` or ``mask``.
+        level: one weight per token, or per sequence (product, or geometric mean).
+        mode: treatment of weights out of bounds: ``truncate`` or ``mask``.
         cap, floor: bounds of the weight; ``inf`` for no cap.
-        trainer: whose log-probs stand above the fraction: ``"old_logprobs"`` of the batch, or ``"logprobs"``, the present ones without
-            their gradient (when there is one update for each rollout, and old log-probs are not computed).
+        trainer: numerator of the ratio. ``"old_logprobs"`` of the batch, or ``"logprobs"``, the current ones without their gradient (for
+            one update per rollout, where old log-probs are not computed).
 
     Raises:
         ValueError: an option is out of range.
@@ -160,27 +175,21 @@ class MismatchCorrection:
             refuse("MismatchCorrection.trainer", self.trainer, "choose 'old_logprobs' or 'logprobs'")
 
     def __call__(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        """Weights ``[T]`` for one micro-batch, and the metrics of the mismatch with ``mismatch/truncated``, the share of bounded tokens.
+        """Return weights ``[T]`` of a micro-batch, and :func:`mismatch_metrics` with ``mismatch/truncated``, the fraction of bounded tokens.
 
         Raises:
             ValueError: the batch lacks ``rollout_logprobs``, ``old_logprobs`` or ``loss_mask``.
         """
+        # 1. The ratio's numerator, without a gradient in either case.
         mask = required(batch, "loss_mask")
         trainer = logprobs.detach() if self.trainer == "logprobs" else required_like(batch, "old_logprobs", logprobs)
         rollout = required_like(batch, "rollout_logprobs", logprobs)
-        found = importance_weights(
+        # 2. Weights for the loss.
+        importance = importance_weights(
             trainer, rollout, mask, batch.cu_seqlens, level=self.level, mode=self.mode, cap=self.cap, floor=self.floor
         )
+        # 3. The mismatch as it is, before any bound.
         metrics = mismatch_metrics(compare_logprobs(trainer, rollout, mask, batch.cu_seqlens), mask, batch.cu_seqlens)
-        metrics["mismatch/truncated"] = token_mean(found.truncated, mask)
-        metrics["mismatch/weight"] = token_mean(found.weights, mask)
-        return found.weights, metrics
-
-
-def mismatch_report(trainer_logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
-    """The metrics of the mismatch alone, from log-probs ``[T]`` and a batch with ``rollout_logprobs`` and ``loss_mask``."""
-    mask, rollout = required(batch, "loss_mask"), required_like(batch, "rollout_logprobs", trainer_logprobs)
-    with torch.no_grad():
-        return mismatch_metrics(
-            compare_logprobs(trainer_logprobs, rollout, mask, batch.cu_seqlens), mask, batch.cu_seqlens
-        )
+        metrics["mismatch/truncated"] = token_mean(importance.truncated, mask)
+        metrics["mismatch/weight"] = token_mean(importance.weights, mask)
+        return importance.weights, metrics

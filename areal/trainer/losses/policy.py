@@ -1,28 +1,34 @@
-"""Policy losses of one ratio for each token: policy gradient, importance sampling, PPO's clip, decoupled PPO.
+"""Policy losses with one ratio per token: policy gradient, importance sampling, PPO's clip, CISPO.
 
-All return per-token losses ``[T]``, neither summed nor scaled: exactly 0, without a gradient, where the mask is 0, whatever stands there.
-Only where the mask is 0 matters here; aggregations weigh with it. Advantages and old log-probs have no gradient.
+Each loss exists twice. A pure function of ``[T]`` tensors (``ppo_clip_loss``) is for a loss function of your own. A frozen dataclass with
+the options of that function (:class:`PPOClip`), a :class:`Surrogate`, is for :func:`policy_objective`.
+
+All functions return per-token losses ``[T]``, neither summed nor scaled. They are exactly 0, without a gradient, where the mask is 0;
+aggregations apply its other weights. Advantages and old log-probs get no gradient.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from areal.trainer.losses.mismatch import importance_weights
-from areal.trainer.losses.numerics import at_trained, bounded, log_ratio, trained_positions
+from areal.api import Batch
+from areal.trainer.losses.inputs import OldLogprobs, refuse, required_like
+from areal.trainer.losses.masked import at_trained, bounded, log_ratio, trained_positions
 
 
 class RatioStats(NamedTuple):
-    """What a policy loss did to each token; without a gradient. All ``[T]``; at positions of mask 0 a ratio is 1 and nothing is clipped.
+    """Statistics of a loss's ratio at each token, ``[T]``, without a gradient. At mask 0 the ratio is 1 and nothing is clipped.
 
     Attributes:
-        log_ratio: ``log p - log p_old`` of what the loss takes for its ratio, clamped.
-        ratio: its exponential.
-        clipped_low, clipped_high: bool, where the lower or the upper bound took the gradient (for CISPO: bounded the weight).
-        dual_clipped: bool, where the second bound of dual clip did.
+        log_ratio: float. ``log p - log p_old`` as the loss uses it, clamped.
+        ratio: float. Its exponential.
+        clipped_low, clipped_high: bool. The lower or upper bound removed the gradient (for CISPO: bounded the weight).
+        dual_clipped: bool. The bound of dual clip removed the gradient.
     """
 
     log_ratio: Tensor
@@ -33,14 +39,70 @@ class RatioStats(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """A per-token loss ``[T]`` and, where the loss has a ratio, its statistics."""
+    """A per-token loss ``[T]`` and, if the loss has a ratio, its statistics."""
 
     per_token: Tensor
     stats: RatioStats | None = None
 
 
+class Surrogate(Protocol):
+    """A policy loss with its options, called once per micro-batch. Any callable object with an attribute ``old`` is one::
+
+    @dataclass(frozen=True)
+    class Squared:
+        old: str | None = "old_logprobs"
+
+        def __call__(self, logprobs, batch):
+            return PolicyLoss(squared_loss(*policy_inputs(logprobs, batch, self.old)))
+    """
+
+    @property
+    def old(self) -> str | None:
+        """Batch key of the log-probs in the denominator of the ratio; ``None`` for a loss without a ratio."""
+        ...
+
+    def __call__(self, logprobs: Tensor, batch: Batch) -> PolicyLoss:
+        """Return the loss of each token of a micro-batch.
+
+        Args:
+            logprobs: float ``[T]``. The current policy's log-probs, with a gradient.
+            batch: packed micro-batch.
+
+        Raises:
+            ValueError: a key is missing in the batch, or has another shape.
+        """
+        ...
+
+
+def policy_inputs(logprobs: Tensor, batch: Batch, old: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(logprobs, batch[old], advantages, loss_mask)``, each checked to be ``[T]``: the arguments of a loss with a ratio.
+
+    Raises:
+        ValueError: a key is missing in the batch, or has another shape.
+    """
+    old_logprobs, advantages, mask = (required_like(batch, key, logprobs) for key in (old, "advantages", "loss_mask"))
+    return logprobs, old_logprobs, advantages, mask
+
+
+def check_clip(owner: str, low: float, high: float) -> None:
+    """Raise a ``ValueError`` if a clip bound of the surrogate ``owner`` is negative or NaN."""
+    for field, value in (("clip_low", low), ("clip_high", high)):
+        if not value >= 0:
+            refuse(f"{owner}.{field}", value, "give a number of at least 0, or inf for no bound")
+
+
+def check_old(owner: str, old: str, *more: str) -> None:
+    """Raise a ``ValueError`` if ``old`` is neither a key of :data:`OldLogprobs` nor one of ``more``."""
+    known = ("old_logprobs", "rollout_logprobs", *more)
+    if old not in known:
+        refuse(f"{owner}.old", old, f"choose one of {list(known)}")
+
+
+# ---- policy gradient
+
+
 def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
-    """``-A log p`` (REINFORCE, Williams, 1992): on-policy only.
+    """Return ``-A log p`` (REINFORCE, Williams, 1992). On-policy only.
 
     Args:
         logprobs, advantages, mask: ``[T]``.
@@ -48,10 +110,28 @@ def policy_gradient_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> 
     return PolicyLoss(-at_trained(advantages.detach(), mask) * at_trained(logprobs, mask))
 
 
-def importance_sampling_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
-    """``-r A`` with ``r = p / p_old``: the policy gradient off-policy, without a bound on the ratio but ``LOG_RATIO_BOUND``.
+@dataclass(frozen=True)
+class PolicyGradient:
+    """Surrogate of :func:`policy_gradient_loss`: ``-A log p``, on-policy only."""
 
-    Its gradient is ``-r A grad log p``; where ``r`` is 1, that of :func:`policy_gradient_loss`. ``p_old`` is the policy that sampled.
+    @property
+    def old(self) -> str | None:
+        """``None``, because the loss is without a ratio."""
+        return None
+
+    def __call__(self, logprobs: Tensor, batch: Batch) -> PolicyLoss:
+        advantages, mask = (required_like(batch, key, logprobs) for key in ("advantages", "loss_mask"))
+        return policy_gradient_loss(logprobs, advantages, mask)
+
+
+# ---- importance sampling
+
+
+def importance_sampling_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:
+    """Return ``-r A`` with ``r = p / p_old``: the off-policy policy gradient, with no bound on the ratio except ``LOG_RATIO_BOUND``.
+
+    Its gradient is ``-r A grad log p``, which equals that of :func:`policy_gradient_loss` where ``r`` is 1. ``p_old`` is the policy that
+    sampled.
 
     Args:
         logprobs, old_logprobs, advantages, mask: ``[T]``.
@@ -59,6 +139,22 @@ def importance_sampling_loss(logprobs: Tensor, old_logprobs: Tensor, advantages:
     log_r = bounded(log_ratio(logprobs, old_logprobs, mask))
     ratio = log_r.exp()
     return PolicyLoss(-ratio * at_trained(advantages.detach(), mask), RatioStats(log_r.detach(), ratio.detach()))
+
+
+@dataclass(frozen=True)
+class ImportanceSampling:
+    """Surrogate of :func:`importance_sampling_loss`: ``-r A``, with the ratio to the policy that sampled."""
+
+    old: OldLogprobs = "rollout_logprobs"
+
+    def __post_init__(self) -> None:
+        check_old("ImportanceSampling", self.old)
+
+    def __call__(self, logprobs: Tensor, batch: Batch) -> PolicyLoss:
+        return importance_sampling_loss(*policy_inputs(logprobs, batch, self.old))
+
+
+# ---- PPO
 
 
 def ppo_clip_loss(
@@ -71,15 +167,15 @@ def ppo_clip_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = p / p_old`` (PPO, Schulman et al., 2017, equation 7).
+    """Return ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with ``r = p / p_old`` (PPO, Schulman et al., 2017, equation 7).
 
-    ``clip_high`` above ``clip_low`` is clip-higher of DAPO (Yu et al., 2025). With ``dual_clip = c``, where ``A < 0`` the gain is at least
-    ``c A`` (Ye et al., 2020, equation 5): a ratio above ``c`` then has no gradient.
+    ``clip_high`` above ``clip_low`` is the clip-higher of DAPO (Yu et al., 2025). With ``dual_clip = c``, the gain where ``A < 0`` is at
+    least ``c A`` (Ye et al., 2020, equation 5), so that the gradient at a ratio above ``c`` is 0.
 
     Args:
         logprobs, old_logprobs, advantages, mask: ``[T]``.
         clip_low, clip_high: at least 0; ``inf`` for no bound.
-        dual_clip: above 1, such as 3; ``None`` for none.
+        dual_clip: above 1, such as 3; ``None`` for no dual clip.
     """
     return clipped_loss(
         log_ratio(logprobs, old_logprobs, mask),
@@ -93,54 +189,43 @@ def ppo_clip_loss(
 def clipped_loss(
     log_ratios: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> PolicyLoss:
-    """PPO's clip for any log-ratios and advantages of one shape, without NaNs. See :func:`ppo_clip_loss`."""
+    """Apply PPO's clip to log-ratios and advantages of one shape, both free of NaN. See :func:`ppo_clip_loss`."""
     log_r = bounded(log_ratios)
     ratio = log_r.exp()
+    # The pessimistic bound: the minimum of the clipped and the unclipped gain.
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     up, down = advantages > 0, advantages < 0
+    # For A < 0 that minimum is unbounded from below in r; dual clip adds a bound.
     dual = torch.zeros_like(down)
     if dual_clip is not None:
         gain = torch.where(down, torch.maximum(gain, dual_clip * advantages), gain)
         dual = down & (ratio > dual_clip)
+    # A bound removes the gradient only on the side to which the advantage pushes.
     clipped_low, clipped_high = down & (ratio < 1 - clip_low), up & (ratio > 1 + clip_high)
     return PolicyLoss(-gain, RatioStats(log_r.detach(), ratio.detach(), clipped_low, clipped_high, dual))
 
 
-def decoupled_ppo_loss(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    cap: float = float("inf"),
-) -> PolicyLoss:
-    """``w * ppo_clip_loss`` with the ratio to the proximal policy and ``w = p_proximal / p_behaviour``.
+@dataclass(frozen=True)
+class PPOClip:
+    """Surrogate of :func:`ppo_clip_loss`: PPO's clip, optionally with a higher upper bound or dual clip."""
 
-    The clip bounds how far an update goes from the proximal policy, a recent one; the weight corrects for the policy that sampled, which may be
-    older (Hilton et al., 2021, section 3; AReaL, Fu et al., 2025). Where ``w`` is above ``cap`` the token's loss is 0, as in AReaL; for
-    truncation, other levels and the statistics see :class:`~areal.trainer.losses.mismatch.MismatchCorrection`.
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    old: OldLogprobs = "old_logprobs"
 
-    Args:
-        logprobs, proximal_logprobs, behaviour_logprobs, advantages, mask: ``[T]``. cu_seqlens: int32 ``[n + 1]``.
-        clip_low, clip_high, dual_clip: as :func:`ppo_clip_loss`.
-        cap: largest importance weight that counts.
-    """
-    loss = ppo_clip_loss(
-        logprobs,
-        proximal_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    found = importance_weights(proximal_logprobs, behaviour_logprobs, mask, cu_seqlens, mode="mask", cap=cap)
-    return PolicyLoss(loss.per_token * found.weights, loss.stats)
+    def __post_init__(self) -> None:
+        check_old("PPOClip", self.old)
+        check_clip("PPOClip", self.clip_low, self.clip_high)
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            refuse("PPOClip.dual_clip", self.dual_clip, "give a ratio above 1, such as 3, or None for none")
+
+    def __call__(self, logprobs: Tensor, batch: Batch) -> PolicyLoss:
+        inputs = policy_inputs(logprobs, batch, self.old)
+        return ppo_clip_loss(*inputs, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+
+
+# ---- CISPO
 
 
 def cispo_loss(
@@ -152,17 +237,35 @@ def cispo_loss(
     clip_low: float = float("inf"),
     clip_high: float = 4.0,
 ) -> PolicyLoss:
-    """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p`` with ``r = p / p_old``: no token loses its gradient.
+    """Return ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p`` with ``r = p / p_old``: every token keeps its gradient.
 
-    ``sg`` stops the gradient. CISPO of MiniMax-M1 (2025), equations 4 and 5, which has no lower bound; the default upper bound of 5 is that of
-    ScaleRL (Khatri et al., 2025).
+    ``sg`` stops the gradient. CISPO of MiniMax-M1 (2025), equations 4 and 5, without a lower bound. The default upper bound of 5 is that
+    of ScaleRL (Khatri et al., 2025).
 
     Args:
         logprobs, old_logprobs, advantages, mask: ``[T]``.
         clip_low, clip_high: at least 0; ``inf`` for no bound.
     """
+    # The weight is a constant: the gradient comes from log p alone.
     log_r = bounded(log_ratio(logprobs.detach(), old_logprobs, mask))
     ratio, keep = log_r.exp(), trained_positions(mask)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -weight * at_trained(advantages.detach(), mask) * at_trained(logprobs, mask)
     return PolicyLoss(loss, RatioStats(log_r, ratio, keep & (ratio < 1 - clip_low), keep & (ratio > 1 + clip_high)))
+
+
+@dataclass(frozen=True)
+class CISPO:
+    """Surrogate of :func:`cispo_loss`: clips the importance weight, never the gradient."""
+
+    clip_low: float = math.inf
+    clip_high: float = 4.0
+    old: OldLogprobs = "old_logprobs"
+
+    def __post_init__(self) -> None:
+        check_old("CISPO", self.old)
+        check_clip("CISPO", self.clip_low, self.clip_high)
+
+    def __call__(self, logprobs: Tensor, batch: Batch) -> PolicyLoss:
+        inputs = policy_inputs(logprobs, batch, self.old)
+        return cispo_loss(*inputs, clip_low=self.clip_low, clip_high=self.clip_high)

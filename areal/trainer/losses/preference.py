@@ -1,8 +1,8 @@
-"""Losses of pairs: DPO and IPO against a reference, and the Bradley-Terry loss of a reward model.
+"""Losses on pairs: DPO and IPO with a reference, and the Bradley-Terry loss of a reward model.
 
-Sequences ``2i`` and ``2i + 1`` of a batch are the chosen and the rejected one of pair ``i``. ``MicroBatchSpec(granularity=2)`` keeps them
-together. A micro-batch of an odd number of sequences is an error; with the per-sequence key ``pair_ids`` (integers ``[n]``, equal within a
-pair) so is one whose neighbours are no pair.
+Sequences ``2i`` and ``2i + 1`` of a batch are the chosen and the rejected one of pair ``i``. ``MicroBatchSpec(granularity=2)`` keeps them in
+one micro-batch. A micro-batch with an odd number of sequences raises. With the per-sequence key ``pair_ids`` (integers ``[n]``, equal within
+a pair), a micro-batch that splits a pair raises too.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
 from areal.trainer.losses.aggregate import loss_mask, trained_sequences
-from areal.trainer.losses.keys import refuse, required_like, required_output
-from areal.trainer.losses.metrics import mean_where
-from areal.trainer.losses.numerics import at_trained, log_ratio, to_compute_dtype
+from areal.trainer.losses.inputs import refuse, required_like, required_output
+from areal.trainer.losses.masked import at_trained, log_ratio, mean_where, to_compute_dtype
 from areal.trainer.losses.objective import Objective
 from areal.utils.data import segment_sum
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, with ``h = chosen - rejected`` and ``e`` the label smoothing.
+    """Return ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, with ``h = chosen - rejected`` and ``e`` the label smoothing.
 
     DPO (Rafailov et al., 2023), equation 7; smoothed as conservative DPO (Mitchell, 2023).
 
     Args:
-        chosen, rejected: log-ratio of the policy to the reference, summed over each sequence's trained tokens: ``[p]``.
-        beta: above 0; how strongly the reference holds. label_smoothing: from 0 to 0.5, the share of labels that are wrong.
+        chosen, rejected: ``[p]``. Log-ratio of the policy to the reference, summed over each sequence's trained tokens.
+        beta: above 0. Strength of the constraint to the reference.
+        label_smoothing: from 0 to 0.5. Assumed fraction of wrong labels.
 
     Returns:
         ``[p]``.
@@ -40,10 +40,11 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoot
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
-    """``(h - 1 / (2 beta))**2`` with ``h = chosen - rejected``: IPO (Azar et al., 2023), equation 17, whose ``tau`` is ``beta``.
+    """Return ``(h - 1 / (2 beta))**2`` with ``h = chosen - rejected``: IPO (Azar et al., 2023), equation 17, whose ``tau`` is ``beta``.
 
     Args:
-        chosen, rejected: as for :func:`dpo_loss`, ``[p]``. beta: above 0.
+        chosen, rejected: ``[p]``, as for :func:`dpo_loss`.
+        beta: above 0.
 
     Returns:
         ``[p]``.
@@ -52,13 +53,14 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, *, center_coef: float = 0.0) -> Tensor:
-    """``-log sigmoid(chosen - rejected) + center_coef * (chosen + rejected)**2``.
+    """Return ``-log sigmoid(chosen - rejected) + center_coef * (chosen + rejected)**2``.
 
-    The pairwise loss of reward models (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1); the second term, which holds rewards
-    near 0, is of Eisenstein et al. (2023).
+    The pairwise loss of reward models (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1); the second term, which keeps
+    rewards near 0, is from Eisenstein et al. (2023).
 
     Args:
-        chosen, rejected: rewards, ``[p]``. center_coef: at least 0.
+        chosen, rejected: ``[p]``. Rewards.
+        center_coef: at least 0.
 
     Returns:
         ``[p]``.
@@ -68,20 +70,18 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, *, center_coef: float =
 
 
 def last_token(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """What stands at the last token of each sequence: from ``[T]`` to ``[n]``, differentiable."""
+    """Return the value at the last token of each sequence: from ``[T]`` to ``[n]``, differentiable."""
     return x[cu_seqlens[1:].long() - 1]
 
 
 def sequence_log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``sum_t m_t (log p - log p_ref)`` of each sequence: from ``[T]`` to ``[n]``.
-
-    The difference is taken before the sum: sums of long sequences are large and would cancel.
-    """
+    """Return ``sum_t m_t (log p - log p_ref)`` of each sequence: from ``[T]`` to ``[n]``."""
+    # Difference first: the sums of long sequences are large, and their difference would lose digits.
     return segment_sum(log_ratio(logprobs, ref_logprobs, mask) * to_compute_dtype(mask), cu_seqlens)
 
 
 def split_pairs(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected: from ``[n]`` to twice ``[n / 2]``.
+    """Split ``[n]`` into chosen and rejected, each ``[n / 2]``.
 
     Raises:
         ValueError: ``n`` is odd.
@@ -95,11 +95,12 @@ def split_pairs(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_pairs(batch: Batch) -> None:
-    """Refuse a micro-batch that splits a pair, as far as it can be told. Reads ``pair_ids`` on the host, where there are any.
+    """Raise if a micro-batch splits a pair. Without ``pair_ids`` only their number is checked; with them, one host read.
 
     Raises:
-        ValueError: an odd number of sequences, or neighbours of different ``pair_ids``.
+        ValueError: the number of sequences is odd, or neighbours have different ``pair_ids``.
     """
+    # Without pair_ids any tensor [n] checks that the number of sequences is even.
     chosen, rejected = split_pairs(batch["pair_ids"] if "pair_ids" in batch else batch.cu_seqlens[1:])
     if "pair_ids" in batch and not torch.equal(chosen, rejected):
         raise ValueError(
@@ -109,22 +110,25 @@ def check_pairs(batch: Batch) -> None:
 
 
 def trained_pairs(batch: Batch) -> Tensor:
-    """Pairs with a trained token on both sides: bool ``[n / 2]``."""
+    """Return bool ``[n / 2]``: True for pairs in which both sequences have a trained token."""
     chosen, rejected = split_pairs(trained_sequences(batch))
     return chosen & rejected
 
 
-def _pair_weight(batch: Batch) -> Tensor:
+def _trained_pair_count(batch: Batch) -> Tensor:
+    """Weight of DPO and IPO: the number of pairs with trained tokens in both sequences."""
     check_pairs(batch)
     return trained_pairs(batch).sum().to(torch.float32)
 
 
-def _all_pairs(batch: Batch) -> Tensor:
+def _pair_count(batch: Batch) -> Tensor:
+    """Weight of a reward model: the number of pairs."""
     check_pairs(batch)
     return torch.full((), (len(batch.cu_seqlens) - 1) // 2, dtype=torch.float32, device=batch.cu_seqlens.device)
 
 
 def _pair_metrics(chosen: Tensor, rejected: Tensor, keep: Tensor) -> dict[str, Metric]:
+    """Return the metrics over pairs of two rewards ``[p]``; pairs that are False in ``keep`` do not count."""
     return {
         "preference/accuracy": mean_where(chosen > rejected, keep),
         "preference/margin": mean_where(chosen - rejected, keep),
@@ -134,10 +138,10 @@ def _pair_metrics(chosen: Tensor, rejected: Tensor, keep: Tensor) -> dict[str, M
 
 
 def dpo_objective(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Objective:
-    """DPO: the mean over pairs of :func:`dpo_loss`. Needs ``ref_logprobs``; ``loss_mask`` says which tokens are the answer.
+    """Return the objective of DPO: the mean over pairs of :func:`dpo_loss`. Needs ``ref_logprobs``; ``loss_mask`` marks the answers.
 
-    A pair without a trained token on either side weighs nothing. Metrics over pairs, in ``beta`` times the log-ratio: ``preference/accuracy``,
-    ``margin``, ``chosen_reward``, ``rejected_reward``.
+    A pair with no trained token in one of its sequences does not count. Metrics are means over pairs, of rewards ``beta`` times the log-ratio:
+    ``preference/accuracy``, ``margin``, ``chosen_reward``, ``rejected_reward``.
 
     Raises:
         ValueError: an option is out of range. When called: the batch lacks ``ref_logprobs``, or splits a pair.
@@ -149,7 +153,7 @@ def dpo_objective(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Objecti
 
 
 def ipo_objective(*, beta: float = 0.1) -> Objective:
-    """IPO: the mean over pairs of :func:`ipo_loss`; keys, weights and metrics as :func:`dpo_objective`.
+    """Return the objective of IPO: the mean over pairs of :func:`ipo_loss`. Keys, weights and metrics as :func:`dpo_objective`.
 
     Raises:
         ValueError: ``beta`` is out of range. When called: as :func:`dpo_objective`.
@@ -159,10 +163,10 @@ def ipo_objective(*, beta: float = 0.1) -> Objective:
 
 
 def reward_objective(*, center_coef: float = 0.0) -> Objective:
-    """A reward model: the mean over pairs of :func:`bradley_terry_loss` of the values at each sequence's last token.
+    """Return the objective of a reward model: the mean over pairs of :func:`bradley_terry_loss`.
 
-    Reads the output ``values``; ``loss_mask`` does not matter. Metrics over pairs: ``preference/accuracy``, ``margin``,
-    ``chosen_reward``, ``rejected_reward``.
+    The reward of a sequence is the output ``values`` at its last token; ``loss_mask`` is not used. Metrics are means over pairs:
+    ``preference/accuracy``, ``margin``, ``chosen_reward``, ``rejected_reward``.
 
     Raises:
         ValueError: ``center_coef`` is out of range. When called: the batch splits a pair.
@@ -171,11 +175,12 @@ def reward_objective(*, center_coef: float = 0.0) -> Objective:
         refuse("center_coef", center_coef, "give a finite number of at least 0")
 
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        # The reward of a sequence is the value after its last token was read.
         chosen, rejected = split_pairs(last_token(required_output(outputs, "values"), batch.cu_seqlens))
         loss = bradley_terry_loss(chosen, rejected, center_coef=center_coef).sum()
         return loss, _pair_metrics(chosen, rejected, torch.ones_like(chosen, dtype=torch.bool))
 
-    return Objective(loss_fn, _all_pairs, ("values",))
+    return Objective(loss_fn, _pair_count, ("values",))
 
 
 def _check_beta(beta: float) -> None:
@@ -184,12 +189,16 @@ def _check_beta(beta: float) -> None:
 
 
 def _reference_objective(pair_loss: Callable[[Tensor, Tensor], Tensor], beta: float) -> Objective:
+    """Return the objective of a loss of two log-ratios ``[p]`` to a reference."""
+
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logprobs, mask = required_output(outputs, "logprobs"), loss_mask(batch)
         ref = required_like(batch, "ref_logprobs", logprobs)
+        # One log-ratio per sequence, split into the two sequences of each pair.
         chosen, rejected = split_pairs(sequence_log_ratios(logprobs, ref, mask, batch.cu_seqlens))
         keep = trained_pairs(batch)
+        # Pairs without a trained token in both sequences count neither here nor in the weight.
         loss = at_trained(pair_loss(chosen, rejected), keep).sum()
         return loss, _pair_metrics(beta * chosen, beta * rejected, keep)
 
-    return Objective(loss_fn, _pair_weight)
+    return Objective(loss_fn, _trained_pair_count)

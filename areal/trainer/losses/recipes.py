@@ -1,4 +1,4 @@
-"""Published algorithms as combinations of a policy loss, an aggregation and a KL penalty; advantages are made elsewhere.
+"""Published algorithms as combinations of a policy loss, an aggregation and a KL penalty. Advantages: :mod:`areal.trainer.advantages`.
 
 ===============  ===========================  =============================  ==========================  ========================
 recipe           surrogate                    aggregation                    more                        advantages of the paper
@@ -14,7 +14,7 @@ recipe           surrogate                    aggregation                    mor
 ``dro``          ``DRO(beta, sequence=True)`` ``SequenceMeanOfSums``                                     reward less value
 ===============  ===========================  =============================  ==========================  ========================
 
-``more`` of every recipe are the keyword arguments of :func:`policy_objective`. For anything else call that.
+Every recipe passes ``more`` on to :func:`policy_objective`. Call that function for any other combination.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Literal, TypedDict, Unpack
 from areal.trainer.losses.aggregate import FixedLength, SequenceMean, SequenceMeanOfSums, TokenMean
 from areal.trainer.losses.kl import KLTerm
 from areal.trainer.losses.mismatch import MismatchCorrection, Mode
-from areal.trainer.losses.objective import Objective
-from areal.trainer.losses.policy_factory import policy_objective
-from areal.trainer.losses.surrogate import CISPO, DRO, GSPO, SAPO, PPOClip
+from areal.trainer.losses.objective import Objective, policy_objective
+from areal.trainer.losses.policy import CISPO, PPOClip
+from areal.trainer.losses.policy_sequence import GSPO
+from areal.trainer.losses.policy_smooth import DRO, SAPO
 
 
 class Extras(TypedDict, total=False):
-    """What every recipe may add; see :func:`policy_objective`."""
+    """Keyword arguments that every recipe passes on to :func:`policy_objective`."""
 
     kl: KLTerm | None
     entropy_coef: float
@@ -40,7 +41,7 @@ class Extras(TypedDict, total=False):
 
 
 class PlainExtras(TypedDict, total=False):
-    """The same where the recipe makes the correction itself."""
+    """Keyword arguments of a recipe that sets the correction itself."""
 
     kl: KLTerm | None
     entropy_coef: float
@@ -48,7 +49,7 @@ class PlainExtras(TypedDict, total=False):
 
 
 def ppo_objective(*, clip: float = 0.2, dual_clip: float | None = None, **more: Unpack[Extras]) -> Objective:
-    """PPO (Schulman et al., 2017), with dual clip (Ye et al., 2020) if asked for; a mean over tokens."""
+    """PPO (Schulman et al., 2017), optionally with dual clip (Ye et al., 2020); a mean over tokens."""
     return policy_objective(PPOClip(clip, clip, dual_clip), TokenMean(), **more)
 
 
@@ -60,10 +61,11 @@ def decoupled_ppo_objective(
     mode: Mode = "mask",
     **more: Unpack[PlainExtras],
 ) -> Objective:
-    """Decoupled PPO (Hilton et al., 2021): the clip is around ``old_logprobs``, the importance weight goes back to ``rollout_logprobs``.
+    """Decoupled PPO (Hilton et al., 2021): the clip is around ``old_logprobs``, the importance weight corrects for ``rollout_logprobs``.
 
     A weight above ``cap`` becomes 0 (``mask``, as in AReaL, Fu et al., 2025) or the cap (``truncate``).
     """
+    # The ratio of PPO's clip is to old_logprobs; this weight corrects from there to the rollout.
     correction = MismatchCorrection(level="token", mode=mode, cap=cap)
     return policy_objective(PPOClip(clip, clip, dual_clip), TokenMean(), correction=correction, **more)
 
@@ -71,8 +73,9 @@ def decoupled_ppo_objective(
 def grpo_objective(*, clip: float = 0.2, kl_coef: float = 0.04, **more: Unpack[Extras]) -> Objective:
     """GRPO (Shao et al., 2024), equations 3 and 4: the mean of sequences' means, and k3 to a reference.
 
-    ``kl_coef = 0`` leaves the penalty out; ``kl`` takes its place.
+    ``kl_coef = 0`` leaves out the penalty; ``kl`` replaces it.
     """
+    # An explicit penalty, even None, takes precedence over the coefficient.
     if "kl" not in more and kl_coef != 0:
         more["kl"] = KLTerm(kl_coef, "k3")
     return policy_objective(PPOClip(clip, clip), SequenceMean(), **more)
@@ -84,7 +87,7 @@ def dr_grpo_objective(*, max_tokens: float, clip: float = 0.2, **more: Unpack[Ex
 
 
 def dapo_objective(*, clip_low: float = 0.2, clip_high: float = 0.28, **more: Unpack[Extras]) -> Objective:
-    """DAPO (Yu et al., 2025): clip-higher, every token of the batch the same, no KL."""
+    """DAPO (Yu et al., 2025): clip-higher, a mean over all tokens of the batch, no KL penalty."""
     return policy_objective(PPOClip(clip_low, clip_high), TokenMean(), **more)
 
 
@@ -111,5 +114,5 @@ def dro_objective(
     old: Literal["old_logprobs", "rollout_logprobs", "ref_logprobs"] = "ref_logprobs",
     **more: Unpack[Extras],
 ) -> Objective:
-    """DRO (Richemond et al., 2024), the policy's part: the square of a sequence's log-ratio to ``old``, summed over its tokens."""
+    """DRO (Richemond et al., 2024), the policy term: the square of a sequence's log-ratio to ``old``, summed over its tokens."""
     return policy_objective(DRO(beta, sequence=True, old=old), SequenceMeanOfSums(), **more)

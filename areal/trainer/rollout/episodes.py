@@ -1,4 +1,4 @@
-"""Episodes that most runs need."""
+"""Ready-made episodes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from areal.trainer.rollout.protocol import Completion, RolloutClient, Sampling, Sequence
 
 Prompt = Callable[[Any], collections.abc.Sequence[int]]
-"""The tokens that an item begins with."""
+"""Returns the prompt's token ids of an item."""
 
 Reward = Callable[[Any, Completion], float] | Callable[[Any, Completion], Awaitable[float]]
-"""What an answer to an item is worth; may be a coroutine function."""
+"""Returns the reward of an answer to an item. May be a coroutine function."""
 
 
 class SingleTurn:
-    """A prompt, one answer, a reward.
+    """Episode of one prompt, one answer and its reward.
 
     Args:
-        prompt: the tokens of an item.
-        reward: of an item and the answer to it.
-        sampling: how answers are drawn.
+        prompt: function from an item to the prompt's token ids.
+        reward: function from an item and an answer to a number.
+        sampling: sampling parameters of the answers.
     """
 
     def __init__(self, prompt: Prompt, reward: Reward, sampling: Sampling) -> None:
@@ -30,7 +30,9 @@ class SingleTurn:
         self._sampling = sampling
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:
+        """Generate one answer and compute its reward."""
         prompt_ids = self._prompt(item)
         completion = await client.generate(prompt_ids, self._sampling)
-        worth = self._reward(item, completion)
-        return [Sequence.single(prompt_ids, completion, await worth if isinstance(worth, Awaitable) else worth)]
+        # A reward may need I/O, such as a judge model or a sandbox.
+        reward = self._reward(item, completion)
+        return [Sequence.single(prompt_ids, completion, await reward if isinstance(reward, Awaitable) else reward)]

@@ -1,4 +1,4 @@
-"""What the ranks of a layout played, brought to where it is trained on."""
+"""Exchange of rollouts between the ranks that ran them and the ranks that train on them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,49 @@ from areal.trainer.rollout.runner import Runner
 
 
 def next_groups(runner: Runner, dp_rank: int, timeout: float | None = None) -> list[Group]:
-    """The next batch of this data-parallel coordinate: what its ranks played of it, in order, the same on all of them. Collective over
-    the world.
+    """Return the next batch of this data-parallel coordinate: the groups of all its ranks, ordered by index. Collective over the world.
+
+    Args:
+        runner: runner of this rank.
+        dp_rank: data-parallel coordinate of this rank. Ranks with the same one get the same groups.
+        timeout: seconds to wait; ``None`` waits without limit.
 
     Raises:
-        TimeoutError, RuntimeError: some rank has none, as :meth:`~areal.trainer.rollout.runner.Runner.next_batch`; on every rank.
+        TimeoutError, RuntimeError: :meth:`~areal.trainer.rollout.runner.Runner.next_batch` failed on some rank. Raised on all ranks.
     """
+    # An error takes part in the gather, so that all ranks raise and none waits.
     groups: list[Group] = []
     fault: Exception | None = None
     try:
         groups = runner.next_batch(timeout)
     except (TimeoutError, RuntimeError) as error:
         fault = error
-    everything = gather((dp_rank, groups, fault))
-    for rank, (_, _, found) in enumerate(everything):
-        if found is not None:
-            raise type(found)(f"rank {rank}: {found}") from fault
-    return sorted((group for dp, played, _ in everything if dp == dp_rank for group in played), key=lambda g: g.index)
+    gathered = gather((dp_rank, groups, fault))
+    for rank, (_, _, its_fault) in enumerate(gathered):
+        if its_fault is not None:
+            raise type(its_fault)(f"rank {rank}: {its_fault}") from fault
+    return sorted((group for dp, played, _ in gathered if dp == dp_rank for group in played), key=lambda g: g.index)
 
 
 def runner_state(runner: Runner) -> list[dict[str, Any]]:
-    """The states of all ranks' runners, in order. Collective over the world."""
+    """Return the states of all ranks' runners, in rank order. Collective over the world."""
     return gather(runner.state_dict())
 
 
 def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
-    """Let every rank's runner go on from what :func:`runner_state` returned.
+    """Restore every rank's runner from the result of :func:`runner_state`.
 
-    On another number of ranks what was played and not consumed goes to the ranks whose it is now; where groups had been replaced, that
-    cannot be told.
+    On another number of ranks, groups not trained on yet are assigned to the ranks that own their index now. That is impossible if groups
+    were replaced, because indices then differ between ranks.
+
+    Args:
+        runner: runner of this rank.
+        states: one state per rank of the run that saved them.
 
     Raises:
-        ValueError: groups were replaced, and the number of ranks is another.
+        ValueError: groups were replaced, and the number of ranks differs.
     """
+    # The same number of ranks: every rank continues with its state.
     if len(states) == runner.size:
         runner.load_state_dict(states[runner.rank])
         return
@@ -52,14 +62,15 @@ def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
             f"the run was saved on {len(states)} ranks, which had replaced groups that were not kept, and this one has {runner.size}: "
             f"go on with {len(states)} ranks"
         )
+    # Otherwise, by index in the run: every rank takes the groups that it would have run.
     played = {group["index"]: group for state in states for group in state["waiting"]}
-    runner.load_state_dict(runner.share_of(states[0]["trained"], played))
+    runner.load_state_dict(runner.resharded_state(states[0]["trained"], played))
 
 
-def gather(mine: Any) -> list[Any]:
-    """What every rank of the world has, in order. Collective."""
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks of the world, in rank order. Collective."""
     if not dist.is_initialized():
-        return [mine]
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, mine)
-    return everything
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,4 +1,4 @@
-"""Generation in this process, on a replica of the model, by transformers' continuous batching."""
+"""Rollout engine in this process: generation on a replica of the model, with transformers' continuous batching."""
 
 from __future__ import annotations
 
@@ -24,44 +24,45 @@ from areal.trainer.rollout.sampler import Request, RequestSampler
 from areal.weight_sync.apply import load_named
 
 _POLL = 0.2
-"""Seconds after which the collecting thread looks whether generation, and this process's main thread, still run."""
+"""Interval in seconds at which the collector thread checks that generation and the main thread are alive."""
 
 _MARGIN = 0.15
-"""Share of the cache beyond what the answers under way need: it keeps prompts for later requests. Below it, they are thrown out."""
+"""Fraction of the cache reserved for the prompts of later requests, in addition to the running answers."""
 
 
 @dataclass
 class _Pending:
+    """A request that is not finished, and the future of its answer."""
+
     prompt: tuple[int, ...]
     request: Request
     future: Future[Completion] = field(default_factory=Future)
 
 
 class LocalRollout:
-    """A rollout engine on a replica that lives in this process.
+    """Rollout engine on a replica of the model in this process.
 
-    One thread generates, for all answers under way at once; another hands out what is done. ``generate`` may be awaited on any number
-    of event loops. What a request gets does not depend on what runs beside it, but for the rounding of the logits.
+    One thread generates all running answers together. Another thread delivers finished answers. ``generate`` may be awaited on any number
+    of event loops. The answer to a request does not depend on concurrent requests, except through the rounding of logits.
 
-    Keys and values of a prompt are computed once for the requests that share it: of those with the same prompt, the first goes ahead
-    until it has a token. Nothing is shared across an update. An answer under way goes on across an update with the keys and values
-    that older weights computed: its later tokens carry the new version, and their log-probs are those that they were drawn with, not
-    what the new weights alone would give.
+    Requests with the same prompt share its keys and values: the first request runs alone until it has a token, and the others start then.
+    Nothing is shared across an update. An answer that is running during an update keeps the keys and values of the older weights. Its later
+    tokens carry the new version, and their log-probs are those of the distribution from which they were drawn.
 
     Args:
-        model: a replica in evaluation mode, alone in the use of its weights, with ``sdpa`` or flash attention. Its ``generation_config``
-            is not looked at.
-        max_context: most tokens of a prompt and its answer together.
-        version: of the weights in the model.
-        max_requests: answers that are generated at once; others wait.
-        cache_tokens: keys and values that are kept, in tokens; enough for ``max_requests`` of ``max_context`` by default. With less, some
-            answers are put back when it is full, and continued later as if nothing had been.
-        page_size: tokens that are shared or not, together.
-        max_batch_tokens: most tokens of one forward. On a CPU few are better: ``sdpa`` attends over all sequences of a forward.
-        seed: of the seeds that requests without one get, in the order in which they arrive; ``None`` takes it from the system.
+        model: replica in evaluation mode, with ``sdpa`` or flash attention. Its weights must not be used elsewhere. Its
+            ``generation_config`` is ignored.
+        max_context: maximum number of tokens of a prompt with its answer.
+        version: version of the weights in the model.
+        max_requests: maximum number of answers generated at once; others wait.
+        cache_tokens: capacity of the cache of keys and values, in tokens. Default: enough for ``max_requests`` of ``max_context``. With a
+            smaller cache some answers are paused when it is full, and continue later with the same result.
+        page_size: tokens per cache page, the unit of sharing.
+        max_batch_tokens: maximum number of tokens of one forward. Use few on a CPU, where ``sdpa`` attends over all sequences of a forward.
+        seed: seed of the seeds of requests without one, in order of arrival. ``None`` uses the system's entropy.
 
     Raises:
-        ValueError: a number is out of its range, or the model's attention is another.
+        ValueError: a number is out of range, or the model's attention is not supported.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LocalRollout:
         max_batch_tokens: int = 256,
         seed: int | None = None,
     ) -> None:
+        # A context occupies complete pages.
         pages = -(-max_context // page_size)
         if cache_tokens is None:
             cache_tokens = pages * page_size * max_requests
@@ -84,15 +86,14 @@ class LocalRollout:
         self.max_context = max_context
         self._vocab = model.config.get_text_config().vocab_size
         self._page_size = page_size
-        self._sampler = RequestSampler(version, self._release)
+        self._sampler = RequestSampler(version, self._on_first_token)
         self._seeds = np.random.default_rng(seed)
         self._count = 0
         self._pending: dict[str, _Pending] = {}
-        self._waiting: dict[
-            tuple[int, ...], tuple[str, list[str]]
-        ] = {}  # by prompt: who reads it, and who waits for that
-        self._lock = threading.Lock()
-        self._updating = threading.Lock()
+        # By prompt: the request that computes it, and the requests that wait for its keys and values.
+        self._waiting: dict[tuple[int, ...], tuple[str, list[str]]] = {}
+        self._lock = threading.Lock()  # guards the requests
+        self._updating = threading.Lock()  # held by update and close
         self._closed = False
         self._failed = False
         self._broken: str | None = None
@@ -100,6 +101,7 @@ class LocalRollout:
             model,
             ContinuousBatchingConfig(
                 page_size=page_size,
+                # The margin is part of the blocks, so that cache_tokens remain for running answers.
                 num_blocks=int(cache_tokens / page_size / (1 - _MARGIN)) + 1,
                 max_batch_tokens=max_batch_tokens,
                 max_requests_per_batch=max_requests,
@@ -116,37 +118,38 @@ class LocalRollout:
 
     @property
     def version(self) -> int:
-        """Of the weights that are serving now."""
+        """Version of the weights that generate now."""
         return self._sampler.version
 
     async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
-        """Continue a prompt. A cancelled task frees its place at the next step.
+        """Generate an answer to a prompt. Cancelling the task ends the request at the next step.
 
         Raises:
-            ValueError: the prompt is empty, has a token that the model does not know, or is with ``max_new_tokens`` longer than
-                ``max_context``.
-            RuntimeError: the engine was closed before, or generation failed; names the cause.
+            ValueError: the prompt is empty, has an unknown token, or exceeds ``max_context`` together with ``max_new_tokens``.
+            RuntimeError: the engine is closed, or generation failed; names the cause.
         """
-        name, pending = self._submit(self._checked(prompt_ids, sampling), sampling)
+        name, pending = self._submit(self._check_prompt(prompt_ids, sampling), sampling)
         try:
             return await asyncio.wrap_future(pending.future)
         except asyncio.CancelledError:
-            self._drop(name)
+            self._remove(name)
             self._manager.cancel_request(name)
             raise
 
     def update(self, tensors: Iterator[NamedTensor], version: int, *, complete: bool = True) -> None:
-        """Take new weights in place: generation stands still for as long as the iterator runs.
+        """Copy new weights into the model. Generation is paused while the iterator runs.
 
-        Every token after it carries the new version. The iterator is always read to its end.
+        Later tokens carry the new version. The iterator is always exhausted, because it may be collective.
 
         Args:
-            complete: these are to be all weights of the model; otherwise the others stay, as with those of an adapter alone.
+            tensors: full tensors under Hugging Face names.
+            version: version of these weights.
+            complete: raise if a weight of the model is missing. False keeps the others, such as for the weights of an adapter.
 
         Raises:
-            ValueError: the tensors are not those of the model. If none was copied yet, the old weights serve on. Otherwise what is under
-                way fails, and nothing is generated before a whole update has succeeded.
-            RuntimeError: the engine was closed, or generation failed.
+            ValueError: the tensors do not fit the model. If none was copied yet, the old weights stay in use. Otherwise running requests
+                fail, and generation is refused until a complete update succeeds.
+            RuntimeError: the engine is closed, or generation failed.
         """
         copied = 0
 
@@ -154,7 +157,7 @@ class LocalRollout:
             nonlocal copied
             for named in tensors:
                 yield named
-                copied += 1  # the next one is asked for
+                copied += 1  # counted once the next one is requested: this one was copied then
 
         try:
             with self._updating, self._paused():
@@ -164,6 +167,7 @@ class LocalRollout:
                     if copied:
                         self._break(f"an update to version {version} ended half-way ({error})")
                     raise
+                # Under the pause: no token may see the new weights with the old version or old shared prefixes.
                 self._forget_prefixes()
                 self._sampler.version = version
                 self._broken = None
@@ -172,7 +176,7 @@ class LocalRollout:
                 pass
 
     def close(self) -> None:
-        """End what is under way with what there is of it (``"aborted"``), and free the threads and the cache. May be called twice."""
+        """End running requests with their tokens so far (``"aborted"``), and release threads and cache. May be called twice."""
         with self._updating:
             with self._lock:
                 first, self._closed = not self._closed, True
@@ -188,7 +192,8 @@ class LocalRollout:
     ) -> None:
         self.close()
 
-    def _checked(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> list[int]:
+    def _check_prompt(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> list[int]:
+        """Return the prompt as a list, or raise a ``ValueError``."""
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
@@ -203,6 +208,7 @@ class LocalRollout:
         return prompt
 
     def _submit(self, prompt: list[int], sampling: Sampling) -> tuple[str, _Pending]:
+        """Register a request, and start it or let it wait for another with the same prompt."""
         with self._lock:
             self._check_serving()
             if self._broken is not None:
@@ -215,13 +221,13 @@ class LocalRollout:
             if pending.prompt in self._waiting:
                 self._waiting[pending.prompt][1].append(name)
                 return name, pending
-            if len(prompt) > self._page_size:  # shorter ones have nothing to share
+            if len(prompt) > self._page_size:  # shorter prompts do not fill a page, the unit of sharing
                 self._waiting[pending.prompt] = (name, [])
-            self._hand_over(name, pending)
+            self._start_request(name, pending)
             return name, pending
 
-    def _hand_over(self, name: str, pending: _Pending) -> None:
-        """Give a request to the manager. It takes none when it has just failed; then the collecting thread settles the request."""
+    def _start_request(self, name: str, pending: _Pending) -> None:
+        """Pass a request to the manager. If generation has just failed, the manager ignores it and the collector thread fails the request."""
         sampling = pending.request.sampling
         self._manager.add_request(
             list(pending.prompt),
@@ -230,27 +236,30 @@ class LocalRollout:
             eos_token_id=list(sampling.stop_token_ids),
         )
 
-    def _release(self, name: str) -> None:
-        """A request has its first token: its prompt is there for those that wait for it."""
+    def _on_first_token(self, name: str) -> None:
+        """Start the requests that wait for the prompt of ``name``, which is in the cache now."""
         with self._lock:
             if name in self._pending:
-                self._release_prompt(name, self._pending[name].prompt)
+                self._start_waiting(name, self._pending[name].prompt)
 
-    def _release_prompt(self, name: str, prompt: tuple[int, ...]) -> None:
+    def _start_waiting(self, name: str, prompt: tuple[int, ...]) -> None:
+        """Start the requests that wait for ``name`` to compute ``prompt``. Called with the lock."""
         if prompt in self._waiting and self._waiting[prompt][0] == name:
             for other in self._waiting.pop(prompt)[1]:
                 if other in self._pending and not self._closed:
-                    self._hand_over(other, self._pending[other])
+                    self._start_request(other, self._pending[other])
 
-    def _drop(self, name: str) -> _Pending | None:
+    def _remove(self, name: str) -> _Pending | None:
+        """Remove a request, and let others with its prompt go on. Returns ``None`` if it was removed before."""
         with self._lock:
             self._sampler.remove(name)
             pending = self._pending.pop(name, None)
             if pending is not None:
-                self._release_prompt(name, pending.prompt)
+                self._start_waiting(name, pending.prompt)
             return pending
 
     def _check_serving(self) -> None:
+        """Raise a ``RuntimeError`` if the engine is closed or generation failed."""
         if self._closed:
             raise RuntimeError("the rollout was closed: make another one")
         if self._failed or not self._manager.is_running():
@@ -265,34 +274,40 @@ class LocalRollout:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
+        """Pause generation between two forwards."""
         with self._lock:
             self._check_serving()
         with self._manager.pause():
             yield
 
     def _forget_prefixes(self) -> None:
+        """Remove all prompts from the cache, and stop running requests from sharing theirs: older weights computed them."""
         processor = self._manager.batch_processor
         if processor is None:
             raise RuntimeError(
                 "generation is paused, and has no batch processor: this release of transformers is unknown"
             )
         processor.cache.evict_cached_blocks()
+        # Blocks of running requests stay allocated, but must not be found by their hash any more.
         for allocator in processor.cache.cache_allocators.values():
             allocator.ledger.hash_to_block.clear()
             allocator.ledger.block_to_hash.clear()
         self._sampler.keep_private(list(processor.scheduler.active_requests))
 
     def _break(self, why: str) -> None:
+        """Fail all requests after an incomplete update: the model has some old and some new weights."""
         with self._lock:
             self._broken = why
         for name in list(self._pending):
-            pending = self._drop(name)
+            pending = self._remove(name)
             self._manager.cancel_request(name)
             if pending is not None:
-                _settle(pending.future, RuntimeError(f"{why}: the weights are mixed"))
+                _resolve(pending.future, RuntimeError(f"{why}: the weights are mixed"))
 
     def _collect(self) -> None:
+        """Deliver finished answers until generation ends. Runs in the collector thread."""
         while True:
+            # Read before the result: a manager that stops afterwards may have left one more.
             running = self._manager.is_running()
             result = self._manager.get_result(timeout=_POLL)
             if result is not None:
@@ -300,35 +315,39 @@ class LocalRollout:
             elif not running:
                 break
             elif not threading.main_thread().is_alive():
-                self._manager.stop(hard_stop=True)  # nobody will call close, and the interpreter waits for threads
+                self._manager.stop(
+                    hard_stop=True
+                )  # close will not be called, and the interpreter waits for this thread
         with self._lock:
             self._failed = True
         for name in list(self._pending):
             self._end(name, f"generation has failed: {self._cause()}")
 
     def _finish(self, result: GenerationOutput) -> None:
+        """Deliver the answer or the error of one request."""
         if result.status != RequestStatus.FINISHED:
             self._end(result.request_id, f"generation has failed: {result.error}")
             return
-        pending = self._drop(result.request_id)
+        pending = self._remove(result.request_id)
         if pending is not None and pending.request.tokens != result.generated_tokens:
             error = (
                 f"{result.request_id}: other tokens came back than were drawn: this release of transformers is unknown"
             )
-            _settle(pending.future, RuntimeError(error))
+            _resolve(pending.future, RuntimeError(error))
         elif pending is not None:
-            _settle(pending.future, pending.request.completion())
+            _resolve(pending.future, pending.request.completion())
 
     def _end(self, name: str, why: str) -> None:
-        """Settle what did not come to its end."""
-        pending = self._drop(name)
+        """End a request early: with its tokens so far if the engine is closing, else with an error."""
+        pending = self._remove(name)
         if pending is not None and self._closed:
-            _settle(pending.future, pending.request.completion("aborted"))
+            _resolve(pending.future, pending.request.completion("aborted"))
         elif pending is not None:
-            _settle(pending.future, RuntimeError(why))
+            _resolve(pending.future, RuntimeError(why))
 
 
-def _settle(future: Future[Completion], answer: Completion | RuntimeError) -> None:
+def _resolve(future: Future[Completion], answer: Completion | RuntimeError) -> None:
+    """Set the result of a future, unless it was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(answer, Completion):
@@ -340,6 +359,7 @@ def _settle(future: Future[Completion], answer: Completion | RuntimeError) -> No
 def _manager(
     model: PreTrainedModel, config: ContinuousBatchingConfig, sampler: RequestSampler
 ) -> ContinuousBatchingManager:
+    """Create the manager of continuous batching with our sampler."""
     if not isinstance(model, GenerationMixin):
         raise ValueError(f"{type(model).__name__} cannot generate: the replica is to be a causal language model")
     if not hasattr(ContinuousBatchingManager, "pause"):
@@ -347,7 +367,7 @@ def _manager(
             f"transformers {transformers.__version__} cannot pause generation for new weights: install 5.23 or newer"
         )
     manager = model.init_continuous_batching(
-        # Greedy, so that it takes the token that the sampler leaves on top; stop tokens belong to a request.
+        # Greedy: it selects the token to which the sampler gave the highest score. Stop tokens are set per request.
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
         continuous_batching_config=config,
     )
@@ -365,6 +385,7 @@ def _check_sizes(
     page_size: int,
     max_batch_tokens: int,
 ) -> None:
+    """Raise a ``ValueError`` that names the first size out of range."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_context
     limits = {
         "max_context": (max_context, 2, positions, "a prompt and an answer, and as much as the model was made for"),

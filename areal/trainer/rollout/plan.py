@@ -1,4 +1,4 @@
-"""How much is played, and what comes of it."""
+"""Plan of a rollout: the size of a batch, limits and seeds; and the groups that result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from areal.trainer.rollout.protocol import Sequence
 
 Keep = Callable[[list[Sequence]], bool]
-"""Whether a group is to be learned from; one that is not gives its place to the next item."""
+"""Returns False for a group to replace with a group of the next item."""
 
 
 class Items(Protocol):
-    """A map-style data set."""
+    """Map-style data set."""
 
     def __len__(self) -> int: ...
 
@@ -26,8 +26,9 @@ class Group:
 
     Attributes:
         index: number of the group in the run.
-        sequences: of all its episodes that did not fail.
-        failed: episodes that raised. error: what the first of them raised.
+        sequences: sequences of all episodes that did not fail.
+        failed: number of episodes that raised.
+        error: text of the first exception, or ``None``.
     """
 
     index: int
@@ -36,31 +37,32 @@ class Group:
     error: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """As containers, numbers and tensors, which a checkpoint can hold."""
+        """Return the group as containers, numbers and tensors, for a checkpoint."""
         sequences = [sequence.state() for sequence in self.sequences]
         return {"index": self.index, "sequences": sequences, "failed": self.failed, "error": self.error}
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Group:
-        """What :meth:`state` was taken of."""
+        """Restore a group from :meth:`state`."""
         sequences = tuple(Sequence.of_state(each) for each in state["sequences"])
         return cls(state["index"], sequences, state["failed"], state["error"])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is played, and by whom.
+    """Size of a batch of rollouts, limits and seeds.
 
     Attributes:
-        groups: items to a batch, of all ranks together.
-        group_size: episodes to an item.
-        max_staleness: versions by which the weights that began a group may be older than those that are trained on it.
-        max_concurrent: most episodes of this rank at a time.
-        episode_seconds: one that takes longer has failed.
-        seed: of the order of items, and of every episode. shuffle: each epoch has an order of its own.
+        groups: items per batch, over all ranks.
+        group_size: episodes per item.
+        max_staleness: maximum number of versions between the weights with which a group begins and the weights that train on it.
+        max_concurrent: maximum number of concurrent episodes on this rank.
+        episode_seconds: time limit of an episode, after which it has failed; ``None`` for no limit.
+        seed: seed of the order of items and of every episode.
+        shuffle: draw a new order of the items in each epoch.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
 
     groups: int

@@ -1,39 +1,37 @@
-"""What a rollout is made of: tokens in, tokens out, and for every sampled token its log-prob and the weights that made it."""
+"""Data types and protocols of a rollout: sampling parameters, completions with log-probs and weight versions, sequences, episodes."""
 
 from __future__ import annotations
 
 import collections.abc
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from areal.api.weights import NamedTensor
 from areal.utils.data.sequences import Segment, from_segments, where_trained
 
 FinishReason = Literal["stop", "length", "aborted"]
-"""A stop token was sampled (and is the last of the tokens); ``max_new_tokens`` are there, or all that the engine's context
-holds; somebody ended it before."""
+"""``"stop"``: a stop token was sampled, and is the last token. ``"length"``: ``max_new_tokens`` or the context limit was reached.
+``"aborted"``: the request was ended early."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling parameters of a request.
 
     Attributes:
-        max_new_tokens: most tokens of one answer.
-        temperature: what logits are divided by; 0 takes the most likely token.
-        top_p: keeps the fewest most likely tokens whose probabilities reach this sum; 1 keeps all.
-        top_k: keeps this many most likely tokens; 0 keeps all.
-        stop_token_ids: end an answer, and belong to it.
-        seed: of this request alone: the same seed, prompt and weights give the same tokens, whatever else runs beside it. ``None``
-            draws one.
+        max_new_tokens: maximum number of tokens of the answer.
+        temperature: divisor of the logits; 0 selects the most likely token (greedy).
+        top_p: keep the smallest set of most likely tokens whose probabilities add up to this; 1 keeps all.
+        top_k: keep this many most likely tokens; 0 keeps all.
+        stop_token_ids: tokens that end an answer. They are part of it.
+        seed: seed of this request. The same seed, prompt and weights give the same tokens, regardless of concurrent requests. ``None`` draws
+            a seed.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
 
     max_new_tokens: int = 256
@@ -44,6 +42,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        # Each field with its condition and the text of the rule.
         limits = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (self.temperature >= 0, "at least 0; 0 takes the most likely token"),
@@ -57,14 +56,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer.
+    """An answer of the model.
 
     Attributes:
-        tokens: ids that were sampled, the stop token included.
-        logprobs: of each token in nats, under the distribution that it was drawn from (after temperature, ``top_k`` and ``top_p``;
-            for greedy answers under temperature 1).
-        versions: of each token, the version of the weights that made it.
-        finish_reason: why it ended.
+        tokens: sampled ids, including the stop token.
+        logprobs: log-prob of each token in nats, under the distribution from which it was drawn: after temperature, ``top_k`` and
+            ``top_p``; for greedy answers, at temperature 1.
+        versions: version of the weights that generated each token.
+        finish_reason: why generation ended.
+
+    Raises:
+        ValueError: the lengths differ.
     """
 
     tokens: tuple[int, ...]
@@ -80,7 +82,7 @@ class Completion:
             )
 
     def segment(self) -> Segment:
-        """As a trainable piece of a sequence, with its log-probs and versions."""
+        """Return the answer as a trainable segment of a sequence, with ``rollout_logprobs`` and ``versions``."""
         return Segment(
             self.tokens,
             trainable=True,
@@ -92,48 +94,38 @@ class Completion:
 
 
 class RolloutClient(Protocol):
-    """What an episode talks to."""
+    """Interface through which an episode generates."""
 
     @property
     def version(self) -> int:
-        """Of the weights that are serving now."""
+        """Version of the weights that generate now."""
 
     async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
-        """Continue a prompt.
+        """Generate an answer to a prompt.
+
+        Args:
+            prompt_ids: token ids of the prompt; at least one.
+            sampling: sampling parameters.
 
         Raises:
-            ValueError: the prompt is empty, or with ``max_new_tokens`` longer than the engine allows.
-            RuntimeError: the engine has stopped, or failed.
+            ValueError: the prompt is empty, or prompt and ``max_new_tokens`` together exceed the context.
+            RuntimeError: the rollout engine was closed, or failed.
         """
-
-
-class RolloutEngine(RolloutClient, Protocol):
-    """A client that also takes new weights."""
-
-    def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
-        """Take new weights. Answers under way go on with them. The iterator is always read to its end.
-
-        Raises:
-            ValueError: the tensors are not those of the model; the engine then says whether the old weights still serve.
-        """
-
-    def close(self) -> None:
-        """End what is under way, and free everything. May be called twice."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One trajectory to learn from: what the policy wrote, between what it was given, and what it was worth.
+    """One trajectory to train on: segments generated by the policy, segments given to it, and a reward.
 
     Attributes:
-        segments: in order; those of the policy are trainable.
-        reward: of the whole.
-        group: sequences of one item are compared with each other; set by who runs the episodes.
-        truncated: the answer was cut off at its longest.
-        stats: numbers whose means are logged, as ``rollout/<name>``.
+        segments: in order. Those generated by the policy are trainable.
+        reward: reward of the sequence.
+        group: number of the group whose sequences are compared with each other. Set by the runner.
+        truncated: True if the answer reached its maximum length.
+        stats: numbers to log, as means under ``rollout/<name>``.
 
     Raises:
-        ValueError: the reward is not finite, or the policy wrote nothing of it.
+        ValueError: the reward is not finite, or no segment is trainable.
     """
 
     segments: tuple[Segment, ...]
@@ -145,6 +137,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
             raise ValueError(f"Sequence.reward = {self.reward}: it must be finite")
+        # A sequence without trained tokens would have weight 0 in every loss.
         if not self.trained_tokens:
             raise ValueError(
                 "a sequence has no token that the policy wrote: leave out what there is nothing to learn from"
@@ -152,7 +145,7 @@ class Sequence:
 
     @classmethod
     def single(cls, prompt_ids: collections.abc.Sequence[int], completion: Completion, reward: float) -> Sequence:
-        """A prompt and one answer."""
+        """Return the sequence of a prompt and one answer."""
         return cls(
             (Segment(list(prompt_ids), trainable=False), completion.segment()),
             reward,
@@ -160,9 +153,10 @@ class Sequence:
         )
 
     def sample(self) -> dict[str, Tensor]:
-        """As a sample of an engine's batch: ``input_ids``, ``loss_mask``, ``rollout_logprobs``, ``versions`` ``[S]``, position-aligned,
-        and ``rewards``, ``group_ids`` and ``truncated`` scalars, which become ``[n]`` in a batch. Engines give log-probs and entropy
-        where it is trained on alone: ``output_mask``.
+        """Return the sequence as a sample of an engine's batch.
+
+        ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids`` and
+        ``truncated`` are scalars, which become ``[n]`` in a batch. ``output_mask`` restricts log-probs and entropy to trained tokens.
         """
         return {
             **where_trained(from_segments(self.segments)),
@@ -172,16 +166,16 @@ class Sequence:
         }
 
     def oldest_version(self, default: int) -> int:
-        """Of the weights that made the oldest of its sampled tokens; ``default`` where it has none."""
-        found = [
+        """Return the smallest version of its sampled tokens, or ``default`` if none has a version."""
+        oldest = [
             int(versions.min())
             for segment in self.segments
             if segment.trainable and len(versions := torch.as_tensor(segment.values.get("versions", ())))
         ]
-        return min(found, default=default)
+        return min(oldest, default=default)
 
     def state(self) -> dict[str, Any]:
-        """As containers, numbers and tensors, which a checkpoint can hold."""
+        """Return the sequence as containers, numbers and tensors, for a checkpoint."""
         return {
             "segments": [
                 {
@@ -199,18 +193,18 @@ class Sequence:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Sequence:
-        """What :meth:`state` was taken of."""
+        """Restore a sequence from :meth:`state`."""
         segments = tuple(Segment(each["tokens"], each["trainable"], each["values"]) for each in state["segments"])
         return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"])
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens the policy wrote."""
+        """Number of tokens generated by the policy."""
         return sum(len(segment.tokens) for segment in self.segments if segment.trainable)
 
 
 class Episode(Protocol):
-    """What happens between taking an item and having sequences to learn from: any number of turns, tools, branches."""
+    """Turns an item of the data set into sequences to train on, with any number of turns, tools and branches."""
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:
-        """Play once. What it raises is counted as a failed episode; the run goes on."""
+        """Run the episode once. An exception counts as a failed episode, and the run continues."""

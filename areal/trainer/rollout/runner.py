@@ -1,9 +1,9 @@
-"""Plays episodes while the trainer trains, never further ahead of it than the staleness allows.
+"""Runs episodes while the trainer trains, with bounded staleness.
 
-Groups are numbered as they start, and consumed in that order. With ``B`` groups to a batch and a staleness of ``k``, group ``j`` starts
-once ``j < (t + k + 1) * B``, where ``t`` batches were trained on; batch ``b`` holds groups ``b * B`` to ``(b + 1) * B - 1`` and is trained on
-when ``t = b``. So no group is trained on more than ``k`` updates after it started, whatever the speeds are, and with ``k = 0`` a run is the
-same each time.
+Groups are numbered in the order in which they start, and consumed in that order. With ``B`` groups per batch, a maximum staleness of ``k``
+and ``t`` batches trained on, group ``j`` may start once ``j < (t + k + 1) * B``. Batch ``b`` consists of groups ``b * B`` to
+``(b + 1) * B - 1`` and is trained on when ``t = b``. Therefore no group is trained on more than ``k`` updates after its start, regardless of
+speeds. With ``k = 0`` a run is reproducible.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ from areal.utils.seeding import mixed
 
 
 class Runner:
-    """Plays episodes in a thread of its own, which begins with :meth:`advance`. This rank plays every ``size``-th group, from ``rank``.
+    """Runs episodes in a separate thread. The first call of :meth:`advance` starts them.
 
-    A batch holds the same items with the same seeds on any number of ranks, unless ``keep`` replaces some.
+    This rank runs every ``size``-th group of a batch, starting with number ``rank``. A batch has the same items and seeds on any number of
+    ranks, unless ``keep`` replaces groups.
 
     Args:
-        client: what episodes talk to.
-        episode: played ``group_size`` times for each item.
-        items: gone through again and again.
-        plan: how much.
-        keep: replaces groups that it is false for. A group without any sequence is always kept, and counted as failed.
-        rank, size: of those who share the work.
+        client: generates the answers.
+        episode: run ``group_size`` times per item.
+        items: data set, iterated epoch after epoch.
+        plan: size of a batch, limits and seeds.
+        keep: returns False for groups to replace. A group without sequences is always kept, and counted as failed.
+        rank: index of this rank among those that run episodes.
+        size: number of ranks that run episodes.
+
+    Raises:
+        ValueError: ``items`` is empty.
     """
 
     def __init__(
@@ -53,12 +58,15 @@ class Runner:
         self._client, self._episode, self._items, self.plan, self._keep = client, episode, items, plan, keep
         self.rank, self.size = rank, size
         self._trained = 0
-        self._next = 0  # of this rank's groups, counted from 0
-        self._consumed = 0  # groups handed out
-        self._rejected = 0  # and those that gave their place to another, since the run began
+        # Numbers below count this rank's groups, from 0. The group's index in the run is _index(number).
+        self._next = 0  # the next group to start
+        self._consumed = 0  # groups returned by next_batch, and groups replaced before them
+        self._rejected = 0  # groups replaced since the run began
         self._running = 0
-        self._finished: dict[int, Group | None] = {}  # by number among this rank's; None was not kept
+        self._finished: dict[int, Group | None] = {}  # by number; None if it was replaced
+        # Guards everything above, and is notified when a group ends or the runner closes.
         self._changed = threading.Condition()
+        # Episodes run as tasks on an event loop in a thread of this runner.
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -69,26 +77,33 @@ class Runner:
 
     @property
     def per_batch(self) -> int:
-        """Groups that this rank plays for each batch."""
+        """Number of groups that this rank runs for each batch."""
         return len(range(self.rank, self.plan.groups, self.size))
 
-    def place(self, index: int) -> int:
-        """Where in its batch a group stands, from 0; where groups were replaced, where the one that it replaces stood."""
+    def position(self, index: int) -> int:
+        """Return the position of a group in its batch, from 0. A replacement has the position of the group that it replaces."""
         return index % self.plan.groups
 
-    # ---- the trainer's side
+    # ---- called by the trainer's thread
 
     def advance(self, trained: int) -> None:
-        """Say how many batches were trained on, the weights that came of them being served; starts what that allows."""
+        """Set the number of batches trained on, and start the groups that this allows. Call it after the new weights are in use.
+
+        Args:
+            trained: number of batches.
+        """
         with self._changed:
             self._trained = trained
         self._loop.call_soon_threadsafe(self._start_allowed)
 
     def next_batch(self, timeout: float | None = None) -> list[Group]:
-        """This rank's groups of the next batch, in order; waits for them.
+        """Wait for this rank's groups of the next batch, and return them in order.
+
+        Args:
+            timeout: seconds to wait; ``None`` waits without limit.
 
         Raises:
-            TimeoutError: they are not there after ``timeout`` seconds.
+            TimeoutError: the groups are not complete after ``timeout`` seconds.
             RuntimeError: the runner is closed, or an item or ``keep`` raised.
         """
         with self._changed:
@@ -96,15 +111,16 @@ class Runner:
                 raise TimeoutError(f"no batch after {timeout} s: {self._running} groups are being played")
             if self._fault is not None:
                 raise RuntimeError(f"a group could not be played: {self._fault}") from self._fault
-            taken = self._ready()
-            if taken is None or self._closed:
+            numbers = self._ready()
+            if numbers is None or self._closed:
                 raise RuntimeError("the runner is closed")
-            groups = [group for number in taken if (group := self._finished.pop(number)) is not None]
-            self._consumed = taken[-1] + 1 if taken else self._consumed
+            # Replaced groups leave with the batch that they were meant for.
+            groups = [group for number in numbers if (group := self._finished.pop(number)) is not None]
+            self._consumed = numbers[-1] + 1 if numbers else self._consumed
         return groups
 
     def _ready(self) -> list[int] | None:
-        """The numbers of what the next batch consumes, those not kept included; ``None`` when it is not there yet."""
+        """Return the numbers of the groups that the next batch consumes, including replaced ones; ``None`` if it is not complete."""
         numbers: list[int] = []
         kept = 0
         while kept < self.per_batch:
@@ -116,7 +132,7 @@ class Runner:
         return numbers
 
     def drain(self) -> list[Group | None]:
-        """Start nothing more, wait for what is being played, and give what is not consumed yet; then go on."""
+        """Wait for the running groups without starting others, and return the groups not consumed yet; then continue."""
         with self._changed:
             self._draining = True
             self._changed.wait_for(lambda: self._running == 0)
@@ -126,7 +142,7 @@ class Runner:
         return waiting
 
     def close(self) -> None:
-        """Cancel what is being played. May be called twice."""
+        """Cancel the running episodes and stop the thread. May be called twice."""
         if self._closed:
             return
         with self._changed:
@@ -139,16 +155,18 @@ class Runner:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's share of the run is, with what was played and not consumed. Waits for what is being played."""
+        """Return the state of this rank's runner, including groups not consumed yet. Waits for running groups."""
         waiting = [group if group is None else group.state() for group in self.drain()]
         return {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected, "waiting": waiting}
 
-    def share_of(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        """The state of this rank in a run that was saved on other ranks and has replaced nothing.
+    def resharded_state(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """Return this rank's state for a run that was saved on another number of ranks and has replaced no group.
 
         Args:
-            played: groups that wait to be consumed, by their number in the run. What stands behind a gap is played again.
+            trained: number of batches trained on.
+            played: states of the groups not consumed yet, by index in the run. Groups after a missing index are run again.
         """
+        # Groups are consumed in order: stop at the first that is missing.
         consumed = number = trained * self.per_batch
         waiting = []
         while self.per_batch and self._index(number) in played:
@@ -157,16 +175,17 @@ class Runner:
         return {"trained": trained, "consumed": consumed, "rejected": 0, "waiting": waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with the same rank and size. To be called before the first :meth:`advance`."""
+        """Restore a state of :meth:`state_dict`, with the same rank and size. Call it before the first :meth:`advance`."""
         with self._changed:
             self._trained, self._consumed, self._rejected = state["trained"], state["consumed"], state["rejected"]
             waiting = [group if group is None else Group.of_state(group) for group in state["waiting"]]
             self._finished = dict(enumerate(waiting, start=self._consumed))
             self._next = self._consumed + len(waiting)
 
-    # ---- the loop's side
+    # ---- run by the event loop
 
     def _serve(self) -> None:
+        """Run the event loop until :meth:`close`, then cancel its tasks."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         for task in self._tasks:
@@ -174,7 +193,9 @@ class Runner:
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
 
     def _start_allowed(self) -> None:
+        """Start the groups that staleness and concurrency allow."""
         with self._changed:
+            # Each replaced group allows one more, so that a batch is always filled.
             allowed = (self._trained + self.plan.max_staleness + 1) * self.per_batch + self._rejected
             room = max(1, self.plan.max_concurrent // self.plan.group_size)
             stopped = self._draining or self._closed or self._fault is not None
@@ -186,13 +207,14 @@ class Runner:
                 self._running += 1
 
     async def _play(self, number: int) -> None:
+        """Run one group of this rank, and record it as finished, replaced or failed."""
         group, fault = None, None
         try:
             group = await self._play_group(self._index(number))
             if group.sequences and self._keep is not None and not self._keep(list(group.sequences)):
                 group = None
         except Exception as error:
-            fault = error
+            fault = error  # of an item or of `keep`: next_batch raises it
         with self._changed:
             self._finished[number] = group
             self._fault = self._fault or fault
@@ -202,16 +224,18 @@ class Runner:
         self._start_allowed()
 
     def _index(self, number: int) -> int:
-        """The number in the run of this rank's group."""
-        batch, place = divmod(number, self.per_batch)
-        return batch * self.plan.groups + place * self.size + self.rank
+        """Return the index in the run of this rank's group ``number``."""
+        batch, position = divmod(number, self.per_batch)
+        return batch * self.plan.groups + position * self.size + self.rank
 
     async def _play_group(self, index: int) -> Group:
+        """Run all episodes of one item concurrently."""
         item = self._item(index)
+        # Seeds depend on the plan, the group and the episode only, not on the rank or on timing.
         clients = [SeededClient(self._client, (self.plan.seed, index, i)) for i in range(self.plan.group_size)]
-        played = await asyncio.gather(*(self._timed(client, item) for client in clients), return_exceptions=True)
-        errors = [found for found in played if isinstance(found, BaseException)]
-        sequences = [sequence for found in played if not isinstance(found, BaseException) for sequence in found]
+        played = await asyncio.gather(*(self._run_episode(client, item) for client in clients), return_exceptions=True)
+        errors = [result for result in played if isinstance(result, BaseException)]
+        sequences = [sequence for result in played if not isinstance(result, BaseException) for sequence in result]
         return Group(
             index,
             tuple(replace(sequence, group=index) for sequence in sequences),
@@ -219,20 +243,23 @@ class Runner:
             error=f"{type(errors[0]).__name__}: {errors[0]}" if errors else None,
         )
 
-    async def _timed(self, client: RolloutClient, item: Any) -> list[Sequence]:
+    async def _run_episode(self, client: RolloutClient, item: Any) -> list[Sequence]:
+        """Run one episode within its time limit, and check its sequences."""
         async with asyncio.timeout(self.plan.episode_seconds):
             sequences = await self._episode.run(client, item)
         for sequence in sequences:
-            sequence.sample()  # what is wrong with one fails its episode, not the run
+            sequence.sample()  # an invalid sequence fails its episode, not the run
         return sequences
 
     def _item(self, index: int) -> Any:
-        epoch, place = divmod(index, len(self._items))
-        return self._items[
-            _order(mixed(self.plan.seed, epoch), len(self._items))[place] if self.plan.shuffle else place
-        ]
+        """Return the item of a group: the data set is iterated epoch after epoch, each in another order."""
+        epoch, position = divmod(index, len(self._items))
+        if self.plan.shuffle:
+            position = _permutation(mixed(self.plan.seed, epoch), len(self._items))[position]
+        return self._items[position]
 
 
 @functools.lru_cache(maxsize=2)
-def _order(seed: int, length: int) -> list[int]:
+def _permutation(seed: int, length: int) -> list[int]:
+    """Return a random order of ``length`` items. Two are cached: a batch may span two epochs."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()

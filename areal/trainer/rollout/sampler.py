@@ -1,4 +1,4 @@
-"""Drawing tokens: from logits to a token and its log-prob, for each request with its own noise."""
+"""Sampling: from logits to a token and its log-prob, with separate noise for each request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from areal.trainer.rollout.protocol import Completion, FinishReason, Sampling
 
 
 def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The distributions that tokens are drawn from.
+    """Return the distributions from which tokens are drawn.
 
-    Temperature comes first, then ``top_k``, then ``top_p`` of what that leaves (Holtzman et al., "The Curious Case of Neural Text
-    Degeneration", 2020). Tokens as likely as the last one kept are kept too, so that ties are not broken by order. Greedy rows are
-    at temperature 1 and lose nothing.
+    Temperature is applied first, then ``top_k``, then ``top_p`` of the remaining tokens (Holtzman et al., "The Curious Case of Neural Text
+    Degeneration", 2020). Tokens as likely as the last kept one are kept too, so that ties do not depend on their order. Greedy rows have
+    temperature 1 and keep all tokens.
 
     Args:
         logits: ``[n, V]``.
-        samplings: of each row.
+        samplings: sampling parameters of each row.
 
     Returns:
-        float32 ``[n, V]`` in nats; ``-inf`` for tokens that are left out.
+        float32 ``[n, V]`` in nats; ``-inf`` for excluded tokens.
     """
+    # 1. Temperature, for all rows at once.
     greedy = [s.temperature == 0 for s in samplings]
     temperature = [1.0 if g else s.temperature for g, s in zip(greedy, samplings, strict=True)]
     out = logits.float()
@@ -37,6 +38,7 @@ def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
         out = out / torch.tensor(temperature, device=logits.device).unsqueeze(1)
     out = out.log_softmax(-1)
     vocab = logits.shape[1]
+    # 2. top_k and top_p, for the rows that have them only: both sort the vocabulary.
     few = [i for i, s in enumerate(samplings) if 0 < s.top_k < vocab and not greedy[i]]
     if few:
         out[few] = _keep_top_k(out[few], [samplings[i].top_k for i in few])
@@ -47,21 +49,24 @@ def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def _keep_top_k(logprobs: Tensor, top_k: list[int]) -> Tensor:
+    """Exclude tokens less likely than the ``top_k``-th of their row, and normalise."""
     largest = logprobs.topk(max(top_k), -1).values
     last = largest.gather(1, torch.tensor(top_k, device=logprobs.device).unsqueeze(1) - 1)
     return logprobs.masked_fill(logprobs < last, -torch.inf).log_softmax(-1)
 
 
 def _keep_top_p(logprobs: Tensor, top_p: list[float]) -> Tensor:
+    """Exclude tokens outside the smallest set of most likely ones with total probability ``top_p``, and normalise."""
     largest = logprobs.sort(-1, descending=True).values
     p = largest.double().exp()
+    # A token is kept if the tokens before it add up to less than top_p. float64: the sum has V terms.
     before = p.cumsum(-1) - p
     count = (before < torch.tensor(top_p, dtype=p.dtype, device=p.device).unsqueeze(1)).sum(-1, keepdim=True)
     return logprobs.masked_fill(logprobs < largest.gather(1, (count - 1).clamp_min(0)), -torch.inf).log_softmax(-1)
 
 
 def noise_size(vocab: int) -> int:
-    """How many numbers one draw from ``vocab`` tokens takes: those for a run of tokens, and those within it."""
+    """Return the number of random numbers of one draw from ``vocab`` tokens: one per run of tokens, and one per token of a run."""
     run = math.isqrt(vocab - 1) + 1
     return -(-vocab // run) + run
 
@@ -69,23 +74,24 @@ def noise_size(vocab: int) -> int:
 def sample_tokens(logprobs: Tensor, noise: Tensor) -> Tensor:
     """Draw a token of each row by the Gumbel-max trick (Gumbel, 1954; Maddison, Tarlow and Minka, "A* Sampling", 2014).
 
-    The token with the largest ``p / e`` is a draw from ``p`` if the ``e`` are independent draws from Exp(1). It is done twice: for a
-    run of about ``sqrt(V)`` neighbouring tokens, with its probability, and within that run; so a draw takes ``2 sqrt(V)`` numbers
-    rather than ``V``. The same noise gives the same token unless probabilities change by much: at a change of total variation ``d``,
-    tokens differ in about ``2 d`` of the draws. Draws from cumulative sums would differ more, at each of the ``V`` bounds.
+    The token with the largest ``p / e`` is a draw from ``p`` if the ``e`` are independent draws from Exp(1). The draw has two stages: a run
+    of about ``sqrt(V)`` adjacent tokens by its total probability, then a token of that run. A draw therefore needs ``2 sqrt(V)`` random
+    numbers instead of ``V``. The same noise gives the same token unless probabilities change much: after a change of total variation ``d``,
+    about ``2 d`` of the draws differ. Draws from cumulative sums would differ more often, at each of the ``V`` boundaries.
 
     Args:
         logprobs: ``[n, V]``, normalised.
-        noise: float64 ``[n, noise_size(V)]``, from Exp(1). In float32 it would be so coarse near 0 that tokens less likely than 1e-7
-            would be drawn too often.
+        noise: float64 ``[n, noise_size(V)]``, drawn from Exp(1). float32 is too coarse near 0: tokens less likely than 1e-7 would be drawn
+            too often.
 
     Returns:
-        int64 ``[n]``.
+        int64 ``[n]``. Token ids.
     """
     rows, vocab = logprobs.shape
     run = math.isqrt(vocab - 1) + 1
     runs = -(-vocab // run)
     p = torch.nn.functional.pad(logprobs.exp(), (0, runs * run - vocab)).view(rows, runs, run)
+    # Stage 1: the run. Stage 2: the token within it.
     first = (p.sum(-1, dtype=torch.float64) / noise[:, :runs]).argmax(-1)
     inside = p[torch.arange(rows, device=p.device), first].double() / noise[:, runs:]
     return first * run + inside.argmax(-1)
@@ -93,12 +99,12 @@ def sample_tokens(logprobs: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass
 class Request:
-    """What has been sampled of one answer.
+    """State of one answer during generation.
 
     Attributes:
-        sampling: how.
-        seed: of its noise; any integer, taken modulo 2^64.
-        tokens, logprobs, versions: as in :class:`~areal.trainer.rollout.protocol.Completion`.
+        sampling: sampling parameters.
+        seed: seed of its noise; any integer, taken modulo 2^64.
+        tokens, logprobs, versions: see :class:`~areal.trainer.rollout.protocol.Completion`.
     """
 
     sampling: Sampling
@@ -111,12 +117,12 @@ class Request:
         self._generator = np.random.default_rng(self.seed % 2**64)
 
     def noise(self, size: int) -> np.ndarray:
-        """The next numbers from Exp(1), float64 ``[size]``: each token takes the same count, so the ``k``-th has its own."""
+        """Return the next numbers from Exp(1), float64 ``[size]``. Every token uses the same count, so the noise of token ``k`` is fixed."""
         return np.maximum(-np.log1p(-self._generator.random(size)), 1e-300)
 
     def completion(self, finish_reason: FinishReason | None = None) -> Completion:
-        """As an answer; without a reason, one that ended by itself."""
-        count = len(self.versions)  # appended last: while another thread samples, the other lists may be ahead
+        """Return the answer. Without a ``finish_reason`` it is ``"stop"`` or ``"length"``, by its last token."""
+        count = len(self.versions)  # appended last: while another thread samples, the other lists may be longer
         if finish_reason is None:
             finish_reason = "stop" if self.tokens[-1] in self.sampling.stop_token_ids else "length"
         return Completion(
@@ -125,18 +131,19 @@ class Request:
 
 
 class RequestSampler(ContinuousBatchingLogitsProcessorList):
-    """Samples for transformers' continuous batching, in the place of its list of logits processors.
+    """Sampler for transformers' continuous batching, in place of its list of logits processors.
 
-    The manager asks it once per forward with the requests in the order of the rows, and then with the scores; both on the thread that
-    generates. It leaves the drawn token as the most likely one of its row, which a greedy manager takes. Asynchronous batching has
-    to be off: there, the manager drops tokens after they were drawn.
+    For each forward, the manager calls :meth:`prepare_tensor_args` with the requests in row order, then :meth:`__call__` with the scores,
+    both on the generation thread. The drawn token gets the highest score of its row, so that a greedy manager selects it. Asynchronous
+    batching must be
+    off: it drops tokens after they are drawn.
 
     Args:
-        version: of the weights.
-        started: called with the name of a request that has its first token, on the thread that generates.
+        version: version of the weights.
+        started: called on the generation thread with the name of a request that has its first token.
 
     Attributes:
-        version: of the weights that the next forward runs with. To be changed while generation is paused.
+        version: version of the weights of the next forward. Change it only while generation is paused.
     """
 
     def __init__(self, version: int, started: Callable[[str], None] = lambda name: None) -> None:
@@ -149,18 +156,19 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         self._rows: list[tuple[str, Request | None]] = []
 
     def add(self, name: str, request: Request) -> None:
-        """Know a request before the manager gets it."""
+        """Register a request. Call it before the manager gets the request."""
         self._requests[name] = request
 
     def remove(self, name: str) -> None:
-        """Forget a request. If it still runs, its tokens are of no interest."""
+        """Delete a request. If it still runs, its tokens are ignored."""
         self._requests.pop(name, None)
 
     def keep_private(self, names: Sequence[str]) -> None:
-        """Keys and values of these requests come from older weights: from now on they are not offered to other requests."""
+        """Exclude the keys and values of these requests from sharing, because older weights computed them."""
         self._outdated = self._outdated.intersection(self._requests).union(names)
 
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
+        """Record which request belongs to which row of the next scores. Called by the manager."""
         for future in requests_in_batch:
             if future.state.request_id in self._outdated:
                 future.complete_blocks = {}  # the manager registers these for sharing after the forward
@@ -169,14 +177,17 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         return arg_storage
 
     def __call__(self, input_ids: Tensor, scores: Tensor, logits_processor_args: Tensor) -> Tensor:
-        """Draw.
+        """Draw a token for each row, and give it the score ``inf``. Called by the manager.
 
         Args:
-            scores: float32 ``[m, V]``; rows after those of the requests mean nothing. Overwritten.
+            input_ids: not used.
+            scores: float32 ``[m, V]``. Modified in place. Rows after those of the requests are ignored.
+            logits_processor_args: not used.
 
         Raises:
             RuntimeError: a log-prob is not finite.
         """
+        # Rows of cancelled requests are left as they are.
         live = [(row, name, request) for row, (name, request) in enumerate(self._rows) if request is not None]
         if live:
             rows, names, requests = zip(*live, strict=True)
@@ -185,15 +196,18 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
             for name, request, token, logprob in zip(names, requests, tokens.tolist(), logprobs.tolist(), strict=True):
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
+                # Last: Request.completion counts the versions.
                 request.versions.append(self.version)
                 if len(request.versions) == 1:
                     self._started(name)
         return scores
 
     def _sample(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Return a token ``[n]`` and its log-prob ``[n]`` for each request."""
         samplings = [request.sampling for request in requests]
         logprobs = log_probs(logits, samplings)
         size = noise_size(logits.shape[1])
+        # A greedy request consumes no noise; its row is replaced by the argmax below.
         greedy = [sampling.temperature == 0 for sampling in samplings]
         noise = np.stack([np.ones(size) if g else r.noise(size) for g, r in zip(greedy, requests, strict=True)])
         tokens = sample_tokens(logprobs, torch.from_numpy(noise).to(logits.device))

@@ -1,4 +1,4 @@
-"""Random numbers that belong to an episode, and to nothing that runs beside it."""
+"""Per-episode seeds, so that the tokens of an episode do not depend on concurrent episodes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from areal.utils.seeding import mixed
 
 
 class SeededClient:
-    """Gives every request of one episode that has no seed one of its own, from what the episode is and how many it has made.
+    """Client of one episode that adds a seed to each request without one, derived from the episode and the number of the request.
 
     Args:
-        of: numbers that no other episode has.
+        client: client that generates.
+        episode_key: numbers that identify the episode.
     """
 
-    def __init__(self, client: RolloutClient, of: tuple[int, ...]) -> None:
+    def __init__(self, client: RolloutClient, episode_key: tuple[int, ...]) -> None:
         self._client = client
-        self._of = of
-        self._made = 0
+        self._episode_key = episode_key
+        self._requests = 0
 
     @property
     def version(self) -> int:
-        """Of the weights that are serving now."""
+        """Version of the weights that generate now."""
         return self._client.version
 
     async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
-        """As the client."""
+        """Generate an answer; see :meth:`RolloutClient.generate`."""
+        # Requests with a seed are left as they are, and do not shift the seeds of others.
         if sampling.seed is None:
-            sampling = replace(sampling, seed=mixed(*self._of, self._made))
-            self._made += 1
+            sampling = replace(sampling, seed=mixed(*self._episode_key, self._requests))
+            self._requests += 1
         return await self._client.generate(prompt_ids, sampling)

@@ -4,9 +4,9 @@ import pytest
 
 from areal.api import FinetuneSpec
 from areal.engine.registry import create_engine
-from areal.tests.harness import loss_curve
 from areal.tests.grid.cases import share
 from areal.tests.grid.models import model_dir
+from areal.tests.harness import loss_curve
 from areal.tests.harness.tiny import config
 from areal.tests.harness.world import record
 

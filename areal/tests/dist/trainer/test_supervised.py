@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.api import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngine
-from areal.engine.registry import create_engine
-from areal.tests.harness import tiny
+from areal.api import MicroBatchSpec, OptimizerConfig, TrainEngine
 from areal.tests.grid.models import VOCAB, model_dir
+from areal.tests.harness import tiny
 from areal.tests.harness.rl import Curve
 from areal.trainer.checkpoints import Checkpoints
-from areal.trainer.dpo import dpo_trainer
-from areal.trainer.pairs import Pair
-from areal.trainer.reward import reward_trainer
-from areal.trainer.sft import sft_trainer
+from areal.trainer.preference import dpo_trainer
+from areal.trainer.preference import Pair
+from areal.trainer.preference import reward_trainer
+from areal.trainer.supervised import sft_trainer
 from areal.trainer.supervised import SupervisedTrainer
-from areal.trainer.tracking import Lines
+from areal.trainer.monitoring import ConsoleTracker
 from areal.utils.data import sharded_loader
 
 PAIRS = MicroBatchSpec(max_tokens_per_mb=96, granularity=2)
@@ -111,7 +108,7 @@ def test_the_second_step_is_profiled_and_all_are_timed(tmp_path: Path) -> None:
 def test_every_step_is_told_of_and_may_end_the_run() -> None:
     written, told = io.StringIO(), list[float]()
     with started("fsdp:d1") as engine, contextlib.redirect_stderr(written):
-        trainer = sft_trainer(engine, loader(engine, Texts()), tracker=Lines(["train/loss", "nothing"]))
+        trainer = sft_trainer(engine, loader(engine, Texts()), tracker=ConsoleTracker(["train/loss", "nothing"]))
         trainer.train(3, after_step=lambda step: told.append(step.loss))
         assert len(told) == trainer.step == 3
         trainer.train(9, after_step=lambda step: False)

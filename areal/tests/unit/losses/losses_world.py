@@ -1,4 +1,4 @@
-"""What the tests of losses share: packed tensors with every kind of mask, and an engine's step on log-probs that are given."""
+"""Fixtures for the tests of losses: packed tensors with every kind of mask, and an engine's step on given log-probs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal.utils.data import plan_batch
 
 CU = torch.tensor([0, 4, 5, 9, 12, 14], dtype=torch.int32)
 MASK = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1], dtype=torch.float64)
-"""Of the five sequences of ``CU``, the second is one token, the third has none that is trained."""
+"""Of the five sequences of ``CU``, the second is one token long and the third is untrained."""
 
 
 def rows() -> list[tuple[int, int]]:
@@ -46,7 +46,7 @@ LENGTHS = (5, 2, 9, 3, 4, 7, 2, 6)
 
 
 def samples(seed: int = 0, *, k: int | None = None) -> list[dict[str, Tensor]]:
-    """Eight sequences with every key that a loss reads, and ``now_*``, what the model says; the fourth has no trained token."""
+    """Eight sequences with every key that a loss reads, and ``now_*``, the model's outputs; the fourth is untrained."""
     made = []
     for i, n in enumerate(LENGTHS):
         at = 100 * (seed + 1) + 10 * i
@@ -77,7 +77,7 @@ def samples(seed: int = 0, *, k: int | None = None) -> list[dict[str, Tensor]]:
         else:
             sample["target_ids"] = torch.arange(k).expand(n, k).clone()
         made.append(sample)
-    for i in range(0, len(made), 4):  # groups of four; the last position of a sequence has no target
+    for i in range(0, len(made), 4):  # groups of four; the last position of a sequence is without a target
         group = made[i : i + 4]
         total = sum(s["loss_mask"][: None if k else -1].sum() for s in group)
         for sample in group:
@@ -87,7 +87,7 @@ def samples(seed: int = 0, *, k: int | None = None) -> list[dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step came to: the loss divided by its weight, metrics, and gradients by output, one tensor for each sample."""
+    """Result of a step: the loss divided by its weight, metrics, and gradients by output, one tensor for each sample."""
 
     loss: float
     weight: float

@@ -78,7 +78,7 @@ def test_values_of_k1_and_k3_are_unbiased_and_that_of_k2_is_not() -> None:
 
 
 def test_expected_gradients_are_those_of_the_table() -> None:
-    """On-policy: k1 has none, k2 that of the reverse KL, k3 that of the forward KL."""
+    """On-policy: k1: 0, k2: that of the reverse KL, k3: that of the forward KL."""
     on_policy = LOGITS.log_softmax(0)
     found = {name: expected_gradient(KLTerm(1.0, name), on_policy) for name in KL_ESTIMATORS}
     torch.testing.assert_close(found["k1"], torch.zeros(4, dtype=torch.float64))
@@ -101,7 +101,7 @@ def test_a_term_is_its_coefficient_times_the_estimate() -> None:
 
 
 def test_far_from_the_reference_k3_is_finite_and_still_pulls_back() -> None:
-    """Where the policy is likelier than the reference by e**100, the slope is 1."""
+    """The slope is 1 if the policy is likelier than the reference by e**100."""
     new = torch.tensor([-1.0, -101.0], requires_grad=True)
     loss = kl_k3(new, torch.tensor([-101.0, -1.0]), torch.ones(2))
     loss.sum().backward()

@@ -1,4 +1,4 @@
-"""Importance weights between rollout and trainer, and how far the two are apart, against loops."""
+"""Importance weights between rollout and trainer, and the statistics of their difference, against loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from areal.trainer.losses import (
     compare_logprobs,
     importance_weights,
     mismatch_metrics,
-    mismatch_report,
 )
 
 TRAINER, ROLLOUT = logprobs(1), logprobs(31)
@@ -82,9 +81,6 @@ def test_metrics_leave_out_what_is_not_trained() -> None:
     assert metrics["mismatch/ratio_max"].value == (TRAINER - ROLLOUT).exp()[MASK > 0].max()
     assert metrics["mismatch/perplexity_gap"].weight == 4
     assert metrics["mismatch/perplexity_gap"].value == pytest.approx(found.perplexity_gap.sum() / 4)
-    batch = batch_of(rollout_logprobs=ROLLOUT)
-    report = mismatch_report(TRAINER, batch)
-    assert {k: float(m.value) for k, m in report.items()} == {k: float(m.value) for k, m in metrics.items()}
 
 
 def test_equal_logprobs_have_no_mismatch() -> None:

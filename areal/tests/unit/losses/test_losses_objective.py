@@ -58,7 +58,7 @@ SURROGATES = [
 ]
 MORE = {"kl": KLTerm(0.1, importance_weighted=True), "entropy_coef": 0.01}
 ALIKE: dict[str, Objective] = {}
-"""Objectives that any cut into micro-batches leaves alike."""
+"""Objectives whose result does not depend on the cut into micro-batches."""
 for _surrogate in SURROGATES:
     for _aggregation in AGGREGATIONS:
         ALIKE[f"{_surrogate}/{type(_aggregation).__name__}"] = policy_objective(_surrogate, _aggregation, **MORE)
@@ -115,7 +115,7 @@ PER_TOKEN = ("advantages", "returns", "old_values", "old_logprobs", "rollout_log
 
 
 def dirty(batch: list[dict[str, torch.Tensor]], junk: float) -> list[dict[str, torch.Tensor]]:
-    """Junk in every per-token key outside the mask, and at the last position, which has no target."""
+    """Junk in every per-token key outside the mask, and at the last position, which is without a target."""
     made = []
     for sample in batch:
         outside = (sample["loss_mask"] == 0).clone()
@@ -136,7 +136,7 @@ def test_junk_outside_the_mask_reaches_nothing(name: str, junk: float) -> None:
 
 
 def token_terms(sample: dict[str, torch.Tensor], low: float, high: float, kl: float) -> list[float]:
-    """PPO's clip plus k3 at each position, weighted by the mask; the last position has no target."""
+    """PPO's clip plus k3 at each position, weighted by the mask; the last position is without a target."""
     out = []
     for t in range(len(sample["loss_mask"]) - 1):
         new, old, ref = (sample[key][t].item() for key in ("now_logprobs", "old_logprobs", "ref_logprobs"))
@@ -271,7 +271,7 @@ def token_average(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, di
 
 
 def test_a_mean_loss_is_a_sum_and_skips_what_weighs_nothing() -> None:
-    """Of eight micro-batches one has no trained token."""
+    """One of eight micro-batches is untrained."""
     whole = step(mean_loss(token_average), samples())
     assert_same(step(mean_loss(token_average), samples(), n_mbs=8), whole)
     assert whole.loss == pytest.approx(step(sft_objective(), samples()).loss, rel=1e-6)

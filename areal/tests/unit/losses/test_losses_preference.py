@@ -52,14 +52,14 @@ def test_a_pair_has_the_loss_of_the_formula(name: str) -> None:
 
 
 def log_ratio(sample: dict[str, torch.Tensor]) -> float:
-    n = len(sample["loss_mask"]) - 1  # the last position has no target
+    n = len(sample["loss_mask"]) - 1  # the last position is without a target
     return sum(
         (sample["loss_mask"][t] * (sample["now_logprobs"][t] - sample["ref_logprobs"][t])).item() for t in range(n)
     )
 
 
 def test_dpo_and_ipo_are_means_over_pairs_that_can_be_compared() -> None:
-    """The fourth sequence has no trained token: the second pair weighs nothing."""
+    """The fourth sequence is untrained: the second pair weighs nothing."""
     batch = samples()
     pairs = [(log_ratio(batch[i]), log_ratio(batch[i + 1])) for i in (0, 4, 6)]
     found = step(dpo_objective(beta=0.3, label_smoothing=SMOOTH), batch, n_mbs=2, granularity=2)

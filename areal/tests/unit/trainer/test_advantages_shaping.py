@@ -1,4 +1,4 @@
-"""Rewards before they become advantages, groups that are dropped, and the way from sequences to tokens."""
+"""Shaping of rewards, and conversion of per-sequence values to tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal.trainer.advantages import (
-    FilterStats,
-    Groups,
     at_last_action,
-    filter_groups,
     join,
     kl_penalized,
     overlong_penalty,
-    rescale,
     split,
     to_samples,
     to_tokens,
@@ -103,12 +99,6 @@ def test_the_kl_penalty_is_taken_where_there_are_actions() -> None:
     assert not found.requires_grad
 
 
-def test_rescaling_adds_then_multiplies_then_clips() -> None:
-    rewards = torch.tensor([-9, 0, 1, 9])
-    assert rescale(rewards, bias=-0.5, scale=2.0, low=-5, high=5).tolist() == [-5.0, -1.0, 1.0, 5.0]
-    assert rescale(rewards).tolist() == [-9.0, 0.0, 1.0, 9.0]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -120,52 +110,8 @@ def test_rescaling_adds_then_multiplies_then_clips() -> None:
         (lambda: overlong_penalty(torch.ones(1), max_length=8, cache_length=2, factor=-1), r"factor = -1"),
         (lambda: kl_penalized(torch.ones(3), torch.ones(3), torch.ones(2), coef=0.1), r"action_mask \[2\]"),
         (lambda: kl_penalized(torch.ones(3), torch.ones(3), torch.ones(3), coef=-0.1), r"coef = -0.1"),
-        (lambda: rescale(torch.ones(3), low=1.0, high=1.0), r"low = 1.0 and high = 1.0"),
     ],
 )
 def test_arguments_out_of_range_are_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-# ---- dynamic sampling
-
-#         all right   mixed        all wrong, by 0.1   alone
-REWARDS = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.7])
-GROUPS = torch.tensor([7, 7, -3, -3, -3, 5, 5, 5, 100])
-
-
-def test_groups_without_spread_are_dropped() -> None:
-    order = torch.tensor([3, 0, 8, 5, 2, 6, 1, 4, 7])
-    found = filter_groups(REWARDS[order], Groups.local(GROUPS[order]))
-    assert torch.equal(found.keep, (GROUPS == -3)[order])
-    assert found.stats == FilterStats(4, 9, kept_groups=1, kept_sequences=3, single=1, no_spread=2, out_of_bounds=0)
-
-
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, -123.456, 0.0, 1e30])
-def test_equal_rewards_are_no_spread_whatever_their_sum_rounds_to(reward: float) -> None:
-    rewards = torch.full((7,), reward, dtype=torch.float64)
-    assert not filter_groups(rewards, Groups.local(torch.zeros(7, dtype=torch.int64))).keep.any()
-
-
-def test_bounds_are_of_the_mean_and_included() -> None:
-    rewards = torch.tensor([0.0, 0.5, 0.0, 1.0, 0.5, 1.0])  # means 0.25, 0.5, 0.75
-    groups = Groups.local(torch.tensor([0, 0, 1, 1, 2, 2]))
-    found = filter_groups(rewards, groups, low=0.25, high=0.5)
-    assert found.keep.tolist() == [True] * 4 + [False] * 2
-    assert found.stats == FilterStats(3, 6, kept_groups=2, kept_sequences=4, single=0, no_spread=0, out_of_bounds=1)
-    wide = filter_groups(rewards, groups, min_std=0.25)  # stds 0.25, 0.5, 0.25
-    assert wide.keep.tolist() == [False, False, True, True, False, False]
-    assert wide.stats.no_spread == 2
-
-
-def test_there_may_be_nothing_to_filter() -> None:
-    found = filter_groups(torch.zeros(0), Groups.local(torch.zeros(0, dtype=torch.int64)))
-    assert found.keep.shape == (0,)
-    assert found.stats == FilterStats(0, 0, 0, 0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("bounds", [{"min_std": -1.0}, {"low": 1.0, "high": 0.0}])
-def test_filter_bounds_out_of_range_are_named(bounds: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="min_std is 0 or more, and low not above high"):
-        filter_groups(REWARDS, Groups.local(GROUPS), **bounds)

@@ -85,7 +85,6 @@ def test_logprobs_are_those_of_a_plain_forward(
     make: Callable[..., HTTPRollout], server: Process, temperature: float
 ) -> None:
     rollout = make(server, version=4)
-    rollout.wait_until_ready(10)
     first, again, other = run(*(rollout.generate(PROMPT, Sampling(20, temperature, seed=seed)) for seed in (5, 5, 6)))
     assert len(first.tokens) == 20
     assert (first.finish_reason, first.versions) == ("length", (4,) * 20)
@@ -121,7 +120,7 @@ def test_a_stop_token_ends_an_answer_and_no_other_token_does(
     (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(stop,))))
     assert answer.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
-    # The server ends it at a token of its own.
+    # The server ends it at its end-of-sequence token.
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, whole.tokens[0], None]]}
     choice = {"finish_reason": "stop", "token_ids": [whole.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
     server.can(GENERATE[kind], body={"meta_info": meta} if kind == "sglang" else {"choices": [choice]})

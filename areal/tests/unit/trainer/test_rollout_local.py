@@ -1,4 +1,4 @@
-"""Generation in this process: log-probs, independence of what runs beside, updates under way, and every way to end."""
+"""Generation in this process: log-probs, independence of concurrent requests, updates during generation, and every way to end."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_what_the_caller_got_wrong_is_raised() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_goes_on_from_its_state(staleness: int) -> None:
-    """What was played and not consumed is in the state; nothing is played twice or left out."""
+    """Groups not consumed yet are in the state; nothing is played twice or left out."""
     plan = Plan(groups=3, group_size=2, max_staleness=staleness, max_concurrent=4)
     whole = batches(6, plan)
     client = Client(lambda: 0.01)

@@ -32,7 +32,7 @@ def logits(rows: int, vocab: int = 50, seed: int = 0) -> Tensor:
 
 
 def by_transformers(row: Tensor, sampling: Sampling) -> Tensor:
-    """What transformers' own warpers leave of one row ``[V]``, in float64."""
+    """Apply transformers' warpers to one row ``[V]``, in float64."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(min(sampling.top_k, len(row))))

@@ -37,7 +37,7 @@ def test_an_update_in_the_middle_of_an_answer() -> None:
             long = asyncio.ensure_future(engine.generate(PROMPT, sampling))
             await asyncio.to_thread(half.wait, 60)
             engine.update(weights(1), 1)
-            # What the old weights read, and what the long answer adds to it later, is not for new requests.
+            # Keys and values of the old weights, also those that a running answer adds later, are not shared with new requests.
             same = await engine.generate(PROMPT, Sampling(5, seed=1))
             first = await long
             later = await engine.generate([*PROMPT, *first.tokens], Sampling(5, seed=2))

@@ -1,4 +1,4 @@
-"""Generation on servers of vLLM or SGLang, over HTTP."""
+"""Rollout engine on servers of vLLM or SGLang, over HTTP."""
 
 from areal.trainer.rollout.http.client import HTTPRollout
 from areal.trainer.rollout.http.dialects import VLLM, Dialect, SGLang

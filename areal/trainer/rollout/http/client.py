@@ -1,4 +1,4 @@
-"""Generation on servers that speak HTTP."""
+"""Rollout engine on HTTP servers."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ T = TypeVar("T")
 
 
 class HTTPRollout:
-    """A rollout engine on one or more servers, each of which has the whole model, and is used by this engine alone.
+    """Rollout engine on one or more servers. Each server has a complete copy of the model and is used by this engine only.
 
-    A request goes to the server with the fewest under way. One that finds no connection, no answer in time, or a status of 500 and above is
-    sent again, to another server if there is one; what a server refuses (a status of 400 to 499) is not.
+    A request goes to the server with the fewest running requests. It is retried, on another server if there is one, after a failed
+    connection, a timeout, or a status of 500 and above. A request that the server rejects (status 400 to 499) is not retried.
 
-    An update writes the weights to ``folder``, lets every server break off, load them and go on; generation stands still from breaking off
-    to going on. What is broken off comes back with the tokens that it has, and is asked for again with them as part of the prompt: so
-    earlier tokens have the version before and later ones the version after, exactly, and all keys and values are computed anew by the later
-    weights. What has not come back ``drain_seconds`` after a server was told to pause is thrown away and made anew. The tokens of
-    one request always have one version: a request is sent and answered between two updates.
+    An update writes the weights to ``folder``. Every server then pauses, loads them and resumes. Interrupted requests return the tokens
+    generated so far, and are continued with these tokens as part of the prompt. Earlier tokens therefore have exactly the previous version
+    and later ones the new version, and the new weights recompute all keys and values. Requests that do not return within ``drain_seconds`` of
+    the pause are discarded and repeated. The tokens of one request always have one version, because no request spans an update.
 
-    Where a server calls its weights by name (SGLang, from its first update on), a reply under another name than that of the last
-    update shows that the server was started anew; it is left out from then on until the next update.
+    If a server reports a name of its weights (SGLang, from the first update on) and it differs from that of the last update, the server was
+    restarted. It is excluded until the next update.
 
-    ``generate`` may be awaited on any number of event loops; the requests are made on one of this engine, in a thread of its own.
+    ``generate`` may be awaited on any number of event loops. Requests are sent from an event loop in a thread of this engine.
 
     Args:
-        urls: of the servers, such as ``http://host:30000``.
-        dialect: what kind they are; see there for how they must have been started.
-        folder: on a file system that the servers see under the same path; for the weights alone.
-        model: directory or hub name of the model, whose configuration is then written beside the weights. Servers need it only where they
-            load a version from its start.
-        version: of the weights that the servers have now.
-        cast: dtype in which weights are written; ``None`` leaves each as it is.
-        timeout: seconds in which a request must be answered; with ``deadline``, how long a server that hangs goes unnoticed.
-        deadline: seconds after which an answer fails for which no attempt brought a token.
-        update_seconds: most for each step of an update on a server.
-        drain_seconds: as above.
+        urls: base URLs of the servers, such as ``http://host:30000``.
+        dialect: kind of server; see its docstring for the options with which the servers must be started.
+        folder: directory for weights only, which the servers can read under the same path.
+        model: directory or hub name of the model, whose configuration is written with the weights. Needed only if servers are started from a
+            version's directory.
+        version: version of the weights that the servers have now.
+        cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
+        timeout: seconds for one request, including generation.
+        deadline: seconds without a new token, over all attempts, after which an answer fails. With ``timeout``, it limits how long a hung
+            server goes undetected.
+        update_seconds: seconds for each step of an update on a server.
+        drain_seconds: seconds for interrupted requests to return.
 
     Raises:
-        ValueError: there are no urls, or one twice; or a time is not above 0.
+        ValueError: ``urls`` is empty or has duplicates, or a time is not above 0.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class HTTPRollout:
         update_seconds: float = 600.0,
         drain_seconds: float = 10.0,
     ) -> None:
-        places = [urls] if isinstance(urls, str) else list(urls)
-        if not places or len(set(places)) < len(places):
-            raise ValueError(f"urls = {places}: give each server once, and at least one")
+        server_urls = [urls] if isinstance(urls, str) else list(urls)
+        if not server_urls or len(set(server_urls)) < len(server_urls):
+            raise ValueError(f"urls = {server_urls}: give each server once, and at least one")
         times = {
             "timeout": timeout,
             "deadline": deadline,
@@ -91,9 +91,9 @@ class HTTPRollout:
         self._update_seconds, self._drain_seconds = update_seconds, drain_seconds
         self._folder = Path(folder).resolve()
         self._transport = DiskTransport(ControlPlane(alone=True), self._folder, model=model, cast=cast)
-        self._servers = [Server(url, version) for url in places]
+        self._servers = [Server(url, version) for url in server_urls]
         self._version = version
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Condition()  # notified when a server ends an update
         self._updating = threading.Lock()
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -103,31 +103,20 @@ class HTTPRollout:
 
     @property
     def version(self) -> int:
-        """The oldest of the versions that servers have now; where none is known, the last that was."""
+        """Oldest version among the servers. If no server's version is known, the last known one."""
         versions = [server.version for server in self._servers if server.version is not None]
         return min(versions, default=self._version)
 
-    def wait_until_ready(self, timeout: float = 600.0) -> None:
-        """Wait for servers that are starting.
-
-        Raises:
-            RuntimeError: one does not answer within ``timeout`` seconds; names it.
-        """
-
-        async def all_healthy() -> None:
-            deadline = time.monotonic() + timeout
-            await asyncio.gather(*(server.insist(self._dialect.health, deadline) for server in self._servers))
-
-        self._run(all_healthy())
-
     async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
-        """Continue a prompt. A cancelled task ends its request on the server.
+        """Generate an answer to a prompt. Cancelling the task aborts the request on the server.
 
         Raises:
-            ValueError: the prompt is empty; the dialect cannot draw so; or the server refuses the request, such as for its length.
-            RuntimeError: the engine was closed before, no attempt succeeded within ``deadline``, or a reply is not of the form that was
-                written down. Names the server.
+            ValueError: the prompt is empty, the dialect does not support the sampling parameters, or the server rejects the request (for
+                example, because it is too long).
+            RuntimeError: the engine is closed, no attempt succeeded within ``deadline``, or a reply does not have the documented form. Names
+                the server.
         """
+        # Checked here, before a request is queued.
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
@@ -135,33 +124,40 @@ class HTTPRollout:
         return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling))))
 
     def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
-        """Write new weights to the folder, and let every server load them. The iterator is always read to its end.
+        """Write new weights to ``folder``, and load them on all servers. The iterator is always exhausted, because it may be collective.
+
+        Args:
+            tensors: full tensors under Hugging Face names.
+            version: version of these weights.
 
         Raises:
-            ValueError: the weights cannot be written; the old ones then serve on. RuntimeError: as :meth:`load`.
+            ValueError: the weights cannot be written. The old weights stay in use.
+            RuntimeError: see :meth:`load`.
         """
         try:
             with self._updating:
-                self._transport.send(_Once(tensors), version)
+                self._transport.send(_StreamSource(tensors), version)
         finally:
             for _ in tensors:
                 pass
         self.load(self._folder / f"version-{version:08d}", version)
 
     def load(self, folder: str | Path, version: int) -> None:
-        """Let every server load weights that were written before.
+        """Load weights from a directory on all servers.
 
         Args:
-            folder: of a model as transformers writes it, at a path that the servers see.
+            folder: model directory as written by transformers, at a path that the servers can read.
+            version: version of these weights.
 
         Raises:
-            RuntimeError: a server did not load them; says what each one has now. One that has its old version serves on with it; one that may
-                have part of the new one is left out until the next update.
+            RuntimeError: a server did not load them; lists the version of each server. A server that still has its old version stays in
+                use. One that may have loaded some of the new weights is excluded until the next update.
         """
         with self._updating:
-            faults = self._run(self._renew_all(str(Path(folder).resolve()), version))
+            faults = self._run(self._load_all(str(Path(folder).resolve()), version))
             if any(server.version == version for server in self._servers):
                 self._version = version
+        # All servers had their attempt; report what each one serves now.
         if any(faults):
             states = [
                 f"{server.url} " + ("is left out" if server.version is None else f"serves version {server.version}")
@@ -172,7 +168,7 @@ class HTTPRollout:
             )
 
     def close(self) -> None:
-        """End what is under way with what there is of it (``"aborted"``), and free thread and connections. May be called twice."""
+        """End running requests with their tokens so far (``"aborted"``), and release thread and connections. May be called twice."""
         with self._updating:
             if self._closed:
                 return
@@ -190,26 +186,29 @@ class HTTPRollout:
     ) -> None:
         self.close()
 
-    # ---- the thread's side
+    # ---- run by the engine's event loop
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        """Start a coroutine on the engine's event loop, from any thread."""
         if self._closed:
             work.close()
             raise RuntimeError("the rollout was closed: make another one")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's event loop and wait for its result."""
         result: T = self._submit(work).result()
         return result
 
     async def _answer(self, answer: Answer) -> Completion:
+        """Send requests until the answer is complete."""
         task = asyncio.current_task()
         if task is None or self._closed:
             raise RuntimeError("the rollout was closed: make another one")
         self._tasks.add(task)
         try:
             while answer.finish is None:
-                answer.add(*await self._piece(answer))
+                answer.add(*await self._next_reply(answer))
         except asyncio.CancelledError:
             if not self._closed:
                 raise
@@ -218,8 +217,8 @@ class HTTPRollout:
             self._tasks.discard(task)
         return answer.completion()
 
-    async def _piece(self, answer: Answer) -> tuple[ReplyPart, int]:
-        """More of an answer, and the version that made it: attempts until one brings a token, or the deadline is over."""
+    async def _next_reply(self, answer: Answer) -> tuple[ReplyPart, int]:
+        """Return the next tokens of an answer and their version. Retries until an attempt returns a token, or the deadline passes."""
         answer.deadline = None
         fault = "no server could be asked"
         while True:
@@ -231,91 +230,103 @@ class HTTPRollout:
                 raise RuntimeError(f"no answer within {self._deadline:g} s; the last attempt: {fault}")
             version, label = server.version, server.label
             try:
-                piece = await self._fly(server, answer, min(left, self._timeout))
+                reply = await self._send_request(server, answer, min(left, self._timeout))
             except Unavailable as error:
                 fault = str(error)
                 continue
-            if piece is None or version is None:  # an update came between
+            # Discarded by an update: ask again.
+            if reply is None or version is None:
                 continue
-            if label is not None and piece.label is not None and piece.label != label:
+            # Weights of an unknown version: the server was restarted since the last update.
+            if label is not None and reply.label is not None and reply.label != label:
                 if server.label == label:
-                    server.lose(f"{server.url} has weights {piece.label!r}, not version {version}: it was started anew")
+                    server.lose(f"{server.url} has weights {reply.label!r}, not version {version}: it was started anew")
                 continue
-            if piece.tokens or piece.finish == "length":
-                return piece, version
+            if reply.tokens or reply.finish == "length":
+                return reply, version
             fault = f"{server.url} breaks off before the first token"
             await asyncio.sleep(0.05)
 
     async def _pick(self, answer: Answer) -> Server | None:
-        """The open server that has least to do, those without a fault just now first; ``None`` if there is none before the deadline, which
-        does not run while an update does.
+        """Return the open server with the fewest requests, preferring servers that are not backing off after a fault.
+
+        Returns ``None`` if all back off beyond the deadline. The deadline is suspended while all servers are in an update.
         """
         while True:
             ready = self._ready()
-            if not ready and self._settled():
+            if not ready and self._all_open():
                 raise RuntimeError(f"no server has known weights: {'; '.join(server.why for server in self._servers)}")
+            # All are in an update: wait for the first that ends.
             if not ready:
                 answer.deadline = None
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._ready() or self._settled())
+                    await self._changed.wait_for(lambda: self._ready() or self._all_open())
                 continue
             now = time.monotonic()
-            best = min(ready, key=lambda server: (max(server.rests_until - now, 0.0), len(server.flights)))
-            if best.rests_until <= now:
+            # Prefer servers that do not back off, then those with few requests.
+            best = min(ready, key=lambda server: (max(server.backoff_until - now, 0.0), len(server.requests)))
+            if best.backoff_until <= now:
                 return best
-            if answer.deadline is not None and best.rests_until >= answer.deadline:
+            if answer.deadline is not None and best.backoff_until >= answer.deadline:
                 return None
-            await asyncio.sleep(best.rests_until - now)
+            await asyncio.sleep(best.backoff_until - now)
 
     def _ready(self) -> list[Server]:
+        """Return the servers that accept requests and have weights of a known version."""
         return [server for server in self._servers if server.is_open and server.version is not None]
 
-    def _settled(self) -> bool:
+    def _all_open(self) -> bool:
+        """Return True if no server is in an update."""
         return all(server.is_open for server in self._servers)
 
-    async def _fly(self, server: Server, answer: Answer, seconds: float) -> ReplyPart | None:
-        """One request; ``None`` where an update threw it away."""
+    async def _send_request(self, server: Server, answer: Answer, seconds: float) -> ReplyPart | None:
+        """Send one request. Returns ``None`` if an update discarded it."""
         name = uuid.uuid4().hex
         call = self._dialect.generate(
             name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed
         )
-        flight = self._loop.create_task(server.send(call, seconds))
-        server.flights.add(flight)
+        # A separate task, so that an update can cancel the request without cancelling the answer.
+        request = self._loop.create_task(server.send(call, seconds))
+        server.requests.add(request)
         try:
-            await asyncio.wait({flight})
+            await asyncio.wait({request})
         except asyncio.CancelledError:
-            flight.cancel()
-            await asyncio.wait({flight})
+            request.cancel()
+            await asyncio.wait({request})
             abort = self._dialect.abort(name)
             if abort is not None:
                 with contextlib.suppress(RuntimeError, ValueError):
                     await asyncio.shield(server.send(abort, 1.0))
             raise
         finally:
-            server.flights.discard(flight)
-        if flight.cancelled():
+            server.requests.discard(request)
+        if request.cancelled():
             return None
-        reply: ReplyBody = flight.result()
+        # The reply has the right form (the schema checked it); check that its content is possible.
+        body: ReplyBody = request.result()
         try:
-            piece = self._dialect.piece(reply)
-            if len(piece.tokens) > answer.sampling.max_new_tokens - len(answer.tokens):
-                raise ValueError(f"{len(piece.tokens)} tokens came, which is more than were asked for")
-            if piece.finish == "stop" and not piece.tokens:
+            reply = self._dialect.read_reply(body)
+            if len(reply.tokens) > answer.sampling.max_new_tokens - len(answer.tokens):
+                raise ValueError(f"{len(reply.tokens)} tokens came, which is more than were asked for")
+            if reply.finish == "stop" and not reply.tokens:
                 raise ValueError("it stopped at a token, and none came")
         except ValueError as error:
             raise RuntimeError(f"{server.url}{call.route}: the reply cannot be: {error}") from error
-        return piece
+        return reply
 
-    async def _renew_all(self, folder: str, version: int) -> list[str]:
-        return await asyncio.gather(*(self._renew(server, folder, version) for server in self._servers))
+    async def _load_all(self, folder: str, version: int) -> list[str]:
+        """Load a version on all servers at once. Returns the error of each, or an empty string."""
+        return await asyncio.gather(*(self._load_on(server, folder, version) for server in self._servers))
 
-    async def _renew(self, server: Server, folder: str, version: int) -> str:
-        fault = await server.renew(self._dialect, folder, version, self._update_seconds, self._drain_seconds)
+    async def _load_on(self, server: Server, folder: str, version: int) -> str:
+        """Load a version on one server, and wake the requests that wait for one."""
+        fault = await server.load_version(self._dialect, folder, version, self._update_seconds, self._drain_seconds)
         async with self._changed:
             self._changed.notify_all()
         return fault
 
     async def _close(self) -> None:
+        """Cancel all answers, and close the connections."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -324,8 +335,8 @@ class HTTPRollout:
         await asyncio.gather(*(server.close() for server in self._servers))
 
 
-class _Once:
-    """A stream of tensors as a source of them."""
+class _StreamSource:
+    """A :class:`~areal.api.weights.TensorSource` that yields an existing iterator, once."""
 
     def __init__(self, tensors: Iterator[NamedTensor]) -> None:
         self._tensors = tensors

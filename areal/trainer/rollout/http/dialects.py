@@ -1,4 +1,4 @@
-"""What is asked of a server, and what its answers mean: one class for each kind of server."""
+"""Routes and formats of the supported servers: one class per kind of server."""
 
 from __future__ import annotations
 
@@ -34,22 +34,26 @@ R = TypeVar("R", bound=ReplyBody, covariant=True)
 
 @dataclass(frozen=True)
 class HTTPCall(Generic[R]):
-    """One request: where to, with what, and what is to come back. Posted with a body, got without."""
+    """One POST request: its route, its body, and the type of its reply."""
 
     route: str
-    body: RequestBody | None
+    body: RequestBody
     reply: type[R]
     query: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ReplyPart:
-    """What one request brought of an answer.
+    """Tokens of an answer that one request returned.
 
     Attributes:
-        tokens: ids. logprobs: of each, in nats.
-        finish: ``"aborted"`` where the server broke off.
-        label: what the server calls the weights that it has, if it says.
+        tokens: token ids.
+        logprobs: log-prob of each token, in nats.
+        finish: why the request ended; ``"aborted"`` if a pause interrupted it.
+        label: name that the server gives its weights, or ``None``.
+
+    Raises:
+        ValueError: the lengths differ.
     """
 
     tokens: tuple[int, ...]
@@ -63,59 +67,61 @@ class ReplyPart:
 
 
 class Dialect(Protocol):
-    """A kind of server.
+    """Kind of server. An adapter for another server implements these members.
 
-    ``piece`` and ``check_loaded`` raise ValueError where a reply that has the right form cannot be.
+    ``read_reply`` and ``check_loaded`` raise a ``ValueError`` if a reply of the right form has impossible content.
     """
-
-    @property
-    def health(self) -> HTTPCall[ReplyBody]: ...
 
     @property
     def pause(self) -> HTTPCall[ReplyBody]:
-        """Take up no request any more, and send back what is under way, with what there is of it."""
+        """Request that stops generation and returns running requests with their tokens so far."""
 
     @property
-    def resume(self) -> HTTPCall[ReplyBody]: ...
+    def resume(self) -> HTTPCall[ReplyBody]:
+        """Request that starts generation again."""
 
     def check(self, sampling: Sampling) -> None:
-        """See that the server's log-probs are those of the distribution that it draws from.
+        """Raise unless the server's log-probs are those of the distribution from which it samples.
 
         Raises:
-            ValueError: they are not.
+            ValueError: a sampling parameter is not supported.
         """
 
     def generate(
-        self, name: str, prompt: Sequence[int], made: int, sampling: Sampling, seed: int
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[ReplyBody]:
-        """Ask for what is left of an answer.
+        """Return the request for the rest of an answer.
 
         Args:
-            name: of the request.
-            prompt: what was given and, after it, what was made.
-            made: how many of its last tokens were made.
+            name: id of the request.
+            prompt: token ids of the prompt, followed by the tokens generated so far.
+            generated: number of tokens generated so far, at the end of ``prompt``.
+            sampling: sampling parameters of the answer.
+            seed: seed of the answer.
         """
 
-    def piece(self, reply: ReplyBody) -> ReplyPart: ...
+    def read_reply(self, reply: ReplyBody) -> ReplyPart:
+        """Return the tokens of a reply to :meth:`generate`."""
 
     def abort(self, name: str) -> HTTPCall[ReplyBody] | None:
-        """End a request; ``None`` where closing its connection does."""
+        """Return the request that aborts another one; ``None`` if closing its connection does."""
 
-    def load(self, folder: str, version: int) -> HTTPCall[ReplyBody]: ...
+    def load(self, folder: str, version: int) -> HTTPCall[ReplyBody]:
+        """Return the request that loads weights from a directory."""
 
-    def check_loaded(self, reply: ReplyBody) -> None: ...
+    def check_loaded(self, reply: ReplyBody) -> None:
+        """Raise if a reply to :meth:`load` does not confirm that the weights were loaded."""
 
 
 class SGLang:
-    """Servers of SGLang.
+    """SGLang servers.
 
-    Its log-probs are those under the temperature, before ``top_p`` and ``top_k``, so those are refused. The server must run without
-    ``SGLANG_RETURN_ORIGINAL_LOGPROB``; it keeps to seeds only with ``--enable-deterministic-inference``.
+    Their log-probs are computed after temperature but before ``top_p`` and ``top_k``, so both are refused. The server must run without
+    ``SGLANG_RETURN_ORIGINAL_LOGPROB``. It respects seeds only with ``--enable-deterministic-inference``.
 
-    With stop tokens, the model's own end-of-sequence tokens end a request too: the answer is then gone on with.
+    With stop tokens, the model's end-of-sequence tokens end a request too. The client then continues the answer.
     """
 
-    health = HTTPCall("/health", None, Anything)
     pause = HTTPCall("/pause_generation", SGLangPause(), Anything)
     resume = HTTPCall("/continue_generation", Empty(), Anything)
 
@@ -127,23 +133,25 @@ class SGLang:
             )
 
     def generate(
-        self, name: str, prompt: Sequence[int], made: int, sampling: Sampling, seed: int
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[SGLangGenerated]:
         drawn = SGLangSampling(
-            max_new_tokens=sampling.max_new_tokens - made,
+            max_new_tokens=sampling.max_new_tokens - generated,
             temperature=sampling.temperature,
             top_p=1.0,
             top_k=-1,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=not sampling.stop_token_ids,  # it would switch off stop_token_ids as well
-            sampling_seed=seed,  # the server mixes it with the position
+            ignore_eos=not sampling.stop_token_ids,  # ignore_eos would disable stop_token_ids too
+            sampling_seed=seed,  # the server combines it with the position
         )
         body = SGLangGenerate(rid=name, input_ids=list(prompt), sampling_params=drawn)
         return HTTPCall("/generate", body, SGLangGenerated)
 
-    def piece(self, reply: ReplyBody) -> ReplyPart:
-        meta = _as(SGLangGenerated, reply).meta_info
+    def read_reply(self, reply: ReplyBody) -> ReplyPart:
+        """See :meth:`Dialect.read_reply`."""
+        meta = _expect(SGLangGenerated, reply).meta_info
         finish: FinishReason = "aborted" if meta.finish_reason.type == "abort" else meta.finish_reason.type
+        # An aborted request may lack the list; any other must have one entry per token.
         entries = meta.output_token_logprobs
         if entries is None and finish != "aborted":
             raise ValueError("meta_info.output_token_logprobs is missing")
@@ -166,22 +174,23 @@ class SGLang:
         return HTTPCall("/update_weights_from_disk", body, SGLangUpdated)
 
     def check_loaded(self, reply: ReplyBody) -> None:
-        updated = _as(SGLangUpdated, reply)
+        updated = _expect(SGLangUpdated, reply)
         if not updated.success:
             raise ValueError(f"success is false: {updated.message}")
 
 
 class VLLM:
-    """Servers of vLLM, started with ``VLLM_SERVER_DEV_MODE=1``, without which they have no routes for weights, and with
-    ``--logprobs-mode processed_logprobs``, without which log-probs are those before temperature, ``top_p`` and ``top_k``.
+    """vLLM servers.
 
-    Replies do not say which weights made them, so that a server that was started anew behind our back goes unnoticed.
+    They must be started with ``VLLM_SERVER_DEV_MODE=1``, which enables the routes for weights, and with ``--logprobs-mode
+    processed_logprobs``, which computes log-probs after temperature, ``top_p`` and ``top_k``.
+
+    Replies do not name the weights that generated them. A restart of a server is therefore not detected.
 
     Args:
-        model: name of the served model, or of an adapter; ``None`` for the model itself.
+        model: name of the served model or of an adapter; ``None`` for the default model.
     """
 
-    health = HTTPCall("/health", None, Anything)
     pause = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "abort"})
     resume = HTTPCall("/resume", Empty(), VLLMResumed)
 
@@ -189,26 +198,28 @@ class VLLM:
         self._model = model
 
     def check(self, sampling: Sampling) -> None:
-        """Everything can be drawn."""
+        """Accept all parameters: log-probs are those of the sampled distribution."""
 
     def generate(
-        self, name: str, prompt: Sequence[int], made: int, sampling: Sampling, seed: int
+        self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[VLLMCompleted]:
         body = VLLMCompletion(
             model=self._model,
             prompt=list(prompt),
-            max_tokens=sampling.max_new_tokens - made,
+            max_tokens=sampling.max_new_tokens - generated,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=list(sampling.stop_token_ids),
-            seed=mixed(seed, made) if made else seed,  # the same seed would draw with the same numbers again
+            seed=mixed(seed, generated) if generated else seed,  # the same seed would repeat the same random numbers
             request_id=name,
         )
         return HTTPCall("/v1/completions", body, VLLMCompleted)
 
-    def piece(self, reply: ReplyBody) -> ReplyPart:
-        choice = _as(VLLMCompleted, reply).choices[0]
+    def read_reply(self, reply: ReplyBody) -> ReplyPart:
+        """See :meth:`Dialect.read_reply`."""
+        # Exactly one choice was requested; the schema checks it.
+        choice = _expect(VLLMCompleted, reply).choices[0]
         finish: FinishReason = "aborted" if choice.finish_reason == "abort" else choice.finish_reason
         if choice.logprobs is None and choice.token_ids:
             raise ValueError("choices[0].logprobs is missing")
@@ -223,14 +234,15 @@ class VLLM:
         return HTTPCall("/collective_rpc", body, VLLMReloaded)
 
     def check_loaded(self, reply: ReplyBody) -> None:
-        if not _as(VLLMReloaded, reply).results:
+        if not _expect(VLLMReloaded, reply).results:
             raise ValueError("results is empty: no worker loaded anything")
 
 
 S = TypeVar("S", bound=ReplyBody)
 
 
-def _as(kind: type[S], reply: ReplyBody) -> S:
+def _expect(kind: type[S], reply: ReplyBody) -> S:
+    """Return ``reply``, checked to be of type ``kind``."""
     if not isinstance(reply, kind):
         raise TypeError(f"a {type(reply).__name__} came where a {kind.__name__} was asked for")
     return reply

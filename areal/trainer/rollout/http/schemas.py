@@ -1,6 +1,6 @@
-"""Requests and replies of the two servers, as far as they are used here.
+"""Schemas of the requests and replies of SGLang and vLLM that this package uses.
 
-Written down from the projects' public documentation and sources:
+Taken from the projects' public documentation and sources:
 
 * SGLang, main at ``067bfe93`` (``docs/advanced_features/sglang_for_rl.md``: updates from disk, pause, continue), ``001067ff``
   (``managers/io_struct.py``: their fields and those of ``/generate``), ``0a0dd359`` (``docs/basic_usage/sampling_params.md``), ``0025436e``
@@ -9,7 +9,7 @@ Written down from the projects' public documentation and sources:
   (``entrypoints/openai/completion/protocol.py``: ``/v1/completions``), ``0100a212`` (``entrypoints/serve/dev/rlhf/api_router.py``),
   ``055e47c2`` (``entrypoints/serve/dev/rpc/api_router.py``: ``/collective_rpc``).
 
-A request has exactly these fields. A reply may have more; what is missing or of another type is an error.
+A request has exactly these fields. A reply may have more. A field that is missing or of another type is an error.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ LogProb = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RequestBody(BaseModel):
-    """What is sent."""
+    """Body of a request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ReplyBody(BaseModel):
-    """What comes back."""
+    """Body of a reply."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class Empty(RequestBody):
-    """``{}``, for routes that take nothing."""
+    """``{}``, for routes without arguments."""
 
 
 class Anything(ReplyBody):
-    """A reply of which nothing is used but that it came."""
+    """A reply whose content is not used."""
 
 
 # ---- SGLang
 
 
 class SGLangSampling(RequestBody):
-    """``sampling_params`` of ``/generate``. What is left out would be taken from the model's ``generation_config.json``."""
+    """``sampling_params`` of ``/generate``. Fields left out would be taken from the model's ``generation_config.json``."""
 
     max_new_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0)
@@ -75,15 +75,15 @@ class SGLangGenerate(RequestBody):
 
 
 class SGLangFinish(ReplyBody):
-    """``meta_info.finish_reason``. ``message`` says why a request was aborted."""
+    """``meta_info.finish_reason``. ``message``: reason of an abort."""
 
     type: Literal["stop", "length", "abort"]
     message: str | None = None
 
 
 class SGLangMeta(ReplyBody):
-    """``meta_info``. ``output_token_logprobs`` has for each token its log-prob, its id, and its text or nothing; an aborted request may come
-    without. ``weight_version`` is the label that was given with the last update, ``"default"`` before.
+    """``meta_info``. ``output_token_logprobs`` has log-prob, id and optional text of each token; an aborted request may lack it.
+    ``weight_version`` is the label of the last update, ``"default"`` before the first.
     """
 
     finish_reason: SGLangFinish
@@ -93,13 +93,13 @@ class SGLangMeta(ReplyBody):
 
 
 class SGLangGenerated(ReplyBody):
-    """ReplyBody of ``/generate`` to one prompt."""
+    """Reply of ``/generate`` to one prompt."""
 
     meta_info: SGLangMeta
 
 
 class SGLangPause(RequestBody):
-    """``POST /pause_generation``: ``"abort"`` sends back what is under way, with what there is of it."""
+    """``POST /pause_generation``: ``"abort"`` returns running requests with their tokens so far."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -114,7 +114,7 @@ class SGLangUpdateFromDisk(RequestBody):
 
 
 class SGLangUpdated(ReplyBody):
-    """ReplyBody of ``/update_weights_from_disk``, with status 400 if it was no success."""
+    """Reply of ``/update_weights_from_disk``, with status 400 on failure."""
 
     success: bool
     message: str
@@ -131,9 +131,9 @@ class SGLangAbort(RequestBody):
 
 
 class VLLMCompletion(RequestBody):
-    """``POST /v1/completions`` with a prompt of token ids. What is left out would be taken from the model's ``generation_config.json``.
+    """``POST /v1/completions`` with a prompt of token ids. Fields left out would be taken from the model's ``generation_config.json``.
 
-    ``logprobs = 0`` asks for those of the sampled tokens alone.
+    ``logprobs = 0`` requests those of the sampled tokens only.
     """
 
     model: str | None = None
@@ -164,7 +164,7 @@ class VLLMLogProbs(ReplyBody):
 
 
 class VLLMChoice(ReplyBody):
-    """``choices[]``. A request that was aborted before its first token may come without log-probs."""
+    """``choices[]``. A request aborted before its first token may lack log-probs."""
 
     finish_reason: Literal["stop", "length", "abort"]
     token_ids: list[TokenId]
@@ -172,37 +172,37 @@ class VLLMChoice(ReplyBody):
 
 
 class VLLMCompleted(ReplyBody):
-    """ReplyBody of ``/v1/completions``."""
+    """Reply of ``/v1/completions``."""
 
     choices: list[VLLMChoice] = Field(min_length=1, max_length=1)
 
 
 class VLLMPaused(ReplyBody):
-    """ReplyBody of ``POST /pause?mode=abort``."""
+    """Reply of ``POST /pause?mode=abort``."""
 
     status: Literal["paused"]
 
 
 class VLLMResumed(ReplyBody):
-    """ReplyBody of ``POST /resume``."""
+    """Reply of ``POST /resume``."""
 
     status: Literal["resumed"]
 
 
 class VLLMReloadArguments(RequestBody):
-    """Arguments of the workers' method ``reload_weights``: the directory to load from in place of the model's own."""
+    """Arguments of the workers' method ``reload_weights``: directory to load from instead of the model's."""
 
     weights_path: str
 
 
 class VLLMReload(RequestBody):
-    """``POST /collective_rpc``: a method of every worker."""
+    """``POST /collective_rpc``: calls a method on every worker."""
 
     method: Literal["reload_weights"] = "reload_weights"
     kwargs: VLLMReloadArguments
 
 
 class VLLMReloaded(ReplyBody):
-    """ReplyBody of ``/collective_rpc``: what the method returned on each worker, which is nothing for ``reload_weights``."""
+    """Reply of ``/collective_rpc``: return value of each worker, ``None`` for ``reload_weights``."""
 
     results: list[None]

@@ -1,4 +1,4 @@
-"""One server: its requests, its weights, and what is under way on it."""
+"""Connection to one server: requests, retries with back-off, and the version of its weights."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ from areal.trainer.rollout.http.schemas import ReplyBody
 R = TypeVar("R", bound=ReplyBody)
 
 _CONNECT_SECONDS = 10.0
-_FIRST_REST, _LONGEST_REST = 0.1, 5.0
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
+"""Seconds without new requests after the first fault, doubled with each further fault in a row, up to the maximum."""
 _SHOWN = 300
-"""Most characters of a server's own words in an error."""
+"""Maximum number of characters of a server's reply in an error message."""
 
 
 class Unavailable(RuntimeError):
-    """It could not be reached, or says that something is wrong with it: another attempt may succeed."""
+    """The server could not be reached or reports an internal error: another attempt may succeed."""
 
 
 class Server:
-    """A server and what is known of it. Used on one event loop.
+    """One server. All methods run on one event loop.
+
+    Args:
+        url: base URL.
+        version: version of the weights that the server has now.
 
     Attributes:
-        url: where it is.
-        version: of the weights that it has; ``None`` when that is not known, and nothing may then be asked of it.
-        label: what it is to call them; ``None`` where it was not told yet.
-        is_open: requests may be sent.
-        flights: those that were, and have not come back.
-        why: why ``version`` is not known.
+        url: base URL.
+        version: version of its weights; ``None`` if unknown. The server then gets no requests until the next update.
+        label: name of the weights that the server must report; ``None`` before the first update.
+        is_open: True unless an update is running.
+        requests: requests that are not answered yet.
+        why: reason for which ``version`` is unknown.
+        backoff_until: time on the monotonic clock until which the server gets no new requests, after a fault.
     """
 
     def __init__(self, url: str, version: int) -> None:
@@ -43,72 +49,87 @@ class Server:
         self.version: int | None = version
         self.label: str | None = None
         self.is_open = True
-        self.flights: set[asyncio.Task[ReplyBody]] = set()
+        self.requests: set[asyncio.Task[ReplyBody]] = set()
         self.why = ""
-        self.rests_until = 0.0
+        self.backoff_until = 0.0
         self._faults = 0
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # a proxy of the outside world does not stand before it
+            trust_env=False,  # servers are in the cluster: no proxy
         )
 
     async def send(self, call: HTTPCall[R], seconds: float) -> R:
-        """One attempt.
+        """Send one request, without retries. Errors name the server and the route.
+
+        Args:
+            call: route, body and type of the reply.
+            seconds: time limit, including generation.
 
         Raises:
-            Unavailable: no connection, no answer in time, or a status of 500 and above.
-            ValueError: the server refuses the request (400, 413, 422).
-            RuntimeError: any other status, or a reply that is not of the form written down. All name server and route.
+            Unavailable: the connection failed, the time limit passed, or the status is 500 or above.
+            ValueError: the server rejects the request (400, 413, 422).
+            RuntimeError: any other status, or a reply that does not have the documented form.
         """
+        # The pool is unbounded, so waiting for a connection needs no limit.
         timeout = httpx2.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
-        body = None if call.body is None else call.body.model_dump(mode="json", exclude_none=True)
+        body = call.body.model_dump(mode="json", exclude_none=True)
         try:
             async with asyncio.timeout(seconds):
-                method = "GET" if body is None else "POST"
-                answer = await self._http.request(
-                    method, call.route, json=body, params=dict(call.query), timeout=timeout
-                )
+                answer = await self._http.post(call.route, json=body, params=dict(call.query), timeout=timeout)
         except (TimeoutError, httpx2.TimeoutException) as error:
-            self._tire()
+            self._back_off()
             raise Unavailable(f"{self.url}{call.route}: no answer within {seconds:.3g} s") from error
         except httpx2.TransportError as error:
-            self._tire()
+            self._back_off()
             raise Unavailable(f"{self.url}{call.route}: {type(error).__name__}: {error}") from error
-        said = f"{self.url}{call.route}: status {answer.status_code}: {answer.text[:_SHOWN]}"
+        # Server errors may be retried; rejected requests may not.
+        report = f"{self.url}{call.route}: status {answer.status_code}: {answer.text[:_SHOWN]}"
         if answer.status_code >= 500:
-            self._tire()
-            raise Unavailable(said)
+            self._back_off()
+            raise Unavailable(report)
         if answer.status_code in (400, 413, 422):
-            raise ValueError(said)
+            raise ValueError(report)
         if answer.status_code != 200:
-            raise RuntimeError(said)
+            raise RuntimeError(report)
         self._faults = 0
         return self._read(call, answer.content)
 
     async def insist(self, call: HTTPCall[R], deadline: float) -> R:
-        """:meth:`send`, again and again until ``deadline`` on the monotonic clock."""
+        """Call :meth:`send` until it succeeds or ``deadline``, on the monotonic clock, passes."""
         while True:
             try:
                 return await self.send(call, max(0.05, deadline - time.monotonic()))
             except Unavailable:
-                if self.rests_until >= deadline:
+                if self.backoff_until >= deadline:
                     raise
-                await asyncio.sleep(max(0.0, self.rests_until - time.monotonic()))
+                await asyncio.sleep(max(0.0, self.backoff_until - time.monotonic()))
 
-    async def renew(self, dialect: Dialect, folder: str, version: int, seconds: float, drain_seconds: float) -> str:
-        """Break off, load a version and go on, each step within ``seconds``. Returns what went wrong, if anything did."""
+    async def load_version(
+        self, dialect: Dialect, folder: str, version: int, seconds: float, drain_seconds: float
+    ) -> str:
+        """Pause the server, load a version and resume, each step within ``seconds``. Returns the error, or an empty string.
+
+        Args:
+            dialect: kind of server.
+            folder: model directory, as an absolute path.
+            version: version of its weights.
+            seconds: time limit of each step.
+            drain_seconds: time limit for interrupted requests to return.
+        """
         self.is_open = False
         fault = ""
         try:
             await self.insist(dialect.pause, time.monotonic() + seconds)
             await self._drain(drain_seconds)
+            # Unknown from here until the server confirms: it may have loaded some of the weights.
             self.lose(f"{self.url} was told to load version {version}, and did not say that it has")
             loaded = await self.insist(dialect.load(folder, version), time.monotonic() + seconds)
             dialect.check_loaded(loaded)
             self.version, self.label, self.why = version, str(version), ""
         except (RuntimeError, ValueError) as error:
             fault = str(error) if self.url in str(error) else f"{self.url}: {error}"
+        # Resume in any case: the old version is in use again, or the next update needs a running server.
         try:
             await self.insist(dialect.resume, time.monotonic() + (drain_seconds if fault else seconds))
         except (RuntimeError, ValueError) as error:
@@ -117,40 +138,43 @@ class Server:
         return fault
 
     def lose(self, why: str) -> None:
-        """Its weights are not known any more."""
+        """Mark the version of the server's weights as unknown."""
         self.version, self.why = None, why
 
     async def _drain(self, seconds: float) -> None:
-        """Wait for what is under way, and throw away what does not come: it reached the server after the pause did."""
-        if not self.flights:
+        """Wait for running requests, and cancel late ones: those reached the server after the pause."""
+        if not self.requests:
             return
-        _, late = await asyncio.wait(set(self.flights), timeout=seconds)
-        for flight in late:
-            flight.cancel()
+        _, late = await asyncio.wait(set(self.requests), timeout=seconds)
+        for request in late:
+            request.cancel()
         if late:
             await asyncio.wait(late)
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     def _read(self, call: HTTPCall[R], content: bytes) -> R:
+        """Parse and validate a reply."""
         if not call.reply.model_fields:
             return call.reply()
         try:
             return call.reply.model_validate(json.loads(content))
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
+            field = ".".join(str(key) for key in first["loc"])
             raise RuntimeError(
-                f"{self.url}{call.route}: the field {place!r} of the reply does not fit: {first['msg']}. Is it a server of this kind "
+                f"{self.url}{call.route}: the field {field!r} of the reply does not fit: {first['msg']}. Is it a server of this kind "
                 "and of a release that is supported?"
             ) from error
         except ValueError as error:
             raise RuntimeError(f"{self.url}{call.route}: the reply is no JSON: {content[:_SHOWN]!r}") from error
 
-    def _tire(self) -> None:
-        if time.monotonic() < self.rests_until:
-            return  # one fault, met by all that was under way
+    def _back_off(self) -> None:
+        """Send no new requests for a while. Randomised, so that several engines do not retry together."""
+        if time.monotonic() < self.backoff_until:
+            return  # one fault, seen by all requests that were running
         self._faults += 1
-        rest = min(_LONGEST_REST, _FIRST_REST * 2 ** (self._faults - 1))
-        self.rests_until = time.monotonic() + rest * random.uniform(0.5, 1.0)
+        seconds = min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** (self._faults - 1))
+        self.backoff_until = time.monotonic() + seconds * random.uniform(0.5, 1.0)

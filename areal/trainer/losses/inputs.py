@@ -1,4 +1,4 @@
-"""What a loss looks up in a batch and in a model's outputs, and what it says when something is missing."""
+"""Access to the batch keys and model outputs that a loss reads, with errors that say where a missing one comes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from areal.api import Batch, TokenOutputs
 
 OldLogprobs = Literal["old_logprobs", "rollout_logprobs"]
-"""Which log-probs a ratio is taken against: the trainer's own before the update, or those recorded when sampled."""
+"""Batch key of a ratio's denominator: the trainer's log-probs before the update, or those recorded during sampling."""
 
 SOURCES: Mapping[str, str] = {
     "loss_mask": "[T], what each position weighs; the builders of areal.utils.data make it",
@@ -24,14 +24,14 @@ SOURCES: Mapping[str, str] = {
     "teacher_logprobs": "[T, K], the teacher's log-probs of target_ids [T, K]",
     "group_tokens": "[n], the sum of loss_mask over all sequences of the group that the sequence belongs to",
 }
-"""Keys that losses read: shape, and where the values come from."""
+"""Batch keys that losses read: shape and origin. A loss that reads a new key adds an entry."""
 
 
 def required(batch: Batch, key: str) -> Tensor:
-    """``batch[key]``.
+    """Return ``batch[key]``, one of :data:`SOURCES`.
 
     Raises:
-        ValueError: the batch has no such key; says where it comes from.
+        ValueError: the key is missing; the message says where it comes from.
     """
     if key not in batch:
         raise ValueError(f"the batch has no key {key!r}, which this objective needs: {SOURCES[key]}")
@@ -39,31 +39,31 @@ def required(batch: Batch, key: str) -> Tensor:
 
 
 def required_like(batch: Batch, key: str, like: Tensor) -> Tensor:
-    """``batch[key]``, of the shape of ``like``.
+    """Return ``batch[key]``, checked to have the shape of ``like``.
 
     Raises:
-        ValueError: it is missing, or of another shape.
+        ValueError: the key is missing, or its shape differs.
     """
-    found = required(batch, key)
-    if found.shape != like.shape:
+    tensor = required(batch, key)
+    if tensor.shape != like.shape:
         raise ValueError(
-            f"batch[{key!r}] has shape {tuple(found.shape)} where the outputs have {tuple(like.shape)}: it is {SOURCES[key]}"
+            f"batch[{key!r}] has shape {tuple(tensor.shape)} where the outputs have {tuple(like.shape)}: it is {SOURCES[key]}"
         )
-    return found
+    return tensor
 
 
 def required_output(outputs: TokenOutputs, name: Literal["logprobs", "entropy", "values"]) -> Tensor:
-    """``outputs.<name>``.
+    """Return ``outputs.<name>``.
 
     Raises:
-        ValueError: it was not asked for.
+        ValueError: the verb was called without this output.
     """
-    found = getattr(outputs, name)
-    if found is None:
+    tensor = getattr(outputs, name)
+    if tensor is None:
         raise ValueError(f"the loss needs the output {name!r}: pass outputs=objective.outputs to the engine's verb")
-    return found
+    return tensor
 
 
 def refuse(field: str, value: Any, want: str) -> None:
-    """Raise a ``ValueError`` that names an option, its value and what it may be."""
+    """Raise a ``ValueError`` with the name of an option, its value and the values it may have."""
     raise ValueError(f"{field} = {value!r}: {want}")
