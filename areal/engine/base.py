@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.batch import OptimStats, StepOutput, TokenOutputs
-from areal.api.config import FinetuneSpec, TrainEngineConfig
+from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
@@ -31,6 +31,7 @@ from areal.engine.faults import Faults, check_loss, zero_gradient_loss
 from areal.engine.loss_step import LossStep, OutputStep, check_normalization, check_outputs, step_output
 from areal.engine.model.inputs import check_temperature
 from areal.engine.model.outputs import gather_outputs
+from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 from areal.engine.pipeline_broadcast import Stages, broadcast_results, pack_results
 from areal.engine.state import EngineState
 from areal.engine.step_sync import StepSync
@@ -48,6 +49,10 @@ class BaseTrainEngine(EngineState):
 
     layout_letters: ClassVar[frozenset[str]]
     """Letters of :data:`areal.api.parallel.LETTERS` that the engine can use."""
+    supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS
+    """Dotted names of the options that the engine honours; others must have their defaults."""
+    config_class: ClassVar[type[BackendConfig]] = BackendConfig
+    """Type of the engine's section in :class:`TrainEngineConfig`; without fields by default."""
 
     # ---- hooks
 
@@ -68,7 +73,7 @@ class BaseTrainEngine(EngineState):
     # ---- life
 
     def __init__(self, config: TrainEngineConfig) -> None:
-        self.config = config
+        self.config = engine_config(type(self), config)
         self.dims = config.dims
         self.dims.check_supported(self.layout_letters)
         self._last_stage = self.dims.pp - 1  # the pipeline rank that has it

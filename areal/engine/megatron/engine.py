@@ -24,7 +24,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec
+from areal.api.config import FinetuneSpec, MegatronConfig
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
@@ -45,6 +45,7 @@ from areal.engine.megatron.weights import MegatronWeights
 from areal.engine.model.hub import read_config
 from areal.engine.model.inputs import model_inputs
 from areal.engine.moe.routing import ExpertRouting
+from areal.engine.options import MODEL_OPTIONS
 
 if not torch.cuda.is_available():
     cpu.finish(random, moe_utils, token_dispatcher)
@@ -54,6 +55,8 @@ class MegatronEngine(BaseTrainEngine):
     """Data, tensor, pipeline, context and expert parallel training on Megatron-Core (``d t p v c e``)."""
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("dtpvce")
+    supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS
+    config_class: ClassVar[type[MegatronConfig]] = MegatronConfig
 
     # ---- the three hooks
 
