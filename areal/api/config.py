@@ -178,6 +178,11 @@ class MegatronConfig(BackendConfig):
             raise ValueError(
                 f"megatron.overlap_param_gather = True with {plain}: it needs the distributed optimizer; leave it out"
             )
+        plain = plain or ("" if self.distributed_optimizer else "megatron.distributed_optimizer = False")
+        if self.optimizer_state_dtype == "bfloat16" and plain:
+            raise ValueError(
+                f"megatron.optimizer_state_dtype = 'bfloat16' with {plain}: it needs the distributed optimizer; leave it out"
+            )
         self._check_precision(config)
         if config.lora is None:
             return

@@ -56,20 +56,22 @@ def engine_config(engine: type, config: TrainEngineConfig) -> TrainEngineConfig:
         config = config.model_copy(update={own: section})
     section.check_combination(config)
 
-    # Sections of other engines: they may be there, so that one file can serve several engines, but without an effect to expect.
-    for name in _section_names(config) - {own}:
-        for option, value in _changed(name, getattr(config, name)):
-            raise ValueError(
-                f"{option} = {value!r} with backend = '{config.dims}': the section of this engine is {own!r}, and {name!r} would have no "
-                "effect; leave it out, or choose the engine that it belongs to"
-            )
-
-    # The options of all engines.
-    supported = getattr(engine, "supported_options", frozenset()) | _EVERY_ENGINE | _section_names(config)
-    for option, value in _unsupported(config, supported):
+    # Sections of other engines may be there, so that one file can serve several engines, but only with their defaults.
+    foreign = _section_names(config) - {own}
+    ignored = [option for name in sorted(foreign) for option in _changed(name, getattr(config, name))]
+    if ignored:
         raise ValueError(
-            f"{option} = {value!r} with backend = '{config.dims}': the {config.dims.backend} engine does not support this option; leave it "
-            "out, or choose another engine"
+            f"{', '.join(ignored)} with backend = '{config.dims}': the section of this engine is {own!r}, and options of another section would "
+            "have no effect; leave them out, or choose the engine that they belong to"
+        )
+
+    # Options outside of sections.
+    supported = getattr(engine, "supported_options", frozenset()) | _EVERY_ENGINE | foreign | {own}
+    unsupported = list(_unsupported(config, supported))
+    if unsupported:
+        raise ValueError(
+            f"{', '.join(unsupported)} with backend = '{config.dims}': the {config.dims.backend} engine does not support this; "
+            "leave it out, or choose another engine"
         )
     return config
 
@@ -99,26 +101,32 @@ def _own_section(config_class: type[BackendConfig], name: str, config: TrainEngi
         raise ValueError(f"{name} = {section!r}, the section of backend = '{config.dims}': {error}") from error
 
 
-def _changed(name: str, section: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the options of another engine's section that differ from their defaults. Only that engine knows the defaults of a mapping."""
+def _changed(name: str, section: Any) -> Iterator[str]:
+    """Yield the options of another engine's section that differ from their defaults, with their values. The defaults of a mapping are
+    unknown here, so that all its options count.
+    """
     if isinstance(section, Mapping):
-        yield from ((f"{name}.{key}", value) for key, value in section.items())
+        yield from (f"{name}.{option} = {value!r}" for option, value in section.items())
     else:
         yield from _unsupported(section, frozenset(), f"{name}.")
 
 
-def _unsupported(
-    values: BaseModel, supported: frozenset[str] | set[str], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yield the options that differ from their defaults and are not supported, with dotted names."""
+def _unsupported(values: BaseModel, supported: frozenset[str], prefix: str = "") -> Iterator[str]:
+    """Yield the options that differ from their defaults and are not supported, with their values.
+
+    Args:
+        values: configuration, or a group of options in one.
+        supported: dotted names of options and of groups.
+        prefix: dotted name of the group, with a dot at its end.
+    """
     for field, info in type(values).model_fields.items():
         name, value = f"{prefix}{field}", getattr(values, field)
         default = info.get_default(call_default_factory=True)
         if name in supported or value == default:
             continue
         # A group is supported in full, by its own name, or option by option.
-        options = any(option.startswith(f"{name}.") for option in supported)
-        if isinstance(value, BaseModel) and (options or isinstance(default, BaseModel)):
+        by_option = any(option.startswith(f"{name}.") for option in supported)
+        if isinstance(value, BaseModel) and (by_option or isinstance(default, BaseModel)):
             yield from _unsupported(value, supported, f"{name}.")
         else:
-            yield name, value
+            yield f"{name} = {value!r}"

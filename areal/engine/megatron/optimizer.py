@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from areal.api.config import OptimizerConfig, TrainEngineConfig, torch_dtype
+from areal.engine.megatron.model.layer_spec import has_transformer_engine
 from areal.engine.optimizer import ClippingOptimizer, sum_of_squares
 
 
@@ -35,9 +36,18 @@ def megatron_optimizer(
     config: TrainEngineConfig,
     groups: ProcessGroupCollection,
 ) -> ChainedOptimizer:
-    """Megatron-Core's optimizer over these chunks: AdamW or SGD, with float32 main parameters. Collective over the world."""
+    """Megatron-Core's optimizer over these chunks: AdamW or SGD, with float32 main parameters. Collective over the world.
+
+    Raises:
+        ValueError: ``optimizer_state_dtype`` needs Transformer Engine, which is not installed.
+    """
     options: dict[str, Any] = {}
     if config.megatron.optimizer_state_dtype != "float32":
+        if not has_transformer_engine():
+            raise ValueError(
+                f"megatron.optimizer_state_dtype = {config.megatron.optimizer_state_dtype!r}: it needs Transformer Engine on a GPU, which is "
+                "not there; leave it out"
+            )
         state = torch_dtype(config.megatron.optimizer_state_dtype)
         options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": state, "exp_avg_sq_dtype": state}
     with warnings.catch_warnings():
