@@ -315,7 +315,7 @@ def test_a_subclass_reads_the_section_of_its_base_class() -> None:
         pass
 
     with pytest.raises(
-        ValueError, match="mine.compile = True with backend = 'mine:d1': the section of this engine is 'fsdp'"
+        ValueError, match=r"mine\.compile = True with backend = 'mine:d1': the section of this engine is 'fsdp'"
     ):
         engine_config(Derived, of_mine(mine={"compile": True}))
     assert engine_config(Derived, of_mine(fsdp={"compile": True})).fsdp.compile
