@@ -36,8 +36,8 @@ class FinetuneSpec(StrictConfig):
 class BackendConfig(StrictConfig):
     """Base class of the section of one engine, which the engine class names in ``config_class``.
 
-    The section has the name of the engine: ``TrainEngineConfig(backend="mine:d1", mine={...})``. This class itself has no fields: it is the
-    section of an engine without options of that kind.
+    The section has the name of the engine: ``TrainEngineConfig(backend="mine:d1", mine={...})``. This class is the section of an engine
+    without options: it accepts no field.
     """
 
     def check_combination(self, config: TrainEngineConfig) -> None:
@@ -95,7 +95,7 @@ class FSDPConfig(BackendConfig):
         return value
 
     def check_combination(self, config: TrainEngineConfig) -> None:
-        """Refuse options that would have no effect, or that cannot be combined."""
+        """Refuse options without effect, and options that exclude each other."""
         if self.compile and config.activation_checkpointing == "selective":
             raise ValueError(
                 "fsdp.compile = True with activation_checkpointing = 'selective', which chooses among operations, and cannot see those in "
@@ -165,13 +165,13 @@ class MegatronConfig(BackendConfig):
         return self
 
     def check_combination(self, config: TrainEngineConfig) -> None:
-        """Refuse options that would have no effect, or that cannot be combined."""
+        """Refuse options without effect, and options that exclude each other."""
         if self.bucket_size is not None and not self.overlap_grad_reduce:
             raise ValueError(
                 f"megatron.bucket_size = {self.bucket_size} without megatron.overlap_grad_reduce = True: gradients are reduced in one "
                 "bucket; set it, or leave the size out"
             )
-        # Megatron-Core has no distributed optimizer for these: the plain one has no gather to overlap.
+        # Megatron-Core uses its plain optimizer for these, which gathers no parameters.
         sgd = config.optimizer is not None and config.optimizer.type == "sgd"
         plain = "optimizer.type = 'sgd'" if sgd else "dtype = 'float64'" if config.dtype == "float64" else ""
         if self.overlap_param_gather and plain:

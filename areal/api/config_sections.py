@@ -72,7 +72,7 @@ class OptimizerConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _settings_apply(self) -> OptimizerConfig:
-        # A setting of the other optimizer, or of another schedule, would have no effect.
+        # Refuse settings of the other optimizer and of other schedules: they would be ignored.
         unused = {
             f"optimizer.type = {self.type!r}": ("momentum",) if self.type == "adamw" else ("beta1", "beta2", "eps"),
             f"optimizer.lr_scheduler = {self.lr_scheduler!r}": (
@@ -94,7 +94,7 @@ class MoEConfig(StrictConfig):
 
     Both losses are summed over the layers with experts. They are terms of the loss like any other, under the names in ``StepOutput.terms``:
     ``normalization`` and ``loss_weight`` apply to them. ``train_batch``, ``forward_backward`` and ``eval_batch`` add them.
-    ``forward_backward_batch`` with a user's process function has no denominators to divide by, and does not add them.
+    ``forward_backward_batch`` with a user's process function does not add them, because it knows no denominators.
     """
 
     aux_loss: float = Field(

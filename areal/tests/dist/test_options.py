@@ -115,7 +115,7 @@ def adapters(engine: TrainEngine) -> list[Any]:
 
 
 def trains(engine: TrainEngine) -> list[Any]:
-    """Whether there is an optimizer."""
+    """Presence of an optimizer."""
     return [engine._require_components().optimizer is not None]
 
 
@@ -126,7 +126,7 @@ def optimizers(engine: TrainEngine) -> list[Any]:
 
 
 def sharding(engine: TrainEngine) -> list[Any]:
-    """Whether FSDP frees a layer after its forward, and where its shards are."""
+    """FSDP's resharding and offloading, by layer."""
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers(engine)]
     return [(group.post_forward_mesh_info is None, group.fsdp_params[0].offload_to_cpu) for group in groups]
 
@@ -163,7 +163,7 @@ class Option:
     """A value other than the default, and its effect.
 
     Attributes:
-        value: other than the default. ``"<folder>"`` stands for an empty directory.
+        value: other than the default. ``"<folder>"`` is replaced by an empty directory.
         see: what differs in an engine with the option; or the test of several ranks that shows it.
         needs: options that both engines have. layout: of both.
     """
