@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal.api import (
+        BackendConfig,
         FinetuneSpec,
         FSDPConfig,
         LoRAConfig,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from areal.engine.registry import create_engine
 
 _HOMES = {
+    "BackendConfig": "areal.api",
     "FSDPConfig": "areal.api",
     "FSDPEngine": "areal.engine.fsdp.engine",
     "FinetuneSpec": "areal.api",
@@ -40,6 +42,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BackendConfig",
     "FSDPConfig",
     "FSDPEngine",
     "FinetuneSpec",

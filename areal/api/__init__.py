@@ -14,6 +14,7 @@ from areal.api.batch import (
 )
 from areal.api.checkpoint import Checkpointer, SaveLoadMeta, Stateful
 from areal.api.config import (
+    BackendConfig,
     FinetuneSpec,
     FSDPConfig,
     LoRAConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "IGNORE_INDEX",
     "MESH_AXES",
     "Adapters",
+    "BackendConfig",
     "Batch",
     "BatchForm",
     "BatchInput",

@@ -2,126 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
 
+from areal.api.config_sections import LoRAConfig, MicroBatchSpec, MoEConfig, OptimizerConfig, StrictConfig
 from areal.api.parallel import ParallelDims
 
 DType = Literal["bfloat16", "float32", "float64"]
-"""Dtypes of an engine. float16 is not among them: its gradients underflow without a loss scaler."""
-
+"""Dtypes of an engine. float16 is not supported: its gradients underflow without a loss scaler."""
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-"""What is computed again in the backward, instead of being kept."""
+"""Activations that are recomputed in the backward instead of being kept."""
+
+ENGINE_GROUP = "areal.engines"
+"""Entry point group in which packages register engines."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name."""
+    """Return the torch dtype of that name."""
     return getattr(torch, name)
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+class FinetuneSpec(StrictConfig):
+    """Facts about the run that the learning-rate schedule needs."""
+
+    total_train_steps: int = Field(gt=0, description="Optimizer steps of the run.")
 
 
-class MicroBatchSpec(_Config):
-    """How a rank's batch is cut into micro-batches. The gradient does not depend on it.
+class BackendConfig(StrictConfig):
+    """Base class of the section of one engine, which the engine class names in ``config_class``.
 
-    With neither ``max_tokens_per_mb`` nor ``n_mbs``, the whole batch of a rank is one micro-batch.
-
-    ``overlong`` says what becomes of a sequence longer than the budget: ``"error"`` raises on every rank, ``"alone"`` gives it
-    a micro-batch of its own that exceeds the budget, ``"drop"`` leaves it out (its outputs are zeros, and
-    ``StepOutput.metrics["dropped_sequences"]`` counts it).
+    The section has the name of the engine: ``TrainEngineConfig(backend="mine:d1", mine={...})``. This class is the section of an engine
+    without options: it accepts no field.
     """
 
-    max_tokens_per_mb: int | None = Field(
-        default=None, gt=0, description="Tokens in a micro-batch, padding and alignment included."
-    )
-    n_mbs: int | None = Field(
-        default=None, gt=0, description="Least number of micro-batches a rank's batch is cut into."
-    )
-    granularity: int = Field(
-        default=1, gt=0, description="Consecutive samples that stay in one micro-batch (2 for preference pairs)."
-    )
-    overlong: Literal["error", "alone", "drop"] = Field(
-        default="error", description="What to do with a sequence above the budget."
-    )
-    share_prefixes: bool = Field(
-        default=False,
-        description="Compute tokens at which sequences of a micro-batch begin alike once; the budget counts them once.",
-    )
-    per_sequence: tuple[str, ...] = Field(
-        default=(), description="Keys that hold one row per sequence, whatever their shape suggests."
-    )
-    payloads: tuple[str, ...] = Field(
-        default=(), description="Keys that are lists with one tensor of any size per sample (pixel values)."
-    )
+    def check_combination(self, config: TrainEngineConfig) -> None:
+        """Check this section against the other fields of the configuration. Called only if ``backend`` names this section's engine.
+
+        Raises:
+            ValueError: the engine cannot honour a combination; names both fields and the way out.
+        """
 
 
-class OptimizerConfig(_Config):
-    """Optimizer, clipping and learning-rate schedule. Steps are optimizer steps that were taken; skipped ones do not count.
-
-    The learning rate rises linearly over ``warmup_steps`` (step ``i``, from 0, has ``(i + 1) / warmup_steps``), then follows the
-    schedule down to ``min_lr_ratio * lr`` at ``FinetuneSpec.total_train_steps``. ``wsd`` (warm-up, stable, decay) holds and falls
-    linearly over the last ``decay_ratio`` of all steps.
-    """
-
-    type: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(default=1e-5, ge=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of SGD.")
-    gradient_clipping: float | None = Field(
-        default=1.0, gt=0, description="Largest global gradient norm; None does not clip."
-    )
-    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    decay_ratio: float = Field(default=0.1, gt=0, le=1, description="Share of all steps over which `wsd` falls.")
-
-
-class FSDPConfig(_Config):
-    """Settings of the FSDP engine alone."""
+class FSDPConfig(BackendConfig):
+    """Section of the FSDP engine."""
 
     reshard_after_forward: bool | None = Field(
         default=None,
         description="Free a layer's gathered weights after its forward; False keeps them for the backward; None keeps them in a pipeline.",
     )
     pipeline_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] | None = (
-        Field(default=None, description="Schedule of a pipeline; None takes 1F1B, or Interleaved1F1B with `v`.")
+        Field(default=None, description="Schedule of a pipeline; None selects 1F1B, or Interleaved1F1B with `v`.")
     )
     pipeline_layers: tuple[PositiveInt, ...] | None = Field(
-        default=None, description="Layers of each pipeline stage, first to last; None spreads them evenly."
+        default=None, description="Layers of each pipeline stage, first to last; None distributes them evenly."
     )
     cpu_offload: bool = Field(
         default=False, description="Keep parameters, gradients and optimizer state in host memory."
     )
     context_parallel: Literal["auto", "ulysses", "gather_kv"] = Field(
         default="auto",
-        description="`auto` takes Ulysses where the query heads divide by `c`, else gathers keys and values.",
+        description="`auto` selects Ulysses if `c` divides the query heads, else gathers keys and values.",
     )
     checkpointed_share: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Share of the layers, spread evenly, to which `activation_checkpointing` applies.",
+        description="Fraction of the layers, evenly spaced, to which `activation_checkpointing` applies.",
     )
     optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="Dtype of AdamW's moments; bfloat16 takes half the memory, and rounds stochastically.",
+        description="Dtype of AdamW's moments; bfloat16 halves their memory and rounds stochastically.",
     )
     attention: Literal["auto", "packed", "rows"] = Field(
         default="auto",
-        description="`packed` runs sequences end to end; `rows` one sequence per row; `auto` packs where that is known to be right.",
+        description="`packed` concatenates sequences; `rows` pads to one sequence per row; `auto` packs if that is known to be correct.",
     )
     compile: bool = Field(
         default=False, description="Compile each layer with torch.compile, once for micro-batches of every length."
     )
-    compile_backend: str = Field(default="inductor", description="Of torch.compile, by name.")
+    compile_backend: str = Field(default="inductor", description="Backend of torch.compile, by name.")
 
     @field_validator("compile_backend")
     @classmethod
@@ -130,35 +94,66 @@ class FSDPConfig(_Config):
             raise ValueError(f"compile_backend = {value!r}: choose one of {', '.join(known)}")
         return value
 
+    def check_combination(self, config: TrainEngineConfig) -> None:
+        """Refuse options without effect, and options that exclude each other."""
+        if self.compile and config.activation_checkpointing == "selective":
+            raise ValueError(
+                "fsdp.compile = True with activation_checkpointing = 'selective', which chooses among operations, and cannot see those in "
+                "a compiled graph: choose 'full' or 'none'"
+            )
+        if self.compile_backend != "inductor" and not self.compile:
+            raise ValueError(
+                f"fsdp.compile_backend = {self.compile_backend!r} without fsdp.compile = True: set it, or leave the backend out"
+            )
+        if self.checkpointed_share != 1.0 and config.activation_checkpointing == "none":
+            raise ValueError(
+                f"fsdp.checkpointed_share = {self.checkpointed_share} with activation_checkpointing = 'none': choose 'full' or "
+                "'selective', or leave it out"
+            )
+        # Adapters have float32 moments, replicated over ranks: only the frozen model is sharded by the engine.
+        narrow, optimizer = self.optimizer_state_dtype == "bfloat16", config.optimizer
+        if narrow and config.lora is not None:
+            raise ValueError(_NARROW_MOMENTS_OF_ADAPTERS)
+        if narrow and optimizer is not None and (optimizer.type != "adamw" or config.master_dtype == "float64"):
+            raise ValueError(
+                f"fsdp.optimizer_state_dtype = 'bfloat16' with optimizer.type = {optimizer.type!r} and master_dtype = "
+                f"{config.master_dtype!r}: it is for AdamW on float32 or bfloat16 parameters; leave it out"
+            )
+        if config.grad_sync == "micro_batch" and config.lora is not None:
+            raise ValueError(
+                "grad_sync = 'micro_batch' with lora: gradients of adapters are reduced once per optimizer step; leave it out"
+            )
 
-class MegatronConfig(_Config):
-    """Settings of the Megatron engine alone."""
+
+class MegatronConfig(BackendConfig):
+    """Section of the Megatron engine."""
 
     sequence_parallel: bool = Field(
         default=True,
-        description="With `t`, let ranks share the tokens between matrix products; experts with `t` need it.",
+        description="With `t`, split the tokens over ranks between matrix products; required by experts with `t`.",
     )
     context_parallel: Literal["auto", "ulysses", "gather_kv"] = Field(
         default="auto",
-        description="`auto` takes Ulysses where a rank's query heads divide by `c`, else gathers keys and values.",
+        description="`auto` selects Ulysses if `c` divides a rank's query heads, else gathers keys and values.",
     )
     first_stage_layers: int | None = Field(default=None, gt=0, description="Layers of the first pipeline stage.")
     last_stage_layers: int | None = Field(default=None, gt=0, description="Layers of the last pipeline stage.")
     distributed_optimizer: bool = Field(
         default=True,
-        description="Shard optimizer state over data-parallel ranks. float64 and SGD have no such optimizer.",
+        description="Shard optimizer state over data-parallel ranks. float64 and SGD always use the plain optimizer.",
     )
     overlap_grad_reduce: bool = Field(
-        default=False, description="Reduce gradients while the last backward of `train_batch` runs."
+        default=False, description="Reduce gradients during the last backward of `train_batch`."
     )
     overlap_param_gather: bool = Field(
-        default=False, description="Gather updated parameters while the next forward runs; needs the two above."
+        default=False,
+        description="Gather updated parameters during the next forward; requires `distributed_optimizer` and `overlap_grad_reduce`.",
     )
     bucket_size: int | None = Field(
-        default=None, gt=0, description="Parameters in a bucket of an overlapped reduction."
+        default=None, gt=0, description="Parameters in a bucket; requires `overlap_grad_reduce`."
     )
     optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Dtype of the moments; other than float32 needs Transformer Engine on a GPU."
+        default="float32", description="Dtype of the moments; bfloat16 requires Transformer Engine on a GPU."
     )
 
     @model_validator(mode="after")
@@ -169,75 +164,94 @@ class MegatronConfig(_Config):
             )
         return self
 
+    def check_combination(self, config: TrainEngineConfig) -> None:
+        """Refuse options without effect, and options that exclude each other."""
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
+            raise ValueError(
+                f"megatron.bucket_size = {self.bucket_size} without megatron.overlap_grad_reduce = True: gradients are reduced in one "
+                "bucket; set it, or leave the size out"
+            )
+        # Megatron-Core uses its plain optimizer for these, which gathers no parameters.
+        sgd = config.optimizer is not None and config.optimizer.type == "sgd"
+        plain = "optimizer.type = 'sgd'" if sgd else "dtype = 'float64'" if config.dtype == "float64" else ""
+        if self.overlap_param_gather and plain:
+            raise ValueError(
+                f"megatron.overlap_param_gather = True with {plain}: it needs the distributed optimizer; leave it out"
+            )
+        plain = plain or ("" if self.distributed_optimizer else "megatron.distributed_optimizer = False")
+        if self.optimizer_state_dtype == "bfloat16" and plain:
+            raise ValueError(
+                f"megatron.optimizer_state_dtype = 'bfloat16' with {plain}: it needs the distributed optimizer; leave it out"
+            )
+        self._check_precision(config)
+        if config.lora is None:
+            return
+        # Adapters have their own optimizer and reduction: Megatron-Core's see no parameter that is trained.
+        if self.optimizer_state_dtype == "bfloat16":
+            raise ValueError(_NARROW_MOMENTS_OF_ADAPTERS)
+        for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size"):
+            if (value := getattr(self, name)) != MegatronConfig.model_fields[name].default:
+                raise ValueError(
+                    f"megatron.{name} = {value} with lora: adapters have an optimizer and a reduction apart; leave it out"
+                )
 
-class MoEConfig(_Config):
-    """Balancing losses of a model with experts, and numbers about its routing.
+    def _check_precision(self, config: TrainEngineConfig) -> None:
+        # Megatron-Core keeps parameters in `dtype`, and for bfloat16 its optimizer keeps float32 copies of them.
+        trained = config.optimizer is not None and config.lora is None
+        available: list[str] = ["float32"] if config.dtype == "bfloat16" else [config.dtype]
+        if config.dtype == "bfloat16" and not trained:
+            available.append("bfloat16")
+        if config.master_dtype not in available:
+            raise ValueError(
+                f"master_dtype = {config.master_dtype!r} with dtype = {config.dtype!r}: the Megatron engine keeps parameters in "
+                f"{' or '.join(available)} here; set master_dtype={available[0]!r}"
+            )
+        if config.grad_reduce_dtype not in ("float32", config.dtype):
+            raise ValueError(
+                f"grad_reduce_dtype = {config.grad_reduce_dtype!r} with dtype = {config.dtype!r}: the Megatron engine reduces in float32 "
+                "or dtype; choose one of them"
+            )
 
-    Both losses are summed over the layers that have experts, enter ``StepOutput.terms`` and the loss under their names, and are terms like
-    any other: ``normalization`` and ``loss_weight`` act on them. They are added by ``train_batch``, ``forward_backward`` and ``eval_batch``.
-    ``forward_backward_batch`` with a process function of your own has no denominators to divide by, and leaves them out.
+
+_NARROW_MOMENTS_OF_ADAPTERS = (
+    "optimizer_state_dtype = 'bfloat16' with lora: the moments of adapters are float32; leave it out"
+)
+
+
+class TrainEngineConfig(StrictConfig):
+    """Configuration of one engine: the model, its layout, its precision and its optimizer.
+
+    An option that differs from its default must be supported by the engine, which is checked when the engine is created.
+
+    Options of one engine are in the section with its name: ``fsdp``, ``megatron``, or for an engine of another package
+    ``TrainEngineConfig(backend="mine:d1", mine={...})``. Such a section is validated when the engine is created, because only the engine
+    knows its fields. Until then it stays as passed, which may be a mapping or an instance of the engine's ``config_class``.
     """
 
-    aux_loss: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Coefficient of `moe_aux_loss`, the load-balancing loss of each sequence; divided by the number of sequences.",
-    )
-    z_loss: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Coefficient of `moe_z_loss`, the squared log-sum-exp of each token's router logits; divided by the tokens.",
-    )
-    statistics: bool = Field(default=False, description="Report the load of the experts, as metrics `moe/...`.")
-
-
-class LoRAConfig(_Config):
-    """Low-rank adapters on a frozen model (Hu et al., 2022): a linear layer gives ``scale * B @ A @ x`` more, where ``A`` is ``[rank, in]``,
-    ``B`` is ``[out, rank]`` and begins as zeros.
-
-    ``scale`` is ``alpha / rank``, or ``alpha / sqrt(rank)`` with ``rslora`` (Kalajdzievski, 2023). Nothing is dropped out.
-    """
-
-    rank: int = Field(default=16, gt=0)
-    alpha: float = Field(default=32.0, gt=0)
-    target_modules: str | tuple[str, ...] = Field(
-        default="all-linear",
-        min_length=1,
-        description="Last parts of the names of linear layers, a regular expression for whole names, or `all-linear` for all but the head.",
-    )
-    rslora: bool = Field(default=False, description="Scale by the root of the rank.")
-
-
-class FinetuneSpec(_Config):
-    """What the learning-rate schedule needs to know of the run."""
-
-    total_train_steps: int = Field(gt=0, description="Optimizer steps of the whole run.")
-
-
-class TrainEngineConfig(_Config):
-    """One engine: the model, its layout, its precision and its optimizer."""
+    # Only for sections of engines of other packages: `_sections_have_engines` refuses all other unknown fields.
+    model_config = ConfigDict(extra="allow")
 
     path: str = Field(min_length=1, description="Model directory or hub name in the Hugging Face format.")
     backend: str = Field(default="fsdp:d1", description="Engine and layout, such as 'fsdp:d4c2'.")
     dtype: DType = Field(default="bfloat16", description="Dtype of the compute.")
-    master_dtype: DType = Field(
-        default="float32", description="Dtype in which parameters and optimizer state are kept."
+    master_dtype: DType = Field(default="float32", description="Dtype of stored parameters and of optimizer state.")
+    grad_reduce_dtype: DType = Field(
+        default="float32", description="Dtype in which gradients are accumulated and reduced over ranks."
     )
-    grad_reduce_dtype: DType = Field(default="float32", description="Dtype in which gradients are reduced over ranks.")
-    init_from_scratch: bool = Field(default=False, description="Random weights from `seed` instead of those at `path`.")
+    init_from_scratch: bool = Field(
+        default=False, description="Initialize random weights from `seed` instead of loading those at `path`."
+    )
     value_head: bool = Field(default=False, description="Add a value head, for the output 'values'.")
     temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Divides the logits in every verb; a per-sequence key `temperature` of the batch overrides it.",
+        description="Divisor of the logits in every verb; a per-sequence key `temperature` of the batch overrides it.",
     )
-    fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 whatever `dtype` is.")
+    fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 for every `dtype`.")
     kept_logits_mb: int | None = Field(
         default=None,
         ge=0,
-        description="MiB of a micro-batch's logits that may stay for its backward, which makes the others again. None: 1024, or 128 on a CPU.",
+        description="MiB of a micro-batch's logits to keep for its backward, which recomputes the rest. None: 1024, or 128 on a CPU.",
     )
     mb_spec: MicroBatchSpec = MicroBatchSpec()
     optimizer: OptimizerConfig | None = Field(
@@ -245,20 +259,20 @@ class TrainEngineConfig(_Config):
     )
     activation_checkpointing: ActivationCheckpointing = Field(
         default="none",
-        description="`full` recomputes layers in the backward; `selective` all in them but matrix products and attention.",
+        description="`full` recomputes layers in the backward; `selective` all operations but matrix products and attention.",
     )
     offload_dir: str | None = Field(
-        default=None, description="Directory of files for what `offload` moves; None keeps it in host memory."
+        default=None, description="Directory of files for tensors that `offload` moves; None keeps them in host memory."
     )
     grad_sync: Literal["call", "micro_batch"] = Field(
         default="call",
         description="Reduce gradients on the last micro-batch of a call, or on each one, which takes less memory. Same values.",
     )
     deterministic: bool = Field(
-        default=False, description="Only deterministic kernels; slower on a GPU, see docs/layouts.md."
+        default=False, description="Use only deterministic kernels; slower on a GPU, see docs/layouts.md."
     )
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights and of dropout.")
-    lora: LoRAConfig | None = Field(default=None, description="Train adapters, and keep the model as it is.")
+    lora: LoRAConfig | None = Field(default=None, description="Train adapters and freeze the model.")
     moe: MoEConfig = MoEConfig()
     fsdp: FSDPConfig = FSDPConfig()
     megatron: MegatronConfig = MegatronConfig()
@@ -267,6 +281,22 @@ class TrainEngineConfig(_Config):
     @classmethod
     def _backend_is_a_layout(cls, value: str) -> str:
         return str(ParallelDims.parse(value))
+
+    @model_validator(mode="after")
+    def _sections_have_engines(self) -> TrainEngineConfig:
+        for name, section in (self.model_extra or {}).items():
+            # The backend's engine may be a class that no package registers. Only names are read here: no engine is imported.
+            engines = {self.dims.backend, *(point.name for point in entry_points(group=ENGINE_GROUP))}
+            if name not in engines:
+                raise ValueError(
+                    f"{name} = {section!r}: Extra inputs are not permitted. It is neither a field nor the section of an engine; engines are "
+                    f"{', '.join(sorted(engines))}"
+                )
+            if not isinstance(section, Mapping | BackendConfig):
+                raise ValueError(
+                    f"{name} = {section!r}: the section of an engine is a mapping, or an instance of its config_class"
+                )
+        return self
 
     @model_validator(mode="after")
     def _precisions_agree(self) -> TrainEngineConfig:
@@ -279,45 +309,32 @@ class TrainEngineConfig(_Config):
         return self
 
     @model_validator(mode="after")
-    def _moments_have_an_optimizer(self) -> TrainEngineConfig:
-        narrow = self.fsdp.optimizer_state_dtype == "bfloat16"
-        if narrow and self.optimizer is not None and (self.optimizer.type != "adamw" or self.master_dtype == "float64"):
-            raise ValueError(
-                f"fsdp.optimizer_state_dtype = 'bfloat16' with optimizer.type = {self.optimizer.type!r} and master_dtype = "
-                f"{self.master_dtype!r}: it is for AdamW on float32 or bfloat16 parameters; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _adapters_fit(self) -> TrainEngineConfig:
         if self.lora is not None and self.value_head:
             raise ValueError(
                 "value_head = True with lora: a value head is not part of an adapter, and would stay as it is; leave one of the two out"
             )
-        if self.lora is not None and "bfloat16" in (
-            self.fsdp.optimizer_state_dtype,
-            self.megatron.optimizer_state_dtype,
-        ):
+        # Factors, and their gradients, are float64 with float64 parameters and float32 otherwise.
+        reduced = ("float32", "float64") if self.master_dtype == "float64" else ("float32",)
+        if self.lora is not None and self.grad_reduce_dtype not in reduced:
             raise ValueError(
-                "optimizer_state_dtype = 'bfloat16' with lora: the moments of adapters are float32; leave it out"
+                f"grad_reduce_dtype = {self.grad_reduce_dtype!r} with lora: gradients of adapters are reduced in {reduced[-1]}; leave it out"
             )
         return self
 
     @model_validator(mode="after")
-    def _graphs_can_be_checkpointed(self) -> TrainEngineConfig:
-        if self.fsdp.compile and self.activation_checkpointing == "selective":
-            raise ValueError(
-                "fsdp.compile = True with activation_checkpointing = 'selective', which chooses among operations, and cannot see those in "
-                "a compiled graph: choose 'full' or 'none'"
-            )
+    def _section_agrees(self) -> TrainEngineConfig:
+        section = getattr(self, self.dims.backend, None)
+        if isinstance(section, BackendConfig):
+            section.check_combination(self)
         return self
 
     @property
     def kept_logits_bytes(self) -> int | None:
-        """``kept_logits_mb`` in bytes."""
+        """Return ``kept_logits_mb`` in bytes."""
         return None if self.kept_logits_mb is None else self.kept_logits_mb * 2**20
 
     @property
     def dims(self) -> ParallelDims:
-        """The layout that ``backend`` names."""
+        """Return the layout that ``backend`` names."""
         return ParallelDims.parse(self.backend)

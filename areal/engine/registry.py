@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
+from areal.api.config import ENGINE_GROUP as GROUP
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.parallel import LETTERS
-
-GROUP = "areal.engines"
+from areal.engine.options import engine_config
 
 
 def engine_names() -> list[str]:
-    """The engines that are installed."""
+    """Return the names of the installed engines."""
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
 def engine_class(name: str) -> type[TrainEngine]:
-    """The engine class of that name.
+    """Import and return the engine class of that name.
 
     Raises:
-        ValueError: there is none, or what it needs is not installed.
+        ValueError: there is no such engine, or a dependency of the engine is not installed.
     """
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
@@ -34,19 +34,21 @@ def engine_class(name: str) -> type[TrainEngine]:
 
 
 def create_engine(config: TrainEngineConfig) -> TrainEngine:
-    """The engine that ``config.backend`` names, not yet initialized.
+    """Create the engine that ``config.backend`` names. It is not initialized.
 
     Raises:
-        ValueError: there is no such engine, or it has not the layout that is asked for.
+        ValueError: there is no such engine, or it does not support the layout or an option of ``config``.
     """
-    return engine_class(config.dims.backend)(config)  # type: ignore[call-arg]
+    engine = engine_class(config.dims.backend)
+    # Here too, for engines that do not derive from the template, which does the same.
+    return engine(engine_config(engine, config))  # type: ignore[call-arg]
 
 
 def layout_table(names: list[str] | None = None) -> str:
-    """A Markdown table with a row for each letter of a layout and a column for each engine.
+    """Format a Markdown table with a row for each letter of a layout and a column for each engine.
 
     Args:
-        names: of the engines; all that are installed by default.
+        names: names of engines. Defaults to all installed engines.
     """
     chosen = engine_names() if names is None else names
     engines = {name: engine_class(name) for name in chosen}

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.checkpoint import SaveLoadMeta
-from areal.api.config import FinetuneSpec, TrainEngineConfig
+from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
+from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
@@ -45,6 +46,12 @@ class EngineState(TrainEngine):
     layout_letters: ClassVar[frozenset[str]]
     """Letters of :data:`areal.api.parallel.LETTERS` that the engine supports."""
 
+    supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS
+    """Dotted names of the options that the engine honours; others must have their defaults."""
+
+    config_class: ClassVar[type[BackendConfig]] = BackendConfig
+    """Type of the engine's section in :class:`TrainEngineConfig`; without fields by default."""
+
     @abstractmethod
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
         """Build the components: a hook of the template, see :class:`areal.engine.base.BaseTrainEngine`."""
@@ -56,7 +63,7 @@ class EngineState(TrainEngine):
     # ---- life
 
     def __init__(self, config: TrainEngineConfig) -> None:
-        self.config = config
+        self.config = engine_config(type(self), config)
         self.dims = config.dims
         self.dims.check_supported(self.layout_letters)
         self.version = 0

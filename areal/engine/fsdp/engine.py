@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec, OptimizerConfig, TrainEngineConfig, torch_dtype
+from areal.api.config import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
@@ -43,6 +43,7 @@ from areal.engine.model.inputs import model_inputs
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
+from areal.engine.options import MODEL_OPTIONS
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import reshard
@@ -58,6 +59,8 @@ class FSDPEngine(BaseTrainEngine):
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("drctpve")
     _gradients: grad.FSDPGradients | None = None
+    supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS | {"grad_sync"}
+    config_class: ClassVar[type[FSDPConfig]] = FSDPConfig
 
     def __init__(self, config: TrainEngineConfig) -> None:
         super().__init__(config)

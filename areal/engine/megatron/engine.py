@@ -24,7 +24,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec, torch_dtype
+from areal.api.config import FinetuneSpec, MegatronConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
@@ -46,6 +46,7 @@ from areal.engine.megatron.weights import MegatronWeights
 from areal.engine.model.hub import read_config
 from areal.engine.model.inputs import model_inputs
 from areal.engine.moe.routing import ExpertRouting
+from areal.engine.options import MODEL_OPTIONS
 
 if not torch.cuda.is_available():
     cpu.finish(random, moe_utils, token_dispatcher)
@@ -56,6 +57,8 @@ class MegatronEngine(BaseTrainEngine):
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("dtpvce")
     _gradients: grad.MegatronGradients | None = None
+    supported_options: ClassVar[frozenset[str]] = MODEL_OPTIONS
+    config_class: ClassVar[type[MegatronConfig]] = MegatronConfig
 
     # ---- the three hooks
 

@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from areal.api.config import OptimizerConfig, TrainEngineConfig, torch_dtype
+from areal.engine.megatron.model.layer_spec import has_transformer_engine
 from areal.engine.optimizer import ClippingOptimizer, sum_of_squares
 
 
@@ -41,10 +42,18 @@ def megatron_optimizer(
     """Return Megatron-Core's optimizer over the chunks: AdamW or SGD, with float32 main parameters.
 
     Collective over all ranks.
+
+    Raises:
+        ValueError: ``optimizer_state_dtype`` needs Transformer Engine, which is not installed.
     """
     options: dict[str, Any] = {}
     # Moments in a narrower dtype need the precision-aware optimizer.
     if config.megatron.optimizer_state_dtype != "float32":
+        if not has_transformer_engine():
+            raise ValueError(
+                f"megatron.optimizer_state_dtype = {config.megatron.optimizer_state_dtype!r}: it needs Transformer Engine on a GPU, which is "
+                "not there; leave it out"
+            )
         state = torch_dtype(config.megatron.optimizer_state_dtype)
         options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": state, "exp_avg_sq_dtype": state}
     with warnings.catch_warnings():

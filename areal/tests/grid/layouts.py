@@ -253,6 +253,10 @@ class Cell:
         for more in (self.layout.options, all_options(self.layout.engine)[self.options]):
             for name, value in more.items():
                 fields[name] = {**fields.get(name, {}), **value} if isinstance(value, Mapping) else value
+        if (
+            self.dtype == "float64" or optimizer.type == "sgd"
+        ):  # neither has a distributed optimizer, whose gather could overlap
+            fields.get("megatron", {}).pop("overlap_param_gather", None)
         return TrainEngineConfig(**fields)
 
 

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from areal.api import TrainEngineConfig
-from areal.engine.registry import create_engine, engine_names
+from areal.engine.registry import create_engine, engine_class, engine_names
 from areal.tests.dist.step.test_grid import test_every_verb_agrees_with_the_reference as agrees_with_the_reference
 from areal.tests.grid.layouts import Cell, Layout, all_layouts
 from areal.tests.grid.models import model_dir
@@ -50,21 +51,55 @@ def installed(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.world(1, 2)
-@pytest.mark.parametrize(("objective", "case"), [("terms", "zero_rank"), ("nll", "ragged")])
+@pytest.mark.parametrize(
+    ("objective", "case", "cut"),
+    [("terms", "zero_rank", "tokens24"), ("nll", "ragged", "tokens24"), ("nll", "family", "shared40")],
+)
 def test_an_engine_of_another_package_joins_the_grid(
-    tmp_path: Path, world_size: int, objective: str, case: str
+    tmp_path: Path, world_size: int, objective: str, case: str, cut: str
 ) -> None:
     assert NAME not in engine_names()
     with installed(tmp_path):
         assert NAME in engine_names()
-        layout = Layout(f"{NAME}:d{world_size}")
-        assert layout in all_layouts()
+        assert Layout(f"{NAME}:d{world_size}") in all_layouts()
+        layout = Layout(f"{NAME}:d{world_size}", options={NAME: {"async_reduce": cut == "shared40"}})
         for dtype in ("float64", "float32"):
             agrees_with_the_reference(
                 Cell(
-                    layout, family="gemma3_text", objective_name=objective, case_name=case, cut="tokens24", dtype=dtype
+                    layout, family="gemma3_text", objective_name=objective, case_name=case, cut=cut, dtype=dtype
                 )
             )
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"lora": {"rank": 2}}, "lora"),
+        ({"activation_checkpointing": "full"}, "activation_checkpointing"),
+        ({"init_from_scratch": True}, "init_from_scratch"),
+        ({"grad_sync": "micro_batch"}, "grad_sync"),
+        ({"offload_dir": "/nowhere"}, "offload_dir"),
+        ({"moe": {"z_loss": 0.1}}, "moe.z_loss"),
+        ({"fsdp": {"compile": True}}, "fsdp.compile"),
+        ({"megatron": {"bucket_size": 7}}, "megatron.bucket_size"),
+        ({NAME: {"bucket_size": 7}}, "bucket_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_of_an_engine_of_another_package(options: dict[str, Any], name: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"path": model_dir("qwen3"), "backend": f"{NAME}:d1"}
+    with installed(tmp_path):
+        with pytest.raises(ValueError, match=rf"{name}\b.*\breplica\b"):
+            create_engine(TrainEngineConfig(**fields, **options))
+        with pytest.raises(ValueError, match=rf"{name}\b.*\breplica\b"):
+            engine_class(NAME)(TrainEngineConfig(**fields, **options))
+        engine = create_engine(TrainEngineConfig(**fields, **{NAME: {"async_reduce": True}}))
+        assert engine.config.replica.async_reduce
+        # The section may be in a file that another engine reads, as long as it says nothing.
+        create_engine(TrainEngineConfig(path=fields["path"], **{NAME: {}}))
+        with pytest.raises(ValueError, match=r"replica.async_reduce = True with backend = 'fsdp:d1'"):
+            create_engine(TrainEngineConfig(path=fields["path"], **{NAME: {"async_reduce": True}}))
 
 
 @pytest.mark.world(1)

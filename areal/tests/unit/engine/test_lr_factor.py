@@ -23,7 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_rates_are_those_of_the_reference(schedule: Any, options: dict[str, Any]) -> None:
-    config = OptimizerConfig(lr=1.0, lr_scheduler=schedule, decay_ratio=0.5, **options)
+    settings = {**options, **({"decay_ratio": 0.5} if schedule == "wsd" else {})}
+    if schedule == "constant":
+        settings.pop("min_lr_ratio", None)
+    config = OptimizerConfig(lr=1.0, lr_scheduler=schedule, **settings)
     reference = learning_rate(config, STEPS)
     found = [lr_factor(step, config, STEPS) for step in range(STEPS + 4)]
     assert found == pytest.approx([reference(step) for step in range(STEPS + 4)], abs=1e-12)

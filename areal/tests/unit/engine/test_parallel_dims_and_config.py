@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import pickle
+import re
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,8 +13,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from areal.api import (
+    BackendConfig,
     FinetuneSpec,
     FSDPConfig,
+    LoRAConfig,
+    MegatronConfig,
     Metric,
     MicroBatchSpec,
     OptimizerConfig,
@@ -21,6 +26,8 @@ from areal.api import (
     TopK,
     TrainEngineConfig,
 )
+from areal.engine.fsdp.engine import FSDPEngine
+from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 
 DEGREE = st.integers(1, 6)
 
@@ -160,7 +167,7 @@ def test_degrees_that_an_engine_has_not_are_refused() -> None:
         (TrainEngineConfig, {}, "path\n.*required"),
         (TrainEngineConfig, {"path": ""}, "path\n"),
         (TrainEngineConfig, {"path": "m", "temperature": 0.0}, "temperature\n"),
-        (TrainEngineConfig, {"path": "m", "optim": {}}, "optim\n.*Extra inputs"),
+        (TrainEngineConfig, {"path": "m", "optim": {}}, "optim = {}: Extra inputs.*engines are fsdp, megatron"),
         (
             TrainEngineConfig,
             {"path": "m", "optimizer": {"learning_rate": 1}},
@@ -203,6 +210,175 @@ def test_configs_are_frozen() -> None:
     config = TrainEngineConfig(path="m")
     with pytest.raises(ValidationError, match="frozen"):
         config.path = "other"  # type: ignore[misc]
+
+
+class MineConfig(BackendConfig):
+    """Section of the engine of these tests."""
+
+    depth: int = 3
+    fast: bool = False
+
+    def check_combination(self, config: TrainEngineConfig) -> None:
+        if self.fast and config.dtype == "float64":
+            raise ValueError("mine.fast = True with dtype = 'float64': leave it out")
+
+
+class Mine:
+    """The declarations of an engine that does not derive from the template."""
+
+    supported_options: ClassVar[frozenset[str]] = frozenset({"dtype", "optimizer.lr", "mb_spec.n_mbs"})
+    config_class: ClassVar[type[BackendConfig]] = MineConfig
+
+
+def of_mine(**fields: Any) -> TrainEngineConfig:
+    return TrainEngineConfig(path="m", backend="mine:d1", **fields)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (None, MineConfig()),
+        ({}, MineConfig()),
+        ({"depth": 5}, MineConfig(depth=5)),
+        (MineConfig(depth=5), MineConfig(depth=5)),
+    ],
+)
+def test_the_section_of_an_engine_is_of_its_class(section: Any, expected: MineConfig) -> None:
+    config = of_mine() if section is None else of_mine(mine=section)
+    made = engine_config(Mine, config)
+    assert made.mine == expected
+    assert engine_config(Mine, made) == made
+    assert engine_config(Mine, TrainEngineConfig.model_validate_json(config.model_dump_json())) == made
+    assert engine_config(Mine, TrainEngineConfig.model_validate(config.model_dump())) == made
+    for copy in (pickle.loads(pickle.dumps(made)), made.model_copy(update={"mine": {"depth": expected.depth}})):
+        assert engine_config(Mine, copy) == made
+    assert TrainEngineConfig.model_validate_json(made.model_dump_json()).mine == expected.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mine": {"width": 3}}, r"mine = {'width': 3}, the section of backend = 'mine:d1'.*width\n.*Extra inputs"),
+        ({"mine": {"depth": "deep"}}, r"the section of backend = 'mine:d1'.*depth\n.*valid integer"),
+        ({"mine": FSDPConfig(compile=True)}, r"the section of backend = 'mine:d1'.*compile\n.*Extra inputs"),
+        (
+            {"mine": {"fast": True}, "dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"},
+            "mine.fast = True with dtype",
+        ),
+        (
+            {"fsdp": {"compile": True}},
+            "fsdp.compile = True with backend = 'mine:d1': the section of this engine is 'mine'",
+        ),
+        ({"megatron": MegatronConfig(bucket_size=7)}, "megatron.bucket_size = 7 with backend = 'mine:d1'"),
+        ({"seed": 1}, "seed = 1 with backend = 'mine:d1': the mine engine does not support this; leave it out"),
+        ({"seed": 1, "value_head": True}, "value_head = True, seed = 1 with"),
+        ({"mb_spec": MicroBatchSpec(n_mbs=2, granularity=2)}, "^mb_spec.granularity = 2 with"),
+        ({"optimizer": OptimizerConfig(lr=3.0, eps=0.5)}, "^optimizer.eps = 0.5 with"),
+        ({"lora": LoRAConfig(rank=2)}, r"^lora = LoRAConfig\(rank=2.* with backend = 'mine:d1': the mine engine"),
+    ],
+)
+def test_options_that_an_engine_does_not_declare_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.compile(message, re.S)):
+        engine_config(Mine, of_mine(**fields))
+
+
+def test_declared_options_and_sections_at_their_defaults_are_accepted() -> None:
+    config = of_mine(
+        dtype="float32", optimizer={"lr": 3.0}, mb_spec={"n_mbs": 2}, fsdp={"compile": False}, megatron={}, seed=0
+    )
+    assert engine_config(Mine, config).optimizer == OptimizerConfig(lr=3.0)
+
+
+def test_an_engine_without_declarations_supports_nothing() -> None:
+    class Bare:
+        pass
+
+    assert engine_config(Bare, of_mine(mine={})).mine == BackendConfig()
+    for fields in ({"mine": {"depth": 1}}, {"seed": 1}, {"dtype": "float32"}):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            engine_config(Bare, of_mine(**fields))
+
+
+def test_a_section_must_refuse_unknown_fields() -> None:
+    class Lax(BaseModel):
+        pass
+
+    class Engine:
+        config_class = Lax
+
+    with pytest.raises(TypeError, match=r"Engine.config_class = Lax: derive it from areal.api.BackendConfig"):
+        engine_config(Engine, of_mine())
+
+
+def test_a_subclass_reads_the_section_of_its_base_class() -> None:
+    class Derived(FSDPEngine):
+        pass
+
+    with pytest.raises(
+        ValueError, match=r"mine\.compile = True with backend = 'mine:d1': the section of this engine is 'fsdp'"
+    ):
+        engine_config(Derived, of_mine(mine={"compile": True}))
+    assert engine_config(Derived, of_mine(fsdp={"compile": True})).fsdp.compile
+
+
+def test_options_of_the_template_exist() -> None:
+    for option in TEMPLATE_OPTIONS | FSDPEngine.supported_options:
+        kind: Any = TrainEngineConfig
+        for name in option.split("."):
+            assert name in kind.model_fields
+            kind = kind.model_fields[name].annotation
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mine": {}}, "mine = {}: Extra inputs are not permitted.*engines are fsdp, megatron"),
+        ({"backend": "other:d1", "mine": {}}, "engines are fsdp, megatron, other"),
+        ({"backend": "mine:d1", "mine": 3}, "mine = 3: the section of an engine is a mapping"),
+        ({"fsdp": {"compil": True}}, "fsdp.compil\n.*Extra inputs"),
+        ({"fsdp": {"compile_backend": "eager"}}, "compile_backend = 'eager' without fsdp.compile"),
+        ({"fsdp": {"checkpointed_share": 0.5}}, "checkpointed_share = 0.5 with activation_checkpointing = 'none'"),
+        ({"fsdp": {"compile": True}, "activation_checkpointing": "selective"}, "choose 'full' or 'none'"),
+        ({"lora": {}, "grad_sync": "micro_batch"}, "grad_sync = 'micro_batch' with lora"),
+        ({"lora": {}, "grad_reduce_dtype": "bfloat16"}, "grad_reduce_dtype = 'bfloat16' with lora"),
+        (
+            {"backend": "megatron:d1", "megatron": {"bucket_size": 7}},
+            "bucket_size = 7 without megatron.overlap_grad_reduce",
+        ),
+        (
+            {"backend": "megatron:d1", "megatron": {"overlap_grad_reduce": True}, "lora": {}},
+            "overlap_grad_reduce = True with lora",
+        ),
+        ({"backend": "megatron:d1", "dtype": "float32", "master_dtype": "float64"}, "keeps parameters in float32 here"),
+        (
+            {"backend": "megatron:d1", "optimizer": {}, "master_dtype": "bfloat16"},
+            "master_dtype = 'bfloat16' with dtype = 'bfloat16': the Megatron engine keeps parameters in float32 here",
+        ),
+        ({"backend": "megatron:d1", "grad_reduce_dtype": "float64"}, "reduces in float32 or dtype"),
+        (
+            {
+                "backend": "megatron:d1",
+                "optimizer": {"type": "sgd"},
+                "megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            },
+            "overlap_param_gather = True with optimizer.type = 'sgd'",
+        ),
+        (
+            {
+                "backend": "megatron:d1",
+                "megatron": {"distributed_optimizer": False, "optimizer_state_dtype": "bfloat16"},
+            },
+            "optimizer_state_dtype = 'bfloat16' with megatron.distributed_optimizer = False",
+        ),
+        ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum = 0.9 with optimizer.type = 'adamw'"),
+        ({"optimizer": {"type": "sgd", "beta1": 0.8}}, "optimizer.beta1 = 0.8 with optimizer.type = 'sgd'"),
+        ({"optimizer": {"min_lr_ratio": 0.1}}, "optimizer.min_lr_ratio = 0.1 with optimizer.lr_scheduler = 'constant'"),
+        ({"optimizer": {"decay_ratio": 0.2}}, "optimizer.decay_ratio = 0.2 with optimizer.lr_scheduler = 'constant'"),
+    ],
+)
+def test_settings_without_effect_are_refused_at_once(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainEngineConfig(**{"path": "m", **fields})
 
 
 def test_small_values_check_themselves() -> None:

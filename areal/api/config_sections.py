@@ -1,0 +1,129 @@
+"""Sections of an engine's configuration that do not depend on the engine: batches, optimizer, experts, adapters."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class StrictConfig(BaseModel):
+    """Base class of all configurations: frozen, and unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class MicroBatchSpec(StrictConfig):
+    """Rules for cutting a rank's batch into micro-batches. The gradient does not depend on them.
+
+    Without ``max_tokens_per_mb`` and ``n_mbs``, the batch of a rank is one micro-batch.
+
+    ``overlong`` applies to sequences longer than the budget: ``"error"`` raises on every rank, ``"alone"`` puts each into
+    a separate micro-batch that exceeds the budget, ``"drop"`` excludes them (their outputs are zeros, and
+    ``StepOutput.metrics["dropped_sequences"]`` counts them).
+    """
+
+    max_tokens_per_mb: int | None = Field(
+        default=None, gt=0, description="Maximum tokens in a micro-batch, padding and alignment included."
+    )
+    n_mbs: int | None = Field(default=None, gt=0, description="Minimum number of micro-batches on a rank.")
+    granularity: int = Field(
+        default=1, gt=0, description="Consecutive samples that stay in one micro-batch (2 for preference pairs)."
+    )
+    overlong: Literal["error", "alone", "drop"] = Field(
+        default="error", description="Treatment of sequences above the budget."
+    )
+    share_prefixes: bool = Field(
+        default=False,
+        description="Compute common prefixes of the sequences of a micro-batch once; the budget counts them once.",
+    )
+    per_sequence: tuple[str, ...] = Field(
+        default=(), description="Keys with one row per sequence, for tensors whose shape suggests otherwise."
+    )
+    payloads: tuple[str, ...] = Field(
+        default=(), description="Keys that are lists with one tensor of any size per sample (pixel values)."
+    )
+
+
+class OptimizerConfig(StrictConfig):
+    """Optimizer, clipping and learning-rate schedule. Skipped optimizer steps do not count as steps.
+
+    The learning rate rises linearly over ``warmup_steps`` (step ``i``, from 0, has ``(i + 1) / warmup_steps``), then follows the
+    schedule down to ``min_lr_ratio * lr`` at ``FinetuneSpec.total_train_steps``. ``wsd`` (warm-up, stable, decay) is constant, then
+    decays linearly over the last ``decay_ratio`` of all steps.
+    """
+
+    type: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=1e-5, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="First beta of AdamW.")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="Second beta of AdamW.")
+    eps: float = Field(default=1e-8, gt=0, description="Epsilon of AdamW.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of SGD.")
+    gradient_clipping: float | None = Field(
+        default=1.0, gt=0, description="Largest global gradient norm; None does not clip."
+    )
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Final learning rate over `lr`; not of `constant`."
+    )
+    decay_ratio: float = Field(default=0.1, gt=0, le=1, description="Fraction of all steps over which `wsd` decays.")
+
+    @model_validator(mode="after")
+    def _settings_apply(self) -> OptimizerConfig:
+        # Refuse settings of the other optimizer and of other schedules: they would be ignored.
+        unused = {
+            f"optimizer.type = {self.type!r}": ("momentum",) if self.type == "adamw" else ("beta1", "beta2", "eps"),
+            f"optimizer.lr_scheduler = {self.lr_scheduler!r}": (
+                *(("min_lr_ratio",) if self.lr_scheduler == "constant" else ()),
+                *(("decay_ratio",) if self.lr_scheduler != "wsd" else ()),
+            ),
+        }
+        for choice, names in unused.items():
+            for name in names:
+                if getattr(self, name) != OptimizerConfig.model_fields[name].default:
+                    raise ValueError(
+                        f"optimizer.{name} = {getattr(self, name)} with {choice}: it would have no effect; leave it out"
+                    )
+        return self
+
+
+class MoEConfig(StrictConfig):
+    """Balancing losses of a model with experts, and statistics of its routing.
+
+    Both losses are summed over the layers with experts. They are terms of the loss like any other, under the names in ``StepOutput.terms``:
+    ``normalization`` and ``loss_weight`` apply to them. ``train_batch``, ``forward_backward`` and ``eval_batch`` add them.
+    ``forward_backward_batch`` with a user's process function does not add them, because it knows no denominators.
+    """
+
+    aux_loss: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Coefficient of `moe_aux_loss`, the load-balancing loss of each sequence; divided by the number of sequences.",
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Coefficient of `moe_z_loss`, the squared log-sum-exp of each token's router logits; divided by the tokens.",
+    )
+    statistics: bool = Field(default=False, description="Report the load of the experts, as metrics `moe/...`.")
+
+
+class LoRAConfig(StrictConfig):
+    """Low-rank adapters on a frozen model (Hu et al., 2022): a linear layer adds ``scale * B @ A @ x``, where ``A`` is ``[rank, in]`` and
+    ``B`` is ``[out, rank]``, initialized to zeros.
+
+    ``scale`` is ``alpha / rank``, or ``alpha / sqrt(rank)`` with ``rslora`` (Kalajdzievski, 2023). There is no dropout.
+    """
+
+    rank: int = Field(default=16, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
+    target_modules: str | tuple[str, ...] = Field(
+        default="all-linear",
+        min_length=1,
+        description="Last components of the names of linear layers, a regular expression for full names, or `all-linear` for all but the head.",
+    )
+    rslora: bool = Field(default=False, description="Scale by the square root of the rank.")

@@ -1,0 +1,364 @@
+"""Every option of every engine has an effect that can be observed, or is refused when the engine is created."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from areal.api import Batch, ParallelDims, TokenOutputs, TrainEngine, TrainEngineConfig
+from areal.engine.fsdp.parallelize import transformer_layers
+from areal.engine.registry import create_engine
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.tiny import family_dir, loss, mine, ragged, started
+from areal.tests.mutants.run import TESTS, find_test
+
+ENGINES = ("fsdp", "megatron")
+
+# ---- what can be seen of an engine
+
+
+def weights(engine: TrainEngine) -> list[Any]:
+    return [(name, tensor.dtype, tensor.double().abs().sum().item()) for name, tensor in engine.named_tensors()]
+
+
+def numbers(engine: TrainEngine) -> list[Any]:
+    """Three steps of training."""
+    steps = [engine.train_batch(mine(engine, ragged(seed)), loss) for seed in range(3)]
+    return [x for step in steps for x in (step.loss, step.grad_norm, step.lr)]
+
+
+def terms(engine: TrainEngine) -> list[Any]:
+    step = engine.train_batch(ragged(), loss)
+    return sorted([*step.terms, *step.metrics])
+
+
+def cut(engine: TrainEngine) -> list[Any]:
+    """Tokens of each micro-batch, or the error."""
+    try:
+        return [mb.n_tokens for mb in engine.microbatches(ragged())]
+    except ValueError as error:
+        return [str(error)]
+
+
+def shared(engine: TrainEngine) -> list[Any]:
+    same = torch.arange(12)
+    return [mb.tree is not None for mb in engine.microbatches([{"input_ids": same}, {"input_ids": same}])]
+
+
+def column(engine: TrainEngine) -> list[Any]:
+    """Shape of a key that is per token by its shape, or per sequence by an option."""
+    batch = [{"input_ids": torch.arange(5), "extra": torch.zeros(5)} for _ in range(2)]
+    return [tuple(mb.data["extra"].shape) for mb in engine.microbatches(batch)]
+
+
+def images(engine: TrainEngine) -> list[Any]:
+    batch = [{"input_ids": torch.arange(5), "pixels": torch.zeros(n, 3)} for n in (2, 4)]
+    try:
+        return [len(mb.data["pixels"]) for mb in engine.microbatches(batch)]
+    except ValueError as error:
+        return [str(error)]
+
+
+def layers(engine: TrainEngine) -> list[Any]:
+    """The decoder layers of this rank."""
+    model: Any = engine._require_components().model
+    if engine.dims.backend == "megatron":
+        return [layer for chunk in model for layer in chunk.module.decoder.layers]
+    return [layer for chunk in model for layer in transformer_layers(chunk)]
+
+
+def depth(engine: TrainEngine) -> list[Any]:
+    """Layers of this rank that have weights."""
+    return [sum(any(True for _ in layer.parameters()) for layer in layers(engine))]
+
+
+def recomputed(engine: TrainEngine) -> list[Any]:
+    """How often the feed-forward of each layer runs in a step of one micro-batch."""
+    counts, all_layers = dict[int, int](), layers(engine)
+
+    def count(number: int) -> Callable[..., None]:
+        return lambda module, args: counts.update({number: counts.get(number, 0) + 1})
+
+    for number, layer in enumerate(all_layers):
+        layer.mlp.register_forward_pre_hook(count(number))
+    engine.train_batch([{"input_ids": torch.arange(9)}], lambda out, mb: -out.logprobs.sum())
+    return [counts[number] for number in range(len(all_layers))]
+
+
+def kept_logits(engine: TrainEngine) -> list[Any]:
+    model: Any = engine._require_components().model
+    return [module._keep_bytes for module in model.modules() if hasattr(module, "_keep_bytes")]
+
+
+def files(engine: TrainEngine) -> list[Any]:
+    engine.offload()
+    folder = engine.config.offload_dir
+    return [] if folder is None else [file.is_file() for file in Path(folder).rglob("*")]
+
+
+def switches(engine: TrainEngine) -> list[Any]:
+    return [torch.are_deterministic_algorithms_enabled()]
+
+
+def adapters(engine: TrainEngine) -> list[Any]:
+    if engine.config.lora is None:
+        return []
+    return [(name, tuple(tensor.shape)) for name, tensor in engine.adapters.named_tensors()]
+
+
+def trains(engine: TrainEngine) -> list[Any]:
+    """Presence of an optimizer."""
+    return [engine._require_components().optimizer is not None]
+
+
+def optimizers(engine: TrainEngine) -> list[Any]:
+    """Classes of the optimizers behind the clipping."""
+    inner: Any = engine._require_components().optimizer.inner
+    return [type(x).__name__ for x in (inner, *getattr(getattr(inner, "chained", None), "chained_optimizers", ()))]
+
+
+def sharding(engine: TrainEngine) -> list[Any]:
+    """FSDP's resharding and offloading, by layer."""
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers(engine)]
+    return [(group.post_forward_mesh_info is None, group.fsdp_params[0].offload_to_cpu) for group in groups]
+
+
+def compiled(engine: TrainEngine) -> list[Any]:
+    return ["forward" in vars(layer) for layer in layers(engine)]
+
+
+def attention(engine: TrainEngine) -> list[Any]:
+    model: Any = engine._require_components().model
+    return [chunk.hf.config._attn_implementation for chunk in model]
+
+
+def schedule(engine: TrainEngine) -> list[Any]:
+    return [engine._kind.name]
+
+
+def splits(engine: TrainEngine) -> list[Any]:
+    """How ranks split a token stream."""
+    components = engine._require_components()
+    return [components.context_parallel.mode, components.token_split]
+
+
+def buckets(engine: TrainEngine) -> list[Any]:
+    model: Any = engine._require_components().model
+    return [len(chunk.bucket_groups) for chunk in model]
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Option:
+    """A value other than the default, and its effect.
+
+    Attributes:
+        value: other than the default. ``"<folder>"`` is replaced by an empty directory.
+        see: what differs in an engine with the option; or the test of several ranks that shows it.
+        needs: options that both engines have. layout: of both.
+    """
+
+    value: Any
+    see: Callable[[TrainEngine], list[Any]] | str
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "d1"
+
+
+HALF = {"dtype": "bfloat16"}
+SGD = {"optimizer.type": "sgd"}
+DEEP = {"path": lambda: model_dir("qwen3", num_hidden_layers=4)}
+EXPERTS = {"path": lambda: family_dir("qwen3_moe")}
+LORA = {"lora.rank": 3}
+OVERLAP = {"megatron.overlap_grad_reduce": True}
+
+OPTIONS: dict[str, Option] = {
+    "path": Option(lambda: model_dir("qwen3", num_hidden_layers=1), weights),
+    "backend": Option("d2", "dist/step/test_steps.py::*fsdp:d2*"),
+    "dtype": Option("bfloat16", numbers),
+    "master_dtype": Option("bfloat16", weights, HALF),
+    "grad_reduce_dtype": Option("bfloat16", numbers, HALF),
+    "init_from_scratch": Option(True, weights),
+    "value_head": Option(True, weights),
+    "temperature": Option(0.5, numbers),
+    "fp32_head": Option(True, numbers, HALF),
+    "kept_logits_mb": Option(7, kept_logits),
+    "mb_spec.max_tokens_per_mb": Option(60, cut),
+    "mb_spec.n_mbs": Option(6, cut),
+    "mb_spec.granularity": Option(3, cut, {"mb_spec.max_tokens_per_mb": 60}),
+    "mb_spec.overlong": Option("drop", cut, {"mb_spec.max_tokens_per_mb": 30}),
+    "mb_spec.share_prefixes": Option(True, shared),
+    "mb_spec.per_sequence": Option(("extra",), column),
+    "mb_spec.payloads": Option(("pixels",), images),
+    "optimizer": Option(None, trains),
+    "optimizer.type": Option("sgd", numbers),
+    "optimizer.lr": Option(0.02, numbers),
+    "optimizer.weight_decay": Option(0.5, numbers),
+    "optimizer.beta1": Option(0.5, numbers),
+    "optimizer.beta2": Option(0.5, numbers),
+    "optimizer.eps": Option(0.1, numbers),
+    "optimizer.momentum": Option(0.9, numbers, SGD),
+    "optimizer.gradient_clipping": Option(0.01, numbers, SGD),
+    "optimizer.lr_scheduler": Option("linear", numbers),
+    "optimizer.warmup_steps": Option(2, numbers),
+    "optimizer.min_lr_ratio": Option(0.5, numbers, {"optimizer.lr_scheduler": "cosine"}),
+    "optimizer.decay_ratio": Option(0.9, numbers, {"optimizer.lr_scheduler": "wsd"}),
+    "activation_checkpointing": Option("full", recomputed),
+    "offload_dir": Option("<folder>", files),
+    "grad_sync": Option(
+        "micro_batch", "dist/step/test_engine.py::test_gradients_are_reduced_once_a_call_or_for_each_micro_batch*"
+    ),
+    "deterministic": Option(True, switches),
+    "seed": Option(1, weights, {"init_from_scratch": True}),
+    "lora": Option({}, adapters),
+    "lora.rank": Option(2, adapters, LORA),
+    "lora.alpha": Option(5.0, numbers, LORA),
+    "lora.target_modules": Option(("q_proj",), adapters, LORA),
+    "lora.rslora": Option(True, numbers, LORA),
+    "moe.aux_loss": Option(0.1, terms, EXPERTS),
+    "moe.z_loss": Option(0.1, terms, EXPERTS),
+    "moe.statistics": Option(True, terms, EXPERTS),
+    "fsdp.reshard_after_forward": Option(False, sharding),
+    "fsdp.pipeline_schedule": Option("GPipe", schedule, layout="p2"),
+    "fsdp.pipeline_layers": Option((1, 3), depth, DEEP, layout="p2"),
+    "fsdp.cpu_offload": Option(True, sharding),
+    "fsdp.context_parallel": Option("gather_kv", splits, layout="c2"),
+    "fsdp.checkpointed_share": Option(0.5, recomputed, {"activation_checkpointing": "full"}),
+    "fsdp.optimizer_state_dtype": Option("bfloat16", optimizers),
+    "fsdp.attention": Option("rows", attention),
+    "fsdp.compile": Option(True, compiled),
+    "fsdp.compile_backend": Option(
+        "aot_eager", "dist/step/test_compile.py::test_twenty_lengths*plain*", {"fsdp.compile": True}
+    ),
+    "megatron.sequence_parallel": Option(False, splits, layout="t2"),
+    "megatron.context_parallel": Option("gather_kv", splits, layout="c2"),
+    "megatron.first_stage_layers": Option(1, depth, DEEP, layout="p2"),
+    "megatron.last_stage_layers": Option(1, depth, DEEP, layout="p2"),
+    "megatron.distributed_optimizer": Option(False, optimizers),
+    "megatron.overlap_grad_reduce": Option(
+        True, "dist/megatron/test_megatron.py::test_an_overlapped_reduction_starts_in_the_backward*"
+    ),
+    "megatron.overlap_param_gather": Option(
+        True, "dist/megatron/test_megatron_weights.py::test_weights_that_a_gather_still_owes_are_there*", OVERLAP
+    ),
+    "megatron.bucket_size": Option(1000, buckets, OVERLAP),
+    "megatron.optimizer_state_dtype": Option("bfloat16", optimizers),
+}
+
+REFUSED = {
+    ("megatron", "grad_sync"),
+    ("megatron", "master_dtype"),
+    ("megatron", "megatron.optimizer_state_dtype"),  # without Transformer Engine on a GPU
+    *(("megatron", option) for option in OPTIONS if option.startswith("fsdp.")),
+    *(("fsdp", option) for option in OPTIONS if option.startswith("megatron.")),
+}
+"""Options that an engine refuses. It honours all others."""
+
+BASE = {
+    "path": lambda: family_dir("qwen3"),
+    "dtype": "float32",
+    "mb_spec.max_tokens_per_mb": 40,
+    "optimizer.lr": 0.01,
+    "optimizer.gradient_clipping": None,
+}
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of the fields of a configuration, of its groups, and of groups that may be ``None``."""
+    for name, info in model.model_fields.items():
+        kinds = [kind for kind in (info.annotation, *get_args(info.annotation)) if isinstance(kind, type)]
+        group = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+        if group is None or group is not info.annotation:
+            yield f"{prefix}{name}"
+        if group is not None:
+            yield from leaves(group, f"{prefix}{name}.")
+
+
+def fields_of(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Nested fields of dotted names. A group that is ``None`` or a mapping replaces its fields."""
+    fields: dict[str, Any] = {}
+    for name, given in options.items():
+        *groups, last = name.split(".")
+        here = fields
+        for group in groups:
+            here = here.setdefault(group, {})
+        value = given() if callable(given) else given
+        here[last] = str(folder) if value == "<folder>" else value
+    return fields
+
+
+def observed(engine: str, name: str, options: Mapping[str, Any], folder: Path) -> list[Any]:
+    option = OPTIONS[name]
+    fields = fields_of(options, folder)
+    try:
+        with started(f"{engine}:{option.layout}", total_steps=4, **fields) as made:
+            return option.see(made)  # type: ignore[operator]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def differ(one: list[Any], other: list[Any]) -> bool:
+    if len(one) != len(other):
+        return True
+    return any(
+        not math.isclose(x, y, rel_tol=1e-6) if isinstance(x, float) and isinstance(y, float) else x != y
+        for x, y in zip(one, other, strict=True)
+    )
+
+
+def cases(*, refused: bool) -> list[Any]:
+    return [
+        pytest.param(
+            engine, name, id=f"{engine}-{name}", marks=pytest.mark.world(ParallelDims.parse(f"x:{option.layout}").world_size)
+        )
+        for engine in ENGINES
+        for name, option in OPTIONS.items()
+        if ((engine, name) in REFUSED) == refused and (refused or not isinstance(option.see, str))
+    ]
+
+
+def test_every_option_is_in_the_table() -> None:
+    assert set(OPTIONS) == set(leaves(TrainEngineConfig))
+
+
+def test_tests_that_show_an_effect_exist(request: pytest.FixtureRequest) -> None:
+    session, tests = request.session, [option.see for option in OPTIONS.values() if isinstance(option.see, str)]
+    files = [TESTS / name for name in sorted({test.split("::")[0] for test in tests})]
+    for file in files:
+        request.config.pluginmanager._loadconftestmodules(
+            file, request.config.getoption("importmode"), request.config.rootpath, consider_namespace_packages=False
+        )
+    modules = [pytest.Module.from_parent(session, path=file) for file in files]
+    items = [item for module in modules for item in session.genitems(module)]
+    for test in tests:
+        find_test(test, items)
+
+
+@pytest.mark.parametrize(("engine", "name"), cases(refused=False))
+def test_an_option_has_an_effect(engine: str, name: str, tmp_path: Path) -> None:
+    if engine == "megatron":
+        pytest.importorskip("megatron.core")
+    option = OPTIONS[name]
+    without = {**BASE, **option.needs}
+    changed = {**{key: value for key, value in without.items() if not key.startswith(f"{name}.")}, name: option.value}
+    assert differ(observed(engine, name, without, tmp_path), observed(engine, name, changed, tmp_path))
+
+
+@pytest.mark.parametrize(("engine", "name"), cases(refused=True))
+def test_an_option_that_an_engine_does_not_support_is_refused(engine: str, name: str, tmp_path: Path) -> None:
+    if engine == "megatron":
+        pytest.importorskip("megatron.core")
+    option = OPTIONS[name]
+    sections = ("dtype", name.partition(".")[0])
+    needs = {key: value for key, value in option.needs.items() if key.partition(".")[0] in sections}
+    with pytest.raises(ValueError, match=name.replace(".", r"\.") + " = "):
+        observed(engine, name, {**BASE, **needs, name: option.value}, tmp_path)
