@@ -37,6 +37,7 @@ class Batch(Mapping[str, Any]):
         self._values: dict[str, Any] = {**values, "cu_seqlens": cu_seqlens, "meta": self.meta}
 
     def __getitem__(self, key: str) -> Any:
+        # The message lists the keys: a missing one is usually a misspelling.
         try:
             return self._values[key]
         except KeyError:

@@ -140,6 +140,7 @@ class ParallelDims:
     def __str__(self) -> str:
         if self._is_plain:
             return f"{self.backend}:{_format_degrees(self.degrees())}"
+        # The expert side is written with its own data-parallel degree, so e is not repeated on the attention side.
         attn = {**self.degrees(), "e": 1}
         ffn = {"d": self.expert_dp, "p": self.pp, "t": self.expert_tp, "e": self.ep}
         return f"{self.backend}:(attn:{_format_degrees(attn, always='d')}|ffn:{_format_degrees(ffn, always='d')})"
@@ -172,6 +173,7 @@ class ParallelDims:
         Raises:
             ValueError: names the letters that are not supported, and those that are.
         """
+        # Degree 1 needs no support.
         extra = [letter for letter, n in self.degrees().items() if n > 1 and letter not in supported]
         if extra or not (self._is_plain or "e" in supported):
             names = ", ".join(f"{letter} ({LETTERS[letter]})" for letter in extra) or "a separate expert side"

@@ -64,6 +64,7 @@ class Checkpoints:
 
     def steps(self, names: Iterable[str]) -> list[int]:
         """Return the steps for which all named engines have a checkpoint, in ascending order."""
+        # A step counts only if every engine has it: a run may have died between two saves.
         steps_of_each = [
             {int(path.name.removeprefix("step-")) for path in (self.folder / name).glob("step-*[0-9]")}
             for name in names

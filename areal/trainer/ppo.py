@@ -217,6 +217,7 @@ class PPOTrainer:
     def _update(self, minibatch: list[Sample]) -> dict[str, float]:
         """Take an optimizer step of policy and critic, unless no rank has a trained token. Returns their scalars."""
         scalars: dict[str, float] = {}
+        # The critic trains on the same mini-batch, with its returns.
         jobs = [("actor", self.engine, self.objective)]
         if self.critic is not None:
             jobs.append(("critic", self.critic.engine, self.critic.objective))
@@ -267,6 +268,7 @@ class PPOTrainer:
         """
         if self.reference is None or self.reference is self.engine:
             raise RuntimeError("there is no reference to refresh: pass reference= with an engine of its own")
+        # Through files, because both engines may have different layouts.
         meta = SaveLoadMeta(folder, weight_format="hf")
         self.engine.save(meta)
         self.reference.load(meta)

@@ -54,11 +54,12 @@ def reward_trainer(
         options: passed to :class:`~areal.trainer.supervised.SupervisedTrainer`.
 
     Raises:
-        ValueError: the engine has no value head, or may split pairs.
+        ValueError: the engine was created without a value head, or may split pairs.
     """
     if not engine.config.value_head:
         raise ValueError("value_head = False: a reward model is read from the value head: set value_head=True")
     _check_granularity(engine)
+    # The objective checks center_coef.
     objective = reward_objective(center_coef=center_coef)
     return SupervisedTrainer(engine, objective, loader, prepare=flatten_pairs, **options)
 

@@ -14,6 +14,7 @@ def check_same_shards(engine: TrainEngine, other: TrainEngine) -> None:
     Raises:
         ValueError: the data-parallel layouts differ.
     """
+    # Same degree and same index: the samples of both are then the same slice of the global batch.
     mine, theirs = (engine.dp_rank, engine.dp_size), (other.dp_rank, other.dp_size)
     if mine != theirs:
         raise ValueError(
@@ -26,7 +27,7 @@ def check_reference(engine: TrainEngine, reference: TrainEngine) -> None:
     """Raise if an engine cannot be the reference of another.
 
     Raises:
-        ValueError: the data-parallel layouts differ, or both are the same engine and it has no adapters.
+        ValueError: the data-parallel layouts differ, or both are the same engine, without adapters.
     """
     check_same_shards(engine, reference)
     if reference is engine and engine.config.lora is None:

@@ -64,6 +64,7 @@ def gae(
     check_discount("lam", lam)
     if values.shape != rewards.shape:
         raise ValueError(f"values are {list(values.shape)} and rewards {list(rewards.shape)}: give both one shape")
+    # A reward outside the actions would be lost without an error.
     check_rewards(rewards, action_mask)
     actions = find_actions(action_mask, cu_seqlens)
     if bootstrap is not None and bootstrap.shape != (actions.n_sequences,):
@@ -75,6 +76,7 @@ def gae(
     value = actions.take(values)
     after = torch.zeros_like(value) if bootstrap is None else bootstrap.double()[actions.sequences]
     following = torch.where(actions.is_last(), after, value.roll(-1))
+    # delta_k, and its discounted sum over the rest of the sequence.
     delta = actions.take(rewards) + gamma * following - value
     advantage = discounted_sums(delta, actions.sequences, gamma * lam)
     return GAE(actions.put(advantage, values), actions.put(advantage + value, values))

@@ -29,6 +29,7 @@ def grpo(rewards: Tensor, groups: Groups, *, ddof: int = 1, eps: float = 1e-6) -
         ValueError: shapes do not agree, or a reward is not finite (on every rank).
     """
     check_ddof(ddof)
+    # Deviations are exactly 0 in a group without spread, so that eps does not amplify rounding.
     deviation, moments = groups.deviations(rewards)
     scale = groups.pick(moments.std(ddof), rewards) + eps
     # A group without spread has std 0: with eps = 0 as well, its zeros stay zeros.

@@ -68,6 +68,7 @@ class Groups:
             ValueError: ``group_ids`` are not integers ``[n]``.
         """
         _check_ids(group_ids)
+        # Keys may be any integers; ids count them from 0.
         keys, ids = torch.unique(group_ids, return_inverse=True)
         return cls(ids, len(keys))
 
@@ -111,6 +112,7 @@ class Groups:
 
     def sums(self, x: Tensor) -> Tensor:
         """Return the sum of each group over all ranks: from ``[m, k]`` to float64 ``[n_groups, k]``. One collective."""
+        # float64, and the same table on all ranks: groups without members here stay 0.
         local = torch.zeros(self.n_groups, x.shape[1], dtype=torch.float64, device=x.device)
         local.index_add_(0, self.ids, x.double())
         return local if self.sum_over_ranks is None else self.sum_over_ranks(local)
@@ -165,6 +167,7 @@ class Groups:
                 f"got numbers of shape {list(x.shape)} and a mask of {None if mask is None else list(mask.shape)} for groups of "
                 f"{len(self.ids)}: give one number, and one mask entry, for each"
             )
+        # Filled before any arithmetic: excluded entries may be NaN.
         kept = torch.ones_like(x, dtype=torch.bool) if mask is None else mask != 0
         return x.detach().double().masked_fill(~kept, 0).reshape(-1), kept.reshape(-1)
 

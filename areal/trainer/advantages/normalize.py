@@ -39,6 +39,7 @@ def normalize(
             (raised on all ranks).
     """
     check_ddof(ddof)
+    # Groups bring their sum over ranks; the batch uses the caller's.
     if groups is None:
         groups = Groups.whole_batch(x, sum_over_ranks)
     elif sum_over_ranks is not None:

@@ -34,6 +34,7 @@ def discounted_returns(
     """
     check_discount("gamma", gamma)
     check_rewards(rewards, action_mask)
+    # Over actions only: positions in between do not discount.
     actions = find_actions(action_mask, cu_seqlens)
     return actions.put(discounted_sums(actions.take(rewards), actions.sequences, gamma), rewards)
 
@@ -64,6 +65,7 @@ def reinforce_plus_plus(
     Raises:
         ValueError: see both functions.
     """
+    # The batch statistics replace a baseline per group.
     returns = discounted_returns(rewards, action_mask, cu_seqlens, gamma=gamma)
     return normalize(returns, action_mask, ddof=ddof, eps=eps, sum_over_ranks=sum_over_ranks)
 
@@ -97,5 +99,6 @@ def reinforce_plus_plus_baseline(
         ValueError: as :func:`~areal.trainer.advantages.group_relative.dr_grpo` and
             :func:`~areal.trainer.advantages.normalize.normalize`.
     """
+    # Per sequence first, then per token, so that long sequences weigh more in the normalisation.
     tokens = to_tokens(dr_grpo(rewards, groups), action_mask, cu_seqlens)
     return normalize(tokens, action_mask, ddof=ddof, eps=eps, sum_over_ranks=sum_over_ranks)

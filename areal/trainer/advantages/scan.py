@@ -27,6 +27,7 @@ class Actions(NamedTuple):
 
     def is_last(self) -> Tensor:
         """Return bool ``[A]``: True for the last action of each sequence."""
+        # True where the next action is in another sequence, or where there is none.
         last = torch.ones_like(self.sequences, dtype=torch.bool)
         last[:-1] = self.sequences[:-1] != self.sequences[1:]
         return last
@@ -98,6 +99,7 @@ def discounted_sums(x: Tensor, sequences: Tensor, discount: float) -> Tensor:
     """
     if not len(x):
         return x.clone()
+    # One host read, which fixes the number of rounds.
     longest = int(torch.unique_consecutive(sequences, return_counts=True)[1].max())
     reach, weight = 1, discount
     while reach < longest and weight != 0.0:
@@ -121,6 +123,7 @@ def check_rewards(rewards: Tensor, action_mask: Tensor) -> None:
         raise ValueError(
             f"rewards are {list(rewards.shape)} and action_mask is {list(action_mask.shape)}: give both one shape, [T] or [B, S]"
         )
+    # Name the first position, which is enough to find the mistake.
     stray = ((rewards != 0) & (action_mask == 0)).nonzero()
     if len(stray):
         where = stray[0].tolist()

@@ -30,6 +30,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, cache_length: int, fac
         raise ValueError(f"cache_length = {cache_length} with max_length = {max_length}: it is from 1 to max_length")
     if factor < 0:
         raise ValueError(f"factor = {factor}: it is 0 or more; the result is what to add, 0 or less")
+    # Linear in the length, clamped to the full penalty and to none.
     over = (max_length - cache_length - lengths.to(result_dtype(lengths))) / cache_length
     return factor * over.clamp(-1.0, 0.0)
 
@@ -58,5 +59,6 @@ def kl_penalized(rewards: Tensor, kl: Tensor, action_mask: Tensor, *, coef: floa
         )
     if coef < 0:
         raise ValueError(f"coef = {coef}: a penalty is 0 or more; it is subtracted already")
+    # Filled before the product: an excluded estimate may be NaN.
     dtype = torch.promote_types(result_dtype(rewards), kl.dtype)
     return rewards.detach().to(dtype) - coef * kl.detach().to(dtype).masked_fill(action_mask == 0, 0)

@@ -30,6 +30,7 @@ def to_tokens(x: Tensor, action_mask: Tensor, cu_seqlens: Tensor | None = None) 
     """
     actions = find_actions(action_mask, cu_seqlens)
     _check_count(x, actions.n_sequences)
+    # index_copy on the flattened tensor: the result keeps a gradient of x.
     out = x.new_zeros(action_mask.shape)
     return out.view(-1).index_copy(0, actions.positions, x[actions.sequences]).view(out.shape)
 
@@ -46,6 +47,7 @@ def at_last_action(x: Tensor, action_mask: Tensor, cu_seqlens: Tensor | None = N
     """
     actions = find_actions(action_mask, cu_seqlens)
     _check_count(x, actions.n_sequences)
+    # Only the last action of each sequence is written; all others stay 0.
     last = actions.is_last()
     out = x.new_zeros(action_mask.shape)
     return out.view(-1).index_copy(0, actions.positions[last], x[actions.sequences[last]]).view(out.shape)
@@ -78,6 +80,7 @@ def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"join got shapes {[list(row.shape) for row in rows][:8]}: pass at least one tensor, each [S_i]"
         )
+    # Offsets are the cumulative lengths, with a leading 0.
     lengths = torch.tensor([0, *(len(row) for row in rows)], device=rows[0].device)
     return torch.cat(list(rows)), lengths.cumsum(0)
 

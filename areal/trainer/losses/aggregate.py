@@ -155,5 +155,6 @@ class GroupTokenMean:
     def _inverse_tokens(self, batch: Batch) -> Tensor:
         """Return ``1 / g_t`` at trained positions and 0 elsewhere: ``[T]``."""
         mask = loss_mask(batch)
+        # Per sequence from the batch, because other members of the group may be in other micro-batches or on other ranks.
         tokens = to_compute_dtype(required(batch, "group_tokens"))
         return at_trained(1 / spread(tokens, batch.cu_seqlens, len(mask)), mask)

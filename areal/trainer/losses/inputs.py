@@ -58,6 +58,7 @@ def required_output(outputs: TokenOutputs, name: Literal["logprobs", "entropy", 
     Raises:
         ValueError: the verb was called without this output.
     """
+    # Outputs that the verb was not called with are None.
     tensor = getattr(outputs, name)
     if tensor is None:
         raise ValueError(f"the loss needs the output {name!r}: pass outputs=objective.outputs to the engine's verb")

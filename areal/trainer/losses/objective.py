@@ -51,6 +51,7 @@ def mean_loss(
     """
 
     def loss_fn(token_outputs: TokenOutputs, batch: Batch) -> LossTerms | tuple[LossTerms, dict[str, Metric]]:
+        # Metrics have weights of their own kind and pass through unchanged.
         returned = fn(token_outputs, batch)
         means, metrics = returned if isinstance(returned, tuple) else (returned, None)
         # The engine divides the sum of these products by the sum of the weights.

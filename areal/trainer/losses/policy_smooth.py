@@ -90,7 +90,7 @@ def sapo_loss(
     gain = at_trained(advantages.detach(), mask)
     log_r = bounded(log_ratio(logprobs, old_logprobs, mask))
     ratio = log_r.exp()
-    # Where A = 0 the loss is 0 for either temperature.
+    # At A = 0 the loss is 0 for either temperature.
     tau = torch.full_like(ratio, tau_neg).masked_fill(gain > 0, tau_pos)
     loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * gain
     return PolicyLoss(loss, RatioStats(log_r.detach(), ratio.detach()))

@@ -194,7 +194,7 @@ def _reference_objective(pair_loss: Callable[[Tensor, Tensor], Tensor], beta: fl
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logprobs, mask = required_output(outputs, "logprobs"), loss_mask(batch)
         ref = required_like(batch, "ref_logprobs", logprobs)
-        # One log-ratio per sequence, split into the two sequences of each pair.
+        # One log-ratio per sequence, split into those of the chosen and the rejected sequences.
         chosen, rejected = split_pairs(sequence_log_ratios(logprobs, ref, mask, batch.cu_seqlens))
         keep = trained_pairs(batch)
         # Pairs without a trained token in both sequences count neither here nor in the weight.

@@ -77,7 +77,6 @@ class LocalRollout:
         max_batch_tokens: int = 256,
         seed: int | None = None,
     ) -> None:
-        # A context occupies complete pages.
         pages = -(-max_context // page_size)
         if cache_tokens is None:
             cache_tokens = pages * page_size * max_requests

@@ -76,6 +76,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.episode_seconds is not None and not self.episode_seconds > 0:
             raise ValueError(f"Plan.episode_seconds = {self.episode_seconds}: it must be above 0, or None for no limit")
+        # Every integer field with its smallest value.
         for name, least in (("groups", 1), ("group_size", 1), ("max_staleness", 0), ("max_concurrent", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Plan.{name} = {getattr(self, name)}: it must be at least {least}")

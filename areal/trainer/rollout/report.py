@@ -43,6 +43,7 @@ class RolloutReport:
         self, groups: Sequence[Group], max_tokens: int | None, version: int, *, skip_flat: bool = False
     ) -> None:
         self.samples: list[dict[str, Tensor]] = []
+        # One error is enough for a message; the counts are reduced over ranks.
         self.error = next((group.error for group in groups if group.error is not None), None)
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._stats: dict[str, tuple[float, int]] = {}

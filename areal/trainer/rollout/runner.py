@@ -121,6 +121,7 @@ class Runner:
 
     def _ready(self) -> list[int] | None:
         """Return the numbers of the groups that the next batch consumes, including replaced ones; ``None`` if it is not complete."""
+        # Groups in order, until enough of them are kept.
         numbers: list[int] = []
         kept = 0
         while kept < self.per_batch:
@@ -156,6 +157,7 @@ class Runner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's runner, including groups not consumed yet. Waits for running groups."""
+        # Drained: a running episode cannot be saved.
         waiting = [group if group is None else group.state() for group in self.drain()]
         return {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected, "waiting": waiting}
 

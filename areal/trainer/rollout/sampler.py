@@ -172,6 +172,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         for future in requests_in_batch:
             if future.state.request_id in self._outdated:
                 future.complete_blocks = {}  # the manager registers these for sharing after the forward
+        # Only requests at the end of their prompt, or beyond, get a token from this forward.
         names = [future.state.request_id for future in requests_in_batch if future.has_new_token]
         self._rows = [(name, self._requests.get(name)) for name in names]
         return arg_storage
@@ -213,6 +214,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         tokens = sample_tokens(logprobs, torch.from_numpy(noise).to(logits.device))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
+        # A check per forward: broken weights must not look like an answer.
         chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
         if not bool(chosen.isfinite().all()):
             raise RuntimeError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 
 import pytest
 import torch
 
 from areal.api import Batch, Metric, TokenOutputs, default_loss_weight
 from areal.tests.unit.losses.losses_world import Step, batch_of, logprobs, samples, step
+from areal.trainer import losses
 from areal.trainer.losses import (
     CISPO,
     DRO,
@@ -291,3 +294,14 @@ def test_a_mean_loss_of_several_terms_has_a_weight_for_each() -> None:
     torch.testing.assert_close(cut.gradients, whole.gradients)
     with pytest.raises(ValueError, match=r"returned \['a', 'b'\] and its weight a scalar"):
         mean_loss(terms, default_loss_weight).loss_fn(TokenOutputs(logprobs=logprobs(1)), batch_of())
+
+
+def test_every_loss_is_exported() -> None:
+    """Every loss, objective and surrogate of a module is listed in the package, so that a new one cannot be forgotten."""
+    for info in pkgutil.iter_modules(losses.__path__):
+        module = importlib.import_module(f"{losses.__name__}.{info.name}")
+        for name, value in vars(module).items():
+            defined_here = getattr(value, "__module__", None) == module.__name__
+            is_surrogate = isinstance(value, type) and hasattr(value, "old") and "__call__" in vars(value)
+            if defined_here and (name.endswith(("_loss", "_objective")) or is_surrogate) and not name.startswith("_"):
+                assert name in losses.__all__ or name == "clipped_loss", name

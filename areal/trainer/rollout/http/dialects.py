@@ -234,6 +234,7 @@ class VLLM:
         return HTTPCall("/collective_rpc", body, VLLMReloaded)
 
     def check_loaded(self, reply: ReplyBody) -> None:
+        # One result per worker.
         if not _expect(VLLMReloaded, reply).results:
             raise ValueError("results is empty: no worker loaded anything")
 

@@ -52,12 +52,14 @@ class SGLangSampling(RequestBody):
     temperature: float = Field(ge=0)
     top_p: float = Field(gt=0, le=1)
     top_k: int = Field(ge=-1)
+    # Neutral values, sent explicitly: any other would change the distribution that log-probs refer to.
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: list[TokenId]
     ignore_eos: bool
+    # Return every sampled token, including special and stop tokens.
     skip_special_tokens: bool = False
     no_stop_trim: bool = True
     sampling_seed: int = Field(ge=0)
@@ -69,6 +71,7 @@ class SGLangGenerate(RequestBody):
     rid: str
     input_ids: list[TokenId] = Field(min_length=1)
     sampling_params: SGLangSampling
+    # Log-probs of the sampled tokens only, not of the prompt.
     return_logprob: Literal[True] = True
     logprob_start_len: int = -1
     stream: Literal[False] = False
@@ -109,6 +112,7 @@ class SGLangUpdateFromDisk(RequestBody):
 
     model_path: str
     weight_version: str
+    # Keys and values of the old weights must not be reused.
     flush_cache: bool = True
     abort_all_requests: bool = False
 
@@ -142,15 +146,18 @@ class VLLMCompletion(RequestBody):
     temperature: float = Field(ge=0)
     top_p: float = Field(gt=0, le=1)
     top_k: int = Field(ge=0)
+    # Neutral values, sent explicitly: any other would change the distribution that log-probs refer to.
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: list[TokenId]
+    # Only the stop tokens of the request end an answer.
     ignore_eos: Literal[True] = True
     seed: int = Field(ge=0, lt=2**63)
     n: Literal[1] = 1
     logprobs: Literal[0] = 0
+    # Ids instead of text, and no token added to the prompt.
     return_token_ids: Literal[True] = True
     add_special_tokens: Literal[False] = False
     skip_special_tokens: bool = False

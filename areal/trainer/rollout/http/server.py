@@ -157,6 +157,7 @@ class Server:
 
     def _read(self, call: HTTPCall[R], content: bytes) -> R:
         """Parse and validate a reply."""
+        # Some routes reply with text or nothing.
         if not call.reply.model_fields:
             return call.reply()
         try:
