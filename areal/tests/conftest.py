@@ -2,7 +2,7 @@
 
 In a plain ``pytest`` the worlds are pools of worker processes. Under torchrun there is one world, that of torchrun, and tests
 of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take, ``world(..., thorough=(size,))`` which sizes
-are left to the thorough set. A mark with one size may also stand on a parameter. A test gets its parameters and ``tmp_path`` (the same
+are left to the thorough set. A parameter may carry a mark with one size. A test gets its parameters and ``tmp_path`` (the same
 directory on all ranks), and ``world_size`` if it asks.
 """
 
