@@ -64,6 +64,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["areal_scratch"] = str(node.config.stash[scratch_key])
 
 
+@pytest.hookimpl(trylast=True)  # the sessions that share the directory have ended by then
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if pools_key in session.config.stash:
         session.config.stash[pools_key].close()
