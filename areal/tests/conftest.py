@@ -2,7 +2,7 @@
 
 In a plain ``pytest`` the worlds are pools of worker processes. Under torchrun there is one world, that of torchrun, and tests
 of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take, ``world(..., thorough=(size,))`` which sizes
-are left to the thorough set. A mark with one size may also stand on a parameter. A test gets its parameters and ``tmp_path`` (the same
+are left to the thorough set. A parameter may carry a mark with one size. A test gets its parameters and ``tmp_path`` (the same
 directory on all ranks), and ``world_size`` if it asks.
 """
 
@@ -64,6 +64,7 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["areal_scratch"] = str(node.config.stash[scratch_key])
 
 
+@pytest.hookimpl(trylast=True)  # the sessions that share the directory have ended by then
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if pools_key in session.config.stash:
         session.config.stash[pools_key].close()

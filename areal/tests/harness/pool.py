@@ -124,7 +124,7 @@ class Pool:
         return answers
 
     def output(self, rank: int) -> str:
-        """What a rank has printed since the start of the last call."""
+        """Return the output of a rank since the start of the last call."""
         with open(self.logs[rank], errors="replace") as log:
             log.seek(self._marks[rank])
             return log.read()

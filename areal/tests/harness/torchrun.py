@@ -25,7 +25,7 @@ class TestTimeout(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test went on one rank: ``passed``, ``failed`` or ``skipped``, and what it said."""
+    """Outcome of a test on one rank: ``passed``, ``failed`` or ``skipped``, and its message."""
 
     status: str
     text: str = ""
@@ -34,8 +34,8 @@ class Outcome:
 class TorchrunWorld:
     """The process group of a session that torchrun started.
 
-    What ranks tell one another beside the tests goes through the store of the rendezvous, not through the process group, which a
-    failing test may leave out of step.
+    Ranks exchange outcomes through the store of the rendezvous, not through the process group, which a failing test may leave
+    out of step.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class TorchrunWorld:
         self._join()
 
     def gather(self, value: Any, timeout: float) -> list[Any]:
-        """What each rank passed here, by rank. Every rank calls it, equally often."""
+        """Return the value of each rank, by rank. Collective."""
         keys = [f"asked/{self._questions}/{rank}" for rank in range(self.size)]
         self._questions += 1
         self._store.set(keys[self.rank], pickle.dumps(value))

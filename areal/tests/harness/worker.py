@@ -1,4 +1,4 @@
-"""One rank of a pool: joins the world, then calls the test functions it is told to, and answers with how each went."""
+"""One rank of a pool: joins the world, then calls test functions on request and sends the outcome of each."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from _pytest.config import Config, get_config
 from areal.engine.registry import engine_class, engine_names
 from areal.tests.harness.world import World, enter, take_records
 
-for _name in engine_names():  # likewise
-    with contextlib.suppress(ValueError):  # what it needs is not installed
+for _name in engine_names():  # imported once as well
+    with contextlib.suppress(ValueError):  # its dependencies are not installed
         engine_class(_name)
 
 REWRITTEN = ("areal.tests.grid.compare", "areal.tests.dist", "areal.tests.unit")
-"""Where ``assert`` explains itself, beside the test modules themselves."""
+"""Modules whose ``assert`` shows the compared values, in addition to test modules that pytest collects."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a worker sits: its rank, the parent's process id and store, the directories it shares with the others, what it calls first."""
+    """Start parameters of a worker: rank, process id and store of the parent, directories shared with other ranks, first calls."""
 
     rank: int
     size: int
@@ -96,6 +96,7 @@ def serve(connection: Connection, seat: Seat) -> None:
         except EOFError:
             os._exit(0)
         connection.send(answer(call))
+        # The objects that outlive a test are caches. destroy() collects twice per engine and need not scan them each time.
         gc.collect()
         gc.freeze()
 

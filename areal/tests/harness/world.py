@@ -1,4 +1,4 @@
-"""What a test knows of the world it runs in, wherever that is: in pytest itself, in a worker of the pool, or under torchrun."""
+"""The world of ranks that a test runs in: in pytest itself, in a worker of the pool, or under torchrun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class World:
 
     Attributes:
         rank, size: of the default process group.
-        cache: a directory of this session, the same on every rank, empty at its start.
+        cache: a directory that all ranks and all sessions of a run share, empty at the start.
         records: what tests have recorded since they were last taken; see :func:`record`.
     """
 
@@ -45,7 +45,7 @@ def world() -> World:
 
 
 def enter(new: World) -> World:
-    """Say which world this process belongs to. Called once, by whatever started the process."""
+    """Set the world of this process. Called once, when the process starts."""
     global _current
     _current = new
     return new
@@ -57,7 +57,7 @@ def record(table: str, row: str, **columns: Any) -> None:
 
 
 def take_records() -> list[tuple[str, str, dict[str, str]]]:
-    """The rows recorded since the last call."""
+    """Return the rows recorded since the last call."""
     taken = list(world().records)
     world().records.clear()
     return taken
@@ -65,7 +65,7 @@ def take_records() -> list[tuple[str, str, dict[str, str]]]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock over all processes of this machine, in a file beside ``path``."""
+    """Hold a lock over all processes of this machine, in a file next to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -73,11 +73,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def cached(kind: str, key: Any, make: Callable[[], Any]) -> Any:
-    """What ``make()`` returns, computed by the first process that asks in this session and read from a file by all others.
+    """Return the result of ``make()``, computed by the first process that needs it and read from a file by all others.
 
     Args:
         kind: a word for the file's name.
-        key: whatever tells the value apart; its ``repr`` must be the same in every process.
+        key: any value that identifies the result; its ``repr`` must be the same in every process.
         make: returns something that ``torch.save`` can write.
     """
     path = world().cache / f"{kind}-{digest(key)}.pt"

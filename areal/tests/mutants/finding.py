@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,9 +59,12 @@ def named_tests(mutants: Iterable[Mutant], items: Iterable[pytest.Item]) -> list
 
 def short_id(item: pytest.Item) -> str:
     """Return the id of a test below the directory of tests."""
-    path = Path(item.path)
-    file = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else path.as_posix()
-    return f"{file}::{item.nodeid.partition('::')[2]}"
+    return f"{_short_path(item.path)}::{item.nodeid.partition('::')[2]}"
+
+
+@functools.cache
+def _short_path(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else path.as_posix()
 
 
 def _is_cell(item: pytest.Item, fields: Mapping[str, str]) -> bool:

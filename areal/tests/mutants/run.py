@@ -34,7 +34,7 @@ _sound_key = pytest.StashKey[set[str]]()
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: ``caught``, ``survived`` or ``broken``; by which test, and the explanation."""
+    """Result of a mutant: ``caught``, ``survived`` or ``broken``, the test that decided it, and an explanation."""
 
     status: str
     test: str

@@ -9,7 +9,7 @@ import torch
 
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
-from areal.tests.harness.selection import mark_thorough
+from areal.tests.harness.selection import STEPS, mark_thorough
 from areal.tests.mutants.planting import Mutant, find_target, plant, traces
 from areal.tests.mutants.registry import MUTANTS
 from areal.tests.mutants.run import files_of, find_test
@@ -42,6 +42,7 @@ def test_no_test_that_a_planted_bug_names_is_thorough(collected: list[pytest.Ite
     mark_thorough(collected)
     thorough = {item.nodeid for item in collected if item.get_closest_marker("thorough")}
     assert thorough
+    assert any(STEPS in item.nodeid for item in collected), "selection.STEPS names no test"
     named = {find_test(test, collected).nodeid for planted in MUTANTS.values() for test in planted.tests}
     assert not named & thorough
 
