@@ -294,7 +294,7 @@ class TrainEngine(ABC):
         loss shows in it as ranges ``data``, ``reduce``, ``optimizer`` and ``schedule``, and in that as ``forward mb 0``, ``backward mb 0`` (in
         Megatron's interleaved pipelines without a number) and so on for each micro-batch.
 
-        ``memory-rank0.json`` has the bytes of all tensors over time, with the phase, and their peak; ``memory-rank0.svg`` is its picture. On a
+        ``memory-rank0.json`` has the bytes of all tensors over time, with the phase, and their peak. On a
         CPU bytes are relative to the start. On a GPU ``memory-rank0.pickle`` has each allocation, for https://pytorch.org/memory_viz.
 
         Calls are slower inside, the first of all most.

@@ -238,7 +238,7 @@ class BaseTrainEngine(EngineState):
     def _run_schedule(
         self, mbs: MicroBatchList, process_output: ProcessOutputFn, outputs: Outputs, forward_only: bool, faults: Faults
     ) -> dict[int, Any]:
-        """Pass the two halves of a micro-batch to the schedule. Returns results by ``mb.index``."""
+        """Run the schedule on the two functions of a micro-batch, forward and process. Returns results by ``mb.index``."""
         components, timer = self._require_components(), self.timer
         scale = components.schedule.grad_scale(len(mbs))
 
@@ -258,11 +258,11 @@ class BaseTrainEngine(EngineState):
                 return None, result
             return (zero_gradient_loss(tokens) if loss is None else loss * scale), result
 
-        halves = timer.timed("forward", forward), timer.timed("forward", process)
-        # Time of the schedule outside of the two halves counts as backward, or as forward if there is no backward.
-        outside = "forward" if forward_only else "backward"
-        with torch.set_grad_enabled(not forward_only), timer.phase(outside, label="schedule"):
-            return components.schedule.run(mbs, *halves, forward_only=forward_only)
+        functions = timer.timed("forward", forward), timer.timed("forward", process)
+        # The remaining time of the schedule counts as backward, or as forward if there is no backward.
+        remaining = "forward" if forward_only else "backward"
+        with torch.set_grad_enabled(not forward_only), timer.phase(remaining, label="schedule"):
+            return components.schedule.run(mbs, *functions, forward_only=forward_only)
 
     # ---- faults of step 3
 

@@ -93,7 +93,7 @@ class EngineComponents:
         token_split: number of ranks over which each context-parallel rank's tokens are split again, by sequence parallelism.
         routing: balancing losses, replay and load of experts.
         adapters: low-rank adapters, which are trained instead of the model.
-        applied: lines for the log, such as ``"sharding"`` and ``"attention"``, by their names.
+        applied: lines for the log, such as ``"sharding"`` and ``"attention kernel"``, by their names.
         n_parameters: parameters of the whole model; ``None`` counts those of ``model``.
     """
 

@@ -1,4 +1,4 @@
-"""Faults of a step: what a process function may return, and where the model failed."""
+"""Faults of a step: errors of the model and of process functions, and checks of the returned losses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from areal.utils import platform
 
 
 class Faults:
-    """What went wrong on this rank in one call.
+    """The errors of one call on this rank.
 
     Attributes:
-        first: the first error, or None.
+        first: first error, or ``None``.
         broken: the model failed, so that this rank is out of step with its peers.
-        at: the micro-batch that the model is at.
+        current_mb: micro-batch that the model is running.
     """
 
     def __init__(self) -> None:
@@ -33,21 +33,22 @@ class Faults:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Keep an error instead of raising it."""
+        """Store an error inside instead of raising it."""
         try:
             yield
         except Exception as error:
             self.first = error
 
     def break_off(self, error: Exception) -> None:
-        """Keep an error of the model, and free what its frames hold on to."""
+        """Store an error of the model."""
+        # Its frames refer to activations and process groups.
         traceback.clear_frames(error.__traceback__)
         self.broken = True
         self.first = self.first or locate(error, self.current_mb)
 
 
 def check_loss(loss: Tensor | None, mb: MicroBatch) -> Tensor | None:
-    """The loss, or an error where backward cannot start from it.
+    """Return the loss if backward can start from it.
 
     Raises:
         ValueError: the loss is neither ``None`` nor a scalar with a graph.
@@ -68,7 +69,7 @@ def check_loss(loss: Tensor | None, mb: MicroBatch) -> Tensor | None:
 
 
 def locate(error: Exception, mb: MicroBatch | None) -> Exception:
-    """The error with the micro-batch in which it happened, and for want of memory what would help."""
+    """Add the micro-batch to the text of an error, and the way out if memory ran out."""
     if mb is None:
         return error
     where = f"micro-batch {mb.index} of {mb.n_tokens} tokens ({mb.padded_length} padded, {len(mb.seqlens)} sequences)"
@@ -80,7 +81,7 @@ def locate(error: Exception, mb: MicroBatch | None) -> Exception:
 
 
 def zero_gradient_loss(outputs: TokenOutputs) -> Tensor:
-    """A loss of 0 whose backward reaches every output with a gradient of exactly 0, whatever the outputs' values are."""
+    """Return a loss of 0 whose backward gives every output a gradient of exactly 0, even for outputs that are not finite."""
     tensors = [x for x in _leaves(outputs) if x.requires_grad]
     if not tensors:
         raise ValueError("no output of the model depends on a parameter that is trained")
@@ -88,7 +89,7 @@ def zero_gradient_loss(outputs: TokenOutputs) -> Tensor:
 
 
 def map_outputs(fn: Any, outputs: TokenOutputs) -> TokenOutputs:
-    """``outputs`` with ``fn`` applied to every tensor."""
+    """Apply ``fn`` to every tensor of ``outputs``."""
     values = {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
     return TokenOutputs(**{k: v if v is None else pytree.tree_map(fn, v) for k, v in values.items()})
 

@@ -1,4 +1,4 @@
-"""The two process functions behind the verbs, and how their results become one number on every rank."""
+"""Process functions of the verbs, weights of losses, and sums of results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.moe.balance_loss import RoutingSums
 
 LOSS = "loss"
-"""Name of the only term of a plain loss."""
+"""Name of the term of a loss with one term."""
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Loss weights of this rank by micro-batch index, and of the global batch.
+    """The loss weights of this rank's micro-batches and of the global batch.
 
     Attributes:
-        plain: the weight function returned a tensor, not a dict.
-        per_mb: term -> weight, by ``mb.index``; a term that weighs 0 there adds nothing.
+        plain: True if the weight function returned a tensor, False for a dict.
+        per_mb: ``mb.index`` -> term -> weight. A term of weight 0 adds nothing to the loss of that micro-batch.
         total: term -> global weight.
-        sequences, tokens: of the global batch.
+        sequences, tokens: int. Numbers of them in the global batch.
     """
 
     plain: bool
@@ -37,30 +37,34 @@ class LossWeights:
     tokens: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """The global weights as metrics: ``weight``, or ``weight/<term>`` for each."""
+        """Return the global weights as metrics: ``weight``, or ``weight/<term>`` for each term."""
         return {"weight" if self.plain else f"weight/{name}": total for name, total in self.total.items()}
 
 
 def local_weights(mbs: MicroBatchList, loss_weight_fn: LossWeightFn) -> tuple[bool, dict[int, dict[str, float]]]:
-    """This rank's loss weights, with one host read for all micro-batches.
+    """Compute this rank's loss weights, with one host read for all micro-batches.
+
+    Returns:
+        ``plain`` and ``per_mb`` of :class:`LossWeights`.
 
     Raises:
         ValueError: a weight is not a scalar, is negative or not finite, or the terms differ between micro-batches.
     """
-    found = [(mb, loss_weight_fn(mb.data)) for mb in mbs.real]
-    if not found:
+    returned = [loss_weight_fn(mb.data) for mb in mbs.real]
+    if not returned:
         return True, {}
-    plain = not isinstance(found[0][1], dict)
-    terms = [as_terms(weights, "loss_weight_fn") for _, weights in found]
+    plain = not isinstance(returned[0], dict)
+    terms = [as_terms(weights, "loss_weight_fn") for weights in returned]
     names = list(terms[0])
     if any(list(term) != names for term in terms):
         raise ValueError(
             f"loss_weight_fn returned terms {[sorted(t) for t in terms]}: return the same for every micro-batch"
         )
+    # One host read for all weights.
     flat = torch.stack([term[name].detach().double() for term in terms for name in names]).tolist()
     per_mb = {
         mb.index: dict(zip(names, flat[i * len(names) : (i + 1) * len(names)], strict=True))
-        for i, (mb, _) in enumerate(found)
+        for i, mb in enumerate(mbs.real)
     }
     for index, weights in per_mb.items():
         for name, weight in weights.items():
@@ -71,35 +75,35 @@ def local_weights(mbs: MicroBatchList, loss_weight_fn: LossWeightFn) -> tuple[bo
     return plain, per_mb
 
 
-def as_terms(value: Any, what: str) -> dict[str, Tensor]:
-    """A scalar, or a dict of scalars, as a dict.
+def as_terms(value: Any, function: str) -> dict[str, Tensor]:
+    """Convert the value that ``function`` returned to a dict of terms.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the value is neither a scalar tensor nor a dict of scalar tensors.
     """
     terms = value if isinstance(value, dict) else {LOSS: value}
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.dim() != 0:
             kind = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
             raise ValueError(
-                f"{what} returned {kind} for {name!r}: return a scalar tensor, or a dict of them (sum over the micro-batch)"
+                f"{function} returned {kind} for {name!r}: return a scalar tensor, or a dict of them (sum over the micro-batch)"
             )
     return terms
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """What one micro-batch adds: undivided terms and metrics, detached, still on the device."""
+    """The loss of one micro-batch: undivided terms and metrics, detached, on the device."""
 
     terms: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | None]:
-    """The names among ``outputs``, and the top-k that is asked for, if any.
+    """Split requested outputs into names and a top-k, or ``None`` without one.
 
     Raises:
-        ValueError: an unknown name, nothing at all, or two different top-k.
+        ValueError: an unknown name, no output, or two different top-k.
     """
     known = {"logprobs", "entropy", "values", "logits", "hidden", "routed_experts"}
     names: set[str] = {output for output in outputs if isinstance(output, str)}
@@ -110,7 +114,7 @@ def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | Non
 
 
 def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool) -> None:
-    """Refuse what the model cannot give.
+    """Check that the model has the requested outputs.
 
     Raises:
         ValueError: an unknown output, or values without a value head.
@@ -123,7 +127,7 @@ def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool) -> None:
 
 
 def check_normalization(normalization: Normalization, loss_weight: float) -> None:
-    """Refuse what a loss cannot be divided or scaled by.
+    """Check the arguments that divide and scale a loss.
 
     Raises:
         ValueError: names the argument.
@@ -149,11 +153,12 @@ def loss_divisors(totals: Mapping[str, float], normalization: Normalization) -> 
 
 
 class LossStep:
-    """Process function of ``forward_backward`` and ``eval_batch``: call the loss, divide each term.
+    """Process function of ``forward_backward`` and ``eval_batch``: calls the loss function and divides each term.
 
     Args:
-        divisors: term -> what its sum is divided by; of other terms than the function's, too.
-        loss_weight: scales the whole loss.
+        weights: loss weights of the terms of ``loss_fn``.
+        divisors: term -> divisor of its sum. May have further terms.
+        loss_weight: float. Factor of the loss.
     """
 
     def __init__(self, loss_fn: LossFn, weights: LossWeights, divisors: dict[str, float], loss_weight: float) -> None:
@@ -163,6 +168,7 @@ class LossStep:
 
     def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, LossResult]:
         weights = self._weights.per_mb[mb.index]
+        # Losses may divide by their weight: do not call them without one.
         if not any(weights.values()):
             return None, LossResult()
         returned = self._loss_fn(outputs, mb.data)
@@ -170,6 +176,7 @@ class LossStep:
         if isinstance(returned, tuple):
             returned, metrics = returned
         terms = self._check(returned)
+        # A term without weight in this micro-batch may be NaN.
         terms = {name: term for name, term in terms.items() if weights[name]}
         loss = torch.stack([term * self._scales[name] for name, term in terms.items()]).sum()
         return loss, LossResult({name: term.detach() for name, term in terms.items()}, metrics)
@@ -184,23 +191,27 @@ class LossStep:
 
 
 class OutputStep:
-    """Process function of ``forward_batch``: what was asked for, detached; a tensor for one output, a dict for several."""
+    """Process function of ``forward_batch``: returns the requested output as a tensor, or several as a dict."""
 
     def __init__(self, outputs: tuple[OutputName, ...]) -> None:
         self._names = [output if isinstance(output, str) else "topk" for output in outputs]
 
     def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[None, Any]:
-        found = {name: getattr(outputs, name) for name in self._names}
-        return None, found if len(found) > 1 else found[self._names[0]]
+        requested = {name: getattr(outputs, name) for name in self._names}
+        return None, requested if len(requested) > 1 else requested[self._names[0]]
 
 
 @dataclass
 class StepSums:
-    """One rank's sums over its micro-batches, as host numbers; mergeable.
+    """Sums over micro-batches, as host numbers: of one rank, or merged over ranks.
 
     Attributes:
-        terms: undivided sums. metrics: name -> (reduce, value, weight), where a mean's value is already weighted.
-        n_tokens, dropped: of this rank's batch. seconds, timings: wall time of the call, and its phases. onloaded: bytes brought back for it.
+        terms: term -> undivided sum.
+        metrics: name -> (reduce, value, weight). The value of a mean is already weighted.
+        n_tokens, dropped: int. Tokens and left-out sequences of the batch.
+        seconds: float. Wall time of the call.
+        timings: phase -> seconds.
+        onloaded: int. Bytes brought back from host memory for the call.
     """
 
     terms: dict[str, float] = field(default_factory=dict)
@@ -225,16 +236,16 @@ class StepSums:
         self.dropped += other.dropped
 
     def add_routing(self, sums: Sequence[RoutingSums]) -> None:
-        """Add what the routers of every stage of every part found."""
+        """Add the sums of the routers on every stage of every shard of the batch."""
         total = RoutingSums()
-        for part in sums:
-            total.merge(part)
+        for routing in sums:
+            total.merge(routing)
         self.terms |= total.terms
         for name, value in total.metrics().items():
             self.add_metric(name, "sum", value, 1.0)
 
     def add_metric(self, name: str, reduce: str, value: float, weight: float) -> None:
-        """Add one value (a mean's already weighted) to the metric ``name``."""
+        """Add one value to the metric ``name``. The value of a mean is already weighted."""
         if name not in self.metrics:
             self.metrics[name] = (reduce, value, weight)
             return
@@ -243,11 +254,11 @@ class StepSums:
             raise ValueError(
                 f"metric {name!r} is reduced by {known!r} in one place and by {reduce!r} in another: choose one"
             )
-        joined = {"min": min(total, value), "max": max(total, value)}.get(reduce, total + value)
-        self.metrics[name] = (reduce, joined, weights + weight)
+        combined = {"min": min(total, value), "max": max(total, value)}.get(reduce, total + value)
+        self.metrics[name] = (reduce, combined, weights + weight)
 
     def reduced_metrics(self) -> dict[str, float]:
-        """Each metric as one number; a mean of no weight is 0."""
+        """Return each metric as one number. A mean without weight is 0."""
         out = {}
         for name, (reduce, value, weight) in sorted(self.metrics.items()):
             out[name] = (value / weight if weight else 0.0) if reduce == "mean" else value
@@ -263,11 +274,12 @@ def step_output(
     n_mbs: int,
     may_drop: bool,
 ) -> StepOutput:
-    """What a verb with a loss answers, from the sums of all ranks.
+    """Build the result of a verb with a loss from the sums over all ranks.
 
     Args:
-        divisors, loss_weight: as of :class:`LossStep`.
-        n_mbs: micro-batches on each rank. may_drop: sequences may have been left out, and their number is reported.
+        divisors, loss_weight: see :class:`LossStep`.
+        n_mbs: int. Micro-batches on each rank.
+        may_drop: report the number of sequences that were left out.
     """
     terms = {name: sums.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
     metrics = sums.reduced_metrics() | weights.metrics()
@@ -290,8 +302,9 @@ def sum_results(mbs: MicroBatchList, results: list[LossResult]) -> StepSums:
     """Sum this rank's results, with one host read for all micro-batches.
 
     Raises:
-        ValueError: a loss is not finite; names its micro-batch. A metric is not a scalar, or of an unknown kind.
+        ValueError: a loss is not finite, a metric is not a scalar, or its reduction is unknown. Names the micro-batch or the metric.
     """
+    # Collect all scalars, on the device.
     sums = StepSums(n_tokens=mbs.n_tokens, dropped=len(mbs.dropped))
     scalars: list[Tensor] = []
     for result in results:
@@ -304,6 +317,7 @@ def sum_results(mbs: MicroBatchList, results: list[LossResult]) -> StepSums:
             scalars += [_scalar(name, metric.value), _scalar(name, metric.weight)]
     if not scalars:
         return sums
+    # Read them once, and add them up in the same order.
     device = mbs.real[0].cu_seqlens.device
     numbers = iter(torch.stack([scalar.detach().to(device, torch.float64) for scalar in scalars]).tolist())
     for mb, result in zip(mbs.real, results, strict=True):

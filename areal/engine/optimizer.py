@@ -32,27 +32,29 @@ class GradientState:
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """What the learning rate is multiplied by at optimizer step ``step``, from 0.
+    """Return the factor of the learning rate at optimizer step ``step``, which counts from 0.
 
-    Linear warm-up to 1 over ``warmup_steps``, then the schedule over the remaining steps down to ``min_lr_ratio``, where it stays.
+    Linear warm-up to 1 over ``warmup_steps``, then the schedule over the remaining steps down to ``min_lr_ratio``, which is kept afterwards.
     """
+    # Warm-up, and the schedule without decay.
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     after, length = step - config.warmup_steps, max(1, total_steps - config.warmup_steps)
     if config.lr_scheduler == "constant":
         return 1.0
+    # Progress of the decay: over all steps after the warm-up, or over the last ones.
     if config.lr_scheduler == "wsd":
         falling = max(1, round(config.decay_ratio * total_steps))
         progress = (step - (total_steps - falling)) / falling
     else:
         progress = after / length
     progress = min(max(progress, 0.0), 1.0)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_scheduler == "cosine" else 1 - progress
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * share
+    decay = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_scheduler == "cosine" else 1 - progress
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * decay
 
 
 def torch_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The torch optimizer that ``config`` names: fused AdamW (Loshchilov and Hutter, 2019), or SGD."""
+    """Build the torch optimizer of ``config``: fused AdamW (Loshchilov and Hutter, 2019), or SGD."""
     if config.type == "adamw":
         return torch.optim.AdamW(
             parameters,
@@ -66,14 +68,15 @@ def torch_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
 
 
 def sum_of_squares(grads: Sequence[Tensor], device: torch.device | str) -> Tensor:
-    """Float64 scalar on ``device``. Squares are summed in float64: on a CPU, two million of them in float32 are off by 1e-5."""
-    some = [grad for grad in grads if grad.numel()] or [torch.zeros(1, device=device)]
-    norms = torch._foreach_norm(some, 2, torch.float64)
+    """Return the sum of all squares, a float64 scalar on ``device``."""
+    nonempty = [grad for grad in grads if grad.numel()] or [torch.zeros(1, device=device)]
+    # In float64: on a CPU, two million squares summed in float32 are off by 1e-5.
+    norms = torch._foreach_norm(nonempty, 2, torch.float64)
     return torch.stack([norm.to(device, torch.float64) for norm in norms]).square().sum()
 
 
 class InnerOptimizer(Protocol):
-    """What is left to an optimizer once gradients are clipped and the learning rate is known."""
+    """An optimizer that only updates: gradients are clipped, and the learning rate is set."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -85,13 +88,13 @@ Inner = TypeVar("Inner", bound=InnerOptimizer)
 
 
 class ClippingOptimizer(Generic[Inner]):
-    """Clips to a global norm, skips what is not finite, and sets the learning rate of each step.
+    """Clips gradients to a global norm, skips steps with a norm that is not finite, and sets the learning rate of each step.
 
     Args:
-        inner: the torch optimizer, or what stands for one. Its parameters' gradients are complete when :meth:`step` is called.
-        total_steps: optimizer steps of the whole run.
-        global_norm: the L2 norm of all gradients over all ranks, as a scalar tensor equal on every rank.
-        scale_grads: multiplies every gradient in place.
+        inner: torch optimizer, or another one with the same interface. Gradients must be reduced when :meth:`step` is called.
+        total_steps: int. Optimizer steps of the run.
+        global_norm: function that returns the L2 norm of all gradients over all ranks: a scalar tensor, equal on every rank.
+        scale_grads: function that multiplies every gradient in place.
     """
 
     def __init__(
@@ -112,11 +115,11 @@ class ClippingOptimizer(Generic[Inner]):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return self._base_lr * lr_factor(self.steps, self._config, self._total_steps)
 
     def set_lr(self, lr: float) -> None:
-        """Set the base learning rate, which the schedule multiplies."""
+        """Set the base learning rate. The schedule multiplies it."""
         if not (math.isfinite(lr) and lr >= 0):
             raise ValueError(f"lr = {lr}: it must be finite and at least 0")
         self._base_lr = lr
@@ -137,7 +140,7 @@ class ClippingOptimizer(Generic[Inner]):
         return OptimStats(grad_norm=norm, lr=lr, update_successful=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state; the moments are in ``inner``."""
+        """Return the state of the schedule. The moments are in ``inner``."""
         return {"steps": self.steps, "base_lr": self._base_lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline found, on all of its stages."""
+"""Broadcast of results from the last stage of a pipeline to all of its stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from areal.engine.faults import Faults
 
 @dataclass(frozen=True)
 class PackedResults:
-    """Any picklable value, with the tensors in it apart."""
+    """A pickled value and its tensors, which are sent apart from it.
+
+    Attributes:
+        content: pickle with an index in place of each tensor.
+        tensors: tensors by index.
+    """
 
     content: bytes
     tensors: list[Tensor]
@@ -27,7 +32,7 @@ class PackedResults:
         """Pack a value.
 
         Raises:
-            ValueError: it holds something that cannot be sent to another process.
+            ValueError: an object in the value cannot be sent to another process.
         """
         stream, tensors = io.BytesIO(), list[Tensor]()
         try:
@@ -40,7 +45,7 @@ class PackedResults:
         return cls(stream.getvalue(), tensors)
 
     def value(self) -> Any:
-        """What was packed."""
+        """Return the value that was packed."""
         return _Unpacker(io.BytesIO(self.content), self.tensors).load()
 
 
@@ -49,7 +54,8 @@ class Stages:
     """The ranks of a pipeline.
 
     Attributes:
-        last: the one with the last stage.
+        mesh: one-dimensional mesh of the ranks.
+        last: pipeline rank of the last stage.
     """
 
     mesh: DeviceMesh
@@ -57,8 +63,12 @@ class Stages:
 
 
 def pack_results(results: dict[int, Any], stages: Stages, faults: Faults) -> PackedResults | None:
-    """The results of a call, on the last of several pipeline stages; what cannot be packed is one of the ``faults``."""
-    # A model that failed may have taken the groups of its ranks with it: ask them nothing then.
+    """Pack the results of a call on the last of several pipeline stages. Adds results that cannot be packed to ``faults``.
+
+    Returns:
+        ``None`` on other stages, without a pipeline, and after a fault of the model.
+    """
+    # A model that failed may have closed the groups of its ranks: do not use the mesh then.
     if faults.broken or stages.mesh.size() == 1 or stages.mesh.get_local_rank() != stages.last:
         return None
     with faults.deferred():
@@ -67,46 +77,53 @@ def pack_results(results: dict[int, Any], stages: Stages, faults: Faults) -> Pac
 
 
 def broadcast_results(
-    results: dict[int, Any], parcel: PackedResults | None, stages: Stages, device: torch.device
+    results: dict[int, Any], packed: PackedResults | None, stages: Stages, device: torch.device
 ) -> dict[int, Any]:
-    """The results of the last stage on every stage. Collective over ``stages``.
+    """Return the results of the last stage on every stage. Collective over ``stages``.
 
     Args:
-        parcel: from :func:`pack_results`.
-        device: where tensors go that are not on the CPU.
+        results: results of this rank, which are complete without a pipeline.
+        packed: from :func:`pack_results`.
+        device: device of the received tensors, except for those that were on the CPU.
     """
     if stages.mesh.size() == 1:
         return results
     group, source = stages.mesh.get_group(), stages.last
+    # First the pickle, with the shape, dtype and kind of device of each tensor.
     header: list[Any] = [None]
-    if parcel is not None:
-        header = [(parcel.content, [(x.shape, x.dtype, x.device.type) for x in parcel.tensors])]
+    if packed is not None:
+        header = [(packed.content, [(x.shape, x.dtype, x.device.type) for x in packed.tensors])]
     dist.broadcast_object_list(header, group=group, group_src=source, device=torch.device("cpu"))
-    content, likes = header[0]
-    if parcel is None:
-        empty = [torch.empty(s, dtype=t, device="cpu" if kind == "cpu" else device) for s, t, kind in likes]
-        parcel = PackedResults(content, empty)
-    for tensor in parcel.tensors:
+    content, layouts = header[0]
+    # Then the tensors, into buffers on the other stages.
+    if packed is None:
+        buffers = [torch.empty(s, dtype=t, device="cpu" if kind == "cpu" else device) for s, t, kind in layouts]
+        packed = PackedResults(content, buffers)
+    for tensor in packed.tensors:
         dist.broadcast(tensor, group=group, group_src=source)
-    return parcel.value()
+    return packed.value()
 
 
 class _Packer(pickle.Pickler):
+    """Moves tensors out of the pickle, into ``tensors``."""
+
     def __init__(self, stream: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(stream)
         self._tensors = tensors
 
-    def persistent_id(self, thing: Any) -> int | None:
-        if not isinstance(thing, Tensor):
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
             return None
-        self._tensors.append(thing.detach().contiguous())
+        self._tensors.append(value.detach().contiguous())
         return len(self._tensors) - 1
 
 
 class _Unpacker(pickle.Unpickler):
+    """Puts ``tensors`` back in the place of their indices."""
+
     def __init__(self, stream: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(stream)
         self._tensors = tensors
 
-    def persistent_load(self, number: Any) -> Tensor:
-        return self._tensors[number]
+    def persistent_load(self, index: Any) -> Tensor:
+        return self._tensors[index]

@@ -1,6 +1,6 @@
 """The owner of the micro-batch loop.
 
-A schedule calls two pure halves of a micro-batch: ``forward``, on every pipeline stage, and ``process``, on the last stage.
+A schedule calls two pure functions for each micro-batch: ``forward`` on every pipeline stage, and ``process`` on the last stage.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
 from areal.utils.distributed import ControlPlane, init_default_group
-from areal.utils.mesh import build_batch_mesh, destroy_groups
+from areal.utils.dtensor import local_part
+from areal.utils.mesh import build_batch_mesh, describe_mesh, destroy_groups
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
 from areal.utils.seeding import seed_everything
@@ -73,13 +74,13 @@ class EngineState(TrainEngine):
     def initialize(self, spec: FinetuneSpec) -> None:
         if self._components is not None:
             raise RuntimeError("the engine is already initialized: destroy it, or make another")
-        # Processes: a default group, a device, reproducible kernels.
+        # The process: default group, device, deterministic kernels.
         init_default_group()
         self.dims.check_world(dist.get_world_size())
         platform.set_device(self.device)
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
-        # Communication of this engine alone.
+        # Process groups that this engine alone uses.
         self.control, self._started = ControlPlane(), True
         self.mesh = build_batch_mesh(self.dims, self.device.type)
         self._closers = [functools.partial(destroy_groups, self.mesh)]
@@ -87,7 +88,7 @@ class EngineState(TrainEngine):
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
 
-        # The model and all that works on it. A rank that failed must not leave the others with half an engine.
+        # The model, the optimizer and the other components. A failure on one rank raises on all.
         def build() -> None:
             self._components = self._build(spec)
 
@@ -97,6 +98,8 @@ class EngineState(TrainEngine):
             self._teardown("it was not built: make another")
             self.control.close()
             raise
+        if self.control.rank == 0 and logger.isEnabledFor(logging.INFO):
+            logger.info("%s", self._applied())
 
     def destroy(self) -> None:
         try:
@@ -125,7 +128,28 @@ class EngineState(TrainEngine):
             raise RuntimeError(f"the engine cannot be used: {self._unusable}")
         return self._components
 
-    # ---- place in the layout
+    # ---- log
+
+    def _applied(self) -> str:
+        """Describe what was applied, one line for each item. No communication."""
+        config, components = self.config, self._require_components()
+        n_local = sum(local_part(parameter).numel() for parameter in components.model.parameters())
+        n_parameters = components.n_parameters
+        if n_parameters is None:
+            n_parameters = sum(parameter.numel() for parameter in components.model.parameters())
+        compute, master, reduce = config.dtype, config.master_dtype, config.grad_reduce_dtype
+        items = {
+            "layout": f"{self.dims}, ranks: {self.dims.world_size}, batch mesh {describe_mesh(self.mesh)}",
+            **components.applied,
+            "precision": f"compute in {compute}, master parameters in {master}, gradient reduction in {reduce}",
+            "parameters": f"{n_parameters:,} in total, {n_local:,} on rank 0",
+            "communication": f"{platform.collective_backend()}, device {self.device}",
+        }
+        return f"{type(self).__name__} of {config.path}" + "".join(
+            f"\n  {name}: {text}" for name, text in items.items()
+        )
+
+    # ---- coordinates in the layout
 
     @property
     def dp_rank(self) -> int:

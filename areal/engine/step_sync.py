@@ -1,6 +1,6 @@
-"""What the ranks of an engine agree on in a step: the number of micro-batches, the loss weights, the numbers reported.
+"""The exchanges between the ranks of an engine in a step: number of micro-batches, loss weights, reported numbers.
 
-Each is one exchange on the host that also carries any rank's fault, so that a fault raises on all ranks.
+Each is one exchange on the host. It also carries the faults of all ranks, so that a fault raises on every rank.
 """
 
 from __future__ import annotations
@@ -20,45 +20,48 @@ from areal.utils.data import BatchPlan
 from areal.utils.distributed import ControlPlane
 from areal.utils.profiling.phase_timer import TimedCall
 
-T = TypeVar("T")
-Message = TypeVar("Message")
+_T = TypeVar("_T")
+_Message = TypeVar("_Message")
 
 
 class StepSync:
-    """Agreements over an engine's control plane. Made on every rank, collectively.
+    """Exchanges of a step over an engine's control plane. Every method, and the constructor, is collective.
+
+    Numbers are summed over shards of the global batch, and each shard is counted once: by the rank with context- and tensor-parallel rank 0 on
+    the last pipeline stage. Routing sums are counted once for each stage of each shard.
 
     Args:
-        control: all ranks of the engine.
-        mesh: of the engine. One rank speaks for each pipeline rank of each data-parallel coordinate; that with the last stage, where losses
-            are, for the coordinate.
-        last_stage: its pipeline rank.
+        control: control plane over all ranks of the engine.
+        mesh: batch mesh of the engine.
+        last_stage: pipeline rank of the last stage, which computes the losses.
     """
 
     def __init__(self, control: ControlPlane, mesh: DeviceMesh, last_stage: int) -> None:
         self._control = control
-        at = {axis: mesh[axis].get_local_rank() for axis in ("dp", "pp", "cp", "tp")}
-        of_stage = at["cp"] == at["tp"] == 0
-        self._has_losses = at["pp"] == last_stage
-        places = control.gather((at["dp"], of_stage and self._has_losses, of_stage))
-        self._dp_ranks, self._mains, self._of_stages = zip(*places, strict=True)
-        self._shared = not all(self._mains)
+        coordinate = {axis: mesh[axis].get_local_rank() for axis in ("dp", "pp", "cp", "tp")}
+        counts_stage = coordinate["cp"] == coordinate["tp"] == 0
+        self._has_losses = coordinate["pp"] == last_stage
+        roles = control.gather((coordinate["dp"], counts_stage and self._has_losses, counts_stage))
+        # By rank: data-parallel rank; whether the rank counts its shard; whether it counts its stage.
+        self._dp_ranks, self._counts_shard, self._counts_stage = zip(*roles, strict=True)
+        self._batch_is_shared = not all(self._counts_shard)
 
     def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule) -> tuple[BatchPlan, int, int]:
-        """Check and pack this rank's batch, and agree on the count.
+        """Check and pack this rank's batch, and agree on the number of micro-batches.
 
         Args:
-            plan_here: checks and packs; what it raises is raised on every rank.
+            plan_here: function that checks and packs. Its errors are raised on every rank.
 
         Returns:
-            The plan, the number of micro-batches of every rank, and the longest padded length of any.
+            The plan, the number of micro-batches on every rank, and the largest padded length of any rank.
 
         Raises:
-            ValueError: some rank's batch is wrong, or ranks of one data-parallel coordinate have different ones.
+            ValueError: the batch of a rank is wrong, or ranks of one data-parallel coordinate have different batches.
         """
 
         def plan_and_describe() -> tuple[BatchPlan, tuple[int, int, int]]:
             plan = plan_here()
-            return plan, (plan.n_mbs, plan.padded_length, plan.digest() if self._shared else 0)
+            return plan, (plan.n_mbs, plan.padded_length, plan.digest() if self._batch_is_shared else 0)
 
         plan, descriptions = self._exchange(plan_and_describe)
         counts, lengths, digests = zip(*descriptions, strict=True)
@@ -66,23 +69,23 @@ class StepSync:
         return plan, schedule.round_up(max(1, *counts)), max(lengths)
 
     def _check_same_batch(self, digests: tuple[int, ...]) -> None:
-        first: dict[int, int] = {}
+        first_ranks: dict[int, int] = {}  # by data-parallel rank
         for rank, (digest, dp_rank) in enumerate(zip(digests, self._dp_ranks, strict=True)):
-            known = first.setdefault(dp_rank, rank)
-            if digests[known] != digest:
+            first = first_ranks.setdefault(dp_rank, rank)
+            if digests[first] != digest:
                 raise ValueError(
-                    f"ranks {known} and {rank} share data-parallel coordinate {dp_rank} but were passed different "
+                    f"ranks {first} and {rank} share data-parallel coordinate {dp_rank} but were passed different "
                     "batches: shard the data by engine.dp_rank, not by the global rank"
                 )
 
     def weights(self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn, *, required: bool) -> LossWeights:
-        """The loss weights of this rank's micro-batches and of the global batch.
+        """Compute the loss weights of this rank's micro-batches and of the global batch.
 
         Args:
-            required: refuse a global weight of 0.
+            required: raise if a global weight is 0.
 
         Raises:
-            ValueError: the weights are wrong on some rank, or there is nothing to divide by.
+            ValueError: the weights of a rank are wrong, or a required global weight is 0.
         """
 
         def weigh() -> tuple[dict[int, dict[str, float]], tuple[bool, dict[str, float], tuple[int, int]]]:
@@ -111,15 +114,16 @@ class StepSync:
         return LossWeights(terms[0][0] if terms else True, per_mb, total, sequences, tokens)
 
     def sum_results(
-        self, mbs: MicroBatchList, results: list[LossResult], tally: Tally, call: TimedCall, note: str, onloaded: int
+        self, mbs: MicroBatchList, results: list[LossResult], routed: Tally, call: TimedCall, note: str, onloaded: int
     ) -> StepSums:
-        """The sums that every rank's micro-batches reported.
+        """Sum the results of all micro-batches of all ranks.
 
         Args:
-            tally: what the routers of this rank's stage found.
-            call: that this belongs to.
-            note: what to add to an error.
-            onloaded: bytes that this rank brought back for the call.
+            results: results of this rank's micro-batches.
+            routed: counts of the routers on this rank's stage.
+            call: the call that reports the sums.
+            note: text that is added to an error.
+            onloaded: bytes that this rank brought back from host memory for the call.
 
         Raises:
             ValueError: a loss is not finite on some rank, or a metric is wrong.
@@ -128,26 +132,27 @@ class StepSync:
         def sum_locally() -> tuple[StepSums, RoutingSums]:
             # Every stage has the results, but the last one alone reports the faults in them.
             local = sum_results(mbs, results) if self._has_losses else StepSums()
-            routed = tally.sums()
+            routing = routed.sums()
             local.seconds, local.timings = call.read()
             local.onloaded = onloaded
-            return local, routed
+            return local, routing
 
         answers = self._control.attempt_and_gather(sum_locally, note)
+        # Times are those of the slowest rank. Everything else is summed.
         slowest = max((local for local, _ in answers), key=lambda local: local.seconds)
         total = StepSums(
             seconds=slowest.seconds, timings=slowest.timings, onloaded=sum(local.onloaded for local, _ in answers)
         )
         for local, _ in self._once_per_shard(answers):
             total.merge(local)
-        total.add_routing([routed for (_, routed), speaks in zip(answers, self._of_stages, strict=True) if speaks])
+        total.add_routing([routing for (_, routing), counts in zip(answers, self._counts_stage, strict=True) if counts])
         return total
 
-    def _exchange(self, fn: Callable[[], tuple[T, Message]]) -> tuple[T, list[Message]]:
+    def _exchange(self, fn: Callable[[], tuple[_T, _Message]]) -> tuple[_T, list[_Message]]:
         """Call ``fn``, keep its first value on this rank, and gather the second of every rank."""
-        kept: list[T] = []
+        kept: list[_T] = []
 
-        def call() -> Message:
+        def call() -> _Message:
             value, message = fn()
             kept.append(value)
             return message
@@ -156,4 +161,4 @@ class StepSync:
         return kept[0], messages
 
     def _once_per_shard(self, answers: list[Any]) -> list[Any]:
-        return [answer for answer, main in zip(answers, self._mains, strict=True) if main]
+        return [answer for answer, counts in zip(answers, self._counts_shard, strict=True) if counts]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from areal.utils import platform
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _ROLL_CALL = timedelta(seconds=15)
 
@@ -98,7 +98,7 @@ class ControlPlane:
             works.clear()  # pending works keep the group open
             raise self._call_the_roll(error) from None
 
-    def attempt(self, fn: Callable[[], T], note: str = "") -> T:
+    def attempt(self, fn: Callable[[], _T], note: str = "") -> _T:
         """Call ``fn`` on this rank, and raise on every rank when it raised on any. Collective.
 
         Args:
@@ -114,11 +114,11 @@ class ControlPlane:
         result, error = _call(fn)
         try:
             self.settle(error, note)
-            return cast(T, result)
+            return cast(_T, result)
         finally:
             del result, error  # a frame in a traceback would keep them alive
 
-    def attempt_and_gather(self, fn: Callable[[], T], note: str = "") -> list[T]:
+    def attempt_and_gather(self, fn: Callable[[], _T], note: str = "") -> list[_T]:
         """Call ``fn`` on this rank and gather its results, in the one exchange that also carries its errors. Collective.
 
         Args:
@@ -134,7 +134,7 @@ class ControlPlane:
         try:
             answers = self.gather((as_fault(error), result))
             raise_together([fault for fault, _ in answers], error, note)
-            return [cast(T, value) for _, value in answers]
+            return [cast(_T, value) for _, value in answers]
         finally:
             del result, error
 
@@ -187,7 +187,7 @@ class ControlPlane:
         return True
 
 
-def _call(fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _call(fn: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     """Return the result of ``fn``, or the error that it raised."""
     try:
         return fn(), None

@@ -15,8 +15,8 @@ experts   ``pp, dp_replicate, edp, ep``        experts of the FSDP engine: ``ep`
 
 ``dp`` is ``dp_replicate`` times ``dp_shard``, and ``dp_shard_cp`` is ``edp`` times ``ep``.
 
-Megatron-Core takes process groups instead of meshes, over combinations of axes and for the two ends of a pipeline, which a mesh cannot
-name. :mod:`areal.engine.megatron.process_groups` builds them over the same arrangement of ranks.
+Megatron-Core takes process groups instead of meshes: also over combinations of axes, and for the first and the last stage of a pipeline.
+:mod:`areal.engine.megatron.process_groups` builds them over the same arrangement of ranks.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from areal.api.weights import NamedTensor, SelectName, TensorSource, UpdateKind,
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.apply import Replica, Staging
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Outgoing:
@@ -133,7 +133,7 @@ class Transport:
 
         self._attempt(act, note)
 
-    def _attempt(self, fn: Callable[[], T], note: str) -> T:
+    def _attempt(self, fn: Callable[[], _T], note: str) -> _T:
         """Call ``fn``. An error on any rank aborts the update, and raises on every rank."""
         try:
             return self._control.attempt(fn, note)

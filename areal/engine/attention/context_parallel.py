@@ -7,7 +7,6 @@ summands of the sum over ranks.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -23,8 +22,6 @@ from areal.engine.attention.kernels import AttentionOptions, Segments, packed_at
 from areal.engine.attention.token_stream import TokenStream
 from areal.engine.attention.ulysses import ulysses_attention
 from areal.utils.collectives import all_gather_rows
-
-logger = logging.getLogger(__name__)
 
 ContextParallelMode = Literal["ulysses", "gather_kv"]
 """``ulysses`` exchanges tokens for heads by all-to-all; ``gather_kv`` all-gathers keys and values, for any number of heads."""
@@ -229,5 +226,4 @@ def context_parallel_of(
     kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // dims.tp
     heads //= dims.tp
     mode = choose_mode(requested, dims.cp, heads, kv_heads)
-    logger.info("context parallel over %d ranks by %s (%d heads, %d kv)", dims.cp, mode, heads, kv_heads)
     return ContextParallel(ranks.get_group(), mode)

@@ -195,6 +195,13 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, option
         raise ValueError(f"sinks {list(sinks.shape)}: expected one logit for each of the {q.shape[1]} query heads")
 
 
+def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the kernel of :func:`packed_attention` for ordinary layers, without sinks, soft caps and large heads."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return "torch scaled_dot_product_attention"
+    return "torch varlen_attn" if flash_attn_varlen_func is None else "flash_attn"
+
+
 def _runs_varlen(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """Return whether a variable-length kernel supports these tensors and options."""
     return (

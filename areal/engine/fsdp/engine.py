@@ -16,8 +16,9 @@ from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec, OptimizerConfig, TrainEngineConfig, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
-from areal.engine.attention.context_parallel import context_parallel_of
+from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
 from areal.engine.attention.huggingface import PACKED_ATTENTION, check_sharing, choose_attention
+from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
@@ -45,36 +46,41 @@ from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import reshard
-from areal.utils.mesh import build_expert_mesh, build_param_mesh, destroy_groups
+from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, destroy_groups
 
 
 class FSDPEngine(BaseTrainEngine):
-    """Data (``d``), replicated data (``r``) and context parallel (``c``) training of any Hugging Face causal LM; tensor parallel (``t``) of
-    families with a plan; pipelines (``p``, ``v``) of decoders that are a chain of layers; experts
-    spread over ranks (``e``)."""
+    """Training of Hugging Face causal language models with FSDP2.
+
+    Any model: sharded data (``d``), replicated data (``r``) and context parallelism (``c``). Families with a plan: tensor parallelism
+    (``t``). Decoders that are a chain of layers: pipelines (``p``, ``v``). Stacked experts: expert parallelism (``e``).
+    """
 
     layout_letters: ClassVar[frozenset[str]] = frozenset("drctpve")
     _gradients: grad.FSDPGradients | None = None
 
     def __init__(self, config: TrainEngineConfig) -> None:
         super().__init__(config)
-        self._kind = choose_schedule(config)
-        self._last_stage = self._kind.rank_of(self.dims.pp * self.dims.vpp - 1, self.dims.pp)
+        self._schedule_spec = choose_schedule(config)
+        self._last_stage = self._schedule_spec.rank_of(self.dims.pp * self.dims.vpp - 1, self.dims.pp)
 
     # ---- the three hooks
 
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
+        # Refuse what cannot run, before any group or tensor exists.
         config = self.config
         hf_config = read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
         check_sharing(config.mb_spec, packed=not self._rows)
         check_plan(hf_config, self.dims.tp, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
+        # Meshes, which close after the model is released.
         param_mesh = build_param_mesh(self.dims, self.device.type)
         self._closers.append(functools.partial(self._close, param_mesh))
         expert_mesh = build_expert_mesh(self.dims, self.device.type) if self.dims.ep > 1 else None
         if expert_mesh is not None:
             self._closers.append(functools.partial(destroy_groups, expert_mesh))
+        # The sharded model with its weights, and all that works on its shards.
         chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
         optimizer = self._build_optimizer(chunks, spec)
@@ -100,7 +106,10 @@ class FSDPEngine(BaseTrainEngine):
                 stages=self.dims.pp,
                 why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
             ),
+            applied=self._describe(chunks, cp, param_mesh, expert_mesh),
+            n_parameters=sum(parameter.numel() for parameter in chunks.whole.parameters()),
         )
+        # Adapters replace what trains, saves and streams the model.
         if config.lora is None:
             return components
         adapters = AdapterSet(
@@ -129,16 +138,41 @@ class FSDPEngine(BaseTrainEngine):
         self._gradients = None
         destroy_groups(param_mesh)
 
+    def _describe(
+        self, chunks: ModelChunks, cp: ContextParallel, param_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+    ) -> dict[str, str]:
+        """Describe what was applied, for the log."""
+        config, fsdp = self.config, self.config.fsdp
+        sharding = f"FSDP2, mesh {describe_mesh(param_mesh)}"
+        if expert_mesh is not None:
+            sharding += f", expert mesh {describe_mesh(expert_mesh)}"
+        if self._rows:
+            attention = f"{chunks.whole.hf.config._attn_implementation} of transformers, one sequence per row"
+        else:
+            attention = f"{kernel_name(self.device, torch_dtype(config.dtype))}, packed sequences"
+        if cp.size > 1:
+            attention += f", {cp.mode} over {cp.size} ranks"
+        checkpointing: str = config.activation_checkpointing
+        if checkpointing != "none":
+            checkpointing = f"{checkpointing}, {fsdp.checkpointed_share:.0%} of the layers"
+        return {
+            "sharding": sharding,
+            "attention kernel": attention,
+            "activation checkpointing": checkpointing,
+            "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
+        }
+
     def _schedule(self, chunks: ModelChunks) -> Schedule:
+        """Build the schedule: a pipeline, or one micro-batch after the other."""
         config = self.config
         if self.dims.pp > 1:
             dtype, split = torch_dtype(config.dtype), self.dims.cp * self.dims.tp
-            return PipelineSchedule(chunks, self._kind, self.device, dtype, split, self.timer)
+            return PipelineSchedule(chunks, self._schedule_spec, self.device, dtype, split, self.timer)
         model = chunks[0]
         return SequentialSchedule(
             model,
             before_backward=grad.sync_on(model, every=config.grad_sync == "micro_batch"),
-            # A gathered weight that outlives an optimizer step would be used again, stale.
+            # A gathered weight that is kept over an optimizer step would be used again, with old values.
             after_forward=lambda: reshard(model),
             recover=lambda: _recover(model),
             timer=self.timer,
@@ -147,22 +181,28 @@ class FSDPEngine(BaseTrainEngine):
     def _build_chunks(
         self, hf_config: PretrainedConfig, param_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
     ) -> ModelChunks:
+        """Build the sharded model of this rank with its weights: one chunk for each of its pipeline stages."""
         config = self.config
-        whole = self._whole_model(hf_config)
-        check_experts(hf_config, whole, self.dims)
-        chunks = ModelChunks.cut(whole, plan_split(whole, self.dims, self._kind, config.fsdp), self.mesh["pp"])
-        layers = transformer_layers(whole)
+        # The full model on the meta device, cut into pipeline stages.
+        full_model = self._meta_model(hf_config)
+        check_experts(hf_config, full_model, self.dims)
+        chunks = ModelChunks.cut(
+            full_model, plan_split(full_model, self.dims, self._schedule_spec, config.fsdp), self.mesh["pp"]
+        )
+        layers = transformer_layers(full_model)
+        # Compile first: graphs contain what layers compute, and no hook of the next steps.
         if config.fsdp.compile:
-            # First of all: graphs are of what layers compute, and what comes next stays outside.
             compile_layers(
                 [layer for chunk in chunks for layer in transformer_layers(chunk)], config.fsdp.compile_backend
             )
+        # Distribute each chunk. Routers are numbered over the full model.
         for stage, chunk in zip(chunks.stages, chunks, strict=True):
             if find_experts(layers).layers:
                 before = find_experts(layers[: chunks.split.spans[stage].start]).layers
                 watch_routers(transformer_layers(chunk), before)
             parallelize(chunk, param_mesh, config, expert_mesh)
             grad.time_reductions(chunk, self.timer)
+        # Allocate and fill the shards alone.
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
             init_weights(chunks, config.seed, device)
@@ -171,15 +211,16 @@ class FSDPEngine(BaseTrainEngine):
         chunks.train()
         return chunks
 
-    def _whole_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
-        """On the meta device."""
+    def _meta_model(self, hf_config: PretrainedConfig) -> PackedCausalLM:
+        """Build the full model on the meta device, without values."""
         config = self.config
         options: dict[str, Any] = {} if self._rows else {"attn_implementation": PACKED_ATTENTION}
-        if config.dtype == "float64":  # The grouped matrix product has no float64 kernel.
+        # The grouped matrix product does not support float64.
+        if config.dtype == "float64":
             options["experts_implementation"] = "eager"
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(
-                # A copy: building a model writes the implementations into the configuration that it is given.
+                # A copy: transformers writes the implementations into the configuration.
                 copy.deepcopy(hf_config),
                 dtype=torch_dtype(config.master_dtype),
                 **options,
@@ -192,15 +233,18 @@ class FSDPEngine(BaseTrainEngine):
                 fp32_head=config.fp32_head,
                 keep_bytes=config.kept_logits_bytes,
             )
+            # Adapters are trained instead.
             if config.lora is not None:
                 model.requires_grad_(False)
         return model
 
     def _build_optimizer(self, chunks: ModelChunks, spec: FinetuneSpec) -> ClippingOptimizer | None:
+        """Build the optimizer of this rank's shards; ``None`` if nothing is trained."""
         config = self.config.optimizer
         named = chunks.trained()
         if config is None or not named:
             return None
+        # The norm counts a tied embedding once, although two stages have it.
         copies = {id(copy) for copy in chunks.copies()}
         parameters = [parameter for _, parameter in named]
         counted = [parameter for parameter in parameters if id(parameter) not in copies]

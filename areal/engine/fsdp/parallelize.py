@@ -64,7 +64,7 @@ def parallelize(
     for layer in layers:
         fully_shard(layer, mesh=shard_mesh, **options)
     fully_shard(model, mesh=shard_mesh, **{**options, "reshard_after_forward": False})
-    # Gradients are sums over ranks. Gloo has no pre-multiplied sum, so that the reduction must be a plain sum.
+    # Gradients are sums over ranks. Gloo does not support pre-multiplied sums, so that the reduction must be a plain sum.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -85,7 +85,7 @@ def transformer_layers(model: PackedCausalLM) -> list[nn.Module]:
     """Return the decoder layers of a model, which are gathered one at a time.
 
     Raises:
-        ValueError: the model has no list of layers.
+        ValueError: no list of layers was found in the model.
     """
     # The classes that transformers declares as layers, or else the longest list of modules.
     names = set(getattr(model.hf, "_no_split_modules", None) or ())

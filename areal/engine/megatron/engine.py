@@ -14,7 +14,7 @@ from areal.engine.lora.components import with_adapters
 from areal.engine.megatron import cpu
 
 if not torch.cuda.is_available():
-    cpu.install()  # before Megatron-Core, which asks for devices as it is imported
+    cpu.install()  # before Megatron-Core, which looks for devices when it is imported
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -24,10 +24,11 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal.api.batch import TokenOutputs
-from areal.api.config import FinetuneSpec
+from areal.api.config import FinetuneSpec, torch_dtype
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
+from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 from areal.engine.megatron import gradients as grad
@@ -63,10 +64,12 @@ class MegatronEngine(BaseTrainEngine):
         hf = read_config(config.path)
         check_family(hf)
         check_layout(hf, self.dims, config)
-        made = ProcessGroups(self.dims)
-        self._closers.append(functools.partial(self._close, made))
-        groups = made.collection
+        # Process groups, which close after the model is released.
+        process_groups = ProcessGroups(self.dims)
+        self._closers.append(functools.partial(self._close, process_groups))
+        groups = process_groups.collection
         _prepare_process()
+        # One chunk for each pipeline stage of this rank, wrapped in Megatron-Core's gradient buffers.
         megatron = transformer_config(hf, self.dims, config)
         chunks = [
             PackedGPT(
@@ -87,9 +90,10 @@ class MegatronEngine(BaseTrainEngine):
             hf,
             groups,
             self.control,
-            gradients=lambda: _of_held(grad.gathered(trained)),
+            gradients=lambda: _by_local_parameter(grad.gathered(trained)),
             settle=lambda: grad.settle_parameters(trained),
         )
+        # The optimizer comes before the weights: they also fill its float32 main parameters.
         settings = config.optimizer if config.lora is None else None
         chained = megatron_optimizer(trained, settings, config, groups) if settings else None
         weights.load(config, chained)
@@ -128,7 +132,10 @@ class MegatronEngine(BaseTrainEngine):
                 [cp, ContextParallel(groups.tp)] if splits_sequence else [cp],
                 stages=self.dims.pp,
             ),
+            applied=self._describe(cp, groups),
+            n_parameters=weights.n_parameters,
         )
+        # Adapters replace what trains, saves and streams the model.
         if config.lora is None:
             return components
         adapters = AdapterSet(hf, megatron_adapter_layout(chunks, hf, groups, self.control), config, spec, self.control)
@@ -154,9 +161,29 @@ class MegatronEngine(BaseTrainEngine):
         self._gradients = None
         groups.close()
 
+    def _describe(self, cp: ContextParallel, groups: ProcessGroupCollection) -> dict[str, str]:
+        """Describe what was applied, for the log."""
+        config = self.config
+        replicas = groups.dp_cp.size()
+        sharding = f"optimizer state over {replicas} ranks" if distributed(config) else f"none, {replicas} replicas"
+        if self.dims.ep > 1:
+            sharding += f", experts over {self.dims.ep} ranks"
+        if sequence_parallel(self.dims, config):
+            sharding += f", sequence parallel over {self.dims.tp} ranks"
+        attention = f"{kernel_name(self.device, torch_dtype(config.dtype))}, packed sequences"
+        if cp.size > 1:
+            attention += f", {cp.mode} over {cp.size} ranks"
+        return {
+            "sharding": f"Megatron-Core, {sharding}",
+            "attention kernel": attention,
+            "activation checkpointing": config.activation_checkpointing,
+            "compile": "off",
+        }
+
     def _wrap(
         self, chunks: list[PackedGPT], megatron: TransformerConfig, groups: ProcessGroupCollection
     ) -> list[DistributedDataParallel]:
+        """Wrap the chunks in Megatron-Core's data parallelism, which owns the gradient buffers."""
         settings = self.config.megatron
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.config.grad_reduce_dtype == "float32",
@@ -172,11 +199,11 @@ class MegatronEngine(BaseTrainEngine):
 
 
 def _prepare_process() -> None:
-    """The two things that Megatron-Core keeps once in a process: scratch memory, and random states, which these models need not."""
+    """Create Megatron-Core's global state of a process: scratch memory, and random states, which these models do not use."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _of_held(value: Callable[[nn.Parameter], Tensor]) -> Callable[[LocalParameter], Tensor]:
-    return lambda held: value(held.parameter)
+def _by_local_parameter(value: Callable[[nn.Parameter], Tensor]) -> Callable[[LocalParameter], Tensor]:
+    return lambda local: value(local.parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -94,6 +95,11 @@ class MegatronWeights:
         for held in own:
             for name in held.names:
                 self._holders.setdefault(name, []).append(held)
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters of the whole model."""
+        return sum(math.prod(known.shape) for known in self._known)
 
     # ---- in
 

@@ -1,4 +1,4 @@
-"""Where the time of a call goes: phases that share it out among them, so that their seconds sum to the call's."""
+"""Times the phases of a call. Their seconds add up to the wall time of the call."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from areal.api.microbatch import MicroBatch
 from areal.utils import platform
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-"""Of a call. ``data`` is all that is none of the others."""
+"""Phases of a call. ``data`` is the time outside of the others."""
 
 
 class PhaseTimer:
-    """Notes when phases begin and end, on this rank. One of an engine.
+    """Records when phases begin and end, on this rank. Each engine has one timer.
 
-    At every moment of a call one phase is going on: that which was entered last. A mark is taken where this changes: the time on a CPU; on a
-    GPU an event in the stream that computes, so that nothing waits for the device until the call ends and :meth:`TimedCall.read` asks.
+    At every moment of a call exactly one phase is active: the innermost one. A mark is taken at each change. On a CPU a mark is the time. On a
+    GPU it is an event in the compute stream, so that the host does not wait for the device before :meth:`TimedCall.read`.
 
     Args:
-        device: that computes.
+        device: device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._phase = PHASES[0]
         self._call: TimedCall | None = None
-        self._shown = False
-        self._data: AbstractContextManager[object] | None = None  # the range of ``data``, while no other is open
+        self._shown = False  # a profiler is on
+        self._data: AbstractContextManager[object] | None = None  # the profiler's range of ``data``, while it is open
 
     @contextlib.contextmanager
     def call(self) -> Iterator[TimedCall]:
-        """A call begins, in the phase ``data``. One within another is a part of that, and only the outer one has phases."""
+        """Time the call inside, which begins in the phase ``data``. A call within another call belongs to the phases of that call."""
         if self._call is not None:
             yield TimedCall(None)
             return
@@ -51,13 +51,14 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def phase(self, name: str, mb: int | None = None, *, label: str | None = None) -> Iterator[None]:
-        """Inside, time is that of the phase ``name``; then that of the phase around it goes on.
+        """Count the time inside as the phase ``name``. Afterwards the enclosing phase continues.
 
-        Autograd may enter one from a thread of its own, while the thread that makes the call waits for it.
+        Autograd may enter a phase from its own thread, while the calling thread waits.
 
         Args:
             name: one of :data:`PHASES`.
-            mb: index of the micro-batch, for the range that a profile shows. label: of that range, instead of both.
+            mb: int. Index of the micro-batch, for the name of the range in a profile.
+            label: name of the range, instead of one made of ``name`` and ``mb``.
         """
         outer, self._phase = self._phase, name
         self._mark(name)
@@ -70,17 +71,17 @@ class PhaseTimer:
             self._mark(outer)
 
     def timed(self, name: str, half: Callable[..., Any]) -> Callable[..., Any]:
-        """The same half of a micro-batch, ``half(what, mb, ...)``, as a phase."""
+        """Wrap one half of a micro-batch, ``half(value, mb, ...)``, so that its time counts as the phase ``name``."""
 
-        def timed(what: Any, mb: MicroBatch, *args: Any, **options: Any) -> Any:
+        def timed(value: Any, mb: MicroBatch, *args: Any, **options: Any) -> Any:
             with self.phase(name, mb.index):
-                return half(what, mb, *args, **options)
+                return half(value, mb, *args, **options)
 
         return timed
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, phases are ranges in the profiler that is on."""
+        """Show phases as ranges of the running profiler inside."""
         self._shown = True
         try:
             yield
@@ -94,13 +95,13 @@ class PhaseTimer:
 
     @contextlib.contextmanager
     def _range(self, label: str) -> Iterator[None]:
-        """Phases of a call take turns with ``data``; phases within phases lie in these."""
-        beside_data = self._close_data()
+        """Open a range of the profiler. The range of ``data`` pauses meanwhile; other ranges enclose this one."""
+        paused_data = self._close_data()
         try:
             with record_function(label):
                 yield
         finally:
-            if beside_data:
+            if paused_data:
                 self._open_data()
 
     def _open_data(self) -> None:
@@ -116,10 +117,10 @@ class PhaseTimer:
 
 
 class TimedCall:
-    """One call of a verb, from its beginning.
+    """The times of one call of a verb.
 
     Args:
-        watch: takes marks; ``None`` in a part of another call, which knows its seconds alone.
+        watch: takes the marks. ``None`` for a call within another call: only its seconds are measured.
     """
 
     def __init__(self, watch: platform.Stopwatch | None) -> None:
@@ -130,13 +131,13 @@ class TimedCall:
         self.mark(PHASES[0])
 
     def mark(self, name: str) -> None:
-        """The phase ``name`` begins, or goes on."""
+        """Record that the phase ``name`` begins or continues."""
         if self._watch is not None:
             self._names.append(name)
             self._marks.append(self._watch.mark())
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """Seconds until now, and of each phase that there was. Waits for the device to come here."""
+        """Return the seconds since the start of the call, and those of each phase that was entered. Waits for the device."""
         laps = [] if self._watch is None else self._watch.laps([*self._marks, self._watch.mark()])
         total = time.perf_counter() - self._start
         timings = dict.fromkeys((name for name in PHASES if name in self._names), 0.0)

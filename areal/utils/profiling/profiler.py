@@ -1,4 +1,4 @@
-"""A profile of what an engine does: torch's trace with the phases of each call, and a memory timeline."""
+"""Profiles of an engine: torch's trace with the phases of each call, and a memory timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from areal.utils.profiling.phase_timer import PhaseTimer
 def profiled(
     timer: PhaseTimer, device: torch.device, rank: int, folder: str | Path, *, memory: bool, stacks: bool
 ) -> Iterator[None]:
-    """What :meth:`areal.api.engine.TrainEngine.profile` says. Files are named after ``rank``; no rank waits for another."""
+    """Profile everything inside. See :meth:`areal.api.engine.TrainEngine.profile`. Not collective.
+
+    Args:
+        timer: timer of the engine, whose phases become ranges in the trace.
+        rank: int. Number in the names of the files.
+    """
     if torch.autograd._profiler_enabled():
         raise RuntimeError("profile() where a profiler is on already: leave that one first, there is one in a process")
     folder = Path(folder)
@@ -36,7 +41,7 @@ def profiled(
         with timer.shown():
             yield
     finally:
-        # Also after an error: what led to it is what one wants to see.
+        # Also after an error, whose cause may be in the profile.
         profiler.stop()
         trace = folder / f"trace-rank{rank}.json.gz"
         profiler.export_chrome_trace(str(trace))
@@ -46,7 +51,6 @@ def profiled(
                 events = json.load(file)["traceEvents"]
             timeline = MemoryTimeline.of_trace(events, device_type, start_bytes)
             timeline.write(folder / f"memory-rank{rank}.json")
-            timeline.draw(folder / f"memory-rank{rank}.svg")
 
 
 def _check_writable(folder: Path) -> None:

@@ -117,7 +117,6 @@ def test_a_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
     assert content["peak"]["bytes"] == peak
     if backend == "fsdp:d1":  # elsewhere a rank has a part of them, or they are in buffers that are always there
         assert peak >= gradients
-    assert (folder / f"memory-rank{rank}.svg").exists()
 
 
 @pytest.mark.world(1)

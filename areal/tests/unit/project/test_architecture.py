@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import areal
 import areal.api
 from areal.engine.base import BaseTrainEngine
+from areal.engine.components import EngineComponents
 
 ROOT = Path(areal.__file__).parent
 LAYERS = {"api": 0, "utils": 1, "engine": 2, "weight_sync": 3, "trainer": 4}
@@ -146,6 +148,23 @@ def test_the_template_has_three_hooks() -> None:
         if isinstance(n, ast.FunctionDef) and any(getattr(d, "id", "") == "abstractmethod" for d in n.decorator_list)
     ]
     assert sorted(abstract) == ["_build", "_finalize_grads", "_forward_compute_mb"]
+
+
+def test_components_are_objects_and_not_functions() -> None:
+    """A function among the components would be a fourth hook."""
+    annotations = {field.name: str(field.type) for field in dataclasses.fields(EngineComponents)}
+    assert not [name for name, annotation in annotations.items() if "Callable" in annotation]
+
+
+def test_the_step_does_not_import_adapters() -> None:
+    """It uses a protocol: adapters import the components."""
+    wrong = [
+        f"{path}:{line} imports {module}"
+        for path, tree in trees([ROOT / "engine" / f"{name}.py" for name in ("base", "state", "components")])
+        for line, module in imported(tree)
+        if module.startswith("areal.engine.lora")
+    ]
+    assert not wrong
 
 
 def test_the_template_has_the_signatures_of_the_interface() -> None:
