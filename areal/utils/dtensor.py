@@ -46,6 +46,7 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, Box]:
     if not isinstance(tensor, DTensor):
         return tensor.detach(), full_box(tensor.shape)
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # The bounds are computed from mesh and placements, without communication. Check them against the actual shard.
     with torch.no_grad():
         local = tensor.to_local()
     if tuple(local.shape) != tuple(shape):

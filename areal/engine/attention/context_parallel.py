@@ -46,6 +46,7 @@ def choose_mode(
         raise ValueError(
             f"{n_heads} query heads do not group over {n_kv_heads} key heads; no mode can split this model"
         )
+    # Each rank needs the same number of query heads; key heads can be repeated.
     divides = n_heads % size == 0
     if requested == "ulysses" and not divides:
         raise ValueError(

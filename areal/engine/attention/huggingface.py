@@ -123,6 +123,7 @@ def packed_attention_forward(
 
 
 def _check_supported(attention_mask: Tensor | None, dropout: float, is_causal: bool, kwargs: dict[str, Any]) -> None:
+    """Raise if a model passes an argument that packed attention does not support."""
     if attention_mask is not None:
         raise ValueError(
             "attention_mask: packed attention keeps sequences apart by its layout; pass attention_mask=None"
@@ -133,6 +134,7 @@ def _check_supported(attention_mask: Tensor | None, dropout: float, is_causal: b
         raise ValueError(
             "is_causal = False: packed attention is causal; a bidirectional model cannot be trained with it"
         )
+    # Unknown arguments may belong to a newer kind of attention: refused, unless the model leaves them unset.
     unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and not _is_unset(value))
     if unknown:
         raise ValueError(

@@ -66,6 +66,7 @@ def open_draft(path: Path) -> Path:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     restore(path)
+    # A save replaces the directory at the end: refuse anything that may be a user's data.
     if path.exists() and not is_complete(path) and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"path = {str(path)!r} holds something other than a checkpoint, which a save would replace: "
@@ -145,6 +146,7 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
         content = json.loads(file.read_text())
+        # A later version may have changed the manifest.
         version = content.pop("format")
         if version != FORMAT:
             raise ValueError(f"{file} has format {version}, and this version reads {FORMAT}")
@@ -178,6 +180,7 @@ def verify(path: Path, *, shard: int = 0, shards: int = 1) -> Manifest:
         target = path / file.name
         if not target.is_file():
             raise ValueError(f"{target} is missing from the checkpoint")
+        # Sizes are cheap to compare; checksums read the files, which ranks divide among them.
         size = target.stat().st_size
         if size != file.size:
             raise ValueError(f"{target} is damaged: it has {size} bytes instead of {file.size}")

@@ -231,6 +231,7 @@ class TensorWriter:
 def _header(specs: Sequence[TensorSpec]) -> bytes:
     """Return the header of a safetensors file: its length in eight little-endian bytes, then JSON padded to eight bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Tensors follow the header end to end, in the order of the specs.
     offset = 0
     for spec in specs:
         if spec.dtype not in _DTYPE_NAMES:
@@ -242,5 +243,5 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
         }
         offset += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # aligns the first tensor
     return struct.pack("<Q", len(text)) + text

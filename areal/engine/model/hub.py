@@ -36,6 +36,7 @@ def model_folder(path: str | Path) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
+    # The download is cached. Only safetensors and text files are needed, not weights in other formats.
     try:
         return Path(
             snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])

@@ -207,6 +207,7 @@ class ExpertRouting:
         stages: int = 1,
         why_none: str = "the model has no experts",
     ) -> None:
+        # Terms with a coefficient of 0 are not computed.
         self._coefficients = {name: x for name, x in ((AUX_LOSS, config.aux_loss), (Z_LOSS, config.z_loss)) if x}
         self._statistics = config.statistics
         if not experts.layers and (self._coefficients or config.statistics):
@@ -316,6 +317,7 @@ class ExpertRouting:
         """
         if not self._experts.layers:
             return None
+        # A filler is without recorded routing, and must not change a loss or a count.
         replayed = mb.data[ROUTED_EXPERTS] if ROUTED_EXPERTS in mb.data and not mb.filler else None
         return Routing(
             mb=mb,

@@ -110,6 +110,7 @@ def _padded_lengths(mask: Any, ids: Tensor) -> list[int]:
         raise ValueError(
             f"attention_mask is {list(mask.shape)} but input_ids {list(ids.shape)}: give both one shape [B, S]"
         )
+    # Raises unless rows are right-padded.
     lengths = row_lengths(mask)
     if 0 in lengths:
         row = lengths.index(0)
@@ -134,6 +135,7 @@ def _is_per_token(key: str, x: Tensor, rows: int, width: int, spec: MicroBatchSp
         raise ValueError(f"key {key!r} is {shape}: it is per-token, so its first dims are [B, S] = [{rows}, {width}]")
     if per_token and key not in spec.per_sequence:
         return True
+    # Otherwise the key must be per-sequence.
     if shape[:1] != [rows]:
         raise ValueError(
             f"key {key!r} is {shape}: neither per-token, [B, S, ...] = [{rows}, {width}, ...], nor per-sequence, [B, "
@@ -233,6 +235,7 @@ def _check_one_meta(samples: Sequence[Mapping[str, Any]]) -> None:
     first = samples[0]["meta"]
     for i, sample in enumerate(samples):
         meta = sample["meta"]
+        # Usually one object for all samples, which needs no comparison.
         if meta is first:
             continue
         if (
@@ -264,6 +267,7 @@ def _check_names(batch: Mapping[str, Any], spec: MicroBatchSpec, what: str) -> N
         raise ValueError(f"{what} has no 'input_ids', only {sorted(batch)}: add the token ids, int64")
     if not isinstance(batch.get("meta", {}), Mapping):
         raise ValueError(f"key 'meta' is a {type(batch['meta']).__name__}: make it a dict, of whatever is not a tensor")
+    # Names in the spec cannot change the kind of a key that is always per-token.
     for field in ("per_sequence", "payloads"):
         wrong = sorted(PER_TOKEN.intersection(getattr(spec, field)))
         if wrong:

@@ -131,6 +131,7 @@ class ShardedLoader(StatefulDataLoader[Any]):
         Raises:
             ValueError: this is not the state of a loader, or the state is of a loader with a longer dataset.
         """
+        # Check everything before anything is changed.
         values = [state_dict.get(name) for name in _STATE]
         if any(not isinstance(value, int) or value < 0 for value in values):
             raise ValueError(
@@ -178,6 +179,7 @@ def sharded_loader(
     Raises:
         ValueError: an argument is out of range, or there are fewer samples than ranks.
     """
+    # Every rank must get at least one sample of every global batch.
     length = len(dataset)
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"dp_rank = {dp_rank} of dp_size = {dp_size}: a rank is from 0 to dp_size - 1")

@@ -102,6 +102,7 @@ class BatchPlan:
                 f"padded_length = {padded_length}: it is at least that of the longest micro-batch, "
                 f"{self.padded_length}, and a multiple of {self.align}"
             )
+        # All ranks run the same number of micro-batches: fillers make up the difference.
         mbs = list(self._build_real(device, padded_length))
         mbs += self._build_fillers(range(len(mbs), n_mbs), device, padded_length)
         return MicroBatchList(mbs=tuple(mbs), form=self.form, dropped=self.dropped)

@@ -131,6 +131,7 @@ def from_left_padded(batch: Mapping[str, Any], *, per_sequence: Sequence[str] = 
         raise ValueError(
             "from_left_padded needs attention_mask, a tensor [B, S] with 1 at real positions; add it to the batch"
         )
+    # One order of columns for all per-token keys.
     columns = closing_order(mask)
     return {
         key: take_columns(value, columns)

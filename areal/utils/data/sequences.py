@@ -235,6 +235,7 @@ def _check_prompt_response(
         )
     if len(prompt_ids) == 0:
         raise ValueError("there are no prompts: pass at least one")
+    # The last token of the prompt predicts the first token of the response.
     empty = (prompt_mask == 0).all(1)
     if bool(empty.any()):
         raise ValueError(
