@@ -1,4 +1,4 @@
-"""A hook of mkdocs that adds the pages of the repository's root to the site.
+"""A hook of mkdocs that adds the pages of the repository's root to the site, and fits Markdown for GitHub to mkdocs.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are where GitHub expects them, outside of ``docs/``. Links between them and the
 pages of ``docs/`` are relative to the files, so that GitHub resolves them; this hook rewrites them for the site.
@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 ROOT_PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """File in the repository's root -> page of the site."""
 
+_PIPE = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -38,6 +39,11 @@ def from_docs(text: str) -> str:
     return _LINK.sub(rewrite, text)
 
 
+def with_pipes(text: str) -> str:
+    """Return a page whose code in tables has pipes: GitHub reads ``\\|`` there as a pipe, mkdocs as two characters."""
+    return _PIPE.sub(lambda code: "<code>" + code[1].replace("\\|", "&#124;") + "</code>", text)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the root pages and the licence that they link to."""
     root = Path(config.config_file_path).parent
@@ -48,5 +54,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Rewrite the links of every page."""
-    return from_docs(markdown)
+    """Rewrite the links and tables of every page."""
+    return with_pipes(from_docs(markdown))

@@ -226,6 +226,11 @@ def test_links_to_root_pages_are_rewritten() -> None:
     assert site("root_pages").from_docs(text) == "[r](overview.md#a) [e](engines.md) [f](reference/index.md)"
 
 
+def test_code_in_tables_has_pipes() -> None:
+    with_pipes = site("root_pages").with_pipes
+    assert with_pipes(r"| `a\|b` | `c` |") == "| <code>a&#124;b</code> | `c` |"
+
+
 def test_roles_become_links_or_code() -> None:
     rewrite = site("docstrings").rewrite_roles
     link = '<autoref identifier="areal.api.Batch" optional><code>areal.api.Batch</code></autoref>'
