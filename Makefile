@@ -25,7 +25,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint test-mutants bench bench-overhead bench-gpu bench-peers setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
 
 help: ## Say what there is to make.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -64,6 +64,9 @@ lint: $(VENV)/.test ## Check style, format and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 test-mutants: $(VENV)/.test ## Plant bugs one at a time and see that the tests catch each.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS)
 
@@ -101,6 +104,10 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[demo,test,megatron]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[docs]'
 	touch $@
 
 $(MODEL): | $(VENV)/.demo

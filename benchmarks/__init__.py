@@ -1,1 +1,1 @@
-"""Measures a training step beside plain loops, on the same data and weights, in one interleaved run. See docs/performance.md."""
+"""Measures a training step beside plain loops, on the same data and weights, in one interleaved run. See docs/benchmarks.md."""

@@ -269,7 +269,7 @@ class TrainEngineConfig(StrictConfig):
         description="Reduce gradients on the last micro-batch of a call, or on each one, which takes less memory. Same values.",
     )
     deterministic: bool = Field(
-        default=False, description="Use only deterministic kernels; slower on a GPU, see docs/layouts.md."
+        default=False, description="Use only deterministic kernels; slower on a GPU, see docs/precision-and-memory.md."
     )
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights and of dropout.")
     lora: LoRAConfig | None = Field(default=None, description="Train adapters and freeze the model.")

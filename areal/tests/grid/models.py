@@ -20,6 +20,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -103,6 +104,11 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 """Configurations by family. A new family joins the grid by an entry here; ``changes`` override fields of its configuration."""
 
+OUTSIDE_THE_GRID: dict[str, Callable[..., PreTrainedConfig]] = {
+    "mistral": lambda **changes: MistralConfig(**{**_DENSE, "sliding_window": 5, **changes}),
+}
+"""Configurations of families that tests name one by one."""
+
 VALUE_HEAD, VALUE_HEAD_FILE = "value_head.weight", "value_head.safetensors"
 """Name and file of a value head: to transformers, the rest is a causal language model like any other."""
 
@@ -114,7 +120,7 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
     """The directory of a tiny model: ``config.json`` and float32 safetensors. Written by the first process that asks.
 
     Args:
-        family: a key of :data:`FAMILIES`.
+        family: a key of :data:`FAMILIES` or :data:`OUTSIDE_THE_GRID`.
         seed: of the weights.
         value_head: with ``value_head.safetensors`` beside the model.
         changes: fields of the configuration that differ from the family's.
@@ -124,7 +130,7 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
         if not path.exists():
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            config = FAMILIES[family](**changes)
+            config = (FAMILIES | OUTSIDE_THE_GRID)[family](**changes)
             model = tiny_model(config, seed)
             # In a process group, save_pretrained writes on rank 0 alone and leaves the other ranks an empty directory.
             with mock.patch.object(torch.distributed, "is_initialized", return_value=False):

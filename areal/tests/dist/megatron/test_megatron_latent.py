@@ -1,4 +1,4 @@
-"""Latent attention and sigmoid routers on the Megatron engine: what the grid's one configuration does not have."""
+"""Latent attention, sigmoid routers and Mistral on the Megatron engine: configurations that are not in the grid."""
 
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ YARN = {
         pytest.param("megatron:d1", "qwen3", {"rope_parameters": YARN}, marks=pytest.mark.world(1), id="yarn, qwen3"),
         pytest.param("megatron:t2", FAMILY, {"q_lora_rank": None}, marks=pytest.mark.world(2), id="whole queries"),
         pytest.param("megatron:e2", FAMILY, {"n_group": 1}, marks=pytest.mark.world(2), id="one group"),
+        pytest.param("megatron:d1", "mistral", {}, marks=pytest.mark.world(1), id="mistral"),
+        pytest.param("megatron:t2", "mistral", {}, marks=pytest.mark.world(2), id="mistral, t2"),
+        pytest.param("megatron:p2", "mistral", {}, marks=pytest.mark.world(2), id="mistral, p2"),
     ],
 )
 def test_other_configurations_agree_with_the_reference(backend: str, family: str, changes: dict[str, Any]) -> None:

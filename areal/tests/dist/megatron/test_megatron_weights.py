@@ -49,6 +49,9 @@ def everywhere(*families: str) -> list[Any]:
     ]
 
 
+MISTRAL = pytest.param(Layout("megatron:t2"), "mistral", marks=pytest.mark.world(2), id="megatron:t2-mistral")
+
+
 def mixtures() -> list[Any]:
     """Backends for a mixture of experts of four layers, each marked with its world."""
     return [pytest.param(b, marks=pytest.mark.world(size), id=b) for size, backends in SPLIT.items() for b in backends]
@@ -84,7 +87,7 @@ def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **op
 # ---- in and out again
 
 
-@pytest.mark.parametrize(("layout", "family"), everywhere(*FAMILIES))
+@pytest.mark.parametrize(("layout", "family"), [*everywhere(*FAMILIES), MISTRAL])
 def test_streams_and_saves_what_transformers_wrote(layout: Layout, family: str, tmp_path: Path) -> None:
     path = model_dir(family, **layout.changes)
     with started(layout.backend, path=path) as engine:

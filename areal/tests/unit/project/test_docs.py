@@ -1,17 +1,20 @@
-"""The pages are true: their code runs, and what they link to, name or tell to type exists.
+"""Tests of the documentation: code blocks run, links, names and commands exist, pages stay short, quoted errors are real.
 
-The ``python`` blocks of a page run in order in one namespace, which offers ``model_dir``, a tiny model, in an empty working
-directory. Each page has a namespace of its own.
+The ``python`` blocks of a page run in order in one namespace with ``model_dir``, a tiny model, in an empty working directory.
+Each page has a separate namespace.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import pydoc
 import re
 import sys
-import types
+import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from areal.tests.grid.models import model_dir
 
 ROOT = Path(__file__).parents[4]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -34,11 +38,16 @@ OUR_NAME = re.compile(r"areal(?:\.\w+)+")
 MAKE = re.compile(r"\bmake ([a-z][a-z-]*)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
+WORDS, COLUMNS = 1200, 100
+"""Limits of a page, and of its lines outside of code and tables."""
+LONGER = {"CHANGELOG.md"}
+"""Pages that may be longer: the changelog grows, and the page of a complete engine is to be split."""
+
 all_pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The fenced blocks of a language, each with the line that its code begins at, from 1."""
+    """Return the fenced blocks of a language, each with the line number of its first line of code, from 1."""
     text = page.read_text()
     return [
         (text.count("\n", 0, match.start(2)) + 1, match[2]) for match in FENCE.finditer(text) if match[1] == language
@@ -46,15 +55,15 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return FENCE.sub("", page.read_text())
 
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An empty working directory; engines, process group and switches of the process are left as they were found."""
+    """Run in an empty working directory, and restore engines, process group and switches of the process."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        pytest.skip("pages are for a process of its own")
+        pytest.skip("pages run in one process")
     had_group, engines = dist.is_initialized(), []
     initialize = BaseTrainEngine.initialize
 
@@ -76,7 +85,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_code_runs(page: Path, one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("page")
+    module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where dataclasses and pickle look a page's names up
     vars(module)["model_dir"] = model_dir("qwen3")
     for line, code in blocks(page, "python"):
@@ -98,7 +107,7 @@ def test_links_resolve(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as links write them."""
+    """Return the anchors of a page's headings."""
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(prose(page))}
 
 
@@ -115,6 +124,53 @@ def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = [*CODE.findall(prose(page)), *(code for _, code in blocks(page, "sh"))]
     assert not {target for command in commands for target in MAKE.findall(command)} - targets
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_are_short(page: Path) -> None:
+    lines = [line for line in prose(page).splitlines() if not line.startswith("|")]
+    # A long link, image or path cannot be wrapped.
+    assert not [line for line in lines if len(line) > COLUMNS and " " in line.strip() and not line.startswith("!")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in LONGER], ids=lambda page: page.name)
+def test_pages_are_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= WORDS
+
+
+def source_texts() -> list[str]:
+    """Return all string literals of the package, with ``…`` for the values of f-strings."""
+    texts = []
+    for path in (ROOT / "areal").rglob("*.py"):
+        if "tests" in path.relative_to(ROOT).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_quoted_errors_are_in_the_source() -> None:
+    texts = source_texts()
+    quoted = [code.strip() for _, code in blocks(ROOT / "docs" / "troubleshooting.md", "text")]
+    assert len(quoted) == 20
+    assert not [message for message in quoted if not any(message in text for text in texts)]
+
+
+def test_the_figure_of_the_layers_names_real_folders() -> None:
+    figure = xml.etree.ElementTree.parse(ROOT / "docs" / "figures" / "architecture.svg")
+    texts = [text.text or "" for text in figure.iter("{http://www.w3.org/2000/svg}text")]
+    folders = [text for text in texts if text.startswith("areal/")]
+    within = [text for text in texts if re.fullmatch(r"[a-z_]+", text) and text != "uses"]
+    assert set(folders) == {f"areal/{path.name}" for path in (ROOT / "areal").iterdir() if is_package(path)}
+    assert set(within) == {path.name for path in (ROOT / "areal" / "engine").iterdir() if is_package(path)}
+
+
+def is_package(path: Path) -> bool:
+    """Return True for a folder of sources, without tests."""
+    return (path / "__init__.py").exists() and path.name != "tests"
 
 
 def test_every_page_is_on_the_map() -> None:
@@ -136,3 +192,57 @@ def test_anchors_are_those_of_links(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One sentence: `W` and more\n\n## Two\n")
     assert anchors(page) == {"one-sentence-w-and-more", "two"}
+
+
+def site(name: str) -> ModuleType:
+    """Import a module of ``docs/site``, which only the documentation's dependencies can run."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("on_github", "on_the_site"),
+    [
+        ("[a](docs/a.md#b)", "[a](a.md#b)"),
+        ("[c](CONTRIBUTING.md)", "[c](contributing.md)"),
+        ("[l](LICENSE)", "[l](LICENSE)"),
+        ("[x](https://x.org/docs/a.md)", "[x](https://x.org/docs/a.md)"),
+    ],
+)
+def test_links_of_root_pages_are_rewritten(on_github: str, on_the_site: str) -> None:
+    assert site("root_pages").from_root(on_github) == on_the_site
+
+
+def test_links_to_root_pages_are_rewritten() -> None:
+    text = "[r](../README.md#a) [e](engines.md) [f](reference/index.md)"
+    assert site("root_pages").from_docs(text) == "[r](overview.md#a) [e](engines.md) [f](reference/index.md)"
+
+
+def test_code_in_tables_has_pipes() -> None:
+    with_pipes = site("root_pages").with_pipes
+    assert with_pipes(r"| `a\|b` | `c` |") == "| <code>a&#124;b</code> | `c` |"
+
+
+def test_roles_become_links_or_code() -> None:
+    rewrite = site("docstrings").rewrite_roles
+    link = '<autoref identifier="areal.api.Batch" optional><code>areal.api.Batch</code></autoref>'
+    assert rewrite("a :class:`~areal.api.Batch`, ``:class:``") == f"a {link}, ``:class:``"
+    assert rewrite(":func:`unknown`") == "<code>unknown</code>"
+
+
+@pytest.mark.parametrize(
+    ("source", "default", "description"),
+    [
+        ("Field(default=1, gt=0, description='A ' 'number.')", "1", "A number."),
+        ("Field(description='Required.')", None, "Required."),
+        ("MoEConfig()", "MoEConfig()", None),
+    ],
+)
+def test_pydantic_fields_have_descriptions(source: str, default: str | None, description: str | None) -> None:
+    assert site("docstrings").field_parts(source) == (default, description)

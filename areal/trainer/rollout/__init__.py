@@ -1,0 +1,1 @@
+"""Rollouts: sampled sequences with their log-probs and weight versions, and a runner that plays episodes."""
