@@ -1,4 +1,4 @@
-"""Plain training loops, with nothing around them but torch and a model of transformers."""
+"""Plain training loops on torch and a transformers model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from benchmarks.rows import Task
 from benchmarks.workloads import Workload
 
 CHUNK = 256
-"""Positions whose logits exist at a time in the hand-written loop."""
+"""Positions whose logits the hand-written loop keeps in memory at a time."""
 
 
 def in_order(workload: Workload, rows: int) -> list[list[int]]:
-    """Micro-batches of ``rows`` sequences, as they come."""
+    """Cut into micro-batches of ``rows`` sequences, in order."""
     numbers = range(len(workload.lengths))
     return [list(numbers[start : start + rows]) for start in range(0, len(numbers), rows)]
 
 
 def first_fit(workload: Workload) -> list[list[int]]:
-    """Micro-batches within the token budget: each sequence, longest first, goes where there is room."""
+    """Cut into micro-batches within the token budget: longest sequence first, into the first micro-batch with room."""
     bins: list[tuple[int, list[int]]] = []
     for i in sorted(range(len(workload.lengths)), key=lambda i: -workload.lengths[i]):
         length = workload.lengths[i]
@@ -41,34 +41,34 @@ def first_fit(workload: Workload) -> list[list[int]]:
     return [numbers for _, numbers in bins]
 
 
-# ---- log-probs of a micro-batch, [T]: those of all its sequences end to end, arbitrary at the last position of each
+# ---- log-probs of a micro-batch, [T]: all its sequences concatenated, arbitrary at the last position of each
 
 
-def padded(model: PreTrainedModel, part: Workload) -> Tensor:
-    """Right padding, and logits of every position."""
-    ids = pad_sequence(list(part.input_ids), batch_first=True)
-    mask = pad_sequence([torch.ones_like(x) for x in part.input_ids], batch_first=True)
+def padded(model: PreTrainedModel, batch: Workload) -> Tensor:
+    """Use right padding and logits of every position."""
+    ids = pad_sequence(list(batch.input_ids), batch_first=True)
+    mask = pad_sequence([torch.ones_like(x) for x in batch.input_ids], batch_first=True)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     logprobs = -F.cross_entropy(logits.flatten(0, 1).float(), ids.roll(-1, 1).flatten(), reduction="none")
     return logprobs[mask.flatten().bool()]
 
 
-def stock(model: PreTrainedModel, part: Workload) -> Tensor:
-    """All sequences in one row; transformers sees from the positions where they start, and makes a mask of ``T x T``."""
-    ids = torch.cat(part.input_ids)
-    positions = torch.cat([torch.arange(n) for n in part.lengths])
+def stock(model: PreTrainedModel, batch: Workload) -> Tensor:
+    """Use one row of all sequences; transformers derives the sequences from the positions, and builds a mask of ``T x T``."""
+    ids = torch.cat(batch.input_ids)
+    positions = torch.cat([torch.arange(n) for n in batch.lengths])
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
     return -F.cross_entropy(logits.float(), ids.roll(-1), reduction="none")
 
 
-def packed(model: PreTrainedModel, part: Workload, only_trained: bool = False) -> Tensor:
-    """All sequences in one row, attention over each alone, and logits in chunks that the backward computes again."""
-    ids = torch.cat(part.input_ids)
-    positions = torch.cat([torch.arange(n) for n in part.lengths])
-    lengths = part.lengths
+def packed(model: PreTrainedModel, batch: Workload, only_trained: bool = False) -> Tensor:
+    """Use one row of all sequences, attention per sequence, and logits in chunks that the backward recomputes."""
+    ids = torch.cat(batch.input_ids)
+    positions = torch.cat([torch.arange(n) for n in batch.lengths])
+    lengths = batch.lengths
     body = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths)
     hidden, targets = body.last_hidden_state[0], ids.roll(-1)
-    trained = torch.cat(part.trained)
+    trained = torch.cat(batch.trained)
     if only_trained:
         hidden, targets = hidden[trained], targets[trained]
 
@@ -83,7 +83,7 @@ def packed(model: PreTrainedModel, part: Workload, only_trained: bool = False) -
 def _per_sequence(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs
 ) -> tuple[Tensor, None]:
-    """Attention of packed ``[1, heads, T, width]``, over each of ``kwargs["lengths"]`` alone."""
+    """Attention of packed ``[1, heads, T, width]``, over each of ``kwargs["lengths"]`` separately."""
     lengths = kwargs["lengths"]
     outs = [
         F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
@@ -97,7 +97,7 @@ AttentionInterface.register("bench_per_sequence", _per_sequence)
 
 @dataclass(frozen=True)
 class Loop:
-    """How a plain loop cuts its batch, and what it does with a micro-batch."""
+    """Micro-batching and log-prob function of a plain loop."""
 
     cut: Callable[[Workload], list[list[int]]]
     logprobs: Callable[[PreTrainedModel, Workload], Tensor]
@@ -112,7 +112,7 @@ LOOPS = {
     "stock": Loop(first_fit, stock),
     "reference": Loop(partial(in_order, rows=1), padded, "eager"),
 }
-"""The loops by name. The last is for the reference, in float64."""
+"""Loops by name. The last is for the reference, in float64."""
 
 
 class PlainRow:
@@ -128,20 +128,20 @@ class PlainRow:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.lr, weight_decay=task.weight_decay, fused=True
         )
-        self.mine = task.mine()
+        self.workload = task.local_workload()
         self.trained_tokens = task.everything().trained_tokens
-        self.parts = [(numbers, self.mine.take(numbers)) for numbers in loop.cut(self.mine)]
+        self.micro_batches = [(numbers, self.workload.take(numbers)) for numbers in loop.cut(self.workload)]
 
     def _precision(self) -> AbstractContextManager:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.task.dtype == "bfloat16")
 
     def step(self) -> tuple[float, float]:
-        """See :class:`benchmarks.rows.Row`. Gradients of several ranks are summed in one piece."""
+        """See :class:`benchmarks.rows.Row`. The gradients are all-reduced as one tensor."""
         total = torch.zeros((), dtype=torch.float64)
-        for _, part in self.parts:
+        for _, batch in self.micro_batches:
             with self._precision():
-                logprobs = self.loop.logprobs(self.model, part)
-            loss = -(logprobs * torch.cat(part.weights)).sum() / self.trained_tokens
+                logprobs = self.loop.logprobs(self.model, batch)
+            loss = -(logprobs * torch.cat(batch.weights)).sum() / self.trained_tokens
             loss.backward()
             total += loss.detach()
         if self.task.ranks > 1:
@@ -160,13 +160,13 @@ class PlainRow:
     def forward(self) -> list[Tensor]:
         """See :class:`benchmarks.rows.Row`."""
         out: dict[int, Tensor] = {}
-        for numbers, part in self.parts:
+        for numbers, batch in self.micro_batches:
             with self._precision():
-                logprobs = self.loop.logprobs(self.model, part)
-            out.update(zip(numbers, logprobs.split(part.lengths), strict=True))
+                logprobs = self.loop.logprobs(self.model, batch)
+            out.update(zip(numbers, logprobs.split(batch.lengths), strict=True))
         return [out[i] for i in range(len(out))]
 
 
 def build(task: Task, loop: str) -> PlainRow:
-    """A row of this module, by the name of its loop."""
+    """Build a row of this module, by the name of its loop."""
     return PlainRow(task, LOOPS[loop])

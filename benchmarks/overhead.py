@@ -1,4 +1,4 @@
-"""What an engine takes for itself: of a training step, and to cut a large batch; and what a step takes on one rank or several.
+"""Overhead of an engine: in a training step, in splitting a large batch, and of a step on one rank and on several.
 
 python -m benchmarks.overhead, or torchrun --nproc-per-node 2 -m benchmarks.overhead
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from areal import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngineConfig, create_engine
 from areal.api import TrainEngine
+from benchmarks.engine_row import trained_tokens, weighted_nll
 from benchmarks.model import Size, write_model
-from benchmarks.ours import trained_tokens, weighted_nll
 from benchmarks.workloads import load
 
 ROUNDS = 9
@@ -27,7 +27,7 @@ SEQUENCES, LENGTH = 512, 2048
 
 
 def engine_of(path: str, ranks: int, spec: MicroBatchSpec, layout: str = "d") -> TrainEngine:
-    """An engine of the FSDP backend on all ranks, ready to train."""
+    """Start an FSDP engine on all ranks."""
     config = TrainEngineConfig(
         path=path,
         backend=f"fsdp:{layout}{ranks}",
@@ -41,18 +41,18 @@ def engine_of(path: str, ranks: int, spec: MicroBatchSpec, layout: str = "d") ->
 
 
 def median_ms(work: Callable[[], object]) -> tuple[float, float]:
-    """Median and least milliseconds of a call, after one that is not timed."""
+    """Return the median and least milliseconds of a call, after one warm-up call."""
     work()
-    found = []
+    result = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         work()
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found), min(found)
+        result.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(result), min(result)
 
 
 def large_batch() -> dict[str, Tensor]:
-    """Whole sequences with three more keys, as a GRPO step has them."""
+    """Return sequences with three more keys, as in a GRPO step."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 8192, (SEQUENCES, LENGTH), generator=generator)
     floats = {key: torch.rand(SEQUENCES, LENGTH, generator=generator) for key in ("advantages", "old_logprobs")}
@@ -61,7 +61,7 @@ def large_batch() -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Print both."""
+    """Print both overheads."""
     torch.set_num_threads(1)
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     size, workload = Size(), load("ragged")
@@ -73,13 +73,13 @@ def main() -> None:
                 for ids, weights, trained in zip(workload.input_ids, workload.weights, workload.trained, strict=True)
             ]
             steps = [engine.train_batch(samples, weighted_nll, trained_tokens) for _ in range(ROUNDS)][1:]
-            shares = sorted(step.timings["data"] / step.seconds for step in steps)
+            fractions = sorted(step.timings["data"] / step.seconds for step in steps)
             if rank == 0:
-                own = statistics.median(shares)
+                own = statistics.median(fractions)
                 print(f"{ranks} ranks, {workload.tokens} tokens each: {own:.2%} of a step is the engine's own")
             ids = torch.randint(0, size.vocabulary, (64, 128), generator=torch.Generator().manual_seed(rank))
-            whole = [{"input_ids": row, "weights": torch.ones(128), "output_mask": torch.ones(128)} for row in ids]
-            speeds = [ranks * ids.numel() / engine.train_batch(whole, weighted_nll).seconds for _ in range(6)][1:]
+            full = [{"input_ids": row, "weights": torch.ones(128), "output_mask": torch.ones(128)} for row in ids]
+            speeds = [ranks * ids.numel() / engine.train_batch(full, weighted_nll).seconds for _ in range(6)][1:]
             if rank == 0:
                 low, high = min(speeds), max(speeds)
                 middle = statistics.median(speeds)

@@ -17,8 +17,8 @@ from areal.api import Batch, ParallelDims, TokenOutputs, TrainEngine, TrainEngin
 from areal.engine.fsdp.parallelize import transformer_layers
 from areal.engine.registry import create_engine
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import family_dir, loss, mine, ragged, started
-from areal.tests.mutants.run import TESTS, find_test
+from areal.tests.harness.tiny import family_dir, loss, local_batch, global_batch, started
+from areal.tests.mutants.finding import TESTS, find_test
 
 ENGINES = ("fsdp", "megatron")
 
@@ -31,19 +31,19 @@ def weights(engine: TrainEngine) -> list[Any]:
 
 def numbers(engine: TrainEngine) -> list[Any]:
     """Three steps of training."""
-    steps = [engine.train_batch(mine(engine, ragged(seed)), loss) for seed in range(3)]
+    steps = [engine.train_batch(local_batch(engine, global_batch(seed)), loss) for seed in range(3)]
     return [x for step in steps for x in (step.loss, step.grad_norm, step.lr)]
 
 
 def terms(engine: TrainEngine) -> list[Any]:
-    step = engine.train_batch(ragged(), loss)
+    step = engine.train_batch(global_batch(), loss)
     return sorted([*step.terms, *step.metrics])
 
 
 def cut(engine: TrainEngine) -> list[Any]:
     """Tokens of each micro-batch, or the error."""
     try:
-        return [mb.n_tokens for mb in engine.microbatches(ragged())]
+        return [mb.n_tokens for mb in engine.microbatches(global_batch())]
     except ValueError as error:
         return [str(error)]
 
@@ -215,7 +215,7 @@ OPTIONS: dict[str, Option] = {
     "activation_checkpointing": Option("full", recomputed),
     "offload_dir": Option("<folder>", files),
     "grad_sync": Option(
-        "micro_batch", "dist/step/test_engine.py::test_gradients_are_reduced_once_a_call_or_for_each_micro_batch*"
+        "micro_batch", "dist/step/test_engine.py::test_gradients_are_reduced_per_call_or_per_micro_batch*"
     ),
     "deterministic": Option(True, switches),
     "seed": Option(1, weights, {"init_from_scratch": True}),
@@ -245,10 +245,10 @@ OPTIONS: dict[str, Option] = {
     "megatron.last_stage_layers": Option(1, depth, DEEP, layout="p2"),
     "megatron.distributed_optimizer": Option(False, optimizers),
     "megatron.overlap_grad_reduce": Option(
-        True, "dist/megatron/test_megatron.py::test_an_overlapped_reduction_starts_in_the_backward*"
+        True, "dist/megatron/test_megatron.py::test_overlapped_reduction_starts_in_backward*"
     ),
     "megatron.overlap_param_gather": Option(
-        True, "dist/megatron/test_megatron_weights.py::test_weights_that_a_gather_still_owes_are_there*", OVERLAP
+        True, "dist/megatron/test_megatron_weights.py::test_pending_gathered_weights_are_streamed*", OVERLAP
     ),
     "megatron.bucket_size": Option(1000, buckets, OVERLAP),
     "megatron.optimizer_state_dtype": Option("bfloat16", optimizers),

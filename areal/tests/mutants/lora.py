@@ -1,4 +1,4 @@
-"""The bugs of adapters that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+"""Bugs of adapters that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from areal.tests.mutants.planting import Function, mutant
 
 FILE = "dist/checkpoint/test_lora.py::"
-ISOLATED = FILE + "test_adapters_are_isolated_bit_for_bit[fsdp:d1]"
-LOOK = FILE + "test_looking_at_gradients_and_adding_more_counts_each_once[{}]"
-PEFT = FILE + "test_peft_loads_what_was_saved_and_the_other_way_round[llama-{}]"
-BYTES = FILE + "test_training_leaves_every_byte_of_the_model_alone[{}]"
-ALONE = FILE + "test_one_adapter_is_saved_and_goes_on_by_itself[{}]"
+ISOLATED = FILE + "test_adapters_are_isolated_bitwise[fsdp:d1]"
+LOOK = FILE + "test_reading_gradients_then_accumulating_counts_each_once[{}]"
+PEFT = FILE + "test_adapter_round_trips_with_peft[llama-{}]"
+BYTES = FILE + "test_adapter_training_keeps_model_weights_bitwise[{}]"
+ALONE = FILE + "test_single_adapter_is_saved_and_resumed[{}]"
 
 
 @mutant("areal.engine.lora.low_rank:LowRank.apply", PEFT.format("fsdp:d1"))
 def without_the_scale(right: Function) -> Function:
-    """What an adapter adds is not scaled."""
+    """An adapter's contribution is not scaled."""
 
     def wrong(self: Any, out: Tensor, x: Tensor) -> Tensor:
         return out + (right(self, out, x) - out) / self.scale
@@ -28,13 +28,13 @@ def without_the_scale(right: Function) -> Function:
 
 @mutant("areal.engine.lora.low_rank:WeightDelta.add_to", PEFT.format("fsdp:t2"))
 def merged_at_the_first_rows(right: Function) -> Function:
-    """Every rank merges the first rows and columns of the product into its part of a weight."""
+    """Every rank merges the first rows and columns of the product into its slice of a weight."""
     return lambda self, weight, box: right(self, weight, tuple(slice(0, n) for n in weight.shape))
 
 
 @mutant("areal.engine.lora.adapter:Adapter.before_backward", LOOK.format("fsdp:d2"))
 def sums_are_summed_again(right: Function) -> Function:
-    """Every rank keeps a sum over ranks, adds to it, and the next sum counts it once for each."""
+    """Every rank accumulates into a gradient that is already reduced, and the next reduction counts that once per rank."""
 
     def wrong(self: Any) -> None:
         self._summed = False
@@ -44,7 +44,7 @@ def sums_are_summed_again(right: Function) -> Function:
 
 @mutant("areal.engine.lora.adapter:Adapter.sum_gradients", BYTES.format("fsdp:t2"))
 def gradients_of_own_columns(right: Function) -> Function:
-    """Gradients that are summands over tensor-parallel ranks are not summed over them."""
+    """Partial gradients of tensor-parallel ranks are not summed."""
 
     def wrong(self: Any) -> None:
         for factor in self.factors:
@@ -67,5 +67,5 @@ def a_step_discards_all_gradients(right: Function) -> Function:
 
 @mutant("areal.engine.lora.adapter:Adapter.resume", ALONE.format("fsdp:d1"))
 def moments_without_the_schedule(right: Function) -> Function:
-    """An adapter goes on with its moments, and the learning rate of the first step."""
+    """A resumed adapter has its moments but the learning rate of the first step."""
     return lambda self, state: right(self, {**state, "schedule": self.optimizer.state_dict()})

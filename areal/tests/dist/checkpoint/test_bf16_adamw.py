@@ -1,4 +1,4 @@
-"""AdamW with bfloat16 moments in an engine: replicas stay one, and a run goes on bit for bit."""
+"""AdamW with bfloat16 moments in an engine: replicas stay equal, and a run resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from areal.api import SaveLoadMeta, TrainEngine
 from areal.utils.offload import optimizer_tensors
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import loss, local_batch, global_batch, same_bits, started, weights_of
 
 
 def train(engine: TrainEngine, steps: range) -> None:
     for step in steps:
-        assert engine.train_batch(mine(engine, ragged(step)), loss).update_successful
+        assert engine.train_batch(local_batch(engine, global_batch(step)), loss).update_successful
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,19 @@ def train(engine: TrainEngine, steps: range) -> None:
         pytest.param("fsdp:t2", marks=pytest.mark.world(2)),
     ],
 )
-def test_replicas_stay_one_and_a_run_goes_on_bit_for_bit(backend: str, tmp_path: Path) -> None:
+def test_bf16_adamw_replicas_stay_equal_and_resume_bitwise(backend: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"path": model_dir("qwen3"), "fsdp": {"optimizer_state_dtype": "bfloat16"}}
     with started(backend, **options) as engine:
         train(engine, range(5))
         expected = weights_of(engine)
-        held = {
+        local = {
             f"{name} {p.placements}": p.to_local().tolist() for name, p in engine._components.model.named_parameters() if isinstance(p, DTensor)
         }
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, {key: rows for key, rows in held.items() if "norm" in key or backend == "fsdp:r2"})
+        actual: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(actual, {key: rows for key, rows in local.items() if "norm" in key or backend == "fsdp:r2"})
         if backend in ("fsdp:r2", "fsdp:t2"):
-            assert len(found[0]) >= 9
-            assert all(one == found[0] for one in found)
+            assert len(actual[0]) >= 9
+            assert all(one == actual[0] for one in actual)
         moments = optimizer_tensors(engine._components.optimizer.inner)
         assert moments and all(moment.dtype is torch.bfloat16 for moment in moments)
     with started(backend, **options) as engine:

@@ -1,4 +1,4 @@
-"""Saving and loading: what comes back, in which layout, and what happens when something is wrong."""
+"""Saving and loading: restored state, other layouts, and faults."""
 
 import json
 import os
@@ -19,14 +19,14 @@ from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
-from areal.tests.harness.tiny import OPTIMIZER, gpt2_dir, layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import OPTIMIZER, gpt2_dir, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import world
 
 SGD = OptimizerConfig(type="sgd", lr=0.1, momentum=0.9)
 
 
 def step(engine: TrainEngine, seed: int) -> None:
-    engine.train_batch(mine(engine, ragged(seed)), loss)
+    engine.train_batch(local_batch(engine, global_batch(seed)), loss)
 
 
 def all_files(folder: Path) -> list[str]:
@@ -34,7 +34,7 @@ def all_files(folder: Path) -> list[str]:
 
 
 class Counter:
-    """Something with a state, such as a data loader."""
+    """Object with a state, such as a data loader."""
 
     def __init__(self, count: int = 0, state: Any = None) -> None:
         self.state: Any = {"count": count, "order": torch.arange(count)} if state is None else state
@@ -51,13 +51,13 @@ class Counter:
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4, but=("megatron:d1", "megatron:t2p2")))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_tied"])
-def test_hf_is_what_transformers_loads(backend: str, family: str, tmp_path: Path) -> None:
+def test_hf_checkpoint_loads_in_transformers(backend: str, family: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     with started(backend, path=model_dir(family), optimizer=SGD) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(path))
         trained = weights_of(engine)
-        samples = mine(engine, ragged())
+        samples = local_batch(engine, global_batch())
         outputs = engine.forward_batch(samples, outputs=("logits",))
     plain, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert plain.dtype == torch.float32
@@ -74,7 +74,7 @@ def test_hf_is_what_transformers_loads(backend: str, family: str, tmp_path: Path
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
+def test_hf_checkpoint_in_several_files_with_tokenizer(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
     source, path = tmp_path / "source", tmp_path / "saved"
     with started(f"fsdp:d{world_size}", value_head=True) as engine:
         if world().rank == 0:
@@ -87,8 +87,8 @@ def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asyn
         checkpointer.save(SaveLoadMeta(path, asynchronous=asynchronous))
         checkpointer.wait()
         expected = weights_of(engine)
-    found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
-    assert same_bits(found, expected)
+    actual = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+    assert same_bits(actual, expected)
     files = all_files(path)
     assert {"config.json", "tokenizer_config.json", "chat_template.jinja", "value_head.safetensors"} < set(files)
     assert "optimizer.pt" not in files
@@ -99,13 +99,13 @@ def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asyn
     AutoModelForCausalLM.from_pretrained(path)
 
 
-# ---- going on
+# ---- resume
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, 4, engine="fsdp", but=("fsdp:p2",)))  # of a model with dropout
+@pytest.mark.parametrize("backend", layouts(1, 2, 4, engine="fsdp", but=("fsdp:p2",)))  # for a model with dropout
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, SGD], ids=["adamw", "sgd"])
-def test_dcp_goes_on_bit_for_bit(backend: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
-    """A run with dropout, a schedule and a value head that stops after two steps and goes on, against one that never stopped."""
+def test_dcp_checkpoint_resumes_bitwise(backend: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
+    """Compare a run with dropout, a schedule and a value head that resumes after two steps with one that never stopped."""
     options: dict[str, Any] = {"path": gpt2_dir(resid_pdrop=0.2), "optimizer": optimizer, "value_head": True}
     with started(backend, **options) as engine:
         step(engine, 1)
@@ -126,7 +126,7 @@ def test_dcp_goes_on_bit_for_bit(backend: str, optimizer: OptimizerConfig, tmp_p
 
 
 def go_on(backend: str, read: str | None, write: str, seed: int) -> None:
-    """One step of a run: from a checkpoint, and into the next."""
+    """Take one step of a run: load a checkpoint and save the next."""
     with started(backend, path=model_dir("qwen3_moe")) as engine:
         if read is not None:
             engine.load(SaveLoadMeta(read, weight_format="dcp"))
@@ -138,8 +138,8 @@ def go_on(backend: str, read: str | None, write: str, seed: int) -> None:
 @needs_own_world
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_dcp_goes_on_in_other_layouts(tmp_path: Path) -> None:
-    """One step in each of d4, d2, c2 and d1, against four steps in d1; and there and back without a step in between."""
+def test_dcp_checkpoint_resumes_in_other_layouts(tmp_path: Path) -> None:
+    """Take one step in each of d4, d2, c2 and d1, compared with four steps in d1; then convert there and back without a step."""
     for run, chain in {"moved": ["d4", "d2", "c2", "d1"], "stayed": ["d1"] * 4}.items():
         read = None
         for i, letters in enumerate(chain):
@@ -156,7 +156,7 @@ def test_dcp_goes_on_in_other_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("other", ["fsdp:r2d2", "fsdp:c4", "fsdp:d2c2"])
-def test_dcp_in_another_layout_holds_the_same_bits(other: str, tmp_path: Path) -> None:
+def test_dcp_checkpoint_is_bitwise_equal_in_another_layout(other: str, tmp_path: Path) -> None:
     meta = SaveLoadMeta(tmp_path / "run", weight_format="dcp")
     with started("fsdp:d4") as engine:
         step(engine, 1)
@@ -167,13 +167,13 @@ def test_dcp_in_another_layout_holds_the_same_bits(other: str, tmp_path: Path) -
         before = torch.get_rng_state()
         engine.load(meta)
         assert same_bits(weights_of(engine), expected)
-        assert torch.equal(torch.get_rng_state(), before)  # of another layout: left alone
+        assert torch.equal(torch.get_rng_state(), before)  # state of another layout: not loaded
         moments = engine._components.optimizer.inner.state_dict()["state"]
         assert all(entry["step"] == 1 and entry["exp_avg"].full_tensor().any() for entry in moments.values())
 
 
 @pytest.mark.world(2)
-def test_dcp_without_an_optimizer(tmp_path: Path) -> None:
+def test_dcp_checkpoint_without_optimizer(tmp_path: Path) -> None:
     light = SaveLoadMeta(tmp_path / "light", weight_format="dcp", with_optim=False)
     full = SaveLoadMeta(tmp_path / "full", weight_format="dcp")
     with started("fsdp:d2") as engine:
@@ -193,12 +193,12 @@ def test_dcp_without_an_optimizer(tmp_path: Path) -> None:
         engine.load(full)
 
 
-# ---- in the background
+# ---- asynchronous saves
 
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_an_asynchronous_save_holds_what_was_there_at_the_call(
+def test_async_save_contains_state_at_the_call(
     weight_format: Any, world_size: int, tmp_path: Path
 ) -> None:
     meta = SaveLoadMeta(tmp_path / "saved", weight_format=weight_format, asynchronous=True)
@@ -217,31 +217,31 @@ def test_an_asynchronous_save_holds_what_was_there_at_the_call(
 
 
 @pytest.mark.world(2)
-def test_an_asynchronous_save_is_published_while_training_goes_on(tmp_path: Path) -> None:
+def test_async_save_is_published_during_training(tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         engine.save(SaveLoadMeta(tmp_path / "saved", weight_format="dcp", asynchronous=True))
         for seed in range(200):
             step(engine, seed)
-            found = [is_complete(tmp_path / "saved")] * 2
-            dist.all_gather_object(found, found[0])
-            if all(found):
+            result = [is_complete(tmp_path / "saved")] * 2
+            dist.all_gather_object(result, result[0])
+            if all(result):
                 return
         raise AssertionError("nobody waited for it, and it never came")
 
 
 @pytest.mark.world(2)
-def test_leaving_the_engine_finishes_its_save(tmp_path: Path) -> None:
+def test_destroy_finishes_async_save(tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         engine.save(SaveLoadMeta(tmp_path / "saved", asynchronous=True))
     assert is_complete(tmp_path / "saved")
 
 
-# ---- many, and in place of others
+# ---- several checkpoints, and replacement
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_keeps_the_newest_and_replaces(weight_format: Any, tmp_path: Path) -> None:
+def test_retention_keeps_newest_and_replaces(weight_format: Any, tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         for i in (0, 1, 2, 1):
             step(engine, i)
@@ -260,7 +260,7 @@ def test_keeps_the_newest_and_replaces(weight_format: Any, tmp_path: Path) -> No
 
 @contextmanager
 def unharmed(engine: TrainEngine) -> Iterator[None]:
-    """What goes on inside changes no weight, and the engine can go on."""
+    """Check that the faults raised inside change no weight and that the engine can go on."""
     before = weights_of(engine)
     yield
     assert same_bits(weights_of(engine), before)
@@ -268,7 +268,7 @@ def unharmed(engine: TrainEngine) -> Iterator[None]:
 
 
 def by_hand(engine: TrainEngine, **options: Any) -> FSDPCheckpointer:
-    """A checkpointer for an engine, with options that the engine does not pass on."""
+    """Return a checkpointer for an engine, with options that the engine does not expose."""
     parts = engine._components
     options = {"source": model_dir("qwen3"), **options}
     return FSDPCheckpointer(parts.model, parts.optimizer, engine, engine.control, **options)
@@ -292,7 +292,7 @@ DAMAGES = {
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("weight_format", "damage"), [*DAMAGES])
-def test_a_damaged_file_is_named_and_nothing_is_loaded(weight_format: Any, damage: str, tmp_path: Path) -> None:
+def test_damaged_file_raises_and_loads_nothing(weight_format: Any, damage: str, tmp_path: Path) -> None:
     spoil, message = DAMAGES[weight_format, damage]
     meta = SaveLoadMeta(tmp_path / "saved", weight_format=weight_format)
     with started("fsdp:d2") as engine:
@@ -307,7 +307,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(weight_format: Any, damag
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_another_model_is_named_and_nothing_is_loaded(weight_format: Any, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_raises_and_loads_nothing(weight_format: Any, tmp_path: Path) -> None:
     others = {
         "wider": ({"intermediate_size": 64}, r"layers\.0\.mlp\.\w+\.weight' has shape.*but the model needs"),
         "deeper": ({"num_hidden_layers": 3}, r"has '[\w.]*layers\.2\.[\w.]+'.*has not"),
@@ -328,7 +328,7 @@ def test_another_model_is_named_and_nothing_is_loaded(weight_format: Any, tmp_pa
 
 
 @pytest.mark.world(2)
-def test_state_that_is_not_there_or_cannot_be_read_again(tmp_path: Path) -> None:
+def test_missing_or_unreadable_state_raises(tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         with pytest.raises(ValueError, match=r"stateful\['data'\].*not a tensor"):
             engine.save(
@@ -347,7 +347,7 @@ def test_state_that_is_not_there_or_cannot_be_read_again(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("weight_format", "rank", "stage"), [("hf", 1, "writing"), ("hf", 0, "all written"), ("dcp", 1, "written")]
 )
-def test_a_rank_that_cannot_write_fails_the_save_on_all(
+def test_write_error_on_one_rank_raises_on_all_ranks(
     weight_format: Any, rank: int, stage: str, asynchronous: bool, tmp_path: Path
 ) -> None:
     def full_disk(reached: str) -> None:

@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of a save: what was there before stays, and the other ranks say so."""
+"""A rank is killed in the middle of a save: the previous checkpoint stays, and the other ranks raise."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ KILLS = [
 
 
 def watched(engine: TrainEngine, path: str, observe: Observe) -> EngineCheckpointer:
-    """A checkpointer for an engine that tells of its stages, and writes small files."""
+    """Return a checkpointer for an engine that reports its stages and writes small files."""
     parts = engine._components
     made: Any = parts.checkpointer
     options: dict[str, Any] = {"observe": observe, "max_file_bytes": 12_000}
@@ -56,7 +56,10 @@ def watched(engine: TrainEngine, path: str, observe: Observe) -> EngineCheckpoin
 def save_and_be_killed(
     folder: str, backend: str, weight_format: Any, asynchronous: bool, stage: str, victim: int
 ) -> None:
-    """Save weights that are all 1, then weights that are all 2; the second time the victim dies. The survivor writes what it met."""
+    """Save weights that are all 1, then weights that are all 2; the second time the victim dies.
+
+    The survivor records its error.
+    """
 
     def die(reached: str) -> None:
         if armed and reached == stage and world().rank == victim:
@@ -87,15 +90,15 @@ def save_and_be_killed(
 
 
 def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | None]:
-    """All weights of a checkpoint, and the version, read without a world."""
+    """Read all weights of a checkpoint, and the version, without a world."""
     verify(path)
     if weight_format == "hf":
         files = sorted(path.glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}, None
     metadata = read_metadata(path)
     saved = metadata.state_dict_metadata
-    model = {name: found for name, found in saved.items() if not name.startswith(("optim.", "optimizer."))}
-    tensors = {name: torch.zeros(found.size) for name, found in model.items()}
+    model = {name: entry for name, entry in saved.items() if not name.startswith(("optim.", "optimizer."))}
+    tensors = {name: torch.zeros(entry.size) for name, entry in model.items()}
     read_tensors(path, metadata, tensors)
     return tensors, read_state(path / "state.pt")["version"]
 
@@ -103,7 +106,7 @@ def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | 
 @needs_own_world
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "weight_format", "asynchronous", "stage"), KILLS)
-def test_a_killed_rank_leaves_a_whole_checkpoint(
+def test_killed_rank_leaves_a_complete_checkpoint(
     backend: str, weight_format: str, asynchronous: bool, stage: str, tmp_path: Path
 ) -> None:
     victim = 0 if stage in ON_FIRST_RANK else 1
@@ -114,20 +117,20 @@ def test_a_killed_rank_leaves_a_whole_checkpoint(
     assert float(seconds) < SECONDS_TO_SAY_SO
     assert f"rank {victim} of 2 is gone" in message
     tensors, version = read_back(tmp_path / "saved", weight_format)
-    # Once every rank has reported, the first one publishes, whoever dies then.
+    # Once every rank has reported, the first rank publishes even if another one dies.
     possible = {"published": (2,), "reported": (1, 2)}.get(stage, (1,))
-    found = next(iter(tensors.values())).flatten()[0].item()
-    assert found in possible
+    result = next(iter(tensors.values())).flatten()[0].item()
+    assert result in possible
     assert len(tensors) > 15
-    assert all((tensor == found).all() for tensor in tensors.values())
-    assert version in (None, found)
+    assert all((tensor == result).all() for tensor in tensors.values())
+    assert version in (None, result)
     (tmp_path / "survivor").unlink()
     discard(open_draft(tmp_path / "saved"))
     assert os.listdir(tmp_path) == ["saved"]
 
 
 def save_with_four(folder: str, stage: str) -> None:
-    """Rank 2 dies while weights are gathered. The survivors stay alive: none is let go of by another's end."""
+    """Kill rank 2 while weights are gathered. The survivors stay alive: each must raise without the end of another."""
 
     def die(reached: str) -> None:
         if reached == stage and world().rank == 2:
@@ -149,7 +152,7 @@ def save_with_four(folder: str, stage: str) -> None:
 
 @needs_own_world
 @pytest.mark.slow
-def test_survivors_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_survivors_of_a_save_raise_independently(tmp_path: Path) -> None:
     ended = run_world(4, save_with_four, str(tmp_path), "tensor 8")
     assert [end.code for end in ended] == [0, 0, -signal.SIGKILL, 0], "\n".join(end.output for end in ended)
     said = [(tmp_path / f"survivor{rank}").read_text().split(maxsplit=1) for rank in (0, 1, 3)]

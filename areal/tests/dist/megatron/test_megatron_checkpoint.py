@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron engine: what comes back, in which layout, and for whom."""
+"""Checkpoints of the Megatron engine: restored state, other layouts, and exchange with other programs."""
 
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def model(family: str = "qwen3", **changes: Any) -> str:
     return model_dir(family, **changes)
 
 
-# ---- going on in the same layout
+# ---- resume in the same layout
 
 
 SAME: dict[str, tuple[int, str, str, dict[str, Any]]] = {
@@ -55,8 +55,8 @@ SAME: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.world(world)) for name, (world, *_) in SAME.items()]
 )
-def test_goes_on_bit_for_bit(name: str, asynchronous: bool, tmp_path: Path) -> None:
-    """A run with a schedule that stops after two steps and goes on, against one that never stopped."""
+def test_megatron_checkpoint_resumes_bitwise(name: str, asynchronous: bool, tmp_path: Path) -> None:
+    """Compare a run with a schedule that resumes after two steps with one that never stopped."""
     _, letters, family, options = SAME[name]
     options = {"path": model(family), **options}
     with started(f"megatron:{letters}", **options) as engine:
@@ -81,8 +81,8 @@ def test_goes_on_bit_for_bit(name: str, asynchronous: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.world(2)
-def test_parameters_on_their_way_are_saved(tmp_path: Path) -> None:
-    """With overlap the updated parameters are gathered in the next forward, which never comes here."""
+def test_pending_gathered_parameters_are_saved(tmp_path: Path) -> None:
+    """With overlap the updated parameters are gathered in the next forward, which does not happen here."""
     with started("megatron:d2", path=model(), dtype="bfloat16", **OVERLAP) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "run", DCP))
@@ -96,11 +96,11 @@ def test_parameters_on_their_way_are_saved(tmp_path: Path) -> None:
 
 
 def everything(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, in full, optimizer state too."""
+    """Return all tensors of a checkpoint in full, including optimizer state."""
     metadata = read_metadata(path)
     tensors = {
-        key: torch.full(found.size, torch.nan, dtype=found.properties.dtype)
-        for key, found in metadata.state_dict_metadata.items()
+        key: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
     }
     read_tensors(path, metadata, tensors)
     return tensors
@@ -116,8 +116,8 @@ CHAINS: dict[str, tuple[int, str, dict[str, Any], list[tuple[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.world(world)) for n, (world, *_) in CHAINS.items()])
-def test_other_layouts_hold_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Loaded in one layout after the other, and saved there without a step: weights, main parameters and moments."""
+def test_megatron_checkpoint_is_bitwise_equal_in_other_layouts(name: str, tmp_path: Path) -> None:
+    """Load in one layout after the other and save without a step: weights, main parameters and moments stay equal."""
     _, family, options, chain = CHAINS[name]
     options = {"path": model(family), **options}
     for i, (letters, more) in enumerate(chain):
@@ -135,11 +135,11 @@ def test_other_layouts_hold_the_same_bits(name: str, tmp_path: Path) -> None:
     for key in first:
         if not key.startswith("optimizer.state."):
             moments = first[f"optimizer.state.exp_avg.{key}"]
-            assert moments.any() != (key == "value_head.weight"), key  # of which the loss knows nothing
+            assert moments.any() != (key == "value_head.weight"), key  # tokens that the loss does not use
 
 
 @pytest.mark.world(2)
-def test_interleaved_stages(tmp_path: Path) -> None:
+def test_checkpoint_of_interleaved_stages(tmp_path: Path) -> None:
     with started("megatron:p2v2", path=model(**DEEP)) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "v2", DCP))
@@ -152,7 +152,7 @@ def test_interleaved_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_vocabulary_that_ranks_cannot_share_evenly(tmp_path: Path) -> None:
+def test_checkpoint_of_uneven_vocabulary(tmp_path: Path) -> None:
     path = model(vocab_size=VOCAB + 1)
     with started("megatron:t2", path=path) as engine:
         step(engine, 1)
@@ -182,8 +182,8 @@ DTYPES = {
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", [*DTYPES])
-def test_main_parameters_come_back_in_another_dtype(name: str, tmp_path: Path) -> None:
-    """Whole, wherever the optimizer keeps them."""
+def test_main_parameters_load_in_another_dtype(name: str, tmp_path: Path) -> None:
+    """Main parameters are restored in full, wherever the optimizer keeps them."""
     dtype, more, other, others = DTYPES[name]
     with started("megatron:d2", path=model(), dtype=dtype, **more) as engine:
         step(engine, 1)
@@ -192,13 +192,13 @@ def test_main_parameters_come_back_in_another_dtype(name: str, tmp_path: Path) -
     with started("megatron:d2", path=model(), dtype=other, **others) as engine:
         engine.load(SaveLoadMeta(tmp_path / "run", DCP))
         engine.save(SaveLoadMeta(tmp_path / "again"))
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "hf"))
-    assert found["model.norm.weight"].dtype == torch.float32
-    assert same_bits(found, expected)
+    actual, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "hf"))
+    assert actual["model.norm.weight"].dtype == torch.float32
+    assert same_bits(actual, expected)
 
 
 def go_on(letters: str, read: str | None, write: str, seed: int, family: str) -> None:
-    """One step of a run: from a checkpoint, and into the next."""
+    """Take one step of a run: load a checkpoint and save the next."""
     with started(f"megatron:{letters}", path=model(family, **DEEP)) as engine:
         if read is not None:
             engine.load(SaveLoadMeta(read, DCP))
@@ -214,8 +214,8 @@ RUNS = {"qwen3": ["t2", "p2v2", "p2", "d2", "d1"], "qwen3_moe": ["e2", "d2", "e2
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
-    """One step in each layout, against as many in one that never stopped."""
+def test_megatron_checkpoint_resumes_in_other_layouts(family: str, tmp_path: Path) -> None:
+    """Take one step in each layout, compared with a run that never stopped."""
     chain = RUNS[family]
     for run, layouts in {"moved": chain, "stayed": ["d1"] * len(chain)}.items():
         read = None
@@ -230,55 +230,55 @@ def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
     start = load_file(Path(model(family, **DEEP)) / "model.safetensors")
     assert moved.keys() == stayed.keys()
     for name in moved:
-        # By norms: where a gradient is next to nothing, AdamW makes a step of its rounding.
+        # Compare norms: where a gradient is almost zero, AdamW amplifies its rounding to a step.
         change = (stayed[name] - start[name]).norm()
         assert (moved[name] - stayed[name]).norm() < 1e-3 * change, name
 
 
-# ---- for others, and from others
+# ---- exchange with other programs
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("letters", "family"), [("p2", "qwen3"), ("t2", "qwen3"), ("e2", "qwen3_moe")])
-def test_megatron_core_loads_it(letters: str, family: str, tmp_path: Path) -> None:
-    """By ``dist_checkpointing.load``, into the state that its own optimizer asks for."""
+def test_checkpoint_loads_in_megatron_core(letters: str, family: str, tmp_path: Path) -> None:
+    """Load with ``dist_checkpointing.load`` into the state that Megatron-Core's optimizer requests."""
     from megatron.core import dist_checkpointing
 
     with started(f"megatron:{letters}", path=model(family)) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "run", DCP))
-        found = dist_checkpointing.load_content_metadata(str(tmp_path / "run"))
-        metadata = {**found, "dp_cp_group": engine._components.checkpointer._groups.dp_cp}
+        content = dist_checkpointing.load_content_metadata(str(tmp_path / "run"))
+        metadata = {**content, "dp_cp_group": engine._components.checkpointer._groups.dp_cp}
         checkpointer = engine._components.checkpointer
         own = checkpointer._chunks[0].module.sharded_state_dict(metadata=metadata)
         with torch.no_grad():
             asked = checkpointer._chained.sharded_state_dict(own, is_loading=True, metadata=metadata)
         state = dist_checkpointing.load({"optimizer": asked}, str(tmp_path / "run"))["optimizer"]
-        parts = checkpointer._chained.chained_optimizers
-        for i, part in enumerate(parts):
-            loaded = state[i] if len(parts) > 1 else state
-            kept = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+        optimizers = checkpointer._chained.chained_optimizers
+        for i, optimizer in enumerate(optimizers):
+            loaded = state[i] if len(optimizers) > 1 else state
+            kept = optimizer.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
             for name in ("param", "exp_avg", "exp_avg_sq"):
                 entries = loaded["param_state"].values()
                 flat = torch.cat([entry[name].flatten() for entry in entries])
                 buffers = [
                     buffer for key, by_dtype in kept.items() if isinstance(key, int) for buffer in by_dtype.values()
                 ]
-                held = torch.cat(
+                parameters = torch.cat(
                     [
                         buffers[at][name][start:stop]
-                        for at, buffer in enumerate(part.buffers)
+                        for at, buffer in enumerate(optimizer.buffers)
                         for start, stop, _ in buffer.param_index_map.values()
                     ]
                 )
-                assert torch.equal(flat, held)
+                assert torch.equal(flat, parameters)
                 assert flat.any()
             assert loaded["optimizer"]["param_groups"][0]["step"] == 1
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("letters", ["t2", "p2"])
-def test_loads_what_the_fsdp_engine_saved(letters: str, tmp_path: Path) -> None:
+def test_megatron_loads_fsdp_checkpoint(letters: str, tmp_path: Path) -> None:
     with started("fsdp:d2", path=model()) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "hf"))
@@ -293,7 +293,7 @@ def test_loads_what_the_fsdp_engine_saved(letters: str, tmp_path: Path) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_an_optimizer(dtype: str, tmp_path: Path) -> None:
+def test_megatron_checkpoint_without_optimizer(dtype: str, tmp_path: Path) -> None:
     light, full = SaveLoadMeta(tmp_path / "light", DCP, with_optim=False), SaveLoadMeta(tmp_path / "full", DCP)
     with started("megatron:d2", path=model(), dtype=dtype) as engine:
         step(engine, 1)
@@ -313,12 +313,12 @@ def test_without_an_optimizer(dtype: str, tmp_path: Path) -> None:
         assert same_bits(weights_of(engine), expected)
 
 
-# ---- many, in the background, and faults
+# ---- several checkpoints, asynchronous saves, and faults
 
 
 @pytest.mark.world(2)
-def test_an_asynchronous_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
-    """The tensors change under it in place, as fast as they can."""
+def test_async_save_contains_state_at_the_call(tmp_path: Path) -> None:
+    """The tensors change in place during the save."""
     meta = SaveLoadMeta(tmp_path / "saved", DCP, asynchronous=True)
     with started("megatron:d2", path=model()) as engine:
         step(engine, 1)
@@ -332,7 +332,7 @@ def test_an_asynchronous_save_holds_what_was_there_at_the_call(tmp_path: Path) -
 
 
 @pytest.mark.world(2)
-def test_keeps_the_newest(tmp_path: Path) -> None:
+def test_megatron_retention_keeps_newest(tmp_path: Path) -> None:
     with started("megatron:p2", path=model()) as engine:
         for i in (0, 1, 2, 1):
             step(engine, i)
@@ -351,7 +351,7 @@ DAMAGES = {
 
 
 @pytest.mark.world(2)
-def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_damaged_file_raises_and_loads_nothing(tmp_path: Path) -> None:
     with started("megatron:p2", path=model()) as engine:
         engine.save(SaveLoadMeta(tmp_path / "saved", DCP))
         step(engine, 1)
@@ -372,7 +372,7 @@ OTHERS = {
 
 
 @pytest.mark.world(2)
-def test_another_model_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_raises_and_loads_nothing(tmp_path: Path) -> None:
     for name, (changes, _) in OTHERS.items():
         with started("megatron:p2", path=model(**changes), value_head=name == "valued") as engine:
             engine.save(SaveLoadMeta(tmp_path / name, DCP))

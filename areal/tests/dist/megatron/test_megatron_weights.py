@@ -1,4 +1,4 @@
-"""A Megatron-Core model's weights from and to Hugging Face files, in every layout: the same bits, and float32 unrounded."""
+"""Weights of a Megatron-Core model from and to Hugging Face files, in every layout: equal bits, and float32 unrounded."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from areal.engine.checkpoint.async_save import CheckpointSaver, ignore
 from areal.tests.dist.checkpoint.test_weights import DAMAGES, copied, edit, on_disk
 from areal.tests.grid.layouts import LAYOUTS, Layout
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import cached, world
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_tied", "smollm", "qwen3_moe", "deepseek_v3")
@@ -29,13 +29,13 @@ SPLIT = {
     2: ("megatron:d2", "megatron:t2", "megatron:p2", "megatron:e2", "megatron:p2v2"),
     4: ("megatron:e2t2", "megatron:d2p2"),
 }
-"""Layouts in which the main parameters of tiny mixtures of experts lie in different ways."""
+"""Layouts that place the main parameters of tiny mixtures of experts differently."""
 THOROUGH = ("megatron:d1", "megatron:t2p2")
-"""Layouts that every family runs in."""
+"""Layouts in which every family runs."""
 
 
 def everywhere(*families: str) -> list[Any]:
-    """Every layout, whatever its ways, with two of the families that it takes in turn; one rank and ``t2p2`` have them all."""
+    """Return every layout with two of its families in turn; one rank and ``t2p2`` get all families."""
     layouts = {layout.backend: layout for layout in LAYOUTS["megatron"]}.values()
     pairs = []
     for number, layout in enumerate(layouts):
@@ -53,7 +53,7 @@ MISTRAL = pytest.param(Layout("megatron:t2"), "mistral", marks=pytest.mark.world
 
 
 def mixtures() -> list[Any]:
-    """Backends for a mixture of experts of four layers, each marked with its world."""
+    """Return backends for a mixture of experts with four layers, each marked with its world."""
     return [pytest.param(b, marks=pytest.mark.world(size), id=b) for size, backends in SPLIT.items() for b in backends]
 
 
@@ -62,15 +62,15 @@ def moe(**changes: Any) -> str:
 
 
 def saved(engine: TrainEngine, path: Path, **options: Any) -> dict[str, Tensor]:
-    """What a checkpoint in the Hugging Face format holds."""
+    """Return the tensors of a checkpoint in the Hugging Face format."""
     save_hf(engine, path, **options)
-    found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+    result = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
     dist.barrier()
-    return found
+    return result
 
 
 def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **options: Any) -> CheckpointSaver:
-    """Save through the weights alone. Returns what is waited for."""
+    """Save only the weights. Returns the pending save."""
     weights, saver = engine._components.weights, CheckpointSaver(engine.control)
     source = engine.config.path
     saver.save(
@@ -84,20 +84,20 @@ def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **op
     return saver
 
 
-# ---- in and out again
+# ---- round trips
 
 
 @pytest.mark.parametrize(("layout", "family"), [*everywhere(*FAMILIES), MISTRAL])
-def test_streams_and_saves_what_transformers_wrote(layout: Layout, family: str, tmp_path: Path) -> None:
+def test_megatron_streams_and_saves_hf_files(layout: Layout, family: str, tmp_path: Path) -> None:
     path = model_dir(family, **layout.changes)
     with started(layout.backend, path=path) as engine:
         assert same_bits(weights_of(engine), on_disk(path))
         assert same_bits(saved(engine, tmp_path / "saved"), on_disk(path))
         names = [name for name, _ in engine.named_tensors()]
     assert len(names) == len(set(names))
-    assert names == cached("order", path, lambda: names)  # on every layout
-    places = [int(name.split(".")[2]) for name in names if ".layers." in name]
-    assert places == sorted(places)
+    assert names == cached("order", path, lambda: names)  # in every layout
+    layer_numbers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layer_numbers == sorted(layer_numbers)
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == ("model.norm.weight" if family in ("qwen3_tied", "smollm") else "lm_head.weight")
 
@@ -110,8 +110,8 @@ VOCABULARIES = [(2, "t2", 111), (4, "t2p2", 111), (4, "t4", 5)]
     [pytest.param(b, v, marks=pytest.mark.world(size), id=f"{b}-{v}") for size, b, v in VOCABULARIES],
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_tied"])
-def test_vocabularies_that_do_not_divide(letters: str, vocabulary: int, family: str, tmp_path: Path) -> None:
-    """Rows that fill up are no part of the weights; of five rows over four ranks, the last rank holds none."""
+def test_weights_of_uneven_vocabulary(letters: str, vocabulary: int, family: str, tmp_path: Path) -> None:
+    """Padding rows are not weights; with five rows over four ranks, the last rank gets padding only."""
     path = model_dir(family, vocab_size=vocabulary, num_key_value_heads=4)
     with started(f"megatron:{letters}", path=path) as engine:
         assert same_bits(weights_of(engine), on_disk(path))
@@ -120,8 +120,8 @@ def test_vocabularies_that_do_not_divide(letters: str, vocabulary: int, family: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", mixtures())
-def test_any_bits_are_streamed_as_they_are(backend: str, dtype: str) -> None:
-    """Negative zeros, infinities and NaNs of every kind."""
+def test_named_tensors_keep_any_bits(backend: str, dtype: str) -> None:
+    """Stream negative zeros, infinities and NaNs of every kind."""
     integers, n = {"float32": (torch.int32, 2**31), "bfloat16": (torch.int16, 2**15)}[dtype]
     generator = torch.Generator().manual_seed(1)
     bits = {
@@ -137,7 +137,7 @@ def test_any_bits_are_streamed_as_they_are(backend: str, dtype: str) -> None:
 
 
 @pytest.mark.world(4)
-def test_each_rank_reads_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_only_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     read, original = [], TensorFiles.read
 
     def counting(files: TensorFiles, key: str, index: tuple[slice, ...]) -> Tensor:
@@ -151,7 +151,7 @@ def test_each_rank_reads_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None
         counts: list[int] = [0] * 4
         dist.all_gather_object(counts, sum(read))
     total = sum(tensor.numel() for tensor in on_disk(path).values())
-    assert total <= sum(counts) < 1.05 * total  # norms are on several ranks
+    assert total <= sum(counts) < 1.05 * total  # norms are replicated on several ranks
     assert max(counts) < 0.3 * total
 
 
@@ -160,14 +160,14 @@ def test_each_rank_reads_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 @pytest.mark.parametrize("backend", mixtures())
-def test_float32_files_reach_the_main_parameters_unrounded(backend: str, distributed: bool, tmp_path: Path) -> None:
-    """At the start, and when weights are loaded later; and a step starts from them."""
+def test_main_parameters_load_float32_files_unrounded(backend: str, distributed: bool, tmp_path: Path) -> None:
+    """Compare at the start, after a later load, and after a step."""
     first, second = moe(), moe(seed=2)
     settings = {"distributed_optimizer": distributed}
     with started(backend, path=first, dtype="bfloat16", optimizer=ADAMW, megatron=settings) as engine:
         assert same_bits(weights_of(engine), rounded(on_disk(first)))
         assert same_bits(saved(engine, tmp_path / "first"), on_disk(first))
-        engine.forward_backward(mine(engine, ragged()), loss)
+        engine.forward_backward(local_batch(engine, global_batch()), loss)
         gradients = gradients_of(engine)
         engine.optimizer_step()
         stepped = saved(engine, tmp_path / "stepped")
@@ -179,8 +179,8 @@ def test_float32_files_reach_the_main_parameters_unrounded(backend: str, distrib
         assert same_bits(saved(engine, tmp_path / "second"), on_disk(second))
     for name, start in on_disk(first).items():
         gradient = gradients[name].double()
-        expected = start.double() - ADAMW.lr * gradient / (gradient.abs() + ADAMW.eps)  # what the first step of Adam is
-        torch.testing.assert_close(stepped[name].double(), expected, rtol=3e-7, atol=1e-7)  # bf16 is 4e-3 away
+        expected = start.double() - ADAMW.lr * gradient / (gradient.abs() + ADAMW.eps)  # the first step of Adam
+        torch.testing.assert_close(stepped[name].double(), expected, rtol=3e-7, atol=1e-7)  # bf16 would be off by 4e-3
 
 
 def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", mixtures())
-def test_random_weights_are_those_of_the_fsdp_engine(backend: str, tmp_path: Path) -> None:
+def test_random_weights_equal_the_fsdp_engine(backend: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"path": moe(), "init_from_scratch": True, "value_head": True, "seed": 5}
     with started(f"fsdp:d{dist.get_world_size()}", **options) as engine:
         expected = weights_of(engine)
@@ -219,13 +219,13 @@ def test_random_weights_of_other_families(family: str, world_size: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("layout", "family"), everywhere("qwen3_tied", "qwen3_moe"))
-def test_hf_is_what_transformers_loads(layout: Layout, family: str, tmp_path: Path) -> None:
+def test_hf_checkpoint_loads_in_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     with started(layout.backend, path=model_dir(family, **layout.changes), optimizer=ADAMW) as engine:
-        engine.train_batch(mine(engine, ragged(1)), loss)
+        engine.train_batch(local_batch(engine, global_batch(1)), loss)
         save_hf(engine, path)
         trained = weights_of(engine)
-        samples = mine(engine, ragged())
+        samples = local_batch(engine, global_batch())
         outputs = engine.forward_batch(samples, outputs=("logits",))
     plain, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert plain.dtype == torch.float32
@@ -238,17 +238,17 @@ def test_hf_is_what_transformers_loads(layout: Layout, family: str, tmp_path: Pa
 
 @pytest.mark.world(1, 2, 4)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_hf_in_several_files(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
-    """An asynchronous save holds what the weights were, and says in config.json what it holds."""
+def test_megatron_hf_checkpoint_in_several_files(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
+    """An asynchronous save contains the weights at the time of the call, and config.json describes them."""
     backend, path = {1: "d1", 2: "t2", 4: "t2p2"}[world_size], tmp_path / "saved"
     source = model_dir("qwen3", value_head=True)
     with started(f"megatron:{backend}", path=source, dtype="bfloat16", value_head=True) as engine:
         saver = save_hf(engine, path, asynchronous=asynchronous, max_file_bytes=12_000)
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         saver.wait()
-    found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+    result = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
     head = load_file(Path(source) / "value_head.safetensors")
-    assert same_bits(found, on_disk(source) | head)
+    assert same_bits(result, on_disk(source) | head)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(on_disk(source))
     assert len(set(index["weight_map"].values())) > 5
@@ -259,33 +259,33 @@ def test_hf_in_several_files(world_size: int, asynchronous: bool, tmp_path: Path
 
 
 @pytest.mark.world(2)
-def test_without_an_optimizer_the_parameters_are_written(tmp_path: Path) -> None:
+def test_hf_checkpoint_without_optimizer_has_parameters(tmp_path: Path) -> None:
     with started("megatron:p2", dtype="bfloat16", optimizer=None) as engine:
         assert same_bits(saved(engine, tmp_path / "saved"), rounded(on_disk(model_dir("qwen3"))))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.world(2)
-def test_weights_that_a_gather_still_owes_are_there(tmp_path: Path) -> None:
-    """With overlapping gathers a step leaves parameters to be gathered: by the next forward, or by whoever looks at them."""
+def test_pending_gathered_weights_are_streamed(tmp_path: Path) -> None:
+    """With overlapped gathers a step leaves parameters to be gathered by the next forward or by the first reader."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
     with started("megatron:d2", megatron=overlap, optimizer=ADAMW) as engine:
-        engine.train_batch(mine(engine, ragged()), loss)
-        found = saved(engine, tmp_path / "saved")
-        assert same_bits(found, weights_of(engine))
-        assert not same_bits(found, on_disk(model_dir("qwen3")))
-        engine.train_batch(mine(engine, ragged(1)), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
+        result = saved(engine, tmp_path / "saved")
+        assert same_bits(result, weights_of(engine))
+        assert not same_bits(result, on_disk(model_dir("qwen3")))
+        engine.train_batch(local_batch(engine, global_batch(1)), loss)
         engine._components.weights.read(Path(model_dir("qwen3")))
-        engine.eval_batch(mine(engine, ragged()), loss)
+        engine.eval_batch(local_batch(engine, global_batch()), loss)
         assert same_bits(weights_of(engine), on_disk(model_dir("qwen3")))
 
 
-# ---- files that do not fit
+# ---- files that do not match the model
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("damage", [*DAMAGES])
-def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Path) -> None:
+def test_mismatched_files_raise_on_every_rank(damage: str, tmp_path: Path) -> None:
     apply, message = DAMAGES[damage]
     folder = copied("qwen3", tmp_path)
     with started("megatron:p2", path=str(folder)) as engine:
@@ -293,24 +293,24 @@ def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Pa
         if world().rank == 0:
             apply(folder)
         dist.barrier()
-        with pytest.raises(ValueError, match=message):  # a checkpoint is checked before anything changes
+        with pytest.raises(ValueError, match=message):  # a checkpoint is validated before any change
             engine._components.weights.check(folder)
         assert same_bits(weights_of(engine), before)
     engine = create_engine(config("megatron:p2", path=str(folder)))
     with pytest.raises(ValueError, match=message):
         engine.initialize(FinetuneSpec(total_train_steps=1))
-    with started("megatron:p2"):  # the world is as good as before
+    with started("megatron:p2"):  # the world still works
         dist.barrier()
 
 
 @pytest.mark.world(1)
-def test_weights_that_the_optimizer_keeps_to_itself_are_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A precision-aware optimizer, which needs a GPU, is one that says that it is one."""
+def test_weights_of_precision_aware_optimizer_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A precision-aware optimizer needs a GPU; here an optimizer that claims to be one replaces it."""
     with started("megatron:d1") as engine:
         weights = engine._components.weights
         monkeypatch.setattr(weights._optimizer.chained_optimizers[0].config, "use_precision_aware_optimizer", True)
         weights.check(Path(model_dir("qwen3")))
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         with pytest.raises(ValueError, match="optimizer_state_dtype = 'bfloat16'"):
             weights.check(Path(model_dir("qwen3")))
 
@@ -325,7 +325,7 @@ def doubled(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("change", [renamed, doubled])
-def test_keys_that_are_no_fault(change: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
+def test_megatron_known_extra_keys_are_ignored(change: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
     folder = copied("qwen3_tied", tmp_path)
     if world().rank == 0:
         edit(change)(folder)
@@ -336,7 +336,7 @@ def test_keys_that_are_no_fault(change: Callable[[dict[str, Tensor]], None], tmp
 
 
 @pytest.mark.world(2)
-def test_a_value_head_is_read_from_its_own_file(tmp_path: Path) -> None:
+def test_value_head_is_read_from_its_file(tmp_path: Path) -> None:
     folder = copied("qwen3", tmp_path)
     with started("megatron:p2", path=str(folder), value_head=True) as engine:
         assert not weights_of(engine)["value_head.weight"].any()

@@ -1,4 +1,4 @@
-"""Context-parallel attention against one process, in float64."""
+"""Context-parallel attention compared with one process, in float64."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from areal.engine.attention.context_parallel import ContextParallel, choose_mode
 
 MODES = ("ulysses", "gather_kv")
 HEADS = {"mha": (4, 4), "gqa": (8, 4), "kv2": (4, 2), "kv1": (4, 1), "kv3": (12, 3), "indivisible": (9, 3)}
-# Single tokens, sequences inside one chunk and over several; with padding behind them, except for the first stream.
+# Single tokens, sequences within one chunk and across chunks; all but the first stream have padding at the end.
 STREAMS = ((5, 1, 1, 7, 2, 16), (1, 30, 3), (3,))
 
 
 def packed(tokens: int, heads: tuple[int, int], dims: tuple[int, int], seed: int) -> list[Tensor]:
-    """q, k, v and sinks of a whole stream, the same on every rank."""
+    """Return q, k, v and sinks of a full stream, the same on every rank."""
     rng = torch.Generator().manual_seed(seed)
     (hq, hk), (d, dv) = heads, dims
     shapes = [(tokens, hq, d), (tokens, hk, d), (tokens, hk, dv), (hq,)]
@@ -38,7 +38,7 @@ def padded(length: int, align: int) -> int:
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[int, int]) -> None:
+def test_context_parallel_attention_equals_one_process(mode: str, heads: tuple[int, int]) -> None:
     cp = ContextParallel(dist.group.WORLD, mode)
     if mode == "ulysses" and heads[0] % cp.size:
         layout = cp.layout(TokenStream.of((8,), 8))
@@ -46,18 +46,18 @@ def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[i
         with pytest.raises(ValueError, match=f"{heads[0]} query heads do not divide over {cp.size}"):
             layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), AttentionOptions(scale=1.0))
         return
-    # A window of 1 beside one across chunks, latent attention's narrower values, with and without sinks and softcap.
+    # A window of 1 and one across chunks, latent attention's narrower values, with and without sinks and softcap.
     options = [(None, False, None, 4), (6, True, None, 4), (1, False, None, 4), (None, True, 2.0, 3)]
     for i, (seqlens, (window, has_sinks, softcap, dv)) in enumerate(itertools.product(STREAMS, options)):
         tokens = padded(sum(seqlens), cp.align)
         *qkv, sinks = packed(tokens, heads, (4, dv), seed=i)
         up = torch.randn(tokens, heads[0], dv, dtype=torch.float64, generator=torch.Generator().manual_seed(99 + i))
 
-        whole = [x.clone().requires_grad_() for x in (*qkv, sinks)]
+        reference = [x.clone().requires_grad_() for x in (*qkv, sinks)]
         tail = (tokens - sum(seqlens),) if tokens > sum(seqlens) else ()
         kwargs = {"scale": 0.7, "window": window, "softcap": softcap}
         expected = packed_attention(
-            *whole[:3], Segments.of((*seqlens, *tail)), AttentionOptions(sinks=whole[3] if has_sinks else None, **kwargs)
+            *reference[:3], Segments.of((*seqlens, *tail)), AttentionOptions(sinks=reference[3] if has_sinks else None, **kwargs)
         )
         expected.backward(up)
 
@@ -66,12 +66,12 @@ def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[i
         out.backward(cp.shard(up))
 
         assert error(out, cp.shard(expected)) <= 1e-12
-        for mine, full in zip(local[:3], whole[:3], strict=True):
-            assert error(mine.grad, cp.shard(full.grad)) <= 1e-12
-        if has_sinks:  # a parameter: ranks' gradients add up
+        for ours, theirs in zip(local[:3], reference[:3], strict=True):
+            assert error(ours.grad, cp.shard(theirs.grad)) <= 1e-12
+        if has_sinks:  # a parameter: gradients are summed over ranks
             total = local[3].grad.clone()
             dist.all_reduce(total)
-            assert error(total, whole[3].grad) <= 1e-12
+            assert error(total, reference[3].grad) <= 1e-12
 
 
 @pytest.mark.world(2, 4)
@@ -94,7 +94,7 @@ def test_gather_inverts_shard_and_its_backward_keeps_the_local_slice(mode: str) 
 
 
 @pytest.mark.world(2)
-def test_padding_reaches_neither_sequences_nor_gradients() -> None:
+def test_padding_affects_neither_outputs_nor_gradients() -> None:
     for mode in MODES:
         cp = ContextParallel(dist.group.WORLD, mode)
         q, k, v, _ = packed(8, (2, 2), (4, 4), seed=0)
@@ -117,7 +117,7 @@ def test_padding_reaches_neither_sequences_nor_gradients() -> None:
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("mode", MODES)
-def test_what_does_not_fit_is_refused(mode: str) -> None:
+def test_mismatched_context_parallel_arguments_raise(mode: str) -> None:
     cp = ContextParallel(dist.group.WORLD, mode)
     with pytest.raises(ValueError, match=f"pad them to a multiple of {cp.align}"):
         cp.shard(torch.zeros(cp.align + 1))
@@ -131,12 +131,12 @@ def test_what_does_not_fit_is_refused(mode: str) -> None:
 
 
 @pytest.mark.world(2)
-def test_positions_follow_the_tokens() -> None:
+def test_positions_are_sharded_with_tokens() -> None:
     for mode in MODES:
         cp = ContextParallel(dist.group.WORLD, mode)
-        whole = TokenStream.of((2, 3, 1), 8).positions()
-        assert whole.tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
-        assert torch.equal(cp.gather(cp.shard(whole), 8), whole)
+        full = TokenStream.of((2, 3, 1), 8).positions()
+        assert full.tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
+        assert torch.equal(cp.gather(cp.shard(full), 8), full)
 
 
 @pytest.mark.world(2)
@@ -147,5 +147,5 @@ def test_one_layout_serves_layers_with_different_windows() -> None:
     q, k, v, _ = packed(32, (9, 3), (4, 4), seed=3)
     for window in (None, 4, None, 5):
         out = layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), AttentionOptions(scale=0.5, window=window))
-        whole = packed_attention(q, k, v, Segments.of((20, 12)), AttentionOptions(scale=0.5, window=window))
-        assert error(out, cp.shard(whole)) <= 1e-12
+        full = packed_attention(q, k, v, Segments.of((20, 12)), AttentionOptions(scale=0.5, window=window))
+        assert error(out, cp.shard(full)) <= 1e-12

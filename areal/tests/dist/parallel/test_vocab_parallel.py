@@ -1,4 +1,4 @@
-"""A head whose vocabulary is spread over ranks gives the numbers of the whole head, on every rank, to the bit."""
+"""Vocabulary-parallel head: on every rank the numbers equal those of the full head, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(dtype: torch.dtype, columns: int | None, seed: int = 3) -> tuple[Tensor
 
 
 def block(split: str, group: dist.ProcessGroup) -> slice:
-    """This rank's rows; uneven: the first rank holds more."""
+    """Return this rank's rows; with ``uneven`` the first rank has more."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     first = V // ranks + (ranks - 1 if split == UNEVEN else 0)
     rest = (V - first) // (ranks - 1)
@@ -41,9 +41,9 @@ def tensors(out: HeadOutputs) -> list[Tensor]:
 
 
 def scalar(out: list[Tensor]) -> Tensor:
-    parts = [x for x in out if x.is_floating_point()]
+    tensors = [x for x in out if x.is_floating_point()]
     return torch.stack(
-        [(x * torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)).sum() for x in parts]
+        [(x * torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)).sum() for x in tensors]
     ).sum()
 
 
@@ -56,15 +56,15 @@ def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
 def check(
     leaves: tuple[Tensor, ...], rows: slice, got: list[Tensor], want: list[Tensor], tol: float, group: dist.ProcessGroup
 ) -> None:
-    """Outputs and gradients against the whole head's; ``leaves`` are of the whole head, those of the shard are views."""
+    """Compare outputs and gradients with the full head's; ``leaves`` belong to the full head, those of the shard are views."""
     for g, w in zip(got, want, strict=True):
         assert same_on_all_ranks(g, group)
         torch.testing.assert_close(g, w, rtol=tol, atol=tol)
     expected = torch.autograd.grad(scalar(want), leaves)
-    found = torch.autograd.grad(scalar(got), leaves)
-    assert same_on_all_ranks(found[0], group)
-    torch.testing.assert_close(found[0], expected[0], rtol=tol, atol=tol)
-    for g, e in zip(found[1:], expected[1:], strict=True):
+    actual = torch.autograd.grad(scalar(got), leaves)
+    assert same_on_all_ranks(actual[0], group)
+    torch.testing.assert_close(actual[0], expected[0], rtol=tol, atol=tol)
+    for g, e in zip(actual[1:], expected[1:], strict=True):
         torch.testing.assert_close(g[rows], e[rows], rtol=tol, atol=tol)
         assert int(g.abs().sum(dim=tuple(range(1, g.ndim))).count_nonzero()) <= rows.stop - rows.start
 
@@ -75,7 +75,7 @@ def check(
     ("columns", "entropy", "topk"), [(None, False, None), (None, True, 5), (3, True, None), (3, False, 2)]
 )
 @pytest.mark.parametrize("chunk_size", [4, None])
-def test_spread_vocabulary_equals_whole(
+def test_vocab_parallel_head_equals_full_head(
     columns: int | None, entropy: bool, topk: int | None, chunk_size: int | None, split: str
 ) -> None:
     group = dist.group.WORLD
@@ -91,8 +91,8 @@ def test_spread_vocabulary_equals_whole(
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("fp32", [False, True])
-def test_without_targets_and_in_bf16(fp32: bool) -> None:
-    """Rounded to bf16, logits tie, and which of two equals comes first is nobody's promise: top-k is for the float32 head."""
+def test_vocab_parallel_head_with_missing_targets_and_bf16(fp32: bool) -> None:
+    """Rounded to bf16, logits tie, and the order of ties is undefined: top-k is compared for the float32 head only."""
     group = dist.group.WORLD
     hidden, weight, bias, _, _ = make(torch.bfloat16, None)
     rows = block(EVEN, group)
@@ -104,7 +104,7 @@ def test_without_targets_and_in_bf16(fp32: bool) -> None:
 
 
 @pytest.mark.world(2, 4)
-def test_without_any_target_or_token() -> None:
+def test_vocab_parallel_head_without_targets_or_tokens() -> None:
     group = dist.group.WORLD
     hidden, weight, _, targets, _ = make(torch.float64, None)
     rows = block(EVEN, group)
@@ -118,8 +118,8 @@ def test_without_any_target_or_token() -> None:
 
 
 @pytest.mark.world(2, 4)
-def test_one_rank_holds_nearly_all_probability() -> None:
-    """The other ranks' shares vanish beside it, and must not turn into NaN."""
+def test_vocab_parallel_head_with_probability_on_one_rank() -> None:
+    """The probabilities of the other ranks underflow and must not turn into NaN."""
     group = dist.group.WORLD
     hidden, weight, bias, targets, _ = make(torch.float32, None)
     rows = block(EVEN, group)
@@ -134,7 +134,7 @@ def test_one_rank_holds_nearly_all_probability() -> None:
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("split", [EVEN, UNEVEN])
-def test_gathered_logits_equal_whole(split: str) -> None:
+def test_gathered_logits_equal_full_logits(split: str) -> None:
     group = dist.group.WORLD
     hidden, weight, bias, _, temperature = make(torch.float64, None)
     rows = block(split, group)
@@ -145,22 +145,22 @@ def test_gathered_logits_equal_whole(split: str) -> None:
 
 
 @pytest.mark.world(4)
-def test_two_groups_side_by_side_do_not_mix() -> None:
+def test_separate_vocab_groups_do_not_mix() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = dist.get_rank() // 2
-    hidden, weight, bias, targets, _ = make(torch.float64, None, seed=mine)
-    rows = block(EVEN, groups[mine])
+    group_index = dist.get_rank() // 2
+    hidden, weight, bias, targets, _ = make(torch.float64, None, seed=group_index)
+    rows = block(EVEN, groups[group_index])
     want = tensors(head_outputs(hidden, weight, targets, bias=bias, entropy=True))
     got = tensors(
         head_outputs(
-            hidden, weight[rows], targets, bias=bias[rows], entropy=True, chunk_size=3 + mine, group=groups[mine]
+            hidden, weight[rows], targets, bias=bias[rows], entropy=True, chunk_size=3 + group_index, group=groups[group_index]
         )
     )
-    check((hidden, weight, bias), rows, got, want, 1e-12, groups[mine])
+    check((hidden, weight, bias), rows, got, want, 1e-12, groups[group_index])
 
 
 @pytest.mark.world(2, 4)
-def test_a_target_outside_every_block_is_refused_on_every_rank() -> None:
+def test_target_outside_vocabulary_raises_on_every_rank() -> None:
     hidden, weight, _, targets, _ = make(torch.float32, None)
     rows = block(EVEN, dist.group.WORLD)
     targets[0] = V

@@ -1,24 +1,25 @@
-"""The invariance grid: whatever the engine, the layout and the cut, a step is what one process computes in float64, one sequence at a time.
+"""Parity grid: for any engine, layout and micro-batch split, a step equals a float64 computation of one sequence at a time.
 
-The cells are a selection in which every layout meets every family, objective, batch, cut, option and dtype, and these one another.
+The cells are a pairwise selection: every layout meets every family, objective, batch, split, option and dtype, and so do
+these with each other.
 """
 
 import pytest
 
 from areal.tests.grid.cases import rows
 from areal.tests.grid.compare import assert_number, assert_rows, assert_step, assert_tensors
-from areal.tests.grid.covering import covering
+from areal.tests.grid.pairwise import pairwise_rows
 from areal.tests.grid.layouts import FACTORS, Cell, fits
-from areal.tests.grid.running import running
+from areal.tests.grid.cell_engine import start_cell
 from areal.tests.harness.world import record
 
-CELLS = [Cell(**row) for row in covering(FACTORS, fits, often={"float64": 8})]
+CELLS = [Cell(**row) for row in pairwise_rows(FACTORS, fits, often={"float64": 8})]
 
 
 def marks(cell: Cell) -> list[pytest.MarkDecorator]:
     if cell.options != "compile":
         return [pytest.mark.world(cell.layout.world)]
-    # Ranks take ten seconds to find the graphs of a cell, and with tensor parallelism a minute.
+    # Ranks take ten seconds to find the graphs of a cell, and a minute with tensor parallelism.
     often = cell.layout.backend == "fsdp:d1"
     return [pytest.mark.world(cell.layout.world, timeout=400), *([] if often else [pytest.mark.thorough])]
 
@@ -27,17 +28,17 @@ def marks(cell: Cell) -> list[pytest.MarkDecorator]:
 def test_every_verb_agrees_with_the_reference(cell: Cell) -> None:
     objective, tolerance = cell.objective, cell.tolerance
     call = (objective.loss_fn, objective.weight_fn)
-    with running(cell) as run:
+    with start_cell(cell) as run:
         engine, batch = run.engine, run.batch()
         expected, expected_outputs = run.expected()
 
         loss = assert_step(engine.eval_batch(batch, *call, outputs=objective.outputs), expected, tolerance)
 
-        found = engine.forward_batch(batch, outputs=objective.outputs)
-        by_name = found if len(objective.outputs) > 1 else {objective.outputs[0]: found}
-        lengths = [cell.case.lengths[i] for i in run.mine]
+        actual = engine.forward_batch(batch, outputs=objective.outputs)
+        by_name = actual if len(objective.outputs) > 1 else {objective.outputs[0]: actual}
+        lengths = [cell.case.lengths[i] for i in run.local_indices]
         outputs = max(
-            assert_rows(rows(by_name[name], lengths), expected_outputs[name], run.mine, tolerance)
+            assert_rows(rows(by_name[name], lengths), expected_outputs[name], run.local_indices, tolerance)
             for name in objective.outputs
         )
 

@@ -1,4 +1,4 @@
-"""What a step allocates and when it waits for the device; weights, gradients and optimizer state that go to host memory and come back."""
+"""Memory: allocations of a step, synchronizations with the device, and offload of weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine.registry import create_engine
-from areal.tests.harness.tiny import config, family_dir, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, family_dir, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.utils.functional.chunked_head import _Chunks
 
 LARGE_VOCAB = 4096
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns, in elements."""
+    """Size in elements of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = 0
+        self.elements = 0
         self.by = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.numel() > self.found:
-                self.found, self.by = x.numel(), f"{func} -> {list(x.shape)}"
+            if isinstance(x, Tensor) and x.numel() > self.elements:
+                self.elements, self.by = x.numel(), f"{func} -> {list(x.shape)}"
         return out
 
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Counts what reads values of tensors on the host: with a device, each would wait for it."""
+    """Count operations that read tensor values on the host: with a device, each would synchronize."""
     waits: Counter[str] = Counter()
 
     def counting(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def counted_waits() -> Iterator[Counter[str]]:
         return call
 
     with ExitStack() as stack:
-        # These two look at targets where that costs nothing: on the CPU alone.
+        # These functions read targets where this is free: on the CPU only.
         stack.enter_context(mock.patch("areal.utils.functional.logprobs._check_ids"))
         stack.enter_context(mock.patch("areal.utils.functional.logprobs._rows_with_targets", return_value=None))
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
@@ -63,8 +63,8 @@ def counted_waits() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.world(1)
-def test_no_step_allocates_tokens_times_vocabulary() -> None:
-    long = [{key: torch.cat([x] * 20) if x.dim() else x for key, x in sample.items()} for sample in ragged()]
+def test_step_never_allocates_full_logits() -> None:
+    long = [{key: torch.cat([x] * 20) if x.dim() else x for key, x in sample.items()} for sample in global_batch()]
     tokens = sum(len(sample["input_ids"]) for sample in long)
 
     def with_entropy(out: TokenOutputs, batch: Batch) -> Tensor:
@@ -80,48 +80,48 @@ def test_no_step_allocates_tokens_times_vocabulary() -> None:
         for name, verb in verbs.items():
             with mock.patch("areal.utils.functional.logprobs._default_chunk", return_value=128), Largest() as largest:
                 verb()
-            assert largest.found >= LARGE_VOCAB * 32, f"{name}: the embedding at least was to be seen"
-            assert largest.found < tokens * LARGE_VOCAB // 2, f"{name}: {largest.by}"
+            assert largest.elements >= LARGE_VOCAB * 32, f"{name}: the embedding at least was to be seen"
+            assert largest.elements < tokens * LARGE_VOCAB // 2, f"{name}: {largest.by}"
         with Largest() as largest:
             engine.forward_batch(long, outputs=("logits",))
-        assert largest.found >= tokens * LARGE_VOCAB, "the measure sees logits where they are asked for"
+        assert largest.elements >= tokens * LARGE_VOCAB, "the measure sees logits where they are asked for"
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_logits_that_are_kept_or_made_again_give_the_same(backend: str) -> None:
+def test_kept_and_recomputed_logits_give_equal_results(backend: str) -> None:
     steps, made = [], []
     for kept in (0, None):
         with started(backend, kept_logits_mb=kept) as engine:
             with mock.patch.object(_Chunks, "_write", autospec=True, side_effect=_Chunks._write) as write:
-                steps.append(engine.train_batch(mine(engine, ragged()), loss))
+                steps.append(engine.train_batch(local_batch(engine, global_batch()), loss))
             made.append(write.call_count)
     assert made[0] == 2 * made[1], "a stage without a head makes none"
     assert steps[0].loss == steps[1].loss
     assert steps[0].grad_norm == steps[1].grad_norm
 
 
-# Megatron-Core's stages tell each other the shape of what they send, and read it on the host.
+# Megatron-Core's stages send each other tensor shapes and read them on the host.
 @pytest.mark.parametrize("backend", layouts(1, 2, but=("megatron:p2",)))
-def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
-    found: dict[int, dict[str, Counter[str]]] = {}
+def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
+    result: dict[int, dict[str, Counter[str]]] = {}
     for n_mbs in (2, 4):
         with started(backend, mb_spec={"n_mbs": n_mbs}) as engine:
-            batch = mine(engine, [*ragged(0), *ragged(1)])
+            batch = local_batch(engine, [*global_batch(0), *global_batch(1)])
             verbs: dict[str, Callable[[], Any]] = {
                 "train": lambda e=engine, b=batch: e.train_batch(b, loss),
                 "eval": lambda e=engine, b=batch: e.eval_batch(b, loss),
                 "forward": lambda e=engine, b=batch: e.forward_batch(b),
             }
-            found[n_mbs] = {}
+            result[n_mbs] = {}
             for name, verb in verbs.items():
-                verb()  # AdamW makes its state in the first step
+                verb()  # AdamW allocates its state in the first step
                 with counted_waits() as waits:
                     step = verb()
-                found[n_mbs][name] = waits
+                result[n_mbs][name] = waits
                 if name == "train":
                     assert step.n_mbs == n_mbs
-    for name, waits in found[4].items():
-        assert waits == found[2][name], f"{name}: {waits} with four micro-batches, {found[2][name]} with two"
+    for name, waits in result[4].items():
+        assert waits == result[2][name], f"{name}: {waits} with four micro-batches, {result[2][name]} with two"
         assert backend != "fsdp:d1" or waits.total() <= 4, f"{name}: {waits}"
 
 
@@ -129,10 +129,10 @@ def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
 
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
-    """Bytes in storages of weights, gradients and optimizer state."""
-    parts = engine._components  # what the public surface does not show
+    """Return the bytes in storages of weights, gradients and optimizer state."""
+    parts = engine._components  # not exposed by the public interface
     inner, params = parts.optimizer.inner, list(parts.model.parameters())
-    chained = getattr(inner, "chained", None)  # Megatron-Core's
+    chained = getattr(inner, "chained", None)  # Megatron-Core's gradient buffers
     optimizers = [inner] if chained is None else [part.optimizer for part in chained.chained_optimizers]
     grads = [getattr(p, "main_grad", p.grad) for p in params]
     tensors = {
@@ -140,16 +140,16 @@ def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
         "grads": [x for x in grads if x is not None],
         "optimizer": [x for each in optimizers for state in each.state.values() for x in state.values() if x.dim()],
     }
-    local = {kind: [x.to_local() if isinstance(x, DTensor) else x for x in found] for kind, found in tensors.items()}
-    storages = {kind: {s._cdata: s for s in (x.untyped_storage() for x in found)} for kind, found in local.items()}
-    return {kind: sum(storage.nbytes() for storage in found.values()) for kind, found in storages.items()}
+    local = {kind: [x.to_local() if isinstance(x, DTensor) else x for x in values] for kind, values in tensors.items()}
+    storages = {kind: {s._cdata: s for s in (x.untyped_storage() for x in values)} for kind, values in local.items()}
+    return {kind: sum(storage.nbytes() for storage in unique.values()) for kind, unique in storages.items()}
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
 @pytest.mark.parametrize("after", ["train", "eval", "forward"])
-def test_offloaded_tensors_leave_the_device_and_come_back_bit_for_bit(backend: str, after: str) -> None:
+def test_offload_frees_the_device_and_restores_bitwise(backend: str, after: str) -> None:
     with started(backend) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         engine.train_batch(batch, loss)
         engine.forward_backward(batch, loss)
         weights, gradients = weights_of(engine), gradients_of(engine)
@@ -172,24 +172,24 @@ def test_offloaded_tensors_leave_the_device_and_come_back_bit_for_bit(backend: s
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_step_says_what_it_brought_back(backend: str) -> None:
+def test_step_reports_onload(backend: str) -> None:
     with started(backend) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         assert "onloaded_bytes" not in engine.train_batch(batch, loss).metrics
-        held = bytes_on_device(engine)
+        on_device = bytes_on_device(engine)
         engine.offload()
         params = engine.eval_batch(batch, loss).metrics["onloaded_bytes"]
         rest = engine.train_batch(batch, loss).metrics["onloaded_bytes"]
         assert "onloaded_bytes" not in engine.eval_batch(batch, loss).metrics
-        here = torch.tensor([float(held["params"]), float(sum(held.values()))])
+        here = torch.tensor([float(on_device["params"]), float(sum(on_device.values()))])
         torch.distributed.all_reduce(here)
         assert [params, params + rest] == here.tolist()
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_every_verb_brings_back_what_it_needs(backend: str) -> None:
+def test_every_verb_onloads_required_tensors(backend: str) -> None:
     with started(backend) as engine, started(backend) as untouched:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         verbs: tuple[Callable[[TrainEngine], Any], ...] = (
             lambda e: e.train_batch(batch, loss).loss,
             lambda e: e.eval_batch(batch, loss).loss,
@@ -214,26 +214,26 @@ def test_every_verb_brings_back_what_it_needs(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_each_kind_is_offloaded_alone(backend: str) -> None:
+def test_each_kind_of_tensor_is_offloaded_separately(backend: str) -> None:
     with started(backend) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         engine.train_batch(batch, loss)
         engine.forward_backward(batch, loss)
         before = bytes_on_device(engine)
         for kind in before:
             engine.offload(**{other: other == kind for other in before})
-            found = bytes_on_device(engine)
-            assert found == {**before, kind: 0}
+            result = bytes_on_device(engine)
+            assert result == {**before, kind: 0}
             engine.onload(**{other: other == kind for other in before})
             assert bytes_on_device(engine) == before
 
 
 @pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
 @pytest.mark.world(1)
-def test_files_take_what_is_offloaded_out_of_resident_memory(backend: str, tmp_path: Path) -> None:
-    path = family_dir("qwen3", vocab_size=300_000)  # malloc keeps smaller blocks for itself
+def test_offload_to_files_reduces_resident_memory(backend: str, tmp_path: Path) -> None:
+    path = family_dir("qwen3", vocab_size=300_000)  # malloc does not return smaller blocks to the system
     with started(backend, path=path, offload_dir=str(tmp_path)) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         engine.train_batch(batch, loss)
         weights, expected = weights_of(engine), engine.eval_batch(batch, loss).loss
         moved = sum(bytes_on_device(engine).values())
@@ -252,7 +252,7 @@ def test_files_take_what_is_offloaded_out_of_resident_memory(backend: str, tmp_p
 
 
 @pytest.mark.world(1)
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_offload_folder_raises(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     with create_engine(config("fsdp:d1", offload_dir=missing)) as engine, pytest.raises(ValueError, match="offload_dir = .*missing"):
         engine.initialize(FinetuneSpec(total_train_steps=1))

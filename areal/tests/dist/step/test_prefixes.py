@@ -1,6 +1,6 @@
-"""Shared prefixes, beside the same engine without them: every output, the gradient of all of them together, and what is refused.
+"""Shared prefixes compared with the same engine without sharing: every output, the gradient of all outputs, and errors.
 
-That they agree with the float64 reference in every layout is a cut of the grid; experts are in ``test_moe.py``.
+The grid compares sharing with the float64 reference in every layout; experts are tested in ``test_moe.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from areal.api import Batch, MicroBatchSpec, ParallelDims, TokenOutputs, TopK
 from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.compare import assert_tensors
-from areal.tests.grid.lift import float64_everywhere
-from areal.tests.harness.tiny import Sample, family_dir, gradients_of, mine, started
+from areal.tests.grid.float64_mode import float64_everywhere
+from areal.tests.harness.tiny import Sample, family_dir, gradients_of, local_batch, started
 from areal.tests.harness.world import record
 
 EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(3))
@@ -31,7 +31,7 @@ def settings(way: str) -> tuple[str, dict[str, Any]]:
 
 
 def masked() -> list[Sample]:
-    """A family of sequences that ask for outputs at different places, some of which they share."""
+    """Return sequences of one family with different output masks, which overlap partly."""
     batch = samples(CASES["family"])
     for i, sample in enumerate(batch):
         sample["output_mask"] = (torch.arange(len(sample["input_ids"])) + i // 3) % 4 != 0
@@ -39,7 +39,7 @@ def masked() -> list[Sample]:
 
 
 def everything(out: TokenOutputs, batch: Batch) -> Tensor:
-    """A loss in which each number that differentiates has a factor of its own."""
+    """Return a loss in which each differentiable output has its own factor."""
     total = out.logprobs.new_zeros(())
     for value in (out.logprobs, out.entropy, out.values, out.logits, out.hidden, out.topk.logprobs):
         flat = value.reshape(len(value), -1)
@@ -49,14 +49,14 @@ def everything(out: TokenOutputs, batch: Batch) -> Tensor:
 
 
 def run(way: str, spec: MicroBatchSpec) -> tuple[dict[str, Any], dict[str, Tensor], list[tuple[int, int]]]:
-    """Outputs, gradients, and for each micro-batch the tokens that a loss sees and that a model computes."""
+    """Return outputs, gradients, and per micro-batch the numbers of tokens in the loss and in the model."""
     backend, options = settings(way)
     with float64_everywhere(), started(backend, value_head=True, mb_spec=spec, **options) as engine:
-        batch = mine(engine, masked())
-        found = engine.forward_batch(batch, outputs=EVERYTHING)
+        batch = local_batch(engine, masked())
+        result = engine.forward_batch(batch, outputs=EVERYTHING)
         engine.forward_backward(batch, everything, outputs=EVERYTHING, normalization="sum")
         lengths = [(mb.n_tokens, mb.padded_length) for mb in engine.microbatches(batch).real]
-        return found, gradients_of(engine), lengths
+        return result, gradients_of(engine), lengths
 
 
 def marked(way: str) -> Any:
@@ -65,7 +65,7 @@ def marked(way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", [marked(way) for way in WAYS])
-def test_all_outputs_and_their_gradients_are_those_without_sharing(way: str) -> None:
+def test_shared_prefixes_give_equal_outputs_and_gradients(way: str) -> None:
     plain, expected, _ = run(way, MicroBatchSpec(max_tokens_per_mb=72))
     shared, gradients, lengths = run(way, MicroBatchSpec(max_tokens_per_mb=72, share_prefixes=True))
     assert sum(computed for _, computed in lengths) < 0.8 * sum(seen for seen, _ in lengths)
@@ -78,7 +78,7 @@ def test_all_outputs_and_their_gradients_are_those_without_sharing(way: str) -> 
 
 
 @pytest.mark.world(1)
-def test_a_model_that_runs_in_rows_shares_nothing() -> None:
+def test_unpacked_model_does_not_share_prefixes() -> None:
     spec = MicroBatchSpec(share_prefixes=True)
     with pytest.raises(ValueError, match="one sequence per row"):
         with started("fsdp:d1", path=family_dir("qwen3"), mb_spec=spec, fsdp={"attention": "rows"}):

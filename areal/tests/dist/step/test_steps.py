@@ -1,4 +1,4 @@
-"""Several calls in a row: gradients that add up, optimizer steps with clipping and schedule, and loops that callers write themselves."""
+"""Several calls in a row: accumulated gradients, optimizer steps with clipping and schedule, and custom loops."""
 
 from collections.abc import Mapping
 from itertools import cycle
@@ -11,7 +11,7 @@ from areal.api import MicroBatch, Normalization, OptimizerConfig, TokenOutputs
 from areal.tests.grid.cases import as_input, rows
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import Cell, all_layouts
-from areal.tests.grid.running import Running, running
+from areal.tests.grid.cell_engine import CellEngine, start_cell
 from areal.tests.harness.world import record
 
 TABLE = "several calls in a row: errors"
@@ -35,7 +35,7 @@ CLIPPED = {
 
 
 def cells(*, family: str, **fields: Any) -> list[Any]:
-    """A cell for each layout, of this family wherever it runs."""
+    """Return a cell for each layout, with this family if the layout supports it."""
     made = [
         Cell(layout, family=layout.family if family in layout.refuses else family, **fields) for layout in all_layouts()
     ]
@@ -43,7 +43,7 @@ def cells(*, family: str, **fields: Any) -> list[Any]:
 
 
 def rotating(values: Mapping[str, Any], **fields: Any) -> list[Any]:
-    """A cell for each layout, with the values in turn; an engine's first layout has them all."""
+    """Return a cell for each layout, with the values in turn; an engine's first layout gets all of them."""
     turn, seen = cycle(values), set()
     made = []
     for param in cells(**fields):
@@ -54,7 +54,7 @@ def rotating(values: Mapping[str, Any], **fields: Any) -> list[Any]:
     return made
 
 
-def weights_agree(run: Running, reference_weights: dict[str, Tensor]) -> float:
+def weights_agree(run: CellEngine, reference_weights: dict[str, Tensor]) -> float:
     """Compare all weights with the reference's."""
     return assert_tensors(run.engine.named_tensors(), reference_weights, run.cell.tolerance)
 
@@ -66,7 +66,7 @@ def weights_agree(run: Running, reference_weights: dict[str, Tensor]) -> float:
 def test_three_steps_track_the_reference(cell: Cell, optimizer: OptimizerConfig) -> None:
     objective = cell.objective
     call = (objective.loss_fn, objective.weight_fn)
-    with running(cell, optimizer, total_steps=4) as run:
+    with start_cell(cell, optimizer, total_steps=4) as run:
         reference = run.reference()
         reference.make_optimizer(optimizer, total_steps=4)
         worst = 0.0
@@ -94,11 +94,11 @@ def test_three_steps_track_the_reference(cell: Cell, optimizer: OptimizerConfig)
         cut="mbs3",
     ),
 )
-def test_calls_then_a_step_equal_one_batch(cell: Cell, normalization: Normalization) -> None:
-    """``sum`` and a number cut the batch over calls; ``weight`` adds whole batches, each scaled by ``loss_weight``."""
+def test_accumulated_calls_equal_one_batch(cell: Cell, normalization: Normalization) -> None:
+    """With ``sum`` or a number the batch is cut over calls; with ``weight`` the calls get complete batches, scaled by ``loss_weight``."""
     objective = cell.objective
     call = (objective.loss_fn, objective.weight_fn)
-    with running(cell, CONSTANT) as run:
+    with start_cell(cell, CONSTANT) as run:
         reference = run.reference()
         reference.make_optimizer(CONSTANT, total_steps=100)
         if normalization == "weight":
@@ -110,8 +110,8 @@ def test_calls_then_a_step_equal_one_batch(cell: Cell, normalization: Normalizat
             divide_by = 1.0 if normalization == "sum" else float(normalization)
             expected = reference.step(run.samples(), *call, divide_by=divide_by)
             losses = [
-                run.engine.forward_backward(part, *call, outputs=objective.outputs, normalization=normalization).loss
-                for part in in_parts(run, 3)
+                run.engine.forward_backward(batch, *call, outputs=objective.outputs, normalization=normalization).loss
+                for batch in split_over_calls(run, 3)
             ]
             assert sum(losses) == pytest.approx(expected.loss, rel=cell.tolerance)
         gradients = assert_tensors(run.engine.named_gradients(), expected.gradients, cell.tolerance)
@@ -123,27 +123,27 @@ def test_calls_then_a_step_equal_one_batch(cell: Cell, normalization: Normalizat
     record(TABLE, f"calls by {normalization}, {cell}", gradients=f"{gradients:.0e}", weights=f"{weights:.0e}")
 
 
-def in_parts(run: Running, n: int) -> list[Any]:
-    """This rank's part of the batch, over ``n`` calls; a rank that is short of sequences passes weightless ones instead."""
+def split_over_calls(run: CellEngine, n: int) -> list[Any]:
+    """Split this rank's shard over ``n`` calls; a rank that has too few sequences passes weightless ones."""
     everything = run.samples()
-    parts = []
-    for part in range(n):
-        chosen = [everything[i] for i in run.mine[part::n]]
+    batches = []
+    for first in range(n):
+        chosen = [everything[i] for i in run.local_indices[first::n]]
         if not chosen:
-            spare = everything[run.mine[0]]
+            spare = everything[run.local_indices[0]]
             chosen = [{**spare, "loss_mask": spare["loss_mask"] * 0}]
-        parts.append(as_input(chosen, run.cell.case.form))
-    return parts
+        batches.append(as_input(chosen, run.cell.case.form))
+    return batches
 
 
 LOOPS = cells(family="qwen2", objective_name="nll", case_name="starved", cut="tokens24")
 
 
-# What four ranks add to two is in the grid; a second engine need not have it here again.
+# The grid covers four ranks for the other engines.
 @pytest.mark.parametrize("cell", [p for p in LOOPS if p.values[0].layout.world < 4 or "fsdp" in p.id])
-def test_a_loop_of_ones_own_equals_train_batch(cell: Cell) -> None:
+def test_custom_loop_equals_train_batch(cell: Cell) -> None:
     objective = cell.objective
-    with running(cell, CONSTANT) as run:
+    with start_cell(cell, CONSTANT) as run:
         expected, expected_outputs = run.expected()
         mbs = run.engine.microbatches(run.batch())
         total = run.engine.global_weight(mbs, objective.weight_fn)
@@ -163,15 +163,15 @@ def test_a_loop_of_ones_own_equals_train_batch(cell: Cell) -> None:
         gradients = assert_tensors(run.engine.named_gradients(), expected.gradients, cell.tolerance)
 
         losses = [result["loss"] for result in results]
-        mine = sum(losses[1:], losses[0]).double()
-        assert run.engine.global_sum(mine).item() == pytest.approx(expected.loss, rel=cell.tolerance)
+        local_loss = sum(losses[1:], losses[0]).double()
+        assert run.engine.global_sum(local_loss).item() == pytest.approx(expected.loss, rel=cell.tolerance)
         restored = mbs.restore([{key: result[key] for key in ("logprobs", "length")} for result in results])
-        lengths = [cell.case.lengths[i] for i in run.mine]
+        lengths = [cell.case.lengths[i] for i in run.local_indices]
         assert restored["length"].tolist() == lengths
-        assert_rows(rows(restored["logprobs"], lengths), expected_outputs["logprobs"], run.mine, cell.tolerance)
+        assert_rows(rows(restored["logprobs"], lengths), expected_outputs["logprobs"], run.local_indices, cell.tolerance)
         assert_number(run.engine.optimizer_step().grad_norm, expected.grad_norm, cell.tolerance)
         by_hand = {name: tensor.clone() for name, tensor in run.engine.named_tensors()}
-    with running(cell, CONSTANT) as run:
+    with start_cell(cell, CONSTANT) as run:
         run.engine.train_batch(run.batch(), objective.loss_fn, objective.weight_fn, outputs=objective.outputs)
         weights = weights_agree(run, {name: tensor.double().cpu() for name, tensor in by_hand.items()})
     record(TABLE, f"a loop of one's own, {cell}", gradients=f"{gradients:.0e}", weights=f"{weights:.0e}")

@@ -1,4 +1,4 @@
-"""Shared prefixes: the tree against its definition, and what a budget holds."""
+"""Shared prefixes: the prefix tree compared with its definition, and token budgets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal.utils.data import plan_batch
 from areal.utils.data.prefixes import Prefixes
 
 SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
-"""Few tokens, so that many begin alike."""
+"""Draw from few token ids, so that many samples share a prefix."""
 
 
 def as_batch(samples: list[list[int]]) -> list[dict[str, Tensor]]:
@@ -24,16 +24,16 @@ def as_batch(samples: list[list[int]]) -> list[dict[str, Tensor]]:
 
 
 def beginnings(samples: list[list[int]]) -> set[tuple[int, ...]]:
-    """Every beginning of every sample: each is one token of the stream."""
+    """Return every prefix of every sample: each prefix is one token of the stream."""
     return {tuple(ids[: n + 1]) for ids in samples for n in range(len(ids))}
 
 
 def check(tree: PrefixTree, samples: list[list[int]]) -> None:
-    """Each token of the stream is one beginning; it is where each sample that begins so is sent, and it sees just its own beginning."""
+    """Check that each stream token is one prefix, is routed to each sample with that prefix, and attends only to its own prefix."""
     assert len(tree) == sum(tree.lengths) == len(beginnings(samples))
     packed = [tuple(ids[: n + 1]) for ids in samples for n in range(len(ids))]
     stream = [packed[i] for i in tree.tokens]
-    assert [stream[place] for place in tree.stream_index] == packed
+    assert [stream[index] for index in tree.stream_index] == packed
     stream_runs = TokenStream.of([len(ids) for ids in samples], len(tree) + 3, tree)
     assert stream_runs.positions().tolist() == [len(beginning) - 1 for beginning in stream] + [0, 1, 2]
     ends = list(accumulate(stream_runs.lengths))
@@ -41,13 +41,13 @@ def check(tree: PrefixTree, samples: list[list[int]]) -> None:
     assert padding.tolist() == [len(tree), len(tree) + 1, len(tree) + 2]
     for own, end, path in zip(tree.lengths, ends, paths, strict=False):
         last = stream[end - 1]
-        assert [stream[place] for place in path] == [last[: n + 1] for n in range(len(last))]
+        assert [stream[index] for index in path] == [last[: n + 1] for n in range(len(last))]
         assert path[-own:].tolist() == list(range(end - own, end))
 
 
 @settings(max_examples=300, deadline=None)
 @given(SAMPLES)
-def test_a_stream_holds_every_beginning_once(samples: list[list[int]]) -> None:
+def test_stream_contains_every_prefix_once(samples: list[list[int]]) -> None:
     plan = plan_batch(as_batch(samples), MicroBatchSpec(share_prefixes=True))
     (tree,) = plan.trees
     assert tree is not None
@@ -56,7 +56,7 @@ def test_a_stream_holds_every_beginning_once(samples: list[list[int]]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(SAMPLES, st.integers(9, 30), st.integers(1, 4), st.sampled_from([1, 4]), st.sampled_from([1, 2]))
-def test_a_budget_counts_what_is_shared_once(
+def test_shared_prefix_counts_once_in_token_budget(
     samples: list[list[int]], budget: int, n_mbs: int, align: int, granularity: int
 ) -> None:
     samples = samples * granularity
@@ -79,8 +79,8 @@ def test_a_budget_counts_what_is_shared_once(
         assert -(-len(tree) // align) * align <= (spec.max_tokens_per_mb or 0)
 
 
-def test_groups_stay_together() -> None:
-    """Sixteen groups of eight in shuffled order: a budget for four groups holds four, and each prompt is computed once."""
+def test_groups_are_packed_together() -> None:
+    """Pack sixteen shuffled groups of eight: a budget for four groups fits four, and each prompt is computed once."""
     prompts = torch.randint(0, 1000, (16, 50), generator=torch.Generator().manual_seed(0))
     batch = [{"input_ids": torch.cat([prompts[i % 16], torch.tensor([1000 + i] * 10)])} for i in range(128)]
     plan = plan_batch(batch, MicroBatchSpec(max_tokens_per_mb=4 * (50 + 8 * 10), share_prefixes=True))
@@ -88,8 +88,8 @@ def test_groups_stay_together() -> None:
     assert [len(tree) for tree in plan.trees if tree is not None] == [4 * (50 + 8 * 10)] * 4
 
 
-def test_outputs_are_shared_only_where_the_same_is_asked() -> None:
-    """The last shared token predicts different ones; so does any whose target, output mask or temperature differs."""
+def test_outputs_are_shared_only_for_equal_requests() -> None:
+    """Check that tokens with different targets, output masks or temperatures do not share outputs."""
     ids = [[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7, 2]]
     batch: list[dict[str, Tensor]] = as_batch(ids)
     (tree,) = plan_batch(batch, MicroBatchSpec(share_prefixes=True)).trees
@@ -107,8 +107,8 @@ def test_outputs_are_shared_only_where_the_same_is_asked() -> None:
     assert not (answers[1] == answers[2]).any()
 
 
-def test_recorded_routing_tells_tokens_apart() -> None:
-    """Where experts are replayed, equal tokens sent to different ones have different hidden states."""
+def test_tokens_with_different_recorded_routing_are_not_shared() -> None:
+    """Equal tokens replayed through different experts have different hidden states and must not be shared."""
     experts = torch.zeros(3, 2, 1, dtype=torch.int64)
     other = experts.clone()
     other[1, 1] = 3
@@ -117,6 +117,6 @@ def test_recorded_routing_tells_tokens_apart() -> None:
     assert Prefixes({"input_ids": [torch.tensor([1, 2, 3])] * 2}).shared(0, 1) == 3
 
 
-def test_a_sample_above_the_budget_is_named() -> None:
+def test_sample_above_token_budget_raises() -> None:
     with pytest.raises(ValueError, match=r"sample 1 has 7 tokens, above MicroBatchSpec.max_tokens_per_mb = 6"):
         plan_batch(as_batch([[1, 2], [1] * 7]), MicroBatchSpec(max_tokens_per_mb=6, share_prefixes=True))

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what stays in memory between forward and backward, and what is computed twice."""
+"""Activation checkpointing: memory kept between forward and backward, and recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS, WIDTH, LAYERS = 64, 16, 4
 
 
 class Layer(nn.Module):
-    """Attention, and an MLP with many cheap operations."""
+    """Attention and an MLP with many cheap operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Alive(TorchDispatchMode):
-    """The bytes of the results of operations that nothing has let go of, but for views of ``weights``."""
+    """Bytes of operation results that are still alive, excluding views of ``weights``."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Alive(TorchDispatchMode):
 
 @dataclass
 class Run:
-    """Bytes kept for the backward, floating-point operations of it, how often each layer ran, and gradients."""
+    """Bytes kept for the backward, its floating-point operations, forward calls per layer, and gradients."""
 
     kept: int
     flops: int
@@ -73,10 +73,10 @@ class Run:
     gradients: list[Tensor]
 
 
-def run(how: Any, share: float = 1.0) -> Run:
+def run(how: Any, fraction: float = 1.0) -> Run:
     torch.manual_seed(0)
     layers = [Layer() for _ in range(LAYERS)]
-    recompute_layers(layers, how, share)
+    recompute_layers(layers, how, fraction)
     x = torch.randn(1, TOKENS, WIDTH)
     with Alive([p for layer in layers for p in layer.parameters()]) as alive:
         for layer in layers:
@@ -89,21 +89,21 @@ def run(how: Any, share: float = 1.0) -> Run:
     return Run(kept, counter.get_total_flops(), [layer.calls for layer in layers], gradients)
 
 
-def test_each_way_keeps_less_and_computes_what_it_says() -> None:
+def test_checkpointing_modes_save_memory_and_recompute_as_documented() -> None:
     none, selective, full = run("none"), run("selective"), run("full")
     state = TOKENS * WIDTH * 4  # bytes of a hidden state in float32
     assert full.kept <= LAYERS * state + 4  # a hidden state for each layer, and the loss
     assert selective.kept < 0.25 * none.kept
     assert none.calls == [1] * LAYERS
     assert selective.calls == full.calls == [2] * LAYERS
-    assert selective.flops == none.flops  # not one matrix product more
-    assert full.flops > 1.3 * none.flops  # all but what no backward needs
+    assert selective.flops == none.flops  # no additional matrix product
+    assert full.flops > 1.3 * none.flops  # all tensors except those that no backward needs
     for other in (selective, full):
         assert all(map(torch.equal, other.gradients, none.gradients))
 
 
 @pytest.mark.parametrize(
-    ("share", "calls"), [(0.5, [1, 2, 1, 2]), (0.25, [1, 1, 1, 2]), (0.75, [1, 2, 2, 2]), (1.0, [2, 2, 2, 2])]
+    ("fraction", "calls"), [(0.5, [1, 2, 1, 2]), (0.25, [1, 1, 1, 2]), (0.75, [1, 2, 2, 2]), (1.0, [2, 2, 2, 2])]
 )
-def test_a_share_of_the_layers_is_spread_evenly(share: float, calls: list[int]) -> None:
-    assert run("full", share).calls == calls
+def test_fraction_of_checkpointed_layers_is_spread_evenly(fraction: float, calls: list[int]) -> None:
+    assert run("full", fraction).calls == calls

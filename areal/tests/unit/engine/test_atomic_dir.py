@@ -1,4 +1,4 @@
-"""Checkpoint directories appear complete or not at all, whatever happens on the way."""
+"""Checkpoint directories appear complete or not at all, even if the writer is killed."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from areal.engine.checkpoint.atomic_dir import (
 
 
 def save(path: Path, text: str) -> None:
-    """A checkpoint of two files."""
+    """Write a checkpoint of two files."""
     draft = open_draft(path)
     (draft / "sub").mkdir()
     (draft / "a.txt").write_text(text)
@@ -43,14 +43,14 @@ def hidden(folder: Path) -> list[str]:
 
 @pytest.fixture(params=["exchange", "two renames"])
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Replace by one exchange, or by two renames as on file systems without it."""
+    """Run a test with one atomic exchange and with two renames, as on file systems without an exchange."""
     if request.param == "two renames":
         monkeypatch.setattr(module, "_swap", lambda first, second: False)
     return request.param
 
 
 @pytest.mark.usefixtures("each_way")
-def test_publishes_and_replaces(tmp_path: Path) -> None:
+def test_publish_creates_and_replaces_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     assert not is_complete(path)
     save(path, "one")
@@ -60,7 +60,7 @@ def test_publishes_and_replaces(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
-def test_exchange_is_taken_where_there_is_one(tmp_path: Path) -> None:
+def test_publish_uses_atomic_exchange_if_available(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "x").touch()
@@ -69,7 +69,7 @@ def test_exchange_is_taken_where_there_is_one(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "x").exists()
 
 
-def test_takes_an_empty_directory_and_refuses_a_full_one(tmp_path: Path) -> None:
+def test_publish_accepts_empty_and_raises_on_non_empty_directory(tmp_path: Path) -> None:
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.mkdir()
     save(empty, "one")
@@ -86,8 +86,10 @@ RENAMES = ("rename", "unlink", "rmdir", "mkdir")
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("step", range(14))
-def test_a_kill_at_any_step_leaves_one_or_the_other(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts what changes directories, and stops for good at the ``step``-th, as a kill would."""
+def test_kill_at_any_step_leaves_old_or_new_directory(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count directory changes and stop at number ``step``, as a kill would."""
     path = tmp_path / "checkpoint"
     save(path, "one")
     left = [step]
@@ -121,7 +123,7 @@ def test_a_kill_at_any_step_leaves_one_or_the_other(step: int, tmp_path: Path, m
     assert hidden(tmp_path) == []
 
 
-def test_between_two_renames_a_reader_brings_the_previous_one_back(tmp_path: Path) -> None:
+def test_reader_restores_previous_directory_between_two_renames(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     path.rename(tmp_path / ".checkpoint.previous")
@@ -152,7 +154,7 @@ def damage_value(path: Path) -> None:
         ),
     ],
 )
-def test_verify_names_what_is_wrong(damage: object, message: str, tmp_path: Path) -> None:
+def test_verify_names_the_damaged_file(damage: object, message: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     damage(path)  # type: ignore[operator]
@@ -160,7 +162,7 @@ def test_verify_names_what_is_wrong(damage: object, message: str, tmp_path: Path
         verify(path)
 
 
-def test_parts_of_a_verification_together_see_every_file(tmp_path: Path) -> None:
+def test_sharded_verification_covers_every_file(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     damage_value(path)
@@ -175,7 +177,7 @@ def is_verified(path: Path, part: int) -> bool:
     return True
 
 
-def test_publish_misses_a_file_of_another_machine(tmp_path: Path) -> None:
+def test_publish_raises_without_a_shared_directory(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     draft = open_draft(path)
     (draft / "a.txt").write_text("one")
@@ -186,7 +188,7 @@ def test_publish_misses_a_file_of_another_machine(tmp_path: Path) -> None:
     assert not is_complete(path)
 
 
-def test_keeps_the_newest_by_publication(tmp_path: Path) -> None:
+def test_retention_keeps_newest_by_publication(tmp_path: Path) -> None:
     for name in ("c", "a", "b"):
         save(tmp_path / name, name)
     (tmp_path / "other").mkdir()
@@ -198,28 +200,28 @@ def test_keeps_the_newest_by_publication(tmp_path: Path) -> None:
     assert [read_manifest(tmp_path / name).sequence for name in ("b", "a")] == [3, 4]
 
 
-def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    """A draft of a process that has ended, of one that lives (pytest's parent), and of another machine."""
+def test_drafts_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    """Create drafts of an ended process, of a running one (pytest's parent), and of another machine."""
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
-    mine = open_draft(tmp_path / "other").name
+    own_draft = open_draft(tmp_path / "other").name
     pid = re.compile(rf"-{os.getpid()}-")
-    of_dead = pid.sub(f"-{int(dead.stdout)}-", mine)
-    of_living = pid.sub(f"-{os.getppid()}-", mine)
-    elsewhere = mine.replace(module.socket.gethostname(), "elsewhere.example")
+    of_dead = pid.sub(f"-{int(dead.stdout)}-", own_draft)
+    of_living = pid.sub(f"-{os.getppid()}-", own_draft)
+    elsewhere = own_draft.replace(module.socket.gethostname(), "elsewhere.example")
     old_elsewhere = elsewhere + "1"
     for name in (of_dead, of_living, elsewhere, old_elsewhere):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     os.utime(tmp_path / old_elsewhere, (0, 0))
     discard(open_draft(tmp_path / "checkpoint"))
-    assert set(hidden(tmp_path)) == {mine, of_living, elsewhere}
+    assert set(hidden(tmp_path)) == {own_draft, of_living, elsewhere}
     discard(open_draft(tmp_path / "other"))
     assert set(hidden(tmp_path)) == {of_living}
 
 
-def test_manifest_survives_the_file(tmp_path: Path) -> None:
+def test_manifest_round_trips_through_its_file(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     manifest = read_manifest(path)

@@ -1,4 +1,4 @@
-"""The packed attention kernel against a naive reference in float64, and how it calls the kernels of a GPU."""
+"""Packed attention kernel compared with a naive reference in float64, and its calls to GPU kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def naive(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One softmax row at a time."""
+    """Compute one softmax row at a time."""
     groups = q.shape[1] // k.shape[1]
     rows, q0, k0 = [], 0, 0
     for a, b in lengths:
@@ -47,7 +47,7 @@ def naive(
 def inputs(
     lengths: list[tuple[int, int]], heads: tuple[int, int], dims: tuple[int, int], seed: int = 0
 ) -> list[Tensor]:
-    """q, k, v and sinks, float64, with gradients."""
+    """Return q, k, v and sinks in float64, with gradients."""
     rng = torch.Generator().manual_seed(seed)
     n_q, n_k = (sum(column) for column in zip(*lengths, strict=True))
     shapes = [(n_q, heads[0], dims[0]), (n_k, heads[1], dims[0]), (n_k, heads[1], dims[1]), (heads[0],)]
@@ -77,7 +77,7 @@ def test_kernel_equals_naive_attention_and_its_gradients(
     with_sinks: bool,
     softcap: float | None,
 ) -> None:
-    monkeypatch.setattr(kernels, "_BLOCK", 4)  # so that segments take several blocks
+    monkeypatch.setattr(kernels, "_BLOCK", 4)  # so that segments span several blocks
     tensors = inputs(lengths, heads, dims)
     used = tensors if with_sinks else tensors[:3]
     options: dict[str, Any] = {
@@ -90,8 +90,8 @@ def test_kernel_equals_naive_attention_and_its_gradients(
     out = packed_attention(*tensors[:3], segments(lengths), AttentionOptions(**options))
     up = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     assert (out - expected).abs().max() <= 1e-12
-    for mine, theirs in zip(torch.autograd.grad(out, used, up), torch.autograd.grad(expected, used, up), strict=True):
-        assert (mine - theirs).abs().max() <= 1e-12
+    for ours, theirs in zip(torch.autograd.grad(out, used, up), torch.autograd.grad(expected, used, up), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12
 
 
 def test_kernel_passes_gradcheck() -> None:
@@ -105,7 +105,7 @@ def test_kernel_passes_gradcheck() -> None:
     assert torch.autograd.gradcheck(run, tensors)
 
 
-def test_memory_of_the_written_out_kernel_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_kernel_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", 8)
     saved: dict[int, int] = {}
 
@@ -130,12 +130,12 @@ def test_memory_of_the_written_out_kernel_is_linear(monkeypatch: pytest.MonkeyPa
         (((4, 2, 8), (4, 2, 8), (4, 2, 8)), {"sinks": torch.zeros(3)}, "each of the 2 query heads"),
     ],
 )
-def test_kernel_refuses_what_does_not_fit(shapes: Any, options: dict[str, Any], message: str) -> None:
+def test_kernel_raises_on_mismatched_shapes(shapes: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         packed_attention(*(torch.zeros(s) for s in shapes), Segments.of([3, 1]), AttentionOptions(scale=1.0, **options))
 
 
-def test_kernel_refuses_mixed_dtypes_and_empty_segments() -> None:
+def test_kernel_raises_on_mixed_dtypes_and_empty_segments() -> None:
     x = torch.zeros(2, 1, 4)
     with pytest.raises(ValueError, match=r"float32, torch.bfloat16"):
         packed_attention(x, x.bfloat16(), x, Segments.of([2]), AttentionOptions(scale=1.0))
@@ -145,27 +145,27 @@ def test_kernel_refuses_mixed_dtypes_and_empty_segments() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_keys_that_several_segments_see(window: int | None) -> None:
-    """Rows of the keys by index, some of them for several segments: as if each segment had copies of its own."""
+def test_keys_shared_by_several_segments(window: int | None) -> None:
+    """Key rows by index, some shared by several segments, give the result of a copy per segment."""
     generator = torch.Generator().manual_seed(0)
     paths = [torch.arange(5), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 1, 2, 5, 7, 8, 9])]
     q, k, v = (torch.randn(10, heads, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    own, whole, index = (5, 2, 3), [len(path) for path in paths], torch.cat(paths)
+    own, full, index = (5, 2, 3), [len(path) for path in paths], torch.cat(paths)
     up = torch.randn(10, 4, 4, dtype=torch.float64, generator=generator)
-    found = [x.clone().requires_grad_() for x in (q, k, v)]
+    actual = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = [x.clone().requires_grad_() for x in (q, k, v)]
-    shared = packed_attention(*found, Segments.of(own, whole, keys=index), AttentionOptions(scale=0.5, window=window))
+    shared = packed_attention(*actual, Segments.of(own, full, keys=index), AttentionOptions(scale=0.5, window=window))
     copies = (expected[1][index], expected[2][index])
-    apart = packed_attention(expected[0], *copies, Segments.of(own, whole), AttentionOptions(scale=0.5, window=window))
+    apart = packed_attention(expected[0], *copies, Segments.of(own, full), AttentionOptions(scale=0.5, window=window))
     assert torch.equal(shared, apart)
     shared.backward(up)
     apart.backward(up)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, atol=1e-14, rtol=1e-14)
+    for ours, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, atol=1e-14, rtol=1e-14)
 
 
-def test_gradients_of_a_row_that_many_read_are_summed_in_float32() -> None:
-    """In bf16, 256 + 1 is 256."""
+def test_gradient_of_shared_key_is_summed_in_float32() -> None:
+    """In bf16, 256 + 1 rounds to 256."""
     row = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     kernels.TakeRows.apply(row, torch.zeros(512, dtype=torch.int64)).backward(torch.ones(512, 1, dtype=torch.bfloat16))
     assert row.grad is not None
@@ -174,7 +174,7 @@ def test_gradients_of_a_row_that_many_read_are_summed_in_float32() -> None:
 
 
 def without_data(lengths: list[tuple[int, int]], dims: tuple[int, int]) -> tuple[list[Tensor], Segments]:
-    """q, k, v and segments, under a fake tensor mode."""
+    """Return q, k, v and segments under a fake tensor mode."""
     shapes = [x.shape for x in inputs(lengths, (4, 2), dims)[:3]]
     tensors = [torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
     cu = torch.empty(len(lengths) + 1, dtype=torch.int32)
@@ -184,7 +184,7 @@ def without_data(lengths: list[tuple[int, int]], dims: tuple[int, int]) -> tuple
 
 @pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize(("dims", "width"), [((8, 8), 8), ((12, 5), 16)])
-def test_call_of_torch_varlen(
+def test_torch_varlen_call_arguments(
     monkeypatch: pytest.MonkeyPatch, has_gqa: bool, dims: tuple[int, int], width: int
 ) -> None:
     calls: list[dict[str, Any]] = []
@@ -219,7 +219,7 @@ def test_call_of_torch_varlen(
         assert call["scale"] == 0.5
 
 
-def test_call_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_call_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
     def flash(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -239,7 +239,7 @@ def test_call_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_variable_length_kernels_run_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_kernels_run_supported_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     def runs(dtype: torch.dtype = torch.bfloat16, width: int = 64, device: str = "cuda", **options: Any) -> bool:
         q = torch.empty(1, 1, width, dtype=dtype, device=device)
         return kernels._runs_varlen(q, q, AttentionOptions(scale=1.0, **options))

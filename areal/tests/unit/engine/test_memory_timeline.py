@@ -1,4 +1,4 @@
-"""Bytes over time from the events of a trace."""
+"""Memory over time, computed from the events of a trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVENTS = [
 ]
 
 
-def test_each_point_has_what_is_held_and_the_innermost_phase() -> None:
+def test_timeline_points_have_allocated_bytes_and_innermost_phase() -> None:
     timeline = MemoryTimeline.of_trace(EVENTS, start_bytes=1000)
     assert timeline.points == [
         (10.0, 1010, "forward mb 0"),

@@ -1,4 +1,4 @@
-"""The planted bugs stay plantable: what each replaces is there, and so are the tests that must catch it."""
+"""Planted bugs can be planted: the function that each replaces and the tests that must catch it exist."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
 from areal.tests.harness.selection import STEPS, mark_thorough
-from areal.tests.mutants.planting import Mutant, find_target, plant, traces
+from areal.tests.mutants.finding import files_of, find_test
+from areal.tests.mutants.planting import find_target, plant, traces
 from areal.tests.mutants.registry import MUTANTS
-from areal.tests.mutants.run import files_of, find_test
 
 
 @pytest.fixture(scope="module")
 def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
-    """Every test in the files that mutants name, collected once more, as this session may have chosen others."""
+    """Collect every test in the files that mutants name, independently of the selection of this session."""
     session, config = request.session, request.config
     files = [Path(file) for file in sorted(files_of(MUTANTS.values()))]
-    for file in files:  # or the hooks of conftest.py would not reach a directory that this session was not asked for
+    # otherwise the hooks of conftest.py are not loaded for directories outside this session's arguments
+    for file in files:
         config.pluginmanager._loadconftestmodules(
             file, config.getoption("importmode"), config.rootpath, consider_namespace_packages=False
         )
@@ -28,14 +29,16 @@ def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
     return [item for module in modules for item in session.genitems(module)]
 
 
-@pytest.mark.parametrize("planted", MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_says_what_is_wrong_and_names_what_is_there(planted: Mutant, collected: list[pytest.Item]) -> None:
-    assert planted.says.endswith(".")
-    assert "\n" not in planted.says
-    owner, attribute = find_target(planted)
-    assert callable(planted.mutate(getattr(owner, attribute)))
-    for test in planted.tests:
-        find_test(test, collected)
+def test_mutants_have_a_description_a_target_and_existing_tests(collected: list[pytest.Item]) -> None:
+    for name, planted in MUTANTS.items():
+        assert planted.says.endswith("."), f"the docstring of {name} is not a sentence: {planted.says!r}"
+        assert "\n" not in planted.says, f"the docstring of {name} has several lines"
+        # The target exists, and the mutant makes a function from it.
+        owner, attribute = find_target(planted)
+        assert callable(planted.mutate(getattr(owner, attribute))), name
+        # Raises, naming the test, if pytest does not collect it.
+        for test in planted.tests:
+            find_test(test, collected)
 
 
 def test_no_test_that_a_planted_bug_names_is_thorough(collected: list[pytest.Item]) -> None:
@@ -47,7 +50,7 @@ def test_no_test_that_a_planted_bug_names_is_thorough(collected: list[pytest.Ite
     assert not named & thorough
 
 
-def test_planting_replaces_every_import_leaves_a_trace_and_is_undone() -> None:
+def test_plant_replaces_every_import_and_can_be_undone() -> None:
     right, planted, ranks = defines.zigzag_restore, MUTANTS["zigzag_not_undone"], torch.tensor([0, 3, 1, 2])
     patch = plant(planted)
     try:
@@ -62,7 +65,7 @@ def test_planting_replaces_every_import_leaves_a_trace_and_is_undone() -> None:
     assert right(ranks, 2).tolist() == [0, 1, 2, 3]
 
 
-def test_a_test_that_is_not_there_is_named(collected: list[pytest.Item]) -> None:
+def test_find_test_raises_on_a_missing_test(collected: list[pytest.Item]) -> None:
     with pytest.raises(ValueError, match="test_nothing"):
         find_test("dist/step/test_steps.py::test_nothing", collected)
     with pytest.raises(ValueError, match="no_such_layout"):

@@ -1,4 +1,4 @@
-"""An engine from another package: it registers by entry point, and has the numbers of the grid without a line here about it."""
+"""An engine from another package: it registers by entry point and passes the grid without any change to the tests."""
 
 import importlib
 import re
@@ -17,12 +17,12 @@ from areal.tests.dist.step.test_grid import test_every_verb_agrees_with_the_refe
 from areal.tests.grid.layouts import Cell, Layout, all_layouts
 from areal.tests.grid.models import model_dir
 
-PAGE = Path(__file__).parents[4] / "docs" / "adding-an-engine.md"
+PAGE = Path(__file__).parents[3] / "docs" / "adding-an-engine.md"
 PACKAGE, NAME = "separate_engine", "replica"
 
 
 def write_package(folder: Path) -> None:
-    """The engine of the documentation, as an installed package."""
+    """Write the engine of the documentation as an installed package."""
     source = next(
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class ReplicaEngine" in block
     )
@@ -36,7 +36,7 @@ def write_package(folder: Path) -> None:
 
 @contextmanager
 def installed(folder: Path) -> Iterator[None]:
-    """The package can be imported, and is gone again at the end."""
+    """Make the package importable, and remove it at the end."""
     if dist.get_rank() == 0:
         write_package(folder)
     dist.barrier()
@@ -55,7 +55,7 @@ def installed(folder: Path) -> Iterator[None]:
     ("objective", "case", "cut"),
     [("terms", "zero_rank", "tokens24"), ("nll", "ragged", "tokens24"), ("nll", "family", "shared40")],
 )
-def test_an_engine_of_another_package_joins_the_grid(
+def test_engine_of_another_package_joins_the_grid(
     tmp_path: Path, world_size: int, objective: str, case: str, cut: str
 ) -> None:
     assert NAME not in engine_names()
@@ -103,7 +103,7 @@ def test_options_of_an_engine_of_another_package(options: dict[str, Any], name: 
 
 
 @pytest.mark.world(1)
-def test_what_the_registry_refuses(tmp_path: Path) -> None:
+def test_invalid_registrations_raise(tmp_path: Path) -> None:
     path = model_dir("qwen3")
     with pytest.raises(ValueError, match=r"no engine is called 'replica'; installed are .*'fsdp'"):
         create_engine(TrainEngineConfig(path=path, backend="replica:d1"))

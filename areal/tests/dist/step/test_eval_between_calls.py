@@ -1,4 +1,4 @@
-"""Evaluation between the calls of a step: pending gradients stay what they are, and no stale weight is used."""
+"""Evaluation between the calls of a step: pending gradients do not change, and no stale weight is used."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 from areal.api import OptimizerConfig
 from areal.tests.grid.compare import assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, all_layouts
-from areal.tests.grid.running import running
+from areal.tests.grid.cell_engine import start_cell
 
 OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
 CHOSEN = {
@@ -29,9 +29,9 @@ CELLS = [
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
+def test_eval_between_calls_changes_nothing(cell: Cell) -> None:
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
-    with running(cell, OPTIMIZER) as run:
+    with start_cell(cell, OPTIMIZER) as run:
         engine, reference = run.engine, run.reference()
         reference.make_optimizer(OPTIMIZER, total_steps=100)
         for seed in range(2):
@@ -46,13 +46,13 @@ def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
             assert after.loss != before.loss, "the step changed nothing"
             again = engine.eval_batch(batch, *call)
             assert dataclasses.replace(again, seconds=after.seconds, timings=after.timings) == after
-        # What is discarded after a forward alone is discarded whole.
+        # zero_grad discards all pending gradients even if the last call was a forward only.
         engine.forward_backward(run.batch(5), *call)
         engine.forward_batch(run.batch(5))
         engine.zero_grad()
         engine.train_batch(run.batch(2), *call)
         reference.step(run.samples(2), *call)
         reference.optimizer_step()
-        # AdamW makes a difference of rounding in a gradient larger in the weights.
+        # AdamW amplifies rounding differences of a gradient.
         tolerance = cell.tolerance if cell.dtype == "float64" else 2e-4
         assert_tensors(engine.named_tensors(), dict(reference.named_tensors()), tolerance)

@@ -1,4 +1,4 @@
-"""Experts by hand: the loss, the balancing losses and the routing of one process, one sequence at a time, in float64."""
+"""Mixtures of experts by hand: loss, balancing losses and routing of one process in float64, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from torch import Tensor
 
 from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS
 from areal.tests.grid.cases import as_input, samples
+from areal.tests.grid.cell_engine import CellEngine
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.layouts import Cell
-from areal.tests.grid.lift import float64_everywhere
 from areal.tests.grid.reference import Reference, one_sequence
-from areal.tests.grid.running import Running
 from areal.tests.harness.world import cached
 
 TOLERANCE = 1e-10
 COEFFICIENTS = {AUX_LOSS: 0.5, Z_LOSS: 0.25}
 
 SHAPES = {"qwen3_moe": (2, 4), "deepseek_v3": (1, 8)}
-"""Layers that have experts, and experts in each."""
+"""Layers with experts, and experts per layer."""
 
 
 @dataclass
-class ByHand:
-    """One global batch through transformers' own model.
+class MoEReference:
+    """Results of one global batch, computed with transformers' model.
 
     Attributes:
-        loss: undivided sums of the loss and of the balancing losses. weight: of the loss.
-        experts: of each sequence, ``[S, L, K]``. load: tokens of each expert, ``[L, E]``. logprobs: of each sequence.
+        loss: undivided sums of the loss and of the balancing losses.
+        weight: weight of the loss.
+        experts: ``[S, L, K]`` for each sequence.
+        load: ``[L, E]``. Number of tokens per expert.
+        logprobs: log-probs for each sequence.
     """
 
     loss: dict[str, float]
@@ -47,24 +50,24 @@ class ByHand:
         return sum(x.square().sum().item() for x in self.gradients.values()) ** 0.5
 
 
-def by_hand(
+def moe_reference(
     cell: Cell,
     *,
     divide_by: float | None = None,
     loss_weight: float = 1.0,
     replay: list[Tensor] | None = None,
     name: str = "by chance",
-) -> ByHand:
-    """The step of a cell's global batch. ``name`` is that of what is replayed."""
+) -> MoEReference:
+    """Compute the step of a cell's global batch. ``name`` selects the replayed routing."""
 
-    def compute() -> ByHand:
+    def compute() -> MoEReference:
         reference, objective = Reference(cell.path, temperature=cell.case.temperature), cell.objective
         batch = samples(cell.case)
         lengths = [len(sample["input_ids"]) for sample in batch]
         weight = sum(float(objective.weight_fn(one_sequence(sample))) for sample in batch)
         divisors = {"loss": weight, AUX_LOSS: float(len(batch)), Z_LOSS: float(sum(lengths))}
         factors = {"loss": 1.0, **COEFFICIENTS}
-        found = ByHand(dict.fromkeys(divisors, 0.0), divisors)
+        actual = MoEReference(dict.fromkeys(divisors, 0.0), divisors)
         for i, sample in enumerate(batch):
             with routers(reference, None if replay is None else replay[i]) as seen, float64_everywhere():
                 outputs = reference.outputs(sample)
@@ -89,13 +92,13 @@ def by_hand(
                 )
                 total.backward()
             for term_name, term in terms.items():
-                found.loss[term_name] += factors[term_name] * term.item()
-            found.experts.append(torch.stack([experts for _, experts in seen], 1))
-            found.logprobs.append(outputs.logprobs.detach())
-        every = torch.cat(found.experts)
-        found.load = torch.nn.functional.one_hot(every, SHAPES[cell.family][1]).sum((0, 2)).double()
-        found.gradients = dict(reference.named_gradients())
-        return found
+                actual.loss[term_name] += factors[term_name] * term.item()
+            actual.experts.append(torch.stack([experts for _, experts in seen], 1))
+            actual.logprobs.append(outputs.logprobs.detach())
+        every = torch.cat(actual.experts)
+        actual.load = torch.nn.functional.one_hot(every, SHAPES[cell.family][1]).sum((0, 2)).double()
+        actual.gradients = dict(reference.named_gradients())
+        return actual
 
     return cached(
         "moe", (cell.path, cell.case_name, cell.objective_name, divide_by, loss_weight, name if replay else ""), compute
@@ -104,7 +107,7 @@ def by_hand(
 
 @contextlib.contextmanager
 def routers(reference: Reference, replay: Tensor | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The logits and the experts of each router of the next forward, in order; ``replay`` ``[S, L, K]`` decides the experts."""
+    """Capture the logits and experts of each router in the next forward; ``replay`` ``[S, L, K]`` overrides the experts."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def hook(router: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,18 +135,18 @@ def routers(reference: Reference, replay: Tensor | None) -> Iterator[list[tuple[
 
 
 def recorded(lengths: tuple[int, ...], layers: int = 2, experts: int = 4) -> list[Tensor]:
-    """Two experts for each token and layer, by chance."""
+    """Draw two experts for each token and layer."""
     generator = torch.Generator().manual_seed(7)
     return [torch.rand(length, layers, experts, generator=generator).argsort(-1)[..., :2] for length in lengths]
 
 
-def with_replay(run: Running, experts: list[Tensor]) -> Any:
-    """This rank's part of the batch, with the experts that its tokens must go to."""
+def with_replay(run: CellEngine, experts: list[Tensor]) -> Any:
+    """Return this rank's shard of the batch, with the experts to replay."""
     batch = [{**sample, "routed_experts": experts[i].int()} for i, sample in enumerate(run.samples())]
-    return as_input([batch[i] for i in run.mine], run.cell.case.form)
+    return as_input([batch[i] for i in run.local_indices], run.cell.case.form)
 
 
-def assert_terms(step: Any, expected: ByHand, divide_by: float | None = None, loss_weight: float = 1.0) -> None:
+def assert_terms(step: Any, expected: MoEReference, divide_by: float | None = None, loss_weight: float = 1.0) -> None:
     terms = {
         name: loss_weight * value / (expected.divisors[name] if divide_by is None else divide_by)
         for name, value in expected.loss.items()

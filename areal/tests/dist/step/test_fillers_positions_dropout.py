@@ -1,4 +1,4 @@
-"""Properties that no other test would miss: what fillers, learned positions and dropout would give away."""
+"""Properties of fillers, learned positions and dropout that no other test covers."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import Batch, MicroBatch, TokenOutputs
-from areal.tests.harness.tiny import Sample, gpt2_dir, layouts, loss, mine, ragged, started
+from areal.tests.harness.tiny import Sample, gpt2_dir, layouts, loss, local_batch, global_batch, started
 from areal.tests.harness.world import world
 
 
 @torch.no_grad()
 def plain_logprobs(path: str, samples: list[Sample]) -> list[Tensor]:
-    """Log-probs of the next tokens by transformers, one sequence at a time; 0 at the last position."""
+    """Compute log-probs of the next tokens with transformers, one sequence at a time; 0 at the last position."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    found = []
+    result = []
     for sample in samples:
         ids = sample["input_ids"]
         logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-        found.append(torch.cat([logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]))
-    return found
+        result.append(torch.cat([logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]))
+    return result
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    errors = [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    errors = [(a - b).abs().max().item() for a, b in zip(actual, expected, strict=True)]
     assert max(errors) <= 1e-4, f"by sequence: {errors}"
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
-def test_a_filler_reaches_no_process_function(backend: str) -> None:
+def test_filler_is_not_passed_to_process_function(backend: str) -> None:
     with started(backend, mb_spec={"max_tokens_per_mb": 40}) as engine:
-        batch = ragged()[:1] if world().rank else ragged()[1:]
+        batch = global_batch()[:1] if world().rank else global_batch()[1:]
         mbs = engine.microbatches(batch)
         assert [mb.filler for mb in mbs] == [world().rank == 1 and i > 0 for i in range(len(mbs))]
         assert len(mbs) > 2
@@ -57,25 +57,27 @@ def test_a_filler_reaches_no_process_function(backend: str) -> None:
         assert lengths == [mb.n_tokens for mb in mbs.real]
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))  # the other and pipelines take no family with learned positions
-def test_learned_positions_restart_with_each_sequence(backend: str) -> None:
-    """Rotary positions are relative, so that most families would not tell."""
+# Megatron and pipelines support no family with learned positions
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))
+def test_learned_positions_restart_per_sequence(backend: str) -> None:
+    """Rotary positions are relative, so most families would not show a wrong offset."""
     path = gpt2_dir()
     with started(backend, path=path, fsdp={"attention": "packed"}, mb_spec={}) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))  # the other and pipelines take no family with dropout
-def test_an_evaluation_has_no_dropout_and_training_has_it_again(backend: str) -> None:
+# Megatron and pipelines support no family with dropout
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))
+def test_eval_disables_dropout_and_restores_it(backend: str) -> None:
     path = gpt2_dir(resid_pdrop=0.2)
     with started(backend, path=path) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
 
         def trained() -> float:
-            found = engine.forward_backward(batch, loss).loss
+            result = engine.forward_backward(batch, loss).loss
             engine.zero_grad()
-            return found
+            return result
 
         before = trained()
         assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))
