@@ -1,4 +1,4 @@
-"""What a world test may rely on, in the pool and under torchrun."""
+"""Guarantees of a world test, in the pool and under torchrun."""
 
 from pathlib import Path
 

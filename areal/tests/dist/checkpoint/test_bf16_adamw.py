@@ -1,4 +1,4 @@
-"""AdamW with bfloat16 moments in an engine: replicas stay one, and a run goes on bit for bit."""
+"""AdamW with bfloat16 moments in an engine: replicas stay equal, and a run resumes bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and loading: what comes back, in which layout, and what happens when something is wrong."""
+"""Saving and loading: restored state, other layouts, and faults."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def all_files(folder: Path) -> list[str]:
 
 
 class Counter:
-    """Something with a state, such as a data loader."""
+    """Object with a state, such as a data loader."""
 
     def __init__(self, count: int = 0, state: Any = None) -> None:
         self.state: Any = {"count": count, "order": torch.arange(count)} if state is None else state
@@ -99,13 +99,13 @@ def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asyn
     AutoModelForCausalLM.from_pretrained(path)
 
 
-# ---- going on
+# ---- resume
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, 4, engine="fsdp", but=("fsdp:p2",)))  # of a model with dropout
+@pytest.mark.parametrize("backend", layouts(1, 2, 4, engine="fsdp", but=("fsdp:p2",)))  # for a model with dropout
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, SGD], ids=["adamw", "sgd"])
 def test_dcp_goes_on_bit_for_bit(backend: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
-    """A run with dropout, a schedule and a value head that stops after two steps and goes on, against one that never stopped."""
+    """Compare a run with dropout, a schedule and a value head that resumes after two steps with one that never stopped."""
     options: dict[str, Any] = {"path": gpt2_dir(resid_pdrop=0.2), "optimizer": optimizer, "value_head": True}
     with started(backend, **options) as engine:
         step(engine, 1)
@@ -126,7 +126,7 @@ def test_dcp_goes_on_bit_for_bit(backend: str, optimizer: OptimizerConfig, tmp_p
 
 
 def go_on(backend: str, read: str | None, write: str, seed: int) -> None:
-    """One step of a run: from a checkpoint, and into the next."""
+    """Take one step of a run: load a checkpoint and save the next."""
     with started(backend, path=model_dir("qwen3_moe")) as engine:
         if read is not None:
             engine.load(SaveLoadMeta(read, weight_format="dcp"))
@@ -139,7 +139,7 @@ def go_on(backend: str, read: str | None, write: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_dcp_goes_on_in_other_layouts(tmp_path: Path) -> None:
-    """One step in each of d4, d2, c2 and d1, against four steps in d1; and there and back without a step in between."""
+    """Take one step in each of d4, d2, c2 and d1, compared with four steps in d1; then convert there and back without a step."""
     for run, chain in {"moved": ["d4", "d2", "c2", "d1"], "stayed": ["d1"] * 4}.items():
         read = None
         for i, letters in enumerate(chain):
@@ -167,7 +167,7 @@ def test_dcp_in_another_layout_holds_the_same_bits(other: str, tmp_path: Path) -
         before = torch.get_rng_state()
         engine.load(meta)
         assert same_bits(weights_of(engine), expected)
-        assert torch.equal(torch.get_rng_state(), before)  # of another layout: left alone
+        assert torch.equal(torch.get_rng_state(), before)  # state of another layout: not loaded
         moments = engine._parts.optimizer.inner.state_dict()["state"]
         assert all(entry["step"] == 1 and entry["exp_avg"].full_tensor().any() for entry in moments.values())
 
@@ -193,7 +193,7 @@ def test_dcp_without_an_optimizer(tmp_path: Path) -> None:
         engine.load(full)
 
 
-# ---- in the background
+# ---- asynchronous saves
 
 
 @pytest.mark.world(1, 2)
@@ -236,7 +236,7 @@ def test_leaving_the_engine_finishes_its_save(tmp_path: Path) -> None:
     assert is_complete(tmp_path / "saved")
 
 
-# ---- many, and in place of others
+# ---- several checkpoints, and replacement
 
 
 @pytest.mark.world(2)
@@ -260,7 +260,7 @@ def test_keeps_the_newest_and_replaces(weight_format: Any, tmp_path: Path) -> No
 
 @contextmanager
 def unharmed(engine: TrainEngine) -> Iterator[None]:
-    """What goes on inside changes no weight, and the engine can go on."""
+    """Check that the faults raised inside change no weight and that the engine can go on."""
     before = weights_of(engine)
     yield
     assert same_bits(weights_of(engine), before)
@@ -268,7 +268,7 @@ def unharmed(engine: TrainEngine) -> Iterator[None]:
 
 
 def by_hand(engine: TrainEngine, **options: Any) -> FSDPCheckpointer:
-    """A checkpointer for an engine, with options that the engine does not pass on."""
+    """Return a checkpointer for an engine, with options that the engine does not expose."""
     parts = engine._parts
     options = {"source": model_dir("qwen3"), **options}
     return FSDPCheckpointer(parts.model, parts.optimizer, engine, engine.control, **options)

@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of a save: what was there before stays, and the other ranks say so."""
+"""A rank is killed in the middle of a save: the previous checkpoint stays, and the other ranks raise."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ KILLS = [
 
 
 def watched(engine: TrainEngine, path: str, observe: Observe) -> EngineCheckpointer:
-    """A checkpointer for an engine that tells of its stages, and writes small files."""
+    """Return a checkpointer for an engine that reports its stages and writes small files."""
     parts = engine._parts
     made: Any = parts.checkpointer
     options: dict[str, Any] = {"observe": observe, "max_file_bytes": 12_000}
@@ -56,7 +56,10 @@ def watched(engine: TrainEngine, path: str, observe: Observe) -> EngineCheckpoin
 def save_and_be_killed(
     folder: str, backend: str, weight_format: Any, asynchronous: bool, stage: str, victim: int
 ) -> None:
-    """Save weights that are all 1, then weights that are all 2; the second time the victim dies. The survivor writes what it met."""
+    """Save weights that are all 1, then weights that are all 2; the second time the victim dies.
+
+    The survivor records its error.
+    """
 
     def die(reached: str) -> None:
         if armed and reached == stage and world().rank == victim:
@@ -87,7 +90,7 @@ def save_and_be_killed(
 
 
 def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | None]:
-    """All weights of a checkpoint, and the version, read without a world."""
+    """Read all weights of a checkpoint, and the version, without a world."""
     verify(path)
     if weight_format == "hf":
         files = sorted(path.glob("*.safetensors"))
@@ -114,7 +117,7 @@ def test_a_killed_rank_leaves_a_whole_checkpoint(
     assert float(seconds) < SECONDS_TO_SAY_SO
     assert f"rank {victim} of 2 is gone" in message
     tensors, version = read_back(tmp_path / "saved", weight_format)
-    # Once every rank has reported, the first one publishes, whoever dies then.
+    # Once every rank has reported, the first rank publishes even if another one dies.
     possible = {"published": (2,), "reported": (1, 2)}.get(stage, (1,))
     found = next(iter(tensors.values())).flatten()[0].item()
     assert found in possible
@@ -127,7 +130,7 @@ def test_a_killed_rank_leaves_a_whole_checkpoint(
 
 
 def save_with_four(folder: str, stage: str) -> None:
-    """Rank 2 dies while weights are gathered. The survivors stay alive: none is let go of by another's end."""
+    """Kill rank 2 while weights are gathered. The survivors stay alive: each must raise without the end of another."""
 
     def die(reached: str) -> None:
         if reached == stage and world().rank == 2:

@@ -1,4 +1,4 @@
-"""Adapters, beyond what the grid says of them (its option ``lora``)."""
+"""Adapters: properties that the grid's option ``lora`` does not test."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def train(engine: TrainEngine, *seeds: int) -> None:
 
 
 def of(engine: TrainEngine) -> dict[str, Tensor]:
-    """A copy of the selected adapter."""
+    """Return a copy of the selected adapter."""
     return {name: tensor.clone() for name, tensor in engine.adapters.named_tensors()}
 
 
 def model_of(engine: Any) -> list[Tensor]:
-    """This rank's part of every weight of the model."""
+    """Return this rank's shard of every weight of the model."""
     return [local_part(parameter.detach()) for parameter in engine._parts.model.parameters()]
 
 
@@ -61,7 +61,7 @@ def logprobs(engine: TrainEngine, seed: int = 0) -> list[Tensor]:
 
 
 def moments(engine: TrainEngine, name: str) -> dict[str, Tensor]:
-    """This rank's part of an adapter's optimizer state."""
+    """Return this rank's shard of an adapter's optimizer state."""
     return {spec.name: part.values.clone() for spec, part in engine.adapters[name].parts(with_optim=True)}
 
 
@@ -110,14 +110,14 @@ def test_training_leaves_every_byte_of_the_model_alone(backend: str) -> None:
             copies, {f.name: f.parameter.tolist() for f in engine.adapters["default"].factors if f.cut is None}
         )
         for copy in copies:
-            shared = copy.keys() & copies[0].keys()  # another pipeline stage has other layers
+            shared = copy.keys() & copies[0].keys()  # other pipeline stages have other layers
             assert all(copy[name] == copies[0][name] for name in shared)
         assert any(copies[0])
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
 def test_adapters_are_isolated_bit_for_bit(backend: str) -> None:
-    """Two that are trained in turn, their gradients pending at the same time, are what each is when it is trained alone."""
+    """Train two adapters in turn, with gradients of both pending at the same time: each equals one that is trained alone."""
     alone = {}
     for name, seed in (("a", 11), ("b", 22)):
         with adapted(backend) as engine:

@@ -1,4 +1,4 @@
-"""After a sync a plain transformers replica has the trainer's weights, for every layout that is registered and every way for weights."""
+"""Weight synchronization: a transformers replica gets the trainer's weights, for every registered layout and every transport."""
 
 import io
 import os
@@ -46,7 +46,7 @@ EVERY = [
 ]
 
 Found = tuple[dict[str, Tensor], list[Tensor]]
-"""A replica's weights by their Hugging Face names, and its log-probs of each sequence."""
+"""Return a replica's weights by their Hugging Face names, and its log-probs of each sequence."""
 
 
 def replica(path: str, dtype: torch.dtype = torch.float32, *, adapter: str | None = None) -> nn.Module:
@@ -57,7 +57,7 @@ def replica(path: str, dtype: torch.dtype = torch.float32, *, adapter: str | Non
 
 
 def sent(engine: TrainEngine, adapter: str | None) -> dict[str, Any]:
-    """What a transport sends: the model, or the adapter alone."""
+    """Return what a transport sends: the model or only the adapter."""
     return {"source": engine} if adapter is None else {"source": engine.adapters, "select": lambda name: True}
 
 
@@ -71,11 +71,14 @@ def looked_at(module: nn.Module, sequences: list[Tensor]) -> Found:
     return weights, rows
 
 
-# ---- a process that has replicas and nothing of the trainer
+# ---- a process with replicas and no trainer state
 
 
 def serve(socket: str) -> None:
-    """Make a replica, take one update and show what it has become, each time the first rank asks. Ends with its connection."""
+    """Build a replica, apply one update and return its state, at each request of the first rank.
+
+    End with the connection.
+    """
     with Listener(socket, family="AF_UNIX") as listener, listener.accept() as connection:
         while True:
             try:
@@ -100,7 +103,7 @@ _remote: list[Any] = []
 
 
 def remote() -> Connection:
-    """The connection to that process, which lives as long as this rank."""
+    """Connect to the replica process, which lives as long as this rank."""
     if not _remote:
         folder = tempfile.mkdtemp(prefix="areal-ws-")
         code = f"from areal.tests.dist.checkpoint.test_weight_sync import serve; serve({folder + '/serve'!r})"
@@ -121,7 +124,7 @@ def _call(path: str, process: subprocess.Popen[bytes]) -> Connection:
             time.sleep(0.1)
 
 
-# ---- ways
+# ---- transports
 
 
 def by_direct(
@@ -222,7 +225,7 @@ def test_an_adapter_alone_goes_to_a_model_that_has_one(backend: str, tmp_path: P
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
 def test_a_bfloat16_replica_of_a_float32_master(backend: str, tmp_path: Path) -> None:
-    """The values are rounded once, whether by the trainer on the way or by the replica."""
+    """The values are rounded once, either by the trainer or by the replica."""
     path, everything = model_dir("qwen3"), ragged()
     with started(backend, path=path, dtype="bfloat16", optimizer=LEARN) as engine:
         engine.train_batch(mine(engine, everything), loss)

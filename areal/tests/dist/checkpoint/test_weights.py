@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face files: slices in, full tensors out, under the names that transformers writes."""
+"""Weights from and to Hugging Face files: sliced reads, full tensors out, and the names that transformers writes."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from areal.tests.harness.world import cached, world
 
 
 def on_disk(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of a model directory."""
+    """Return all tensors of a model directory."""
     return {
         key: tensor
         for file in sorted(Path(folder).glob("model*.safetensors"))
@@ -97,7 +97,7 @@ def test_random_weights_are_the_same_on_every_layout(world_size: int) -> None:
 
 @pytest.mark.world(2, 4)
 def test_an_engine_outlives_another_of_the_same_layout(world_size: int) -> None:
-    """Their meshes are equal, and torch keeps what it knows of sharded tensors by mesh: groups must not be mixed up."""
+    """The meshes are equal, and torch caches sharded-tensor data by mesh: process groups must not be mixed up."""
     backend = {2: "fsdp:d2", 4: "fsdp:r2d2"}[world_size]
     with started(backend) as outer:
         before = weights_of(outer)
@@ -164,11 +164,11 @@ def test_pieces_cover_every_tensor_once() -> None:
         assert (seen == 1).all(), name
 
 
-# ---- files that do not fit
+# ---- files that do not match the model
 
 
 def copied(family: str, tmp_path: Path) -> Path:
-    """A copy of a model directory, made by the first rank."""
+    """Return a copy of a model directory, made by the first rank."""
     folder = tmp_path / "model"
     if world().rank == 0:
         shutil.copytree(model_dir(family), folder)
@@ -224,7 +224,7 @@ def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Pa
     engine = create_engine(config("fsdp:d2", path=str(folder)))
     with pytest.raises(ValueError, match=message):
         engine.initialize(FinetuneSpec(total_train_steps=1))
-    with started("fsdp:d2"):  # the world is as good as before
+    with started("fsdp:d2"):  # the world still works
         dist.barrier()
 
 

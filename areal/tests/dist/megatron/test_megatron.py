@@ -1,4 +1,4 @@
-"""What is the Megatron engine's own: when it reduces, how it splits layers, which settings it refuses, and that it leaves no global state."""
+"""Megatron engine: gradient reduction, layer split, refused settings, and global state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cell(backend: str, *, family: str = "qwen3", dtype: str = "float32", changes
 
 @contextmanager
 def counted_reductions() -> Iterator[list[int]]:
-    """The reductions of gradient buckets that this rank starts, counted."""
+    """Count the reductions of gradient buckets that this rank starts."""
     from megatron.core.distributed import param_and_grad_buffer
 
     kind, count = param_and_grad_buffer._ParamAndGradBucketGroup, [0]
@@ -60,7 +60,7 @@ def test_gradients_are_reduced_once_per_step_however_many_calls(overlap: dict[st
             len(chunk.bucket_groups) + len(chunk.expert_parallel_bucket_groups) for chunk in engine._parts.model
         )
         assert buckets > 1 if overlap and world_size == 2 else buckets >= 1
-        for _ in range(3):  # the second round knows which parameters to wait for
+        for _ in range(3):  # from the second round the parameters to wait for are known
             for _ in range(3):
                 engine.forward_backward(batch, *call, loss_weight=1 / 3)
             assert count[0] == 0, "a call reduced, although more could follow"
@@ -199,7 +199,7 @@ def test_overlapped_gathers_need_what_they_overlap_with() -> None:
 
 @pytest.mark.world(2)
 def test_two_layouts_take_turns_in_one_world(world_size: int) -> None:
-    """Each trains as it does alone, with steps of the other in between."""
+    """Train each engine with steps of the other in between: each trains as it does alone."""
     from megatron.core import parallel_state
 
     def alone(backend: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron engine: what comes back, in which layout, and for whom."""
+"""Checkpoints of the Megatron engine: restored state, other layouts, and exchange with other programs."""
 
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def model(family: str = "qwen3", **changes: Any) -> str:
     return model_dir(family, **changes)
 
 
-# ---- going on in the same layout
+# ---- resume in the same layout
 
 
 SAME: dict[str, tuple[int, str, str, dict[str, Any]]] = {
@@ -56,7 +56,7 @@ SAME: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "name", [pytest.param(name, marks=pytest.mark.world(world)) for name, (world, *_) in SAME.items()]
 )
 def test_goes_on_bit_for_bit(name: str, asynchronous: bool, tmp_path: Path) -> None:
-    """A run with a schedule that stops after two steps and goes on, against one that never stopped."""
+    """Compare a run with a schedule that resumes after two steps with one that never stopped."""
     _, letters, family, options = SAME[name]
     options = {"path": model(family), **options}
     with started(f"megatron:{letters}", **options) as engine:
@@ -82,7 +82,7 @@ def test_goes_on_bit_for_bit(name: str, asynchronous: bool, tmp_path: Path) -> N
 
 @pytest.mark.world(2)
 def test_parameters_on_their_way_are_saved(tmp_path: Path) -> None:
-    """With overlap the updated parameters are gathered in the next forward, which never comes here."""
+    """With overlap the updated parameters are gathered in the next forward, which does not happen here."""
     with started("megatron:d2", path=model(), dtype="bfloat16", **OVERLAP) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "run", DCP))
@@ -96,7 +96,7 @@ def test_parameters_on_their_way_are_saved(tmp_path: Path) -> None:
 
 
 def everything(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, in full, optimizer state too."""
+    """Return all tensors of a checkpoint in full, including optimizer state."""
     metadata = read_metadata(path)
     tensors = {
         key: torch.full(found.size, torch.nan, dtype=found.properties.dtype)
@@ -117,7 +117,7 @@ CHAINS: dict[str, tuple[int, str, dict[str, Any], list[tuple[str, dict[str, Any]
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.world(world)) for n, (world, *_) in CHAINS.items()])
 def test_other_layouts_hold_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Loaded in one layout after the other, and saved there without a step: weights, main parameters and moments."""
+    """Load in one layout after the other and save without a step: weights, main parameters and moments stay equal."""
     _, family, options, chain = CHAINS[name]
     options = {"path": model(family), **options}
     for i, (letters, more) in enumerate(chain):
@@ -135,7 +135,7 @@ def test_other_layouts_hold_the_same_bits(name: str, tmp_path: Path) -> None:
     for key in first:
         if not key.startswith("optimizer.state."):
             moments = first[f"optimizer.state.exp_avg.{key}"]
-            assert moments.any() != (key == "value_head.weight"), key  # of which the loss knows nothing
+            assert moments.any() != (key == "value_head.weight"), key  # tokens that the loss does not use
 
 
 @pytest.mark.world(2)
@@ -183,7 +183,7 @@ DTYPES = {
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", [*DTYPES])
 def test_main_parameters_come_back_in_another_dtype(name: str, tmp_path: Path) -> None:
-    """Whole, wherever the optimizer keeps them."""
+    """Main parameters are restored in full, wherever the optimizer keeps them."""
     dtype, more, other, others = DTYPES[name]
     with started("megatron:d2", path=model(), dtype=dtype, **more) as engine:
         step(engine, 1)
@@ -198,7 +198,7 @@ def test_main_parameters_come_back_in_another_dtype(name: str, tmp_path: Path) -
 
 
 def go_on(letters: str, read: str | None, write: str, seed: int, family: str) -> None:
-    """One step of a run: from a checkpoint, and into the next."""
+    """Take one step of a run: load a checkpoint and save the next."""
     with started(f"megatron:{letters}", path=model(family, **DEEP)) as engine:
         if read is not None:
             engine.load(SaveLoadMeta(read, DCP))
@@ -215,7 +215,7 @@ RUNS = {"qwen3": ["t2", "p2v2", "p2", "d2", "d1"], "qwen3_moe": ["e2", "d2", "e2
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
-    """One step in each layout, against as many in one that never stopped."""
+    """Take one step in each layout, compared with a run that never stopped."""
     chain = RUNS[family]
     for run, layouts in {"moved": chain, "stayed": ["d1"] * len(chain)}.items():
         read = None
@@ -230,18 +230,18 @@ def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
     start = load_file(Path(model(family, **DEEP)) / "model.safetensors")
     assert moved.keys() == stayed.keys()
     for name in moved:
-        # By norms: where a gradient is next to nothing, AdamW makes a step of its rounding.
+        # Compare norms: where a gradient is almost zero, AdamW amplifies its rounding to a step.
         change = (stayed[name] - start[name]).norm()
         assert (moved[name] - stayed[name]).norm() < 1e-3 * change, name
 
 
-# ---- for others, and from others
+# ---- exchange with other programs
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("letters", "family"), [("p2", "qwen3"), ("t2", "qwen3"), ("e2", "qwen3_moe")])
 def test_megatron_core_loads_it(letters: str, family: str, tmp_path: Path) -> None:
-    """By ``dist_checkpointing.load``, into the state that its own optimizer asks for."""
+    """Load with ``dist_checkpointing.load`` into the state that Megatron-Core's optimizer requests."""
     from megatron.core import dist_checkpointing
 
     with started(f"megatron:{letters}", path=model(family)) as engine:
@@ -313,12 +313,12 @@ def test_without_an_optimizer(dtype: str, tmp_path: Path) -> None:
         assert same_bits(weights_of(engine), expected)
 
 
-# ---- many, in the background, and faults
+# ---- several checkpoints, asynchronous saves, and faults
 
 
 @pytest.mark.world(2)
 def test_an_asynchronous_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
-    """The tensors change under it in place, as fast as they can."""
+    """The tensors change in place during the save."""
     meta = SaveLoadMeta(tmp_path / "saved", DCP, asynchronous=True)
     with started("megatron:d2", path=model()) as engine:
         step(engine, 1)

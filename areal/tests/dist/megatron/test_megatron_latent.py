@@ -1,4 +1,4 @@
-"""Latent attention and sigmoid routers on the Megatron engine: what the grid's one configuration does not have."""
+"""Latent attention and sigmoid routers on the Megatron engine: configurations that the grid does not contain."""
 
 from pathlib import Path
 from typing import Any

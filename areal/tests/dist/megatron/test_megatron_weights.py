@@ -1,4 +1,4 @@
-"""A Megatron-Core model's weights from and to Hugging Face files, in every layout: the same bits, and float32 unrounded."""
+"""Weights of a Megatron-Core model from and to Hugging Face files, in every layout: equal bits, and float32 unrounded."""
 
 import json
 from collections.abc import Callable
@@ -29,13 +29,13 @@ SPLIT = {
     2: ("megatron:d2", "megatron:t2", "megatron:p2", "megatron:e2", "megatron:p2v2"),
     4: ("megatron:e2t2", "megatron:d2p2"),
 }
-"""Layouts in which the main parameters of tiny mixtures of experts lie in different ways."""
+"""Layouts that place the main parameters of tiny mixtures of experts differently."""
 THOROUGH = ("megatron:d1", "megatron:t2p2")
-"""Layouts that every family runs in."""
+"""Layouts in which every family runs."""
 
 
 def everywhere(*families: str) -> list[Any]:
-    """Every layout, whatever its ways, with two of the families that it takes in turn; one rank and ``t2p2`` have them all."""
+    """Return every layout with two of its families in turn; one rank and ``t2p2`` get all families."""
     layouts = {layout.backend: layout for layout in LAYOUTS["megatron"]}.values()
     pairs = []
     for number, layout in enumerate(layouts):
@@ -50,7 +50,7 @@ def everywhere(*families: str) -> list[Any]:
 
 
 def mixtures() -> list[Any]:
-    """Backends for a mixture of experts of four layers, each marked with its world."""
+    """Return backends for a mixture of experts with four layers, each marked with its world."""
     return [pytest.param(b, marks=pytest.mark.world(size), id=b) for size, backends in SPLIT.items() for b in backends]
 
 
@@ -59,7 +59,7 @@ def moe(**changes: Any) -> str:
 
 
 def saved(engine: TrainEngine, path: Path, **options: Any) -> dict[str, Tensor]:
-    """What a checkpoint in the Hugging Face format holds."""
+    """Return the tensors of a checkpoint in the Hugging Face format."""
     save_hf(engine, path, **options)
     found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
     dist.barrier()
@@ -67,7 +67,7 @@ def saved(engine: TrainEngine, path: Path, **options: Any) -> dict[str, Tensor]:
 
 
 def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **options: Any) -> Saver:
-    """Save through the weights alone. Returns what is waited for."""
+    """Save only the weights. Returns the pending save."""
     weights, saver = engine._parts.weights, Saver(engine.control)
     source = engine.config.path
     saver.save(
@@ -81,7 +81,7 @@ def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **op
     return saver
 
 
-# ---- in and out again
+# ---- round trips
 
 
 @pytest.mark.parametrize(("layout", "family"), everywhere(*FAMILIES))
@@ -92,7 +92,7 @@ def test_streams_and_saves_what_transformers_wrote(layout: Layout, family: str, 
         assert same_bits(saved(engine, tmp_path / "saved"), on_disk(path))
         names = [name for name, _ in engine.named_tensors()]
     assert len(names) == len(set(names))
-    assert names == cached("order", path, lambda: names)  # on every layout
+    assert names == cached("order", path, lambda: names)  # in every layout
     places = [int(name.split(".")[2]) for name in names if ".layers." in name]
     assert places == sorted(places)
     assert names[0] == "model.embed_tokens.weight"
@@ -108,7 +108,7 @@ VOCABULARIES = [(2, "t2", 111), (4, "t2p2", 111), (4, "t4", 5)]
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_tied"])
 def test_vocabularies_that_do_not_divide(letters: str, vocabulary: int, family: str, tmp_path: Path) -> None:
-    """Rows that fill up are no part of the weights; of five rows over four ranks, the last rank holds none."""
+    """Padding rows are not weights; with five rows over four ranks, the last rank has none."""
     path = model_dir(family, vocab_size=vocabulary, num_key_value_heads=4)
     with started(f"megatron:{letters}", path=path) as engine:
         assert same_bits(weights_of(engine), on_disk(path))
@@ -118,7 +118,7 @@ def test_vocabularies_that_do_not_divide(letters: str, vocabulary: int, family: 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", mixtures())
 def test_any_bits_are_streamed_as_they_are(backend: str, dtype: str) -> None:
-    """Negative zeros, infinities and NaNs of every kind."""
+    """Stream negative zeros, infinities and NaNs of every kind."""
     integers, n = {"float32": (torch.int32, 2**31), "bfloat16": (torch.int16, 2**15)}[dtype]
     generator = torch.Generator().manual_seed(1)
     bits = {
@@ -148,7 +148,7 @@ def test_each_rank_reads_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None
         counts: list[int] = [0] * 4
         dist.all_gather_object(counts, sum(read))
     total = sum(tensor.numel() for tensor in on_disk(path).values())
-    assert total <= sum(counts) < 1.05 * total  # norms are on several ranks
+    assert total <= sum(counts) < 1.05 * total  # norms are replicated on several ranks
     assert max(counts) < 0.3 * total
 
 
@@ -158,7 +158,7 @@ def test_each_rank_reads_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 @pytest.mark.parametrize("backend", mixtures())
 def test_float32_files_reach_the_main_parameters_unrounded(backend: str, distributed: bool, tmp_path: Path) -> None:
-    """At the start, and when weights are loaded later; and a step starts from them."""
+    """Compare at the start, after a later load, and after a step."""
     first, second = moe(), moe(seed=2)
     settings = {"distributed_optimizer": distributed}
     with started(backend, path=first, dtype="bfloat16", optimizer=ADAMW, megatron=settings) as engine:
@@ -176,8 +176,8 @@ def test_float32_files_reach_the_main_parameters_unrounded(backend: str, distrib
         assert same_bits(saved(engine, tmp_path / "second"), on_disk(second))
     for name, start in on_disk(first).items():
         gradient = gradients[name].double()
-        expected = start.double() - ADAMW.lr * gradient / (gradient.abs() + ADAMW.eps)  # what the first step of Adam is
-        torch.testing.assert_close(stepped[name].double(), expected, rtol=3e-7, atol=1e-7)  # bf16 is 4e-3 away
+        expected = start.double() - ADAMW.lr * gradient / (gradient.abs() + ADAMW.eps)  # the first step of Adam
+        torch.testing.assert_close(stepped[name].double(), expected, rtol=3e-7, atol=1e-7)  # bf16 would be off by 4e-3
 
 
 def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ def test_hf_is_what_transformers_loads(layout: Layout, family: str, tmp_path: Pa
 @pytest.mark.world(1, 2, 4)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_hf_in_several_files(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
-    """An asynchronous save holds what the weights were, and says in config.json what it holds."""
+    """An asynchronous save contains the weights at the time of the call, and config.json describes them."""
     backend, path = {1: "d1", 2: "t2", 4: "t2p2"}[world_size], tmp_path / "saved"
     source = model_dir("qwen3", value_head=True)
     with started(f"megatron:{backend}", path=source, dtype="bfloat16", value_head=True) as engine:
@@ -264,7 +264,7 @@ def test_without_an_optimizer_the_parameters_are_written(tmp_path: Path) -> None
 
 @pytest.mark.world(2)
 def test_weights_that_a_gather_still_owes_are_there(tmp_path: Path) -> None:
-    """With overlapping gathers a step leaves parameters to be gathered: by the next forward, or by whoever looks at them."""
+    """With overlapped gathers a step leaves parameters to be gathered by the next forward or by the first reader."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
     with started("megatron:d2", megatron=overlap, optimizer=ADAMW) as engine:
         engine.train_batch(mine(engine, ragged()), loss)
@@ -277,7 +277,7 @@ def test_weights_that_a_gather_still_owes_are_there(tmp_path: Path) -> None:
         assert same_bits(weights_of(engine), on_disk(model_dir("qwen3")))
 
 
-# ---- files that do not fit
+# ---- files that do not match the model
 
 
 @pytest.mark.world(2)
@@ -290,19 +290,19 @@ def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Pa
         if world().rank == 0:
             apply(folder)
         dist.barrier()
-        with pytest.raises(ValueError, match=message):  # a checkpoint is checked before anything changes
+        with pytest.raises(ValueError, match=message):  # a checkpoint is validated before any change
             engine._parts.weights.check(folder)
         assert same_bits(weights_of(engine), before)
     engine = create_engine(config("megatron:p2", path=str(folder)))
     with pytest.raises(ValueError, match=message):
         engine.initialize(FinetuneSpec(total_train_steps=1))
-    with started("megatron:p2"):  # the world is as good as before
+    with started("megatron:p2"):  # the world still works
         dist.barrier()
 
 
 @pytest.mark.world(1)
 def test_weights_that_the_optimizer_keeps_to_itself_are_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A precision-aware optimizer, which needs a GPU, is one that says that it is one."""
+    """A precision-aware optimizer needs a GPU; here an optimizer that claims to be one replaces it."""
     with started("megatron:d1") as engine:
         weights = engine._parts.weights
         monkeypatch.setattr(weights._optimizer.chained_optimizers[0].config, "use_precision_aware_optimizer", True)

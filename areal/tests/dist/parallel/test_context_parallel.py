@@ -1,4 +1,4 @@
-"""Context-parallel attention against one process, in float64."""
+"""Context-parallel attention compared with one process, in float64."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from areal.engine.attention.context_parallel import ContextParallel, choose_mode
 
 MODES = ("ulysses", "gather_kv")
 HEADS = {"mha": (4, 4), "gqa": (8, 4), "kv2": (4, 2), "kv1": (4, 1), "kv3": (12, 3), "indivisible": (9, 3)}
-# Single tokens, sequences inside one chunk and over several; with padding behind them, except for the first stream.
+# Single tokens, sequences within one chunk and across chunks; all but the first stream have padding at the end.
 STREAMS = ((5, 1, 1, 7, 2, 16), (1, 30, 3), (3,))
 
 
 def packed(tokens: int, heads: tuple[int, int], dims: tuple[int, int], seed: int) -> list[Tensor]:
-    """q, k, v and sinks of a whole stream, the same on every rank."""
+    """Return q, k, v and sinks of a full stream, the same on every rank."""
     rng = torch.Generator().manual_seed(seed)
     (hq, hk), (d, dv) = heads, dims
     shapes = [(tokens, hq, d), (tokens, hk, d), (tokens, hk, dv), (hq,)]
@@ -46,7 +46,7 @@ def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[i
         with pytest.raises(ValueError, match=f"{heads[0]} query heads do not divide over {cp.size}"):
             layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), scale=1.0)
         return
-    # A window of 1 beside one across chunks, latent attention's narrower values, with and without sinks and softcap.
+    # A window of 1 and one across chunks, latent attention's narrower values, with and without sinks and softcap.
     options = [(None, False, None, 4), (6, True, None, 4), (1, False, None, 4), (None, True, 2.0, 3)]
     for i, (seqlens, (window, has_sinks, softcap, dv)) in enumerate(itertools.product(STREAMS, options)):
         tokens = padded(sum(seqlens), cp.align)
@@ -68,7 +68,7 @@ def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[i
         assert error(out, cp.shard(expected)) <= 1e-12
         for mine, full in zip(local[:3], whole[:3], strict=True):
             assert error(mine.grad, cp.shard(full.grad)) <= 1e-12
-        if has_sinks:  # a parameter: ranks' gradients add up
+        if has_sinks:  # a parameter: gradients are summed over ranks
             total = local[3].grad.clone()
             dist.all_reduce(total)
             assert error(total, whole[3].grad) <= 1e-12

@@ -1,4 +1,4 @@
-"""Expert parallelism on the FSDP engine, beyond what the grid says of it."""
+"""Expert parallelism on the FSDP engine: properties that the grid does not test."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_rank_holds_its_experts_and_reads_streams_and_saves_all(backend: str, 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_may_get_no_token(backend: str) -> None:
-    """All tokens go to the first two experts: the last rank computes nothing, and takes part."""
+    """All tokens are routed to the first two experts: the last rank computes nothing but joins the collectives."""
     options = {"activation_checkpointing": "full", "moe": {"aux_loss": 0.5, "z_loss": 0.25}}
     cell = Cell(Layout(backend, options=options), "qwen3_moe", "nll", "ragged", "tokens24")
     call = (cell.objective.loss_fn, cell.objective.weight_fn)

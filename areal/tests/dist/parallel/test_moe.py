@@ -1,4 +1,4 @@
-"""Experts: balancing losses, replay, recording and load are what one process computes by hand, one sequence at a time, in float64."""
+"""Mixtures of experts: balancing losses, replay, recording and load, compared with float64 on one process, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
 
 
 def layout(backend: str, how: str = "", *, moe: dict[str, Any] = MOE) -> Layout:
-    """A layout of an engine that balances its experts."""
+    """Return a layout of an engine that balances its experts."""
     engine = ParallelDims.parse(backend).backend
     options: dict[str, Any] = {"moe": moe}
     if how:
@@ -65,7 +65,7 @@ CHANGES: dict[str, dict[str, Any]] = {"two": {}, "four": {"num_hidden_layers": 4
 
 
 def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int) -> list[Any]:
-    """Every layout of these world sizes with the cuts in turn, each marked with its world; one rank alone has them all."""
+    """Return every layout of these world sizes with the splits in turn, marked with its world; one rank gets all splits."""
     found, turn = [], cycle(cuts)
     for size in sizes:
         for backend, how in LAYOUTS[size]:
@@ -76,13 +76,13 @@ def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int) -> list[Any]:
     return found
 
 
-# ---- terms
+# ---- balancing terms of the loss
 
 CUTS = {
     "whole": ("ragged", "whole", "plain"),
     "cut": ("ragged", "tokens24", "recompute"),
     "fillers": ("starved", "mbs3", "plain"),
-    # One rank's sequences all weigh nothing in the loss. Their routers count all the same.
+    # All sequences of one rank have zero loss weight, but their routers are counted.
     "weightless": ("zero_rank", "tokens24", "plain"),
 }
 
@@ -109,7 +109,7 @@ def test_balancing_losses_are_terms_of_the_sum(cell: Cell) -> None:
 @pytest.mark.parametrize("normalization", ["sum", 8.0])
 @pytest.mark.parametrize("cell", cells({"cut": ("ragged", "tokens24", "plain")}, 2)[::3])
 def test_several_calls_are_one(cell: Cell, normalization: Any) -> None:
-    """With sums, or one number, the gradients of the parts of a batch add up to that of the whole."""
+    """With sums or a constant divisor, the gradients of partial batches add up to that of the full batch."""
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     number = 1.0 if normalization == "sum" else normalization
     expected = by_hand(cell, divide_by=number, loss_weight=0.5)
@@ -199,12 +199,13 @@ SHARING = [("fsdp:d1", ""), ("fsdp:c2", "gather_kv"), ("fsdp:e2", ""), ("fsdp:p2
     [pytest.param(*one, marks=pytest.mark.world(ParallelDims.parse(one[0]).world_size)) for one in SHARING],
 )
 def test_a_shared_beginning_counts_for_each_of_its_sequences(backend: str, how: str) -> None:
-    """Terms, load, replay and recording, where a router sees what sequences share once."""
+    """Check terms, load, replay and recording where sequences share a prefix."""
     cell = Cell(layout(backend, how), "qwen3_moe", "nll", "family", "shared40")
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     experts = recorded(cell.case.lengths)
     for i, (other, shared) in cell.case.begins_like.items():
-        experts[i][: shared // 2] = experts[other][: shared // 2]  # half of it went to the same experts too
+        # half of the shared prefix is routed to the same experts too
+        experts[i][: shared // 2] = experts[other][: shared // 2]
     with running(cell) as run:
         expected, replayed = by_hand(cell), by_hand(cell, replay=experts)
         lengths = [cell.case.lengths[i] for i in run.mine]
@@ -233,7 +234,7 @@ SIGMOID = ["fsdp:d1", "fsdp:e2", "fsdp:p2", "megatron:d1", "megatron:e2"]
     "backend", [pytest.param(b, marks=pytest.mark.world(ParallelDims.parse(b).world_size)) for b in SIGMOID]
 )
 def test_routers_of_deepseek_are_watched_too(backend: str) -> None:
-    """Sigmoid scores, groups of experts and a bias for the choice: terms, replay and recording."""
+    """Check sigmoid scores, groups of experts and a bias for the choice: terms, replay and recording."""
     cell = Cell(layout(backend), "deepseek_v3", "nll", "ragged", "tokens24")
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     experts = recorded(cell.case.lengths, *SHAPES["deepseek_v3"])
@@ -268,7 +269,7 @@ def test_a_pipeline_cannot_record() -> None:
             )
 
 
-# ---- what is refused
+# ---- errors
 
 WRONG = {
     "too high": (lambda x: x.index_fill(0, torch.tensor([0]), 9), r"ids from 0 to 9"),

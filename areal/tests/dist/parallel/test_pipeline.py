@@ -1,4 +1,4 @@
-"""Pipelines on the FSDP engine, beyond what the grid says of them."""
+"""Pipelines on the FSDP engine: properties that the grid does not test."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ PRODUCTS = [
     Cell(Layout("fsdp:c2p2v2", "zb", {"fsdp": {"pipeline_schedule": "InterleavedZeroBubble"}}, changes=DEEP), "qwen3"),
     Cell(Layout("fsdp:d2p2v2", "interleaved", {"activation_checkpointing": "full"}, changes=DEEP), "qwen3_tied"),
 ]
-"""Of more than two kinds of parallelism."""
+"""Layouts with more than two kinds of parallelism."""
 
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.layout.name, marks=FOUR) for cell in PRODUCTS])
@@ -137,7 +137,7 @@ def test_schedules_combine_with_everything_else(cell: Cell) -> None:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often gradients of FSDP groups are reduced here."""
+    """Count the gradient reductions of FSDP groups on this rank."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     counts: Counter[str] = Counter()
@@ -208,7 +208,7 @@ def test_looking_at_gradients_and_adding_more_counts_each_once(schedule: str) ->
         assert engine.optimizer_step().grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-# ---- going on
+# ---- resume
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_random_weights_do_not_depend_on_the_stages() -> None:
         assert same_bits(weights_of(other), found)
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def refused_by(engine: TrainEngine, message: str) -> None:
         engine.initialize(FinetuneSpec(total_train_steps=1))
 
 
-# ---- one model, cut
+# ---- one model, split into stages
 
 
 def test_what_a_stage_has_not_passes_on_what_it_is_given() -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism on the FSDP engine, beyond what the grid says of it."""
+"""Tensor parallelism on the FSDP engine: properties that the grid does not test."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_every_rank_holds_stays_the_same_bit_for_bit(backend: str) -> None:
             engine.train_batch(mine(engine, ragged(step)), loss)
         model, group = engine._parts.model, engine.mesh["tp"].get_group()
         norms = {name: p.to_local() for name, p in model.named_parameters() if "norm" in name}
-        assert len(norms) == 2 * 4 + 1  # two of tokens and two of heads in each layer, and the last
+        assert len(norms) == 2 * 4 + 1  # two norms of tokens and two of heads in each layer, and the last norm
         copies: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(copies, {name: norm.tolist() for name, norm in norms.items()}, group=group)
         assert all(copy == copies[0] for copy in copies)
@@ -98,7 +98,7 @@ def test_a_checkpoint_goes_on_in_another_layout(write: str, read: str, tmp_path:
 
 
 def moments_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Full moments by parameter."""
+    """Return the full moments by parameter."""
     state = engine._parts.optimizer.inner.state
     return {
         f"{name}.{key}": full_tensor(state[parameter][key])
@@ -144,7 +144,7 @@ def test_a_plan_with_a_hole_is_refused() -> None:
 
 @pytest.mark.world(2)
 def test_the_row_of_the_padding_token_is_not_trained() -> None:
-    """As in torch's own embedding; it is in the second rank's half here."""
+    """Same as in torch's embedding; the row is on the second rank here."""
     path = model_dir("qwen3", pad_token_id=90)
     batch = [{"input_ids": torch.tensor([3, 90, 4, 90, 60])}]
     gradients = []

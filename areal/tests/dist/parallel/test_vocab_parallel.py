@@ -1,4 +1,4 @@
-"""A head whose vocabulary is spread over ranks gives the numbers of the whole head, on every rank, to the bit."""
+"""Vocabulary-parallel head: on every rank the numbers equal those of the full head, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(dtype: torch.dtype, columns: int | None, seed: int = 3) -> tuple[Tensor
 
 
 def block(split: str, group: dist.ProcessGroup) -> slice:
-    """This rank's rows; uneven: the first rank holds more."""
+    """Return this rank's rows; with ``uneven`` the first rank has more."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     first = V // ranks + (ranks - 1 if split == UNEVEN else 0)
     rest = (V - first) // (ranks - 1)
@@ -56,7 +56,7 @@ def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
 def check(
     leaves: tuple[Tensor, ...], rows: slice, got: list[Tensor], want: list[Tensor], tol: float, group: dist.ProcessGroup
 ) -> None:
-    """Outputs and gradients against the whole head's; ``leaves`` are of the whole head, those of the shard are views."""
+    """Compare outputs and gradients with the full head's; ``leaves`` belong to the full head, those of the shard are views."""
     for g, w in zip(got, want, strict=True):
         assert same_on_all_ranks(g, group)
         torch.testing.assert_close(g, w, rtol=tol, atol=tol)
@@ -92,7 +92,7 @@ def test_spread_vocabulary_equals_whole(
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("fp32", [False, True])
 def test_without_targets_and_in_bf16(fp32: bool) -> None:
-    """Rounded to bf16, logits tie, and which of two equals comes first is nobody's promise: top-k is for the float32 head."""
+    """Rounded to bf16, logits tie, and the order of ties is undefined: top-k is compared for the float32 head only."""
     group = dist.group.WORLD
     hidden, weight, bias, _, _ = make(torch.bfloat16, None)
     rows = block(EVEN, group)
@@ -119,7 +119,7 @@ def test_without_any_target_or_token() -> None:
 
 @pytest.mark.world(2, 4)
 def test_one_rank_holds_nearly_all_probability() -> None:
-    """The other ranks' shares vanish beside it, and must not turn into NaN."""
+    """The probabilities of the other ranks underflow and must not turn into NaN."""
     group = dist.group.WORLD
     hidden, weight, bias, targets, _ = make(torch.float32, None)
     rows = block(EVEN, group)

@@ -1,4 +1,4 @@
-"""A loss that goes wrong on one rank ends the step on all within seconds; a gradient that is not finite is skipped."""
+"""Invalid losses and gradients: a bad loss on one rank raises on all ranks, and a non-finite gradient skips the step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from areal.tests.harness.world import world
 
 
 def infinite_slope(out: TokenOutputs, batch: Batch) -> Tensor:
-    """A finite loss without a finite gradient: the root of 0."""
+    """Return a finite loss with a non-finite gradient: the root of 0."""
     return loss(out, batch) + (out.logprobs * 0).sum().sqrt()
 
 
 def late(first: LossFn, later: LossFn) -> LossFn:
-    """One loss in the first micro-batch, another in all that follow."""
+    """Return one loss in the first micro-batch and another in all later ones."""
     calls = 0
 
     def both(out: TokenOutputs, batch: Batch) -> Any:
@@ -56,7 +56,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[], LossFn], type[Exception], tuple[str, ..
     "unknown metric": (lambda: lambda o, b: (loss(o, b), {"kl": Metric(0.5, reduce="median")}), ValueError, ("'kl'", "median", "'mean'|'sum'")),
     "no dict of metrics": (lambda: lambda o, b: (loss(o, b), 0.5), RuntimeError, ("AttributeError",)),
 }  # fmt: skip
-"""What is wrong -> (makes the guilty rank's loss, the kind of error, what it says)."""
+"""Fault -> (creates the loss of the faulty rank, type of the error, its message)."""
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("fsdp:p2",)))
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(backend: str) -> None:
         assert not torch.isfinite(torch.tensor(step.grad_norm))
         assert engine.lr == rate == step.lr
         assert same_bits(before, weights_of(engine))
-        # By hand as well, beside a good gradient that does not save it.
+        # Also with the optimizer called by hand, where a finite gradient was accumulated before.
         engine.forward_backward(pair.batch(), loss)
         engine.forward_backward(pair.batch(), infinite_slope if pair.is_guilty else loss)
         assert engine.optimizer_step().update_successful is False

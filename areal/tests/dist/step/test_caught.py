@@ -1,4 +1,4 @@
-"""Properties that no other test would miss: what fillers, learned positions and dropout would give away."""
+"""Properties of fillers, learned positions and dropout that no other test covers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal.tests.harness.world import world
 
 @torch.no_grad()
 def plain_logprobs(path: str, samples: list[Sample]) -> list[Tensor]:
-    """Log-probs of the next tokens by transformers, one sequence at a time; 0 at the last position."""
+    """Compute log-probs of the next tokens with transformers, one sequence at a time; 0 at the last position."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     found = []
     for sample in samples:
@@ -57,16 +57,18 @@ def test_a_filler_reaches_no_process_function(backend: str) -> None:
         assert lengths == [mb.n_tokens for mb in mbs.real]
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))  # the other and pipelines take no family with learned positions
+# Megatron and pipelines support no family with learned positions
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))
 def test_learned_positions_restart_with_each_sequence(backend: str) -> None:
-    """Rotary positions are relative, so that most families would not tell."""
+    """Rotary positions are relative, so most families would not show a wrong offset."""
     path = gpt2_dir()
     with started(backend, path=path, fsdp={"attention": "packed"}, mb_spec={}) as engine:
         batch = mine(engine, ragged())
         assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))  # the other and pipelines take no family with dropout
+# Megatron and pipelines support no family with dropout
+@pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))
 def test_an_evaluation_has_no_dropout_and_training_has_it_again(backend: str) -> None:
     path = gpt2_dir(resid_pdrop=0.2)
     with started(backend, path=path) as engine:

@@ -1,4 +1,4 @@
-"""Compiled layers: how often graphs are made, for which lengths, and that they compute the same."""
+"""Compiled layers: number of compiled graphs, their reuse across lengths, and equal results."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from areal.tests.grid.running import STAND_STILL
 from areal.tests.harness.tiny import Sample, config, loss, mine, started
 
 LAYERS = 9
-"""More than the graphs that dynamo keeps for one function: with one for each layer, it would give up."""
+"""More than the graphs that dynamo keeps per function: with one graph per layer, dynamo would stop compiling."""
 
 MOST = 2
-"""Graphs that 20 random lengths may cost, after two lengths have been seen."""
+"""Graphs that 20 random lengths may add, after two lengths have been seen."""
 
 
 @contextmanager
 def counted() -> Iterator[Any]:
-    """A function that says how many graphs were made since it was last asked. Where dynamo would give up compiling, it raises instead."""
+    """Yield a function that returns the number of graphs compiled since its last call.
+
+    Raise where dynamo would stop compiling.
+    """
     known = 0
 
     def new() -> int:
@@ -49,7 +52,7 @@ def counted() -> Iterator[Any]:
 
 
 def batch(rng: random.Random, ranks: int) -> list[Sample]:
-    """Two to nine sequences of 2 to 30 tokens for each rank."""
+    """Return two to nine sequences of 2 to 30 tokens for each rank."""
     lengths = [rng.randint(2, 30) for _ in range(ranks * rng.randint(2, 9))]
     return [
         {
@@ -103,7 +106,7 @@ def test_twenty_lengths_need_hardly_a_graph_more_than_two_and_give_the_same_numb
 
 
 class Layer(nn.Module):
-    """A layer without attention."""
+    """Layer without attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ def test_a_compiled_layer_is_freed() -> None:
     assert weight() is None
 
 
-# ---- what is refused
+# ---- refused configurations
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Properties of one engine: determinism, modes, options that change no number, the learning rate, precisions."""
+"""Properties of one engine: determinism, modes, options without effect on numbers, learning rate, precision."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from areal.tests.harness.world import world
 
 
 def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The distance of two sets of gradients over the length of one."""
+    """Return the distance of two sets of gradients, relative to the norm of one."""
     difference = sum((found[name].double() - expected[name].double()).square().sum() for name in expected)
     return (difference / sum(x.double().square().sum() for x in expected.values())).sqrt().item()
 
 
 def length(gradients: dict[str, Tensor]) -> float:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     return sum(x.double().square().sum() for x in gradients.values()).sqrt().item()
 
 
@@ -92,7 +92,7 @@ def test_dropout_is_on_in_training_alone_and_the_mode_is_restored() -> None:
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1], ids=["packed", "rows"])
 def test_a_generic_family_trains(attention_dropout: float) -> None:
-    """GPT-2, of which nothing is known by name; with attention dropout it runs one sequence per row."""
+    """Train GPT-2, which has no family-specific code. With attention dropout it runs one sequence per row."""
     path = gpt2_dir(attn_pdrop=attention_dropout)
     with started(f"fsdp:d{world().size}", path=path) as engine:
         expected = Reference(gpt2_dir()).step(ragged(), loss, default_loss_weight)
@@ -106,11 +106,11 @@ def test_a_generic_family_trains(attention_dropout: float) -> None:
         assert losses[-1] < found.loss
 
 
-# ---- options that change no number
+# ---- options that do not change numbers
 
 
 class Reductions(TorchDispatchMode):
-    """Counts reduce-scatters, in forward and backward."""
+    """Count reduce-scatters in forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,8 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("backend", layouts(2, engine="fsdp", but=("fsdp:p2",)))  # the others reduce once a step, whatever grad_sync says
+# the other engines reduce once per step, independently of grad_sync
+@pytest.mark.parametrize("backend", layouts(2, engine="fsdp", but=("fsdp:p2",)))
 def test_gradients_are_reduced_once_a_call_or_for_each_micro_batch(backend: str) -> None:
     found: dict[str, tuple[int, int, dict[str, Tensor]]] = {}
     for when in ("call", "micro_batch"):
@@ -156,7 +157,7 @@ def test_options_of_memory_change_no_number(backend: str) -> None:
             assert relative(gradients_of(engine), gradients) < 1e-6, name
 
 
-# ---- verbs leave alone what is not theirs
+# ---- verbs without side effects
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
@@ -232,7 +233,7 @@ def test_sgd_with_clipping_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
 def test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks(backend: str) -> None:
-    """Of rewards: per micro-batch a mean over its sequences, of which micro-batches have one to several."""
+    """Average rewards: each micro-batch reports a mean over its sequences, and their numbers differ."""
 
     def with_metrics(out: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         reward = batch["reward"]
@@ -240,7 +241,7 @@ def test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks(backend: str
 
     everything = ragged()
     rewards = [sample["reward"].item() for sample in everything]
-    # A micro-batch without weight is not asked: give each sequence some.
+    # The loss is not called for a micro-batch without weight, so give each sequence some.
     batch = [{**sample, "loss_mask": torch.ones_like(sample["loss_mask"])} for sample in everything]
     with started(backend) as engine:
         step = engine.eval_batch(mine(engine, batch), with_metrics)
@@ -254,7 +255,7 @@ def test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks(backend: str
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
 def test_in_bf16_a_sum_over_calls_then_one_division_is_as_good_as_the_scaled_loss(backend: str) -> None:
-    """Rounding differs by element, as the scale is no power of two; neither the norm nor the distance to float64 does."""
+    """Rounding differs by element, as the scale is not a power of two; the norm and the distance to float64 do not differ."""
     everything, n = ragged(), 3
     expected = Reference(family_dir("qwen3")).step(everything, loss, default_loss_weight)
     with started(backend, dtype="bfloat16") as engine:
@@ -274,7 +275,7 @@ def test_in_bf16_a_sum_over_calls_then_one_division_is_as_good_as_the_scaled_los
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
 def test_in_bf16_an_unnormalised_sum_over_a_million_tokens_stays_finite(backend: str) -> None:
-    """A power of two scales exactly: what a million tokens sum to differs from one batch's sum in the exponent alone."""
+    """A power of two scales exactly: the sum over a million tokens differs from that of one batch only in the exponent."""
     with started(backend, dtype="bfloat16") as engine:
         batch = mine(engine, ragged())
         step = engine.forward_backward(batch, loss, normalization="sum")

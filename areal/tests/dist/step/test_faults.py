@@ -1,4 +1,4 @@
-"""What one rank gets wrong raises on every rank within seconds, names that rank, and leaves the engine as if nothing had been called."""
+"""Faults on one rank: every rank raises within seconds and names that rank, and the engine's state is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 5.0
 
 @contextmanager
 def raised(kind: type[Exception], *says: str, guilty: int | None = None) -> Iterator[None]:
-    """Expect exactly this kind of error, within seconds, with these words and, in a larger world, the guilty rank."""
+    """Expect this type of error, within seconds, with this message and, in a larger world, the faulty rank."""
     start = time.monotonic()
     with pytest.raises((ValueError, RuntimeError)) as caught:
         yield
@@ -42,27 +42,27 @@ def raised(kind: type[Exception], *says: str, guilty: int | None = None) -> Iter
 
 @dataclass(frozen=True)
 class Twins:
-    """Two equal engines in one world, of which one has to bear the faults."""
+    """Two equal engines in one world; only one of them meets the faults."""
 
     engine: TrainEngine
     untouched: TrainEngine
 
     @property
     def guilty(self) -> int:
-        """The rank that gets things wrong."""
+        """Return the rank that causes the fault."""
         return world().size - 1
 
     @property
     def is_guilty(self) -> bool:
-        """Whether that is this one."""
+        """Return True on the rank that causes the fault."""
         return world().rank == self.guilty
 
     def batch(self, seed: int = 0) -> list[Sample]:
-        """This rank's part of a good batch."""
+        """Return this rank's shard of a valid batch."""
         return mine(self.engine, ragged(seed))
 
     def check(self) -> None:
-        """Nothing is pending, and the next step is that of the engine that met no fault."""
+        """Check that no gradients are pending and that the next step equals that of the other engine."""
         with pytest.raises(RuntimeError, match="no gradient is pending"):
             self.engine.named_gradients()
         found, expected = (engine.train_batch(self.batch(), loss) for engine in (self.engine, self.untouched))
@@ -70,7 +70,7 @@ class Twins:
         assert found.update_successful
 
     def check_weights(self) -> None:
-        """All that was done to both engines did the same."""
+        """Check that both engines have the same weights."""
         assert same_bits(weights_of(self.engine), weights_of(self.untouched))
 
 
@@ -94,7 +94,7 @@ def flipped(samples: list[Sample]) -> dict[str, Tensor]:
 
 
 def changed(samples: list[Sample], key: str, change: Callable[[Tensor], Any]) -> list[dict[str, Any]]:
-    """The samples with ``key`` of the first one changed."""
+    """Return the samples with ``key`` of the first one changed."""
     return [{**samples[0], key: change(samples[0][key])}, *samples[1:]]
 
 
@@ -103,7 +103,7 @@ def put(x: Tensor, value: float) -> Tensor:
 
 
 def overlong(samples: list[Sample]) -> list[Sample]:
-    """Every sequence repeated up to 41 tokens, one more than fit."""
+    """Repeat every sequence up to 41 tokens, one more than the budget."""
     return [{key: torch.cat([x] * 41)[:41] if x.dim() else x for key, x in sample.items()} for sample in samples]
 
 
@@ -143,7 +143,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[list[Sample]], Any], tuple[str, ...]]] = 
     "temperature by token": (lambda s: [{**x, "temperature": torch.ones(len(x["input_ids"]))} for x in s], ("temperature",)),
     "temperature of two": (lambda s: {**padded(s), "temperature": torch.ones(len(s), 2)}, ("temperature",)),
 }  # fmt: skip
-"""What is wrong -> (what is passed in place of a rank's good samples, what the error says)."""
+"""Fault -> (input that replaces the valid samples, message of the error)."""
 
 VERBS: tuple[Callable[[TrainEngine, Any], Any], ...] = (
     lambda engine, batch: engine.train_batch(batch, loss),
@@ -158,7 +158,7 @@ VERBS: tuple[Callable[[TrainEngine, Any], Any], ...] = (
 def test_a_bad_batch_on_one_rank_raises_on_all(backend: str) -> None:
     with twins(backend) as pair:
         for i, (name, (spoil, says)) in enumerate(BAD_BATCHES.items()):
-            # Long enough for every fault, and the same on ranks that share a part.
+            # Long enough for every fault, and equal on ranks with the same data-parallel shard.
             good = [sample for sample in pair.batch() if len(sample["input_ids"]) > 4]
             batch = spoil(good) if pair.is_guilty else good
             with raised(ValueError, *says, guilty=pair.guilty):
@@ -202,7 +202,7 @@ def test_a_bad_batch_leaves_pending_gradients_alone(backend: str) -> None:
         pair.check()
 
 
-# ---- calls that make no sense
+# ---- calls in an invalid order or with invalid arguments
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
@@ -347,7 +347,7 @@ def test_a_rank_without_weight_takes_part_and_its_loss_is_not_called(backend: st
         assert step.n_tokens == sum(len(sample["input_ids"]) for sample in ragged())
 
 
-# ---- a process function of the caller's
+# ---- process functions of the caller
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, also=("megatron:d2",)))

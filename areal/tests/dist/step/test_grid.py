@@ -1,6 +1,7 @@
-"""The invariance grid: whatever the engine, the layout and the cut, a step is what one process computes in float64, one sequence at a time.
+"""Parity grid: for any engine, layout and micro-batch split, a step equals a float64 computation of one sequence at a time.
 
-The cells are a selection in which every layout meets every family, objective, batch, cut, option and dtype, and these one another.
+The cells are a pairwise selection: every layout meets every family, objective, batch, split, option and dtype, and so do
+these with each other.
 """
 
 import pytest
@@ -18,7 +19,7 @@ CELLS = [Cell(**row) for row in covering(FACTORS, fits, often={"float64": 8})]
 def marks(cell: Cell) -> list[pytest.MarkDecorator]:
     if cell.options != "compile":
         return [pytest.mark.world(cell.layout.world)]
-    # Ranks take ten seconds to find the graphs of a cell, and with tensor parallelism a minute.
+    # Ranks take ten seconds to find the graphs of a cell, and a minute with tensor parallelism.
     often = cell.layout.backend == "fsdp:d1"
     return [pytest.mark.world(cell.layout.world, timeout=400), *([] if often else [pytest.mark.thorough])]
 

@@ -1,4 +1,4 @@
-"""Evaluation between the calls of a step: pending gradients stay what they are, and no stale weight is used."""
+"""Evaluation between the calls of a step: pending gradients do not change, and no stale weight is used."""
 
 import dataclasses
 
@@ -46,13 +46,13 @@ def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
             assert after.loss != before.loss, "the step changed nothing"
             again = engine.eval_batch(batch, *call)
             assert dataclasses.replace(again, seconds=after.seconds, timings=after.timings) == after
-        # What is discarded after a forward alone is discarded whole.
+        # zero_grad after a forward without a backward discards all pending gradients.
         engine.forward_backward(run.batch(5), *call)
         engine.forward_batch(run.batch(5))
         engine.zero_grad()
         engine.train_batch(run.batch(2), *call)
         reference.step(run.samples(2), *call)
         reference.optimizer_step()
-        # AdamW makes a difference of rounding in a gradient larger in the weights.
+        # AdamW amplifies rounding differences of a gradient.
         tolerance = cell.tolerance if cell.dtype == "float64" else 2e-4
         assert_tensors(engine.named_tensors(), dict(reference.named_tensors()), tolerance)

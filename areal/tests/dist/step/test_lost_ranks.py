@@ -1,4 +1,7 @@
-"""Faults that leave ranks out of step: no memory left, a model that fails, a rank that dies. Survivors hear of them within seconds."""
+"""Faults that leave ranks out of step: out of memory, a failing model, a dead rank.
+
+The other ranks raise within seconds.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class _FailsBackward(torch.autograd.Function):
 
 @contextmanager
 def mlp_that(engine: TrainEngine, act: Callable[[Tensor], Tensor], *, on_call: int) -> Iterator[None]:
-    """In the ``on_call``-th call of a feed-forward layer, from 0, apply ``act`` to what it gets."""
+    """Apply ``act`` to the input of the ``on_call``-th call of a feed-forward layer, from 0."""
     kind = next(type(m) for m in engine._parts.model.modules() if type(m).__name__.endswith("MLP"))
     plain, calls = kind.forward, 0
 
@@ -78,7 +81,7 @@ MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "backward": (_FailsBackward.apply, 0, 0),
     "backward of the second micro-batch": (_FailsBackward.apply, 1, 1),
 }
-"""Where memory runs out -> (how, in which micro-batch, in which of two layers)."""
+"""Point where memory runs out -> (function, micro-batch, layer out of two)."""
 
 
 OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
@@ -98,7 +101,7 @@ OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": Tru
 )
 def test_a_rank_alone_goes_on_after_it_had_no_memory(backend: str, options: dict[str, Any]) -> None:
     with started(backend, **options) as engine, started(backend, **options) as untouched:
-        calls = 4 if options.get("activation_checkpointing") else 2  # of a layer in a micro-batch
+        calls = 4 if options.get("activation_checkpointing") else 2  # number of calls of a layer in a micro-batch
         for where, (act, index, layer) in MEMORY.items():
             mbs = engine.microbatches(ragged())
             fails = mlp_that(engine, act, on_call=index * calls + layer)
@@ -133,7 +136,7 @@ def test_a_model_that_fails_on_one_rank_raises_on_all_and_a_new_engine_works(
     with started(backend) as untouched:
         initialize(engine)
         expected = untouched.train_batch(mine(untouched, ragged()), loss)
-    last = 2 // engine.dims.pp - 1  # of the layers here
+    last = 2 // engine.dims.pp - 1  # number of layers on this rank
     with mlp_that(engine, act if world().rank == guilty else torch.clone, on_call=last):
         start = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
@@ -158,14 +161,14 @@ def initialize(engine: TrainEngine) -> None:
     engine.initialize(FinetuneSpec(total_train_steps=1000))
 
 
-# ---- a rank that dies: in a pool of its own, which does not outlive it
+# ---- a rank that dies: in a separate pool, which ends with the test
 
 DEAD = 1
 SURVIVE = 20.0
 
 
 def die_in_a_loss(signal_number: int) -> None:
-    """Rank 1 is killed in the middle of the second step."""
+    """Kill rank 1 in the middle of the second step."""
     with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
         engine.train_batch(mine(engine, ragged()), loss)
 
@@ -178,7 +181,7 @@ def die_in_a_loss(signal_number: int) -> None:
 
 
 def die_between_steps() -> None:
-    """Rank 1 leaves without a word; the others learn of it in the next call."""
+    """Kill rank 1 between steps; the others notice in the next call."""
     with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
         engine.train_batch(mine(engine, ragged()), loss)
         if world().rank == DEAD:
@@ -187,7 +190,7 @@ def die_between_steps() -> None:
 
 
 def die_in_the_model(backend: str) -> None:
-    """Rank 1 is killed in a layer, where the others wait for its shard of the weights, or its stage."""
+    """Kill rank 1 in a layer, where the others wait for its weight shard or pipeline stage."""
     gone = pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone")
     with gone, survivors_answer(backend) as engine:
         engine.train_batch(mine(engine, ragged()), loss)
@@ -203,8 +206,8 @@ def die_in_the_model(backend: str) -> None:
 
 @contextmanager
 def survivors_answer(backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
-    """An engine on three ranks. On those that survive, it fails in time, and at once when it is called again."""
-    path = family_dir("qwen3", num_hidden_layers=3)  # one for each stage of p3
+    """Kill a rank of an engine on three ranks. The survivors must raise in time, and immediately at the next call."""
+    path = family_dir("qwen3", num_hidden_layers=3)  # one layer for each stage of p3
     engine = create_engine(config(backend, path=path, mb_spec={"n_mbs": 2}))
     initialize(engine)
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a step allocates and when it waits for the device; weights, gradients and optimizer state that go to host memory and come back."""
+"""Memory: allocations of a step, synchronizations with the device, and offload of weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE_VOCAB = 4096
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns, in elements."""
+    """Size in elements of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Largest(TorchDispatchMode):
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Counts what reads values of tensors on the host: with a device, each would wait for it."""
+    """Count operations that read tensor values on the host: with a device, each would synchronize."""
     waits: Counter[str] = Counter()
 
     def counting(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def counted_waits() -> Iterator[Counter[str]]:
         return call
 
     with ExitStack() as stack:
-        # These two look at targets where that costs nothing: on the CPU alone.
+        # These functions read targets where this is free: on the CPU only.
         stack.enter_context(mock.patch("areal.utils.functional.logprobs._check_ids"))
         stack.enter_context(mock.patch("areal.utils.functional.logprobs._rows_with_targets", return_value=None))
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
@@ -100,7 +100,7 @@ def test_logits_that_are_kept_or_made_again_give_the_same(backend: str) -> None:
     assert steps[0].grad_norm == steps[1].grad_norm
 
 
-# Megatron-Core's stages tell each other the shape of what they send, and read it on the host.
+# Megatron-Core's stages send each other tensor shapes and read them on the host.
 @pytest.mark.parametrize("backend", layouts(1, 2, but=("megatron:p2",)))
 def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
     found: dict[int, dict[str, Counter[str]]] = {}
@@ -114,7 +114,7 @@ def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
             }
             found[n_mbs] = {}
             for name, verb in verbs.items():
-                verb()  # AdamW makes its state in the first step
+                verb()  # AdamW allocates its state in the first step
                 with counted_waits() as waits:
                     step = verb()
                 found[n_mbs][name] = waits
@@ -129,10 +129,10 @@ def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
 
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
-    """Bytes in storages of weights, gradients and optimizer state."""
-    parts = engine._parts  # what the public surface does not show
+    """Return the bytes in storages of weights, gradients and optimizer state."""
+    parts = engine._parts  # not exposed by the public interface
     inner, params = parts.optimizer.inner, list(parts.model.parameters())
-    chained = getattr(inner, "chained", None)  # Megatron-Core's
+    chained = getattr(inner, "chained", None)  # Megatron-Core's gradient buffers
     optimizers = [inner] if chained is None else [part.optimizer for part in chained.chained_optimizers]
     grads = [getattr(p, "main_grad", p.grad) for p in params]
     tensors = {
@@ -231,7 +231,7 @@ def test_each_kind_is_offloaded_alone(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
 @pytest.mark.world(1)
 def test_files_take_what_is_offloaded_out_of_resident_memory(backend: str, tmp_path: Path) -> None:
-    path = family_dir("qwen3", vocab_size=300_000)  # malloc keeps smaller blocks for itself
+    path = family_dir("qwen3", vocab_size=300_000)  # malloc does not return smaller blocks to the system
     with started(backend, path=path, offload_dir=str(tmp_path)) as engine:
         batch = mine(engine, ragged())
         engine.train_batch(batch, loss)

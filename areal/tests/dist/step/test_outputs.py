@@ -1,4 +1,4 @@
-"""What an engine says of each token, against plain transformers in float64: every output, temperatures, the caller's order and form."""
+"""Per-token outputs compared with transformers in float64: every output, temperatures, and the caller's order and form."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_what_is_not_wanted_is_zero_and_changes_nothing_else(backend: str) -> No
         samples = [dict(sample) for sample in mine(engine, ragged())]
         for i, sample in enumerate(samples):
             mask = sample["loss_mask"]
-            sample["loss_mask"] = mask * (torch.arange(len(mask)) % 3 == 0) * (i > 0)  # of the first, nothing is wanted
+            # no output of the first sequence is requested
+            sample["loss_mask"] = mask * (torch.arange(len(mask)) % 3 == 0) * (i > 0)
         asked = [where_trained(sample) for sample in samples]
         names = ("logprobs", "entropy", TopK(3))
         whole, found = engine.forward_batch(samples, outputs=names), engine.forward_batch(asked, outputs=names)
@@ -128,13 +129,13 @@ def test_what_is_not_wanted_is_zero_and_changes_nothing_else(backend: str) -> No
 
 
 def each_of(found: dict, sample: int) -> list[Tensor]:
-    """Log-probs, entropy, and the log-probs and ids of top-k of one sample."""
+    """Return log-probs, entropy, and the log-probs and ids of top-k of one sample."""
     top = found["topk"]
     return [found["logprobs"][sample], found["entropy"][sample], top.logprobs[sample], top.ids[sample]]
 
 
 def assert_same_gradient(engine: TrainEngine, *batches: list[Sample]) -> None:
-    """Of a loss that reads log-probs and entropy where it weighs them."""
+    """Compare gradients of a loss that weighs log-probs and entropy at the wanted positions."""
 
     def policy(out: TokenOutputs, batch: Batch) -> Tensor:
         return -((out.logprobs.exp() + 0.1 * out.entropy) * batch["loss_mask"]).sum()
@@ -170,7 +171,7 @@ def test_overlong_sequences_are_left_out_or_alone_where_asked(backend: str) -> N
         started(backend, mb_spec=spec) as engine,
         started(backend, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)) as other,
     ):
-        # Parts of their own, so that both engines see the same sequences where nothing is left out.
+        # Separate shards, so that both engines get the same sequences where none is dropped.
         mine_of = [sample for sample in mine(engine, everything) if len(sample["input_ids"]) <= 20]
         found, expected = engine.eval_batch(mine(engine, everything), loss), other.eval_batch(mine_of, loss)
         assert found.metrics["dropped_sequences"] == len(everything) - len(kept)

@@ -1,6 +1,6 @@
-"""Shared prefixes, beside the same engine without them: every output, the gradient of all of them together, and what is refused.
+"""Shared prefixes compared with the same engine without sharing: every output, the gradient of all outputs, and errors.
 
-That they agree with the float64 reference in every layout is a cut of the grid; experts are in ``test_moe.py``.
+The grid compares sharing with the float64 reference in every layout; experts are tested in ``test_moe.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def settings(way: str) -> tuple[str, dict[str, Any]]:
 
 
 def masked() -> list[Sample]:
-    """A family of sequences that ask for outputs at different places, some of which they share."""
+    """Return sequences of one family with different output masks, which overlap partly."""
     batch = samples(CASES["family"])
     for i, sample in enumerate(batch):
         sample["output_mask"] = (torch.arange(len(sample["input_ids"])) + i // 3) % 4 != 0
@@ -39,7 +39,7 @@ def masked() -> list[Sample]:
 
 
 def everything(out: TokenOutputs, batch: Batch) -> Tensor:
-    """A loss in which each number that differentiates has a factor of its own."""
+    """Return a loss in which each differentiable output has its own factor."""
     total = out.logprobs.new_zeros(())
     for value in (out.logprobs, out.entropy, out.values, out.logits, out.hidden, out.topk.logprobs):
         flat = value.reshape(len(value), -1)
@@ -49,7 +49,7 @@ def everything(out: TokenOutputs, batch: Batch) -> Tensor:
 
 
 def run(way: str, spec: MicroBatchSpec) -> tuple[dict[str, Any], dict[str, Tensor], list[tuple[int, int]]]:
-    """Outputs, gradients, and for each micro-batch the tokens that a loss sees and that a model computes."""
+    """Return outputs, gradients, and per micro-batch the numbers of tokens in the loss and in the model."""
     backend, options = settings(way)
     with float64_everywhere(), started(backend, value_head=True, mb_spec=spec, **options) as engine:
         batch = mine(engine, masked())

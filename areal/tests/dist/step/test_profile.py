@@ -1,4 +1,4 @@
-"""Where a step's time went, and profiles."""
+"""Step timings and profiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMED = ("fsdp:d1", "megatron:d1", "fsdp:d2", "fsdp:r2", "fsdp:p2", "megatron:d2
 
 
 def of(*backends: str) -> list[Any]:
-    """A case for each layout, marked with its world size."""
+    """Return a parameter for each layout, marked with its world size."""
     return [
         pytest.param(backend, id=backend, marks=pytest.mark.world(ParallelDims.parse(backend).world_size))
         for backend in backends
@@ -28,7 +28,7 @@ def of(*backends: str) -> list[Any]:
 
 
 def error(step: StepOutput) -> float:
-    """By which share the phases miss the whole."""
+    """Return the relative difference between the sum of the phases and the step."""
     assert min(step.timings.values()) >= 0
     return abs(sum(step.timings.values()) / step.seconds - 1)
 
@@ -38,7 +38,7 @@ def test_phases_sum_to_the_step(backend: str) -> None:
     with started(backend) as engine:
         errors, outside = [], []
         batch = mine(engine, [sample for seed in range(4) for sample in ragged(seed)])
-        for _ in range(3):  # another process may take the CPU between two lines, but not three times
+        for _ in range(3):  # another process may be scheduled between two lines, but not three times
             begin = time.perf_counter()
             step = engine.train_batch(batch, loss)
             outside.append(abs(step.seconds / (time.perf_counter() - begin) - 1))
@@ -47,11 +47,11 @@ def test_phases_sum_to_the_step(backend: str) -> None:
         assert min(errors) < 0.02
         if world().size == 1:
             assert min(outside) < 0.02
-        # Equal on every rank, as all of a step is.
+        # Equal on every rank, as are all fields of a step.
         assert len(set(engine.control.gather((step.seconds, *step.timings.values())))) == 1
 
         step = engine.forward_backward(mine(engine, ragged()), loss)
-        reduces = ["reduce"] if backend.startswith("fsdp") else []  # Megatron's reduction is in the optimizer step
+        reduces = ["reduce"] if backend.startswith("fsdp") else []  # Megatron reduces in the optimizer step
         assert list(step.timings) == ["data", "forward", "backward", *reduces]
         assert error(step) < 0.5
         engine.optimizer_step()
@@ -67,7 +67,7 @@ def test_time_in_a_loss_is_of_the_forward_and_in_its_gradient_of_the_backward(ba
         return value
 
     with started(backend) as engine:
-        engine.train_batch(ragged(), loss)  # the first is slow by itself
+        engine.train_batch(ragged(), loss)  # the first call is slow anyway
         step = engine.train_batch(ragged(), slow)
     assert step.timings["forward"] >= 0.2 * step.n_mbs
     assert step.timings["backward"] >= 0.1 * step.n_mbs
@@ -80,7 +80,7 @@ def test_the_slowest_rank_speaks() -> None:
         if world().rank == 1:
             time.sleep(0.5)
         step = engine.train_batch(mine(engine, ragged()), loss)
-    # The other one waited half a second for the batch of this one.
+    # The other rank waited half a second for the batch of this one.
     assert step.seconds >= 0.5
     assert step.timings["data"] >= 0.4
 
@@ -115,7 +115,7 @@ def test_a_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
     assert phases >= {"data", "forward", "backward", "optimizer"}
     peak = max(held for _, held, _ in content["points"])
     assert content["peak"]["bytes"] == peak
-    if backend == "fsdp:d1":  # elsewhere a rank has a part of them, or they are in buffers that are always there
+    if backend == "fsdp:d1":  # in other layouts a rank has only a shard of them, or they are in preallocated buffers
         assert peak >= gradients
     assert (folder / f"memory-rank{rank}.svg").exists()
 

@@ -1,4 +1,4 @@
-"""An engine from another package: it registers by entry point, and has the numbers of the grid without a line here about it."""
+"""An engine from another package: it registers by entry point and passes the grid without any change to the tests."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ PACKAGE, NAME = "separate_engine", "replica"
 
 
 def write_package(folder: Path) -> None:
-    """The engine of the documentation, as an installed package."""
+    """Write the engine of the documentation as an installed package."""
     source = next(
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class ReplicaEngine" in block
     )
@@ -35,7 +35,7 @@ def write_package(folder: Path) -> None:
 
 @contextmanager
 def installed(folder: Path) -> Iterator[None]:
-    """The package can be imported, and is gone again at the end."""
+    """Make the package importable, and remove it at the end."""
     if dist.get_rank() == 0:
         write_package(folder)
     dist.barrier()

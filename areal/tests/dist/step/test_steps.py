@@ -1,4 +1,4 @@
-"""Several calls in a row: gradients that add up, optimizer steps with clipping and schedule, and loops that callers write themselves."""
+"""Several calls in a row: accumulated gradients, optimizer steps with clipping and schedule, and custom loops."""
 
 from collections.abc import Mapping
 from itertools import cycle
@@ -35,7 +35,7 @@ CLIPPED = {
 
 
 def cells(*, family: str, **fields: Any) -> list[Any]:
-    """A cell for each layout, of this family wherever it runs."""
+    """Return a cell for each layout, with this family if the layout supports it."""
     made = [
         Cell(layout, family=layout.family if family in layout.refuses else family, **fields) for layout in all_layouts()
     ]
@@ -43,7 +43,7 @@ def cells(*, family: str, **fields: Any) -> list[Any]:
 
 
 def rotating(values: Mapping[str, Any], **fields: Any) -> list[Any]:
-    """A cell for each layout, with the values in turn; an engine's first layout has them all."""
+    """Return a cell for each layout, with the values in turn; an engine's first layout gets all of them."""
     turn, seen = cycle(values), set()
     made = []
     for param in cells(**fields):
@@ -95,7 +95,7 @@ def test_three_steps_track_the_reference(cell: Cell, optimizer: OptimizerConfig)
     ),
 )
 def test_calls_then_a_step_equal_one_batch(cell: Cell, normalization: Normalization) -> None:
-    """``sum`` and a number cut the batch over calls; ``weight`` adds whole batches, each scaled by ``loss_weight``."""
+    """With ``sum`` or a number the batch is cut over calls; with ``weight`` the calls get complete batches, scaled by ``loss_weight``."""
     objective = cell.objective
     call = (objective.loss_fn, objective.weight_fn)
     with running(cell, CONSTANT) as run:
@@ -124,7 +124,7 @@ def test_calls_then_a_step_equal_one_batch(cell: Cell, normalization: Normalizat
 
 
 def in_parts(run: Running, n: int) -> list[Any]:
-    """This rank's part of the batch, over ``n`` calls; a rank that is short of sequences passes weightless ones instead."""
+    """Split this rank's shard over ``n`` calls; a rank that has too few sequences passes weightless ones."""
     everything = run.samples()
     parts = []
     for part in range(n):
@@ -139,7 +139,7 @@ def in_parts(run: Running, n: int) -> list[Any]:
 LOOPS = cells(family="qwen2", objective_name="nll", case_name="starved", cut="tokens24")
 
 
-# What four ranks add to two is in the grid; a second engine need not have it here again.
+# The grid covers four ranks for the other engines.
 @pytest.mark.parametrize("cell", [p for p in LOOPS if p.values[0].layout.world < 4 or "fsdp" in p.id])
 def test_a_loop_of_ones_own_equals_train_batch(cell: Cell) -> None:
     objective = cell.objective

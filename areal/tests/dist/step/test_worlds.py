@@ -1,4 +1,4 @@
-"""Several engines with different models and layouts live in one world, and leave nothing behind."""
+"""Several engines with different models and layouts in one world, without leaks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STEPS = 50
 
 
 def live_tensors() -> list[Tensor]:
-    """Tensors that Python still knows of."""
+    """Return the tensors that are alive in Python."""
     gc.collect()
     return [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
 
 
 def memory() -> float:
-    """Resident memory of this process in MiB."""
+    """Return the resident memory of this process in MiB."""
     return psutil.Process().memory_info().rss / 2**20
 
 
@@ -37,7 +37,7 @@ def regression(out: TokenOutputs, batch: Batch) -> Tensor:
 
 
 def drifting(out: TokenOutputs, batch: Batch) -> Tensor:
-    """A policy gradient with a penalty against the reference."""
+    """Compute a policy gradient with a penalty against the reference."""
     return loss(out, batch) + 0.1 * ((out.logprobs - batch["reference"]).square() * batch["loss_mask"]).sum()
 
 
@@ -55,7 +55,7 @@ def test_policy_reference_and_critic_work_together_without_a_leak() -> None:
         values: list[float] = []
         for step in range(STEPS):
             batch = ragged(step % 3)
-            # Ranks of c2 share a part: its outputs cover the whole batch on both.
+            # Ranks of c2 have the same shard: its outputs cover the full batch on both.
             scored = [{**s, "reference": x} for s, x in zip(batch, reference.forward_batch(batch), strict=True)]
             assert policy.train_batch(mine(policy, scored), drifting).update_successful
             values.append(critic.train_batch(batch, regression, outputs=("values",)).loss)
@@ -63,7 +63,7 @@ def test_policy_reference_and_critic_work_together_without_a_leak() -> None:
                 counts.append((process_groups(), len(live_tensors()), len(gc.get_objects()) // 1000))
                 used.append(memory())
         assert values[-1] < 0.9 * values[2], "the critic has learnt nothing"
-        # A leak of a single tensor a step would be 40 by the last count; a few come and go with what pytest itself holds.
+        # A leak of one tensor per step would add 40 by the last count; pytest itself holds a varying few.
         found, *_, last = counts
         assert last[0] == found[0], f"process groups: {counts}"
         assert last[1] - found[1] < 10, f"live tensors: {counts}"
@@ -105,7 +105,7 @@ def test_starting_and_destroying_again_and_again_leaves_nothing(backend: str, fa
         elements.append(sum(x.numel() for x in live_tensors()))
         files.append(psutil.Process().num_fds())
     assert groups[1:] == groups[:-1], "process groups after each life"
-    # torch keeps the meshes it has seen, and with each the list of its ranks.
+    # torch keeps every mesh that was created, and the list of its ranks.
     kept = 2 * 5 * world().size
     assert all(b - a <= kept for a, b in itertools.pairwise(elements[1:])), f"elements after each life: {elements}"
     assert files[-1] <= files[1] + 1, f"open files and sockets after each life: {files}"

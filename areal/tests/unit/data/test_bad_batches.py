@@ -1,4 +1,4 @@
-"""Every way in which a batch can be wrong, each with an error of its own."""
+"""Malformed batches: each kind raises an error that names the fault."""
 
 from __future__ import annotations
 

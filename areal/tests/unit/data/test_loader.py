@@ -1,4 +1,4 @@
-"""The sharded loader: nothing lost, nothing twice, on any number of ranks, before and after a resume."""
+"""Sharded data loader: every sample is loaded exactly once, on any number of ranks, before and after a resume."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_short_tail_joins_the_batch_before_it() -> None:
 
 
 class Flaky:
-    """Raises once, on one sample."""
+    """Dataset that raises once, on one sample."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -131,7 +131,7 @@ def test_loading_leaves_the_global_generator_alone_and_collates() -> None:
 
 
 def test_ranks_get_parts_of_the_same_cost() -> None:
-    """One long sample among short ones: the same global batches as without costs, and what is longest decides no rank's step alone."""
+    """Balance one long sample among short ones: the global batches do not change, and no rank gets far more cost than another."""
     costs = [1.0 + 63 * (i % 8 == 0) for i in range(64)]
     plain, dealt = (loaders(64, 2, batch_size=16, seed=5, costs=c) for c in (None, costs))
     for batch, parts in zip(global_batches(plain), zip(*dealt, strict=True), strict=True):

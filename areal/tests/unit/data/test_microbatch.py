@@ -1,4 +1,4 @@
-"""From a batch to micro-batches and back, and every way in which a batch can be wrong."""
+"""Conversion of batches to micro-batches and back, and errors of malformed batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 50
 
 
 def samples_of(lengths: list[int], *, k: int = 0, seed: int = 0) -> list[dict[str, Any]]:
-    """A list batch with every kind of key."""
+    """Return a list batch with every kind of key."""
     g = torch.Generator().manual_seed(seed)
     out = []
     for i, n in enumerate(lengths):
@@ -43,7 +43,7 @@ def samples_of(lengths: list[int], *, k: int = 0, seed: int = 0) -> list[dict[st
 
 
 def padded(samples: list[dict[str, Any]], width: int, junk: int = -7) -> dict[str, Any]:
-    """The same as a dict, with rubbish in the padding that must not get anywhere."""
+    """Return the same samples as a padded dict, with random values in the padding that must not affect anything."""
     n = len(samples)
     batch: dict[str, Any] = {"attention_mask": torch.zeros(n, width, dtype=torch.int64)}
     for key, first in samples[0].items():
@@ -129,7 +129,8 @@ def _check_layout(mbs: MicroBatchList, plan: BatchPlan, lengths: list[int], case
 def _check_values(mbs: MicroBatchList, samples: list[dict[str, Any]], width: int | None) -> None:
     keys = ("input_ids", "advantages", "hidden", "reward", "features")
     if all(mb.n_tokens == len(mb.seqlens) for mb in mbs.real):
-        keys = keys[:3]  # one-token sequences: restore cannot tell [n] from [T], and takes all results as per token
+        # With one-token sequences, restore cannot tell [n] from [T] and treats all results as per token.
+        keys = keys[:3]
     restored = mbs.restore([{key: mb.data[key] for key in keys} for mb in mbs.real])
     for key in keys:
         for i, sample in enumerate(samples):
@@ -196,7 +197,7 @@ def test_a_filler_has_the_keys_of_the_batch_one_token_and_no_weight() -> None:
             assert filler.data[key].shape == (1, *value.shape[1:])
     assert filler.data["target_ids"].tolist() == [[IGNORE_INDEX] * 2]
     assert not filler.data["loss_mask"].any()
-    assert filler.data["temperature"].tolist() == [0.5]  # a zero would divide logits
+    assert filler.data["temperature"].tolist() == [0.5]  # a temperature of zero would divide logits by zero
     assert filler.data.meta == {"beta": 0.1}
     assert build(plan_batch(batch, MicroBatchSpec(payloads=("image",)), align=4), 2)[1].padded_length == 4
 
@@ -347,4 +348,4 @@ def test_a_million_tokens_are_planned_in_milliseconds(as_list: bool) -> None:
             seconds.append(time.process_time() - start)
     finally:
         torch.set_num_threads(threads)
-    assert min(seconds) < 0.06  # 15 ms on a quiet machine; the bound leaves room for a busy one
+    assert min(seconds) < 0.06  # Takes 15 ms on an idle machine; the bound leaves room for a busy one.

@@ -1,4 +1,4 @@
-"""Packing and padding: partitions, budgets, and the way there and back."""
+"""Packing and padding: partitions, budgets, and round trips."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def test_without_a_budget_bins_are_balanced(lengths: list[int], min_bins: int) -
     assert len(bins) == min(min_bins, len(lengths))
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     loads = [sum(lengths[i] for i in members) for members in bins]
-    # Longest first into the least loaded: no two bins differ by more than one sequence.
+    # Longest first into the least loaded bin: bin totals differ by at most one sequence.
     assert not loads or max(loads) - min(loads) <= max(lengths)
 
 
 @pytest.mark.parametrize("wanted", range(7, 18))
 def test_more_bins_are_found_even_where_spreading_evenly_breaks_the_budget(wanted: int) -> None:
-    # Seven bins hold these. Spread longest-first over eight, each gets a 50 and a 33, and the last 33 fits nowhere.
+    # These lengths fit in seven bins. Spread longest-first over eight, each bin gets a 50 and a 33, and the last 33
+    # does not fit.
     lengths = [50] * 8 + [33] * 9
     assert len(pack(lengths, 100)) == 7
     assert max(sum(lengths[i] for i in members) for members in pack(lengths, None, min_bins=8)) > 100

@@ -1,4 +1,4 @@
-"""Shared prefixes: the tree against its definition, and what a budget holds."""
+"""Shared prefixes: the prefix tree compared with its definition, and token budgets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal.utils.data import plan_batch
 from areal.utils.data.prefixes import Prefixes
 
 SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
-"""Few tokens, so that many begin alike."""
+"""Draw from few token ids, so that many samples share a prefix."""
 
 
 def as_batch(samples: list[list[int]]) -> list[dict[str, Tensor]]:
@@ -24,12 +24,12 @@ def as_batch(samples: list[list[int]]) -> list[dict[str, Tensor]]:
 
 
 def beginnings(samples: list[list[int]]) -> set[tuple[int, ...]]:
-    """Every beginning of every sample: each is one token of the stream."""
+    """Return every prefix of every sample: each prefix is one token of the stream."""
     return {tuple(ids[: n + 1]) for ids in samples for n in range(len(ids))}
 
 
 def check(tree: PrefixTree, samples: list[list[int]]) -> None:
-    """Each token of the stream is one beginning; it is where each sample that begins so is sent, and it sees just its own beginning."""
+    """Check that each stream token is one prefix, is routed to each sample with that prefix, and attends only to its own prefix."""
     assert len(tree) == sum(tree.own) == len(beginnings(samples))
     packed = [tuple(ids[: n + 1]) for ids in samples for n in range(len(ids))]
     stream = [packed[i] for i in tree.tokens]
@@ -80,7 +80,7 @@ def test_a_budget_counts_what_is_shared_once(
 
 
 def test_groups_stay_together() -> None:
-    """Sixteen groups of eight in shuffled order: a budget for four groups holds four, and each prompt is computed once."""
+    """Pack sixteen shuffled groups of eight: a budget for four groups fits four, and each prompt is computed once."""
     prompts = torch.randint(0, 1000, (16, 50), generator=torch.Generator().manual_seed(0))
     batch = [{"input_ids": torch.cat([prompts[i % 16], torch.tensor([1000 + i] * 10)])} for i in range(128)]
     plan = plan_batch(batch, MicroBatchSpec(max_tokens_per_mb=4 * (50 + 8 * 10), share_prefixes=True))
@@ -89,7 +89,7 @@ def test_groups_stay_together() -> None:
 
 
 def test_outputs_are_shared_only_where_the_same_is_asked() -> None:
-    """The last shared token predicts different ones; so does any whose target, output mask or temperature differs."""
+    """Check that tokens with different targets, output masks or temperatures do not share outputs."""
     ids = [[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7, 2]]
     batch: list[dict[str, Tensor]] = as_batch(ids)
     (tree,) = plan_batch(batch, MicroBatchSpec(share_prefixes=True)).trees
@@ -108,7 +108,7 @@ def test_outputs_are_shared_only_where_the_same_is_asked() -> None:
 
 
 def test_recorded_routing_tells_tokens_apart() -> None:
-    """Where experts are replayed, equal tokens sent to different ones have different hidden states."""
+    """Equal tokens replayed through different experts have different hidden states and must not be shared."""
     experts = torch.zeros(3, 2, 1, dtype=torch.int64)
     other = experts.clone()
     other[1, 1] = 3

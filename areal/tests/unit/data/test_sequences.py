@@ -1,4 +1,4 @@
-"""Builders: what speaks of a token stands where that token is predicted."""
+"""Batch builders: per-token values are aligned with the position that predicts the token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packed(batch: Any) -> Any:
 
 
 def rows(lengths: list[int], width: int, *, left: bool, start: int) -> tuple[Tensor, Tensor]:
-    """Token ids that tell row and position, and their mask; rubbish at padding."""
+    """Return token ids that encode row and position, and their mask; padding contains random ids."""
     ids = torch.full((len(lengths), width), -3)
     mask = torch.zeros(len(lengths), width, dtype=torch.int64)
     for i, n in enumerate(lengths):
@@ -51,7 +51,7 @@ def test_prompts_and_responses_align_and_come_back(sizes: list[tuple[int, int]],
     prompts, responses = [p for p, _ in sizes], [r for _, r in sizes]
     prompt_ids, prompt_mask = rows(prompts, max(prompts) + extra, left=left, start=1)
     response_ids, response_mask = rows(responses, max(responses) + extra, left=False, start=50)
-    about = response_ids.float()  # so that a value names the token it speaks of
+    about = response_ids.float()  # a value identifies the token it belongs to
     values = {"logprobs": about, "pairs": torch.stack([about, -about], -1)}
     batch = from_prompt_response(prompt_ids, prompt_mask, response_ids, response_mask, values=values)
     assert batch["input_ids"].shape == (len(sizes), max(p + r for p, r in sizes))
@@ -140,7 +140,7 @@ def test_segments_refuse() -> None:
 def test_hf_labels_are_shifted_and_ignored_ones_weigh_nothing() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    labels = torch.tensor([[-100, -100, 7, 8], [9, 10, 0, 0]])  # padding is not -100 in the second row
+    labels = torch.tensor([[-100, -100, 7, 8], [9, 10, 0, 0]])  # the padding of the second row is not -100
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "reward": torch.ones(2)}
     out = from_hf_labels(batch)
     assert out["target_ids"].tolist() == [[-100, 7, 8, -100], [10, -100, -100, -100]]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what stays in memory between forward and backward, and what is computed twice."""
+"""Activation checkpointing: memory kept between forward and backward, and recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS, WIDTH, LAYERS = 64, 16, 4
 
 
 class Layer(nn.Module):
-    """Attention, and an MLP with many cheap operations."""
+    """Attention and an MLP with many cheap operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Alive(TorchDispatchMode):
-    """The bytes of the results of operations that nothing has let go of, but for views of ``weights``."""
+    """Bytes of operation results that are still alive, excluding views of ``weights``."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Alive(TorchDispatchMode):
 
 @dataclass
 class Run:
-    """Bytes kept for the backward, floating-point operations of it, how often each layer ran, and gradients."""
+    """Bytes kept for the backward, its floating-point operations, forward calls per layer, and gradients."""
 
     kept: int
     flops: int
@@ -96,8 +96,8 @@ def test_each_way_keeps_less_and_computes_what_it_says() -> None:
     assert selective.kept < 0.25 * none.kept
     assert none.calls == [1] * LAYERS
     assert selective.calls == full.calls == [2] * LAYERS
-    assert selective.flops == none.flops  # not one matrix product more
-    assert full.flops > 1.3 * none.flops  # all but what no backward needs
+    assert selective.flops == none.flops  # no additional matrix product
+    assert full.flops > 1.3 * none.flops  # all tensors except those that no backward needs
     for other in (selective, full):
         assert all(map(torch.equal, other.gradients, none.gradients))
 

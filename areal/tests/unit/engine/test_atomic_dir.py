@@ -1,4 +1,4 @@
-"""Checkpoint directories appear complete or not at all, whatever happens on the way."""
+"""Checkpoint directories appear complete or not at all, even if the writer is killed."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from areal.engine.checkpoint.atomic_dir import (
 
 
 def save(path: Path, text: str) -> None:
-    """A checkpoint of two files."""
+    """Write a checkpoint of two files."""
     draft = open_draft(path)
     (draft / "sub").mkdir()
     (draft / "a.txt").write_text(text)
@@ -43,7 +43,7 @@ def hidden(folder: Path) -> list[str]:
 
 @pytest.fixture(params=["exchange", "two renames"])
 def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Replace by one exchange, or by two renames as on file systems without it."""
+    """Run a test with one atomic exchange and with two renames, as on file systems without an exchange."""
     if request.param == "two renames":
         monkeypatch.setattr(module, "_exchange", lambda first, second: False)
     return request.param
@@ -87,7 +87,7 @@ RENAMES = ("rename", "unlink", "rmdir", "mkdir")
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("step", range(14))
 def test_a_kill_at_any_step_leaves_one_or_the_other(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts what changes directories, and stops for good at the ``step``-th, as a kill would."""
+    """Count directory changes and stop at number ``step``, as a kill would."""
     path = tmp_path / "checkpoint"
     save(path, "one")
     left = [step]
@@ -199,7 +199,7 @@ def test_keeps_the_newest_by_publication(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    """A draft of a process that has ended, of one that lives (pytest's parent), and of another machine."""
+    """Create drafts of an ended process, of a running one (pytest's parent), and of another machine."""
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )

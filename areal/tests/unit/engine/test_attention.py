@@ -1,4 +1,4 @@
-"""The packed attention kernel against a naive reference in float64, and how it calls the kernels of a GPU."""
+"""Packed attention kernel compared with a naive reference in float64, and its calls to GPU kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def naive(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One softmax row at a time."""
+    """Compute one softmax row at a time."""
     groups = q.shape[1] // k.shape[1]
     rows, q0, k0 = [], 0, 0
     for a, b in lengths:
@@ -47,7 +47,7 @@ def naive(
 def inputs(
     lengths: list[tuple[int, int]], heads: tuple[int, int], dims: tuple[int, int], seed: int = 0
 ) -> list[Tensor]:
-    """q, k, v and sinks, float64, with gradients."""
+    """Return q, k, v and sinks in float64, with gradients."""
     rng = torch.Generator().manual_seed(seed)
     n_q, n_k = (sum(column) for column in zip(*lengths, strict=True))
     shapes = [(n_q, heads[0], dims[0]), (n_k, heads[1], dims[0]), (n_k, heads[1], dims[1]), (heads[0],)]
@@ -77,7 +77,7 @@ def test_kernel_equals_naive_attention_and_its_gradients(
     with_sinks: bool,
     softcap: float | None,
 ) -> None:
-    monkeypatch.setattr(kernels, "_BLOCK", 4)  # so that segments take several blocks
+    monkeypatch.setattr(kernels, "_BLOCK", 4)  # so that segments span several blocks
     tensors = inputs(lengths, heads, dims)
     used = tensors if with_sinks else tensors[:3]
     options: dict[str, Any] = {
@@ -146,7 +146,7 @@ def test_kernel_refuses_mixed_dtypes_and_empty_segments() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_keys_that_several_segments_see(window: int | None) -> None:
-    """Rows of the keys by index, some of them for several segments: as if each segment had copies of its own."""
+    """Key rows by index, some shared by several segments, give the result of a copy per segment."""
     generator = torch.Generator().manual_seed(0)
     paths = [torch.arange(5), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 1, 2, 5, 7, 8, 9])]
     q, k, v = (torch.randn(10, heads, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
@@ -165,7 +165,7 @@ def test_keys_that_several_segments_see(window: int | None) -> None:
 
 
 def test_gradients_of_a_row_that_many_read_are_summed_in_float32() -> None:
-    """In bf16, 256 + 1 is 256."""
+    """In bf16, 256 + 1 rounds to 256."""
     row = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     kernels.TakeRows.apply(row, torch.zeros(512, dtype=torch.int64)).backward(torch.ones(512, 1, dtype=torch.bfloat16))
     assert row.grad is not None
@@ -174,7 +174,7 @@ def test_gradients_of_a_row_that_many_read_are_summed_in_float32() -> None:
 
 
 def without_data(lengths: list[tuple[int, int]], dims: tuple[int, int]) -> tuple[list[Tensor], Segments]:
-    """q, k, v and segments, under a fake tensor mode."""
+    """Return q, k, v and segments under a fake tensor mode."""
     shapes = [x.shape for x in inputs(lengths, (4, 2), dims)[:3]]
     tensors = [torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
     cu = torch.empty(len(lengths) + 1, dtype=torch.int32)

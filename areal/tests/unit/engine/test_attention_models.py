@@ -1,4 +1,4 @@
-"""Hugging Face models under packed attention against one sequence at a time, and which models are packed."""
+"""Hugging Face models under packed attention compared with one sequence at a time, and the choice of models to pack."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ PADDED = 20
 
 
 def build(config: PretrainedConfig, implementation: str) -> PreTrainedModel:
-    """A float64 model in training mode, the same for each implementation."""
+    """Build a float64 model in training mode, with the same weights for each implementation."""
     torch.manual_seed(0)
-    # The copy: building a model writes the implementation into its config.
+    # Copy the config: building a model writes the implementation into it.
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), attn_implementation=implementation, experts_implementation="eager", dtype=torch.float64
     )
@@ -94,7 +94,8 @@ def run_packed(model: PreTrainedModel, sequences: list[Tensor], layout: Attentio
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_one_sequence_at_a_time(family: str, checkpointing: bool) -> None:
     config = FAMILIES[family]()
-    # Stock eager attention rounds its softmax to float32, in all families but this one, which has no other.
+    # Stock eager attention rounds its softmax to float32 in all families except this one, which only has eager
+    # attention.
     stock = build(config, "eager" if family == "gpt_oss" else "sdpa")
     model = build(config, PACKED_ATTENTION)
     assert model.config._attn_implementation == PACKED_ATTENTION
@@ -105,7 +106,8 @@ def test_packed_equals_one_sequence_at_a_time(family: str, checkpointing: bool) 
     up = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     out.backward(up)
     expected.backward(up)
-    # Norms and rotary embeddings round to float32 inside the models, in both alike but for the last bits of what enters.
+    # Norms and rotary embeddings round to float32 inside both models; the results differ only by the last bits of the
+    # inputs.
     assert (out - expected).abs().max() <= 1e-6 * expected.abs().max()
     largest = max(p.grad.abs().max().item() for p in stock.parameters() if p.grad is not None)
     for (name, mine), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
@@ -160,7 +162,7 @@ def test_dropout_and_bidirectional_attention_are_refused_in_the_forward() -> Non
         model(**call)
 
 
-# ---- which models are packed
+# ---- models that are packed
 
 
 def small(model_type: str, **fields: Any) -> PretrainedConfig:
@@ -246,7 +248,7 @@ def test_attention_that_was_asked_for() -> None:
         choose_attention(config, "rows", 2)
 
 
-# ---- context parallelism, as far as it needs no ranks
+# ---- context parallelism that needs no ranks
 
 
 def test_choose_mode() -> None:

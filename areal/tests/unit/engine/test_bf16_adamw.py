@@ -1,4 +1,4 @@
-"""AdamW with bfloat16 moments: what each step does, what rounding does on average, and a long run of small updates."""
+"""AdamW with bfloat16 moments: single steps, unbiased rounding, and a long run of small updates."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def test_rounding_is_right_on_average_and_never_far() -> None:
         assert bool(((out.float() - value).abs() <= unit).logical_or(out.float() == value).all())
         total += out.double()
     finite = value[:-1].double()
-    # Five standard errors of a mean of n values that are at most a unit of the last place apart.
+    # Five standard errors of the mean of n values that differ by at most one unit in the last place.
     assert bool(((total[:-1] / n - finite).abs() <= 5 * finite.abs() * 2**-8 / n**0.5 + 1e-12).all())
     assert torch.equal(out[-4:], value[-4:].bfloat16())
 
 
 def long_run(optimizer_of: Any) -> tuple[float, Tensor]:
-    """2,000 small updates on noisy gradients of a quadratic, and the second moment at the end."""
+    """Take 2,000 small updates on noisy gradients of a quadratic. Returns the final second moment too."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(400, generator=generator)
     weight = nn.Parameter(torch.zeros(400))
     optimizer = optimizer_of([weight])
     for step in range(2000):
-        # The gradient shrinks, and the second moment has to follow it down.
+        # The gradient shrinks, and the second moment must decrease with it.
         weight.grad = (weight.detach() - target) + 0.3 * 0.999**step * torch.randn(400, generator=generator)
         optimizer.step()
     return float((weight.detach() - target).norm()), optimizer.state[weight]["exp_avg_sq"].float()
@@ -65,7 +65,7 @@ def test_a_long_run_of_small_updates_follows_float32(monkeypatch: pytest.MonkeyP
 
     assert found == pytest.approx(exact, rel=0.1)
     assert error(found_second) < 0.1
-    assert error(nearest_second) > 3 * error(found_second)  # rounded to nearest, it stays where it was
+    assert error(nearest_second) > 3 * error(found_second)  # rounding to nearest would leave the value unchanged
 
 
 def test_noise_belongs_to_the_seed_the_step_and_the_shard() -> None:

@@ -1,4 +1,4 @@
-"""The norm of a gradient does not depend on how large its tensors are, or how they are cut."""
+"""The gradient norm does not depend on the size or the sharding of tensors."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from areal.engine.optimizer import sum_of_squares
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_squares_of_many_elements_are_summed_exactly(dtype: torch.dtype) -> None:
-    """Summed in float32, these would be off by a hundredth of a per cent."""
+    """Float32 accumulation would be off by 0.01 %."""
     grad = torch.rand(2**23, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = grad.double().square().sum().item()
     whole = sum_of_squares([grad], "cpu").item()

@@ -1,4 +1,4 @@
-"""The table of layouts in the documentation is the code's."""
+"""The table of layouts in the documentation equals the one generated from the code."""
 
 from pathlib import Path
 

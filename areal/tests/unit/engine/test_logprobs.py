@@ -1,4 +1,4 @@
-"""The chunked head against all logits at once, in float64."""
+"""Chunked output head compared with full logits, in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T, V, H, K = 13, 37, 8, 3
 
 
 def make(dtype: torch.dtype = torch.float64, *, tokens: int = T, columns: int | None = None) -> tuple[Tensor, ...]:
-    """Hidden states, weight, bias, targets (some without) and a temperature per token."""
+    """Return hidden states, weight, bias, targets (some missing) and a temperature per token."""
     rng = torch.Generator().manual_seed(7)
     hidden = torch.randn(tokens, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(V, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
@@ -44,7 +44,7 @@ def reference(
     entropy: bool = False,
     topk: int | None = None,
 ) -> dict[str, Tensor]:
-    """What the head must give, by the shortest way, in float64."""
+    """Compute the expected outputs of the head from full logits in float64."""
     z = hidden.double() @ weight.double().t()
     z = logit_scale * (z if bias is None else z + bias.double())
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -70,7 +70,7 @@ def named(outputs: HeadOutputs) -> dict[str, Tensor]:
 
 
 def scalar(outputs: dict[str, Tensor]) -> Tensor:
-    """A loss in which every element of every output has a weight of its own, of either sign."""
+    """Reduce to a scalar in which every element of every output has its own weight, of either sign."""
     return sum(
         (
             (x * torch.sin(torch.arange(x.numel(), dtype=x.dtype) + i).view(x.shape)).sum()
@@ -81,7 +81,7 @@ def scalar(outputs: dict[str, Tensor]) -> Tensor:
 
 
 def compare(leaves: list[Tensor], got: dict[str, Tensor], want: dict[str, Tensor], tol: float) -> None:
-    """Values and gradients, relative to the largest of each."""
+    """Compare values and gradients, relative to the largest of each."""
     assert got.keys() == want.keys()
     for name, x in got.items():
         assert x.shape == want[name].shape
@@ -102,12 +102,12 @@ WANTED = [(None, False, None), (None, True, 4), (K, False, None), (K, True, 4), 
 
 CHUNK = 5
 CHUNK_BYTES = CHUNK * V * 8
-"""Of a chunk's logits in float64."""
+"""Bytes of the float64 logits of one chunk."""
 
 
 @pytest.mark.parametrize(
     ("chunk_size", "keep_bytes"),
-    # The last chunk is smaller, and would fit where another whole one does not.
+    # The last chunk is smaller and would fit where a full chunk does not.
     [(1, 0), (CHUNK, 0), (CHUNK, int(1.7 * CHUNK_BYTES)), (CHUNK, None), (T, 0), (64, None), (None, 0), (None, None)],
 )
 @pytest.mark.parametrize(("columns", "entropy", "topk"), WANTED)
@@ -141,7 +141,7 @@ def test_narrow_inputs_give_float32_close_to_float64(dtype: torch.dtype, tol: fl
 
 
 def test_bf16_weight_gradient_does_not_lose_small_chunks() -> None:
-    """Summed in bf16, 4,096 equal contributions would stop growing at a few hundred."""
+    """Accumulated in bf16, 4,096 equal contributions would stop growing at a few hundred."""
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     out = head_outputs(hidden, weight, torch.zeros(4096, dtype=torch.int64), chunk_size=1)

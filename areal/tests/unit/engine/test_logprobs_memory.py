@@ -1,4 +1,4 @@
-"""What the chunked head holds at a time, and what it computes twice."""
+"""Memory use and recomputation of the chunked output head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal.utils.functional import head_outputs, logits
 
 
 class Seen(TorchDispatchMode):
-    """Counts operations by name, and remembers the most elements that any one's result had, or its storage."""
+    """Count operations by name, and record the number of elements of the largest result and of its storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Seen(TorchDispatchMode):
 
     @property
     def products(self) -> int:
-        """Matrix products."""
+        """Number of matrix products."""
         return sum(self.calls[name] for name in ("mm", "addmm", "addmm_"))
 
 

@@ -1,4 +1,4 @@
-"""Learning rates against their closed forms, and the optimizer step that applies them."""
+"""Learning rates compared with closed forms, and the optimizer step that applies them."""
 
 from __future__ import annotations
 

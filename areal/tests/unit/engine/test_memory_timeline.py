@@ -1,4 +1,4 @@
-"""Bytes over time from the events of a trace."""
+"""Memory over time, computed from the events of a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balancing losses and load by hand; which replays are refused is in ``dist/parallel/test_moe.py``."""
+"""Balancing losses and expert load computed by hand. Refused replays are tested in ``dist/parallel/test_moe.py``."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_an_even_load_has_a_balance_loss_of_one_per_sequence() -> None:
 
 
 def test_the_balance_loss_is_that_of_each_sequence_for_itself() -> None:
-    """Two experts, one per token: the first sequence sends 2 of 3 tokens to expert 0, the second its only one."""
+    """Two experts, one per token: the first sequence routes 2 of 3 tokens to expert 0, the second routes its only token there."""
     logits = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 0.0]], dtype=torch.float64)
     experts = torch.tensor([[0], [0], [1], [0]])
     p = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(2)), 1 / (1 + math.exp(-3))]

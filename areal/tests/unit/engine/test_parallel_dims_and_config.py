@@ -1,4 +1,4 @@
-"""Layouts and configurations: what they read, print and refuse, before any process group exists."""
+"""Layouts and configurations: parsing, printing and validation, without a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases share out the time of a call, whatever happens in it; on a GPU without waiting for the device before the end."""
+"""Phase timer: phases add up to the time of a call. On a GPU there is one synchronization, at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal.utils.profiling.phase_timer import PhaseTimer
 
 
 class Ticks:
-    """A stopwatch that tests move."""
+    """Stopwatch that a test advances by hand."""
 
     now = 0.0
 
@@ -38,7 +38,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
 
 
 def test_one_phase_at_a_time(ticks: Ticks) -> None:
-    """Time within a phase within a phase is the inner one's alone."""
+    """Time in a nested phase counts only for the innermost phase."""
     timer = PhaseTimer(torch.device("cpu"))
     with timer.call() as call:
         ticks.now += 1
@@ -92,7 +92,7 @@ def test_phases_outside_of_a_call_are_nothing(ticks: Ticks) -> None:
 def test_the_time_of_a_cpu_is_the_host_s() -> None:
     timer = PhaseTimer(torch.device("cpu"))
     best = 1.0
-    for _ in range(3):  # another process may take the CPU between two lines
+    for _ in range(3):  # another process may be scheduled between two lines
         with timer.call() as call:
             for mb in range(20):
                 with timer.phase("forward", mb):
@@ -102,11 +102,11 @@ def test_the_time_of_a_cpu_is_the_host_s() -> None:
     assert best < 0.02
 
 
-# ---- a GPU, of which there need not be one
+# ---- a GPU, simulated
 
 
 class Device:
-    """Stands for ``torch.cuda``: a device that needs a second for each mark, and notes who waited for it."""
+    """Fake ``torch.cuda`` whose events are one second apart. Records each synchronization."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Any]] = []
@@ -136,7 +136,8 @@ def test_a_gpu_is_waited_for_once_in_the_end(monkeypatch: pytest.MonkeyPatch) ->
     timer = PhaseTimer(torch.device("cuda", 0))
     with timer.call() as call:
         with timer.phase("backward"):
-            device.stream = "reducing"  # FSDP reduces in a stream of its own: what counts is how long computing waits
+            # FSDP reduces on a separate stream: only the time that the compute stream waits is counted
+            device.stream = "reducing"
             with timer.phase("reduce"):
                 pass
         assert [kind for kind, _ in device.log] == ["record"] * 5

@@ -1,4 +1,4 @@
-"""Functions that a pool is made to call in its own tests."""
+"""Functions that tests of the worker pool run in its workers."""
 
 import os
 import sys

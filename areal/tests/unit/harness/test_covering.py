@@ -1,4 +1,4 @@
-"""The selection of cells leaves no pair out."""
+"""Pairwise selection of grid cells covers every pair of values."""
 
 from itertools import combinations
 from typing import Any
@@ -24,7 +24,7 @@ def test_rows_are_few_and_the_same_each_time() -> None:
     factors: dict[str, Any] = {name: [f"{name}{i}" for i in range(4)] for name in "abcde"}
     rows = covering(factors, lambda row: True)
     assert rows == covering(factors, lambda row: True)
-    assert len(rows) <= 26  # 16 is the least that there can be, of 1024
+    assert len(rows) <= 26  # 16 of the 1024 combinations is the minimum
 
 
 def test_a_dead_end_is_named() -> None:

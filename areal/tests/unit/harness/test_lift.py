@@ -1,4 +1,4 @@
-"""The lift to float64 works, is needed, and leaves nothing behind."""
+"""Float64 mode of the tests: it works, it is necessary, and it leaves no state behind."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 class SeenDtypes(TorchDispatchMode):
-    """Collects the floating dtypes of everything that is computed."""
+    """Collect the floating dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def test_forward_and_backward_are_float64_throughout(family: str, recompute: boo
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_it_float64_models_are_not_exact(family: str) -> None:
-    """Two ways to compute the same logits agree to rounding inside, and only to float32's outside."""
+    """Two equivalent computations of the logits agree to float64 rounding inside the mode, and only to float32 rounding outside."""
     with float64_everywhere():
         exact = logits(load(family))
         scaled = logits(_equivalent(load(family)))
@@ -65,7 +65,7 @@ def test_without_it_float64_models_are_not_exact(family: str) -> None:
 
 
 def _equivalent(model: PreTrainedModel) -> PreTrainedModel:
-    """The same function of the tokens, rounded differently: values scaled by 3, what they are projected with by 1/3."""
+    """Return an equivalent model that rounds differently: values are scaled by 3 and the output projection by 1/3."""
     with torch.no_grad():
         for layer in model.model.layers:
             if hasattr(layer.self_attn, "kv_b_proj"):

@@ -1,4 +1,4 @@
-"""The tiny models are what the comparisons need: deterministic, lively, and clear about their experts."""
+"""Tiny models are suitable for comparisons: deterministic, non-trivial, with unambiguous routing."""
 
 from pathlib import Path
 

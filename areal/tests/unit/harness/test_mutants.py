@@ -1,4 +1,4 @@
-"""The planted bugs stay plantable: what each replaces is there, and so are the tests that must catch it."""
+"""Planted bugs can be planted: the function that each replaces and the tests that must catch it exist."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from areal.tests.mutants.run import files_of, find_test
 
 @pytest.fixture(scope="module")
 def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
-    """Every test in the files that mutants name, collected once more, as this session may have chosen others."""
+    """Collect every test in the files that mutants name, independently of the selection of this session."""
     session, config = request.session, request.config
     files = [Path(file) for file in sorted(files_of(MUTANTS.values()))]
-    for file in files:  # or the hooks of conftest.py would not reach a directory that this session was not asked for
+    # otherwise the hooks of conftest.py are not loaded for directories outside this session's arguments
+    for file in files:
         config.pluginmanager._loadconftestmodules(
             file, config.getoption("importmode"), config.rootpath, consider_namespace_packages=False
         )

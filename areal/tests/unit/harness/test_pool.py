@@ -1,4 +1,4 @@
-"""The pool itself: what a failure, a hang and a death look like, and that the next call runs in a fresh pool."""
+"""Worker pool: reports of a failure, a hang and a death, and a fresh pool for the next call."""
 
 import threading
 import time

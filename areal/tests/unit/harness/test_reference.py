@@ -1,4 +1,4 @@
-"""The reference itself, against what transformers and torch say where they say it directly."""
+"""Float64 reference compared with transformers and torch where these compute the same directly."""
 
 from itertools import chain
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says: its data stay the same, its loops compute the reference, and what does not is called wrong."""
+"""Benchmarks: constant data, loops that agree with the reference, and detection of wrong rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
-    """A tiny workload of each kind, on a tiny model."""
+    """Return a tiny workload of each kind, on a tiny model."""
     folder = tmp_path_factory.mktemp("bench")
     write_model(folder / "model", SIZE)
     for name, workload in KINDS.items():
@@ -44,7 +44,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
 def references(tasks: dict[str, Task], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     cache = tmp_path_factory.mktemp("cache")
     computed = {name: reference(task, cache) for name, task in tasks.items()}
-    for name, task in tasks.items():  # from the file this time
+    for name, task in tasks.items():  # read from the file this time
         assert reference(task, cache).grad_norms == computed[name].grad_norms
     return computed
 
@@ -128,7 +128,7 @@ def test_a_wrong_row_is_called_wrong(tasks: dict[str, Task], references: dict[st
     good = LOOPS["stock"]
 
     def joined(model, part):
-        """As if all sequences were one, which is what a mask of ones makes of them."""
+        """Attend over all sequences as one, as a mask of ones does."""
         return good.logprobs(model, replace(part, input_ids=(torch.cat(part.input_ids),)))
 
     row = PlainRow(tasks["ragged"], Loop(good.cut, joined))
@@ -148,7 +148,7 @@ def test_a_wrong_row_is_called_wrong(tasks: dict[str, Task], references: dict[st
 def test_a_run_from_end_to_end(
     tasks: dict[str, Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where no peer is installed
+    monkeypatch.chdir(tmp_path)  # when no peer is installed
     settings = command.Settings(
         workload=(tasks["rl"].workload,),
         rows=("stock", "torchtitan"),
@@ -190,7 +190,7 @@ def test_what_cannot_be_asked_for() -> None:
 
 
 def test_a_step_of_a_shape_costs_what_is_counted_by_hand() -> None:
-    """One layer of one head: 6 operations for each parameter and token, 12 for each column of each pair that sees each other."""
+    """Check one layer with one head: 6 operations per parameter and token, 12 per column of each attending pair."""
     shape = Shape(hidden=4, intermediate=8, layers=1, heads=1, kv_heads=1, head_dim=4, vocabulary=16)
     parameters = 4 * 4 * 4 + 3 * 4 * 8 + 4 * 16
     assert shape.matrix_parameters == parameters

@@ -1,6 +1,6 @@
-"""What a page for those who come from elsewhere promises: the line to write here gives the value and the gradient of the formula there.
+"""Migration guide (docs/coming-from.md): each recommended call gives the value and the gradient of the other library's formula.
 
-There, prompts are padded on the left and responses on the right, and a loss is made of ``[n, R]``. Everything is float64.
+Other libraries pad prompts on the left and responses on the right, and compute the loss on ``[n, R]``. Everything is float64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS, RESPONSES = (3, 5, 1, 4, 2, 5), (7, 2, 5, 1, 6, 3)
 
 
 class There:
-    """A batch as it is elsewhere."""
+    """Batch in the form of another library."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -46,7 +46,7 @@ class There:
         self.old = -4.7 + 0.3 * torch.randn(N, R, generator=generator, dtype=torch.float64)
 
     def logprobs(self, model: Any) -> Tensor:
-        """Of the response's tokens ``[n, R]``, one sequence at a time; zeros in the padding."""
+        """Compute log-probs of the response tokens ``[n, R]``, one sequence at a time; zeros at padding."""
         rows = []
         for prompt, response, length, answered in zip(self.prompts, self.responses, PROMPTS, RESPONSES, strict=True):
             ids = torch.cat([prompt[P - length :], response[:answered]])
@@ -56,12 +56,12 @@ class There:
         return torch.stack(rows)
 
     def clipped(self, logprobs: Tensor) -> Tensor:
-        """The loss of each token ``[n, R]``: PPO's."""
+        """Compute PPO's clipped loss per token ``[n, R]``."""
         ratio = torch.exp(logprobs - self.old)
         return -torch.minimum(ratio * self.advantages, ratio.clamp(0.8, 1.2) * self.advantages)
 
     def batch(self) -> dict[str, Tensor]:
-        """The same here."""
+        """Return the same batch in this library's form."""
         return from_prompt_response(
             self.prompts,
             self.prompt_mask,
@@ -106,7 +106,7 @@ def plain(engine: TrainEngine) -> Any:
 
 
 def assert_equal(engine: TrainEngine, loss: float, model: Any, expected: Tensor) -> None:
-    """Compare value and gradient, and forget both."""
+    """Compare value and gradient, then discard both gradients."""
     model.zero_grad()
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-9)
@@ -130,7 +130,7 @@ def test_aggregation_modes(engine: TrainEngine, plain: Any, name: str) -> None:
 
 
 def test_a_constant_to_divide_by(engine: TrainEngine, plain: Any) -> None:
-    """``seq-mean-token-sum-norm`` of verl: token sums over the longest response, not over the number of sequences."""
+    """Check verl's ``seq-mean-token-sum-norm``: token sums divided by the longest response, not by the number of sequences."""
     there = There()
     objective = policy_objective(PPOClip(0.2, 0.2), SequenceMeanOfSums())
     done = engine.forward_backward(there.batch(), objective.loss_fn, normalization=float(R))
@@ -161,7 +161,7 @@ def test_log_probs_of_responses(engine: TrainEngine, plain: Any) -> None:
 
 
 def test_left_padding_and_labels(engine: TrainEngine, plain: Any) -> None:
-    """A batch for a Hugging Face model, padded on the left, with ``labels``: its own loss."""
+    """Check the loss of a left-padded Hugging Face batch with ``labels``."""
     there = There()
     ids = torch.cat([there.prompts, there.responses], 1)
     mask = torch.cat([there.prompt_mask, there.response_mask], 1)

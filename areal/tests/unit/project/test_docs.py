@@ -1,7 +1,7 @@
-"""The pages are true: their code runs, and what they link to, name or tell to type exists.
+"""Documentation is correct: code blocks run, and every link, name and command on the pages exists.
 
-The ``python`` blocks of a page run in order in one namespace, which offers ``model_dir``, a tiny model, in an empty working
-directory. Each page has a namespace of its own.
+The ``python`` blocks of a page run in order in one namespace, which contains ``model_dir``, a tiny model, in an empty
+working directory. Each page has a separate namespace.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ all_pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The fenced blocks of a language, each with the line that its code begins at, from 1."""
+    """Return the fenced blocks of a language, each with its first line number, from 1."""
     text = page.read_text()
     return [
         (text.count("\n", 0, match.start(2)) + 1, match[2]) for match in FENCE.finditer(text) if match[1] == language
@@ -46,13 +46,13 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return FENCE.sub("", page.read_text())
 
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An empty working directory; engines, process group and switches of the process are left as they were found."""
+    """Change to an empty directory; afterwards destroy engines and process groups and reset global switches."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         pytest.skip("pages are for a process of its own")
     had_group, engines = dist.is_initialized(), []
@@ -77,10 +77,10 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 )
 def test_code_runs(page: Path, one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", module)  # where dataclasses and pickle look a page's names up
+    monkeypatch.setitem(sys.modules, "page", module)  # dataclasses and pickle look up the page's names there
     vars(module)["model_dir"] = model_dir("qwen3")
     for line, code in blocks(page, "python"):
-        # Empty lines before it, so that a traceback shows the line of the page.
+        # Prepend empty lines, so that a traceback shows the line of the page.
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), vars(module))
 
 
@@ -98,7 +98,7 @@ def test_links_resolve(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as links write them."""
+    """Return the anchors of a page's headings, as links write them."""
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(prose(page))}
 
 

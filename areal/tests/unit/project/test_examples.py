@@ -1,4 +1,4 @@
-"""The parts of the examples that need no weights: problems, chat format, verifier, and what a finished run is judged by."""
+"""Example components that need no weights: problems, chat format, verifier, and checks of a finished run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("chat", "checks", "history", "preferences", "significance", "tasks")
 
 @pytest.fixture(scope="module")
 def examples() -> Iterator[dict[str, ModuleType]]:
-    """The modules beside the example scripts, found as those find them, and forgotten afterwards."""
+    """Import the modules next to the example scripts as the scripts do, and remove them afterwards."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield {name: __import__(name) for name in NAMES}
@@ -37,7 +37,7 @@ def examples() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable character, with a chat template."""
+    """Return a tokenizer with one token per printable character and a chat template."""
     characters = [chr(c) for c in range(32, 127)] + ["\n"]
     vocab = {token: i for i, token in enumerate([UNKNOWN, OPEN, CLOSE, *characters])}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
@@ -56,7 +56,7 @@ def task(examples):
 
 
 def trained_tokens(sample) -> list[int]:
-    """The tokens that the loss asks the model to predict: each stands one behind its position in the mask."""
+    """Return the tokens that the loss trains: each is one position after its entry in the mask."""
     return [int(sample["input_ids"][t + 1]) for t in sample["loss_mask"].nonzero().flatten().tolist()]
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_task_is_refused_by_name(examples, name, options, match):
 
 @pytest.fixture
 def history(examples):
-    """Of a run that went well."""
+    """Return the history of a successful run."""
     history = examples["history"].History(train_loss=[2.0, 1.0], grad_norm=[1.0, 1.0], n_tokens=[9, 9], seconds=[1, 2])
     history.held_out_loss.update({0: 2.0, 2: 1.5})
     history.accuracy.update({0: 0.0, 2: 0.25})

@@ -1,4 +1,4 @@
-"""Weights in buckets, and into modules by name."""
+"""Weight synchronization: buckets, and loading into modules by name."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def model(family: str = "qwen3", *, seed: int | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A tiny model; with a ``seed``, every weight is another number than in its files."""
+    """Return a tiny model. With a ``seed``, every weight differs from the files."""
     made = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=dtype)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ def named(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def unpack(tensors: dict[str, Tensor], nbytes: int) -> tuple[dict[str, Tensor], list[int]]:
-    """Through buckets of that size and back, in two buffers that are overwritten; and the sizes of the buckets."""
+    """Pack into buckets of this size and unpack, with two reused buffers. Also returns the bucket sizes."""
     buffers, lent, sizes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)], 0, list[int]()
     out: dict[str, Tensor] = {}
 
@@ -126,12 +126,12 @@ def test_a_meta_that_cannot_be_is_refused(fields: tuple[int, str], message: str)
         WeightUpdateMeta(*fields, 0, 0)  # type: ignore[arg-type]
 
 
-# ---- into a module
+# ---- loading into a module
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_every_family_takes_its_own_weights(family: str) -> None:
-    """Under the names of files, whatever the form in memory; ties stay ties."""
+    """Load by file names, whatever the layout in memory; tied weights stay tied."""
     source, target = model(family, seed=1), model(family, seed=2)
     tied = target.get_input_embeddings().weight is target.get_output_embeddings().weight
     assert not same_bits(stored(source), stored(target))

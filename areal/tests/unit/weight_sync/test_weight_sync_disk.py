@@ -1,4 +1,4 @@
-"""Versions on disk: complete or not at all, whatever is killed, removed or replaced in between."""
+"""Weight versions on disk: complete or absent, even if a writer is killed or files are removed or replaced."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def test_keeps_the_newest_and_passes_over_what_was_missed(tmp_path: Path, contro
         transport.send(ModuleSource(filled(version)), version)
     assert [manifest.about["version"] for _, manifest in published(tmp_path / "w")] == [3, 4]
     assert receiver.receive(0) == number(module) == 4
-    transport.send(ModuleSource(filled(2)), 2)  # a trainer that went back to an older checkpoint
+    transport.send(ModuleSource(filled(2)), 2)  # a trainer that resumed from an older checkpoint
     assert receiver.pending()
     assert receiver.receive(0) == number(module) == 2
 
@@ -101,7 +101,7 @@ def test_damage_is_named_and_touches_nothing(tmp_path: Path, control: ControlPla
 def test_a_version_that_goes_while_it_is_opened_is_not_mixed(
     what: str, tmp_path: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When some of its files have been opened, and others not."""
+    """Remove a version after some of its files have been opened."""
     module = filled(0)
     transport = DiskTransport(control, tmp_path / "w", keep=1, file_bytes=BUCKET)
     transport.send(ModuleSource(filled(1)), 1)

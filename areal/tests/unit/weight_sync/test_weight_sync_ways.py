@@ -1,4 +1,4 @@
-"""Updates between real processes: what arrives, and what is left when either side is killed or does not fit."""
+"""Weight transports between real processes: complete updates, killed trainers and receivers, and mismatched models."""
 
 import multiprocessing
 import os
@@ -46,7 +46,7 @@ SECONDS_TO_SAY_SO = 20.0
 
 
 def filled(value: float, family: str = "qwen3") -> nn.Module:
-    """A tiny model whose weights are all one number."""
+    """Return a tiny model whose weights are all one number."""
     made = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -55,7 +55,7 @@ def filled(value: float, family: str = "qwen3") -> nn.Module:
 
 
 def number(module: nn.Module) -> float:
-    """The number that all weights are."""
+    """Return the number that all weights are equal to."""
     values = {float(value) for parameter in module.parameters() for value in parameter.unique()}
     assert len(values) == 1, f"a mix of {sorted(values)}"
     return values.pop()
@@ -63,7 +63,7 @@ def number(module: nn.Module) -> float:
 
 @contextmanager
 def alone() -> Iterator[ControlPlane]:
-    """The control plane of a trainer of one rank."""
+    """Return the control plane of a trainer with one rank."""
     had_group = dist.is_initialized()
     init_default_group()
     yield ControlPlane()
@@ -79,7 +79,7 @@ def control() -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a short path, for sockets."""
+    """Return a directory with a short path, for sockets."""
     folder = Path(f"/tmp/areal-ws-{os.getpid()}-{time.monotonic_ns()}")
     folder.mkdir(mode=0o700)
     yield folder
@@ -161,7 +161,7 @@ def test_a_killed_trainer_leaves_the_old_version_serving(way: str, stage: str, p
     assert receiver.receive(60.0) == 1
     assert (number(module), receiver.version) == (1, 1)
     began = time.monotonic()
-    if stage == "committed":  # it was told to; it may
+    if stage == "committed":  # the receiver was asked to stop, so it may end
         assert receiver.receive(60.0) == 2
     with pytest.raises(PeerLostError, match=r"the trainer.*; version [12] serves"):
         receiver.receive(60.0)
@@ -173,7 +173,7 @@ def test_a_killed_trainer_leaves_the_old_version_serving(way: str, stage: str, p
 
 
 def receive_and_be_killed(way: str, place: Path, name: str, at_bucket: int) -> None:
-    """Take versions until the trainer goes, and write down what serves; or die at a bucket of the second."""
+    """Receive versions until the trainer ends and record the served weights, or exit at a bucket of the second version."""
     torch.set_num_threads(1)
     buckets: list[str] = []
 
@@ -215,7 +215,7 @@ def test_a_killed_receiver_is_named_and_the_others_go_on(way: str, place: Path, 
 
 
 def receiving(receiver: WeightReceiver) -> tuple[threading.Thread, list[Any]]:
-    """Receive once in a thread; what came of it."""
+    """Receive once in a thread. Returns the outcome."""
     came: list[Any] = []
 
     def receive() -> None:
@@ -285,7 +285,7 @@ def test_weights_that_do_not_fit_are_refused_on_both_sides_and_break_nothing(
 
 
 def varied(seed: int) -> nn.Module:
-    """A tiny model in which no two numbers are likely the same."""
+    """Return a tiny model with distinct values."""
     made, generator = filled(0), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -316,7 +316,7 @@ def test_no_bucket_is_overwritten_before_a_slow_receiver_has_read_it(
 
 
 class Breaking:
-    """A source that fails on the way."""
+    """Source that raises during iteration."""
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         for i, named in enumerate(ModuleSource(filled(9)).named_tensors()):
@@ -361,7 +361,7 @@ def test_a_source_that_breaks_off_leaves_the_old_version(
     transport.close()
 
 
-# ---- what they leave in the system
+# ---- state left in the system
 
 
 def test_a_socket_of_a_dead_trainer_is_replaced_and_a_living_one_refused(place: Path, control: ControlPlane) -> None:
