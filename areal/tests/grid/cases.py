@@ -1,6 +1,6 @@
-"""Global batches, how they fall to data-parallel ranks, and how they are cut into micro-batches.
+"""Global batches of the grid, their distribution over data-parallel ranks, and their split into micro-batches.
 
-Numbers that losses and weights are made of have few binary digits, so that their sums are exact in float32 in any order.
+Losses and weights are computed from numbers with few binary digits, so that their sums are exact in float32 in any order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Case:
     """A global batch.
 
     Attributes:
-        lengths: tokens of each sequence.
-        weightless: sequences whose ``loss_mask`` is all 0.
-        last_rank: sequences that fall to the last data-parallel rank; the others are spread over the rest.
-        own_temperature: each sequence has a temperature of its own.
-        temperature: of the engine's configuration.
-        form: ``"padded"`` or ``"list"``, as the caller passes it.
-        begins_like: sequence -> an earlier one and how many tokens they have in common at their beginning.
+        lengths: number of tokens per sequence.
+        weightless: indices of sequences whose ``loss_mask`` is all 0.
+        last_rank: indices of the last data-parallel rank's sequences; the other ranks get the rest.
+        own_temperature: if True, each sequence has a ``temperature``.
+        temperature: temperature of the engine's configuration.
+        form: ``"padded"`` or ``"list"``, the form in which the caller passes the batch.
+        begins_like: sequence -> (earlier sequence, length of their common prefix).
     """
 
     name: str
@@ -57,7 +57,7 @@ CASES = {
             form="list",
         ),
         Case("starved", (4, 15, 27, 9, 21, 2, 13, 10), last_rank=(0,), temperature=0.75),
-        # TokenStream off branches, the same twice, a beginning of another, and one that has nothing in common with any.
+        # A tree of prefixes: equal sequences, a prefix of another sequence, and sequences without a common prefix.
         Case(
             "family",
             (22, 17, 22, 19, 6, 31, 22, 8, 11, 1),
@@ -80,11 +80,11 @@ CUTS = {
 
 
 def samples(case: Case, *, top_targets: bool = False, seed: int = 0) -> list[dict[str, Tensor]]:
-    """The sequences of the global batch.
+    """Return the sequences of the global batch.
 
     Args:
-        top_targets: with ``target_ids`` ``[S, TOP]`` (some of them missing) and ``teacher_probs``.
-        seed: another batch of the same shape.
+        top_targets: bool. Adds ``target_ids`` ``[S, TOP]`` (some of them missing) and ``teacher_probs``.
+        seed: int. Seed of another batch of the same shape.
     """
     generator = torch.Generator().manual_seed(1000 * case.seed + seed)
     made = [
@@ -122,7 +122,7 @@ def _sample(
 
 
 def share(case: Case, dp_rank: int, dp_size: int) -> list[int]:
-    """Which sequences of the global batch fall to a data-parallel rank: unevenly, in shuffled order."""
+    """Return the indices of a data-parallel rank's sequences: an uneven split, in shuffled order."""
     order = torch.randperm(len(case.lengths), generator=torch.Generator().manual_seed(case.seed + dp_size)).tolist()
     if dp_size == 1:
         return order
@@ -135,7 +135,7 @@ def share(case: Case, dp_rank: int, dp_size: int) -> list[int]:
 
 
 def as_input(chosen: Sequence[dict[str, Tensor]], form: str) -> Any:
-    """Sequences as an engine's caller passes them: a list of dicts, or a dict of tensors, right-padded with ones, which must not matter."""
+    """Convert sequences to an engine's input: a list of dicts, or a padded dict whose padding is 1 and must have no effect."""
     if form == "list":
         return [dict(sample) for sample in chosen]
     width = max(len(sample["input_ids"]) for sample in chosen) + 2
@@ -153,7 +153,7 @@ def as_input(chosen: Sequence[dict[str, Tensor]], form: str) -> Any:
 
 
 def rows(restored: Any, lengths: Sequence[int]) -> list[Tensor]:
-    """An output of ``forward_batch``, padded or a list, as one tensor for each sequence.
+    """Convert an output of ``forward_batch``, padded or a list, to one tensor per sequence.
 
     Raises:
         AssertionError: padding is not zero.

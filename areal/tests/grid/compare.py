@@ -1,4 +1,4 @@
-"""Compares what an engine says with what the reference says; one number for each kind of thing."""
+"""Comparison of an engine's results with the reference. Each function returns the largest error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal.tests.grid.reference import ReferenceStep
 def assert_tensors(found: Iterable[NamedTensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
     """Compare streamed tensors by name.
 
-    The error of a tensor is its largest difference, over its largest entry or a millionth of the largest entry of all.
+    The error of a tensor is its largest difference, relative to its largest entry or to a millionth of the largest entry of all.
 
     Returns:
         The largest error.
@@ -39,8 +39,8 @@ def assert_rows(found: Sequence[Tensor], everyones: Sequence[Tensor], mine: Sequ
     """Compare the outputs of this rank's sequences.
 
     Args:
-        everyones: the reference's, for the global batch; errors are over its largest entry.
-        mine: which of them this rank has.
+        everyones: reference outputs of the global batch; errors are relative to their largest entry.
+        mine: indices of this rank's sequences.
 
     Returns:
         The largest error.

@@ -1,4 +1,4 @@
-"""Chooses few combinations in which every pair of values meets."""
+"""Pairwise selection: few combinations of values that cover every pair."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Row = dict[str, Any]
 def covering(
     factors: Mapping[str, Sequence[Any]], fits: Callable[[Row], bool], often: Mapping[Any, float] | None = None
 ) -> list[Row]:
-    """Rows with a value for each factor, in which any two values of different factors meet at least once, where that fits.
+    """Return rows with a value per factor, in which any two values of different factors occur together at least once, if they fit.
 
-    Greedy and deterministic. Where nothing new is to be met, the value that was used least is taken.
+    Greedy and deterministic. If a factor adds no new pair, its least used value is taken.
 
     Args:
-        factors: values by name of the factor; values are told apart by ``str``.
-        fits: says of a row, complete or not, whether it may be.
-        often: how much more often than others a value is to be taken.
+        factors: name of a factor -> its values, which are distinguished by ``str``.
+        fits: predicate on a row, complete or not. False if the row is not possible.
+        often: value -> how much more often than others it is taken.
 
     Raises:
         ValueError: values that fit in pairs fit no value of some other factor.

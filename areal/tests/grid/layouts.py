@@ -1,7 +1,7 @@
-"""What the comparisons range over: layouts of each engine, options of its configuration, dtypes and their tolerances.
+"""Axes of the grid: layouts of each engine, options of its configuration, dtypes and their tolerances.
 
-A new engine joins when it registers its entry point, with the layouts ``d1`` and ``d2``; with an entry in :data:`LAYOUTS`, with those
-it names. A new family joins in :mod:`areal.tests.grid.models`, an objective in ``losses``, a batch or a cut in ``cases``.
+A new engine joins by its entry point, with the layouts ``d1`` and ``d2``, or with those of its entry in :data:`LAYOUTS`.
+A new family is added in :mod:`areal.tests.grid.models`, an objective in ``losses``, a batch or a split in ``cases``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Layout:
     """One layout of one engine.
 
     Attributes:
-        backend: such as ``fsdp:d2c2``.
-        how: a word where one backend has several ways, such as ``ulysses``.
+        backend: layout string such as ``fsdp:d2c2``.
+        how: name of a variant if a backend has several, such as ``ulysses``.
         options: fields of the engine's configuration.
-        refuses: families that it cannot run.
-        changes: fields of the model's configuration that it needs.
-        without: names of options that it has not.
+        refuses: families that the layout does not support.
+        changes: fields of the model's configuration that the layout needs.
+        without: names of options that the layout does not support.
     """
 
     backend: str
@@ -39,17 +39,17 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Backend and way."""
+        """Backend and variant."""
         return f"{self.backend}-{self.how}" if self.how else self.backend
 
     @property
     def family(self) -> str:
-        """The family to try it with, where one must do."""
+        """Default family of tests that use one family only."""
         return next(family for family in ("qwen3", "qwen3_moe") if family not in self.refuses)
 
     @property
     def world(self) -> int:
-        """Ranks that it takes."""
+        """Number of ranks."""
         return ParallelDims.parse(self.backend).world_size
 
     @property
@@ -62,14 +62,14 @@ _NOT_MEGATRON = ("gemma3_text",)
 _EXPERTS = ("qwen3_moe", "deepseek_v3")
 _DENSE = tuple(family for family in FAMILIES if family not in _EXPERTS)
 _SPLIT = (*_NOT_MEGATRON, "smollm")
-"""What tensor parallelism cannot split: smollm has 9 heads."""
+"""Families that tensor parallelism does not support: smollm has 9 heads."""
 _NO_PLAN = (*_SPLIT, *_EXPERTS)
-"""What the FSDP engine cannot."""
+"""Families that tensor parallelism of the FSDP engine does not support."""
 
 
 def _context_parallel(letters: str) -> tuple[Layout, Layout]:
     return (
-        # The 9 heads of smollm divide by no degree here.
+        # The 9 heads of smollm are not divisible by any degree used here.
         Layout(f"fsdp:{letters}", "ulysses", {"fsdp": {"context_parallel": "ulysses"}}, refuses=("smollm",)),
         Layout(f"fsdp:{letters}", "gather_kv", {"fsdp": {"context_parallel": "gather_kv"}}),
     )
@@ -146,7 +146,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }
 
 LORA = LoRAConfig(rank=3, alpha=4.5)
-"""Adapters on every linear layer. What is compared is one that peft drew, with nothing in it zero."""
+"""Adapters on every linear layer. The adapter is drawn by peft and has no zeros."""
 
 OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     "fsdp": {
@@ -157,7 +157,7 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
         "keep_gathered": {"fsdp": {"reshard_after_forward": False}},
         "host": {"fsdp": {"cpu_offload": True}},
         "lora": {"lora": LORA, "activation_checkpointing": "full"},
-        # No kernels of its own, and so no C++ compiler: what is compared is what graphs compute.
+        # Without generated kernels, and so without a C++ compiler: the results of the graphs are compared.
         "compile": {"fsdp": {"compile": True, "compile_backend": "aot_eager"}},
     },
     "megatron": {
@@ -170,14 +170,17 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
 }
 
 TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 8e-2}
-"""Largest error against the float64 reference, by the dtype of the compute: of losses, metrics, outputs and gradient norms."""
+"""Largest error of losses, metrics, outputs and gradient norms against the float64 reference, by compute dtype."""
 
 GRADIENT_TOLERANCES = {**TOLERANCES, "bfloat16": 2.5e-1}
-"""Of the entries of a gradient, over its largest. In bf16 some of the 32 columns of these models lose most of their digits."""
+"""Largest error of a gradient's entries, relative to its largest.
+
+In bf16 some of the models' 32 columns lose most digits.
+"""
 
 
 def all_layouts() -> list[Layout]:
-    """The layouts of every engine that is installed."""
+    """Return the layouts of every installed engine."""
     return [
         layout for name in engine_names() for layout in LAYOUTS.get(name, (Layout(f"{name}:d1"), Layout(f"{name}:d2")))
     ]
@@ -190,7 +193,7 @@ def all_options(engine: str) -> dict[str, Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid: what an engine is made of, and what it is given."""
+    """One point of the grid: the engine's configuration and its input."""
 
     layout: Layout
     family: str = "qwen3"
@@ -217,7 +220,7 @@ class Cell:
 
     @property
     def tolerance(self) -> float:
-        """Largest error that passes, except in gradients."""
+        """Largest error that passes, except for gradients."""
         return TOLERANCES[self.dtype]
 
     @property
@@ -233,11 +236,11 @@ class Cell:
 
     @property
     def adapter(self) -> str | None:
-        """The directory of the adapter that is trained instead of the model."""
+        """Directory of the adapter that is trained instead of the model."""
         return adapter_dir(self.path, LORA) if self.options == "lora" else None
 
     def config(self, optimizer: OptimizerConfig) -> TrainEngineConfig:
-        """The engine's configuration."""
+        """Return the engine's configuration."""
         wide = "float64" if self.dtype == "float64" else "float32"
         fields: dict[str, Any] = {
             "path": self.path,
@@ -269,7 +272,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def fits(fields: Mapping[str, Any]) -> bool:
-    """Whether a cell with these fields can be: those that are missing are still open."""
+    """Return True if a cell with these fields is possible. Missing fields are undecided."""
     layout = fields.get("layout")
     return any(_takes(one, fields) for one in ([layout] if layout is not None else FACTORS["layout"]))
 
@@ -283,6 +286,6 @@ def _takes(layout: Layout, fields: Mapping[str, Any]) -> bool:
     objective = fields.get("objective_name")
     if options == "lora" and objective is not None and OBJECTIVES[objective].value_head:
         return False
-    # In bf16 a token near a tie goes to other experts than in float64: a difference of the model's, which no bound covers.
+    # In bf16 a token near a tie is routed differently than in float64: a property of the model without any error bound.
     only_experts = set(FAMILIES) - set(layout.refuses) <= set(_EXPERTS)
     return not ((family in _EXPERTS or only_experts) and fields.get("dtype") == "bfloat16")

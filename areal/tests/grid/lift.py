@@ -19,16 +19,16 @@ from torch import Tensor
 
 _to = Tensor.to
 _WIDE = (torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-"""What a cast to float32 would make narrower, and what loses nothing by float64 instead."""
+"""Dtypes that a cast to float32 would narrow, and integers, which are exact in float64 too."""
 
 
 @contextmanager
 def float64_everywhere() -> Iterator[None]:
     """Lift casts to float32, in forward, backward and recomputation, for every thread of this process.
 
-    Enter it before a model is built: rotary frequencies are computed then, and are float64 only inside. Float32 and narrower tensors
-    stay what they are. Import Megatron-Core outside: on the CPU it leaves a ``Tensor.type`` of its own. Compiled graphs have these casts
-    in them as they are: dynamo knows torch's own functions only by where it finds them.
+    Enter it before a model is built: rotary frequencies are computed at that time, and are float64 only inside. Float32 and
+    narrower tensors are not changed. Import Megatron-Core outside: on the CPU it installs its own ``Tensor.type``. Compiled
+    graphs contain their original casts, because dynamo recognizes torch's functions by identity.
     """
     with ExitStack() as stack:
         for name, lifted in (("float", _float), ("to", _lifted_to), ("type_as", _type_as)):
@@ -65,7 +65,7 @@ def _lifted_to(self: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def _lift_dtype(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function; a float64 input is not taken to float32 by ``dtype=``."""
+    """Wrap a function so that ``dtype=`` does not narrow a float64 input to float32."""
 
     @torch.compiler.allow_in_graph
     @functools.wraps(function)

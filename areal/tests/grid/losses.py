@@ -1,4 +1,7 @@
-"""Objectives of the comparisons: a loss that sums, what it weighs, and what it needs. All are smooth, so that rounding cannot flip a branch."""
+"""Objectives of the grid: summed losses, their weights and required outputs.
+
+All are smooth, so that rounding cannot flip a branch.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ class Objective:
     """A loss with its weight.
 
     Attributes:
-        outputs: what the loss reads of :class:`TokenOutputs`.
-        top_targets: the batch needs ``target_ids`` of ``[S, K]`` and ``teacher_probs``.
+        outputs: fields of :class:`TokenOutputs` that the loss reads.
+        top_targets: True if the batch needs ``target_ids`` of ``[S, K]`` and ``teacher_probs``.
     """
 
     name: str
@@ -27,12 +30,12 @@ class Objective:
 
     @property
     def value_head(self) -> bool:
-        """Whether the model needs a value head."""
+        """True if the model needs a value head."""
         return "values" in self.outputs
 
 
 def of_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """The sequence that each of ``tokens`` packed tokens belongs to."""
+    """Return the sequence index of each of ``tokens`` packed tokens."""
     return torch.bucketize(torch.arange(tokens, device=cu_seqlens.device), cu_seqlens[1:].long(), right=True)
 
 
@@ -64,18 +67,18 @@ def policy(out: TokenOutputs, batch: Batch) -> Tensor:
 
 
 def sequence_reward(out: TokenOutputs, batch: Batch) -> Tensor:
-    """Each sequence's mean log-prob times its reward."""
+    """Sum of each sequence's mean log-prob times its reward."""
     lengths = batch.cu_seqlens.diff()
     return -(per_sequence(out.logprobs, batch) / lengths * batch["reward"]).sum()
 
 
 def sequences(batch: Batch) -> Tensor:
-    """The number of sequences."""
+    """Number of sequences."""
     return torch.tensor(float(len(batch.cu_seqlens) - 1), device=batch.cu_seqlens.device)
 
 
 def several_terms(out: TokenOutputs, batch: Batch) -> dict[str, Tensor]:
-    """Terms of three denominators."""
+    """Three terms with different denominators."""
     mask = batch["loss_mask"]
     return {
         "policy": -(out.logprobs * batch["advantages"] * mask).sum(),
@@ -85,7 +88,7 @@ def several_terms(out: TokenOutputs, batch: Batch) -> dict[str, Tensor]:
 
 
 def several_weights(batch: Batch) -> dict[str, Tensor]:
-    """Their weights: masked tokens, targets, sequences."""
+    """Weights of these terms: masked tokens, targets, sequences."""
     return {"policy": batch["loss_mask"].sum(), "drift": (batch["target_ids"] >= 0).sum(), "length": sequences(batch)}
 
 

@@ -1,7 +1,7 @@
-"""Tiny models with random weights, written once a session as real Hugging Face directories.
+"""Tiny models with random weights, written once per session as Hugging Face directories.
 
-Weights are drawn so that errors show: norm weights away from 1, biases away from 0, logits of scale about 1, and router logits far
-enough apart that rounding does not change which experts a token goes to.
+Weights are drawn so that errors are visible: norm weights differ from 1 and biases from 0, logits have a scale of about 1, and
+router logits differ enough that rounding does not change the selected experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal.api import LoRAConfig
 from areal.tests.harness.world import digest, locked, world
 
 VOCAB = 112
-"""Tokens of every tiny model."""
+"""Vocabulary size of every tiny model."""
 
 _DENSE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -101,22 +101,25 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "deepseek_v3": lambda **changes: DeepseekV3Config(**{**_DEEPSEEK, **changes}),
     "smollm": lambda **changes: LlamaConfig(**{**_SMOLLM, **changes}),
 }
-"""Configurations by family. A new family joins the grid by an entry here; ``changes`` override fields of its configuration."""
+"""Configurations by family.
+
+An entry here adds a family to the grid; ``changes`` override fields of its configuration.
+"""
 
 VALUE_HEAD, VALUE_HEAD_FILE = "value_head.weight", "value_head.safetensors"
-"""Name and file of a value head: to transformers, the rest is a causal language model like any other."""
+"""Name and file of a value head. For transformers the model is an ordinary causal language model."""
 
 SHARD_SIZE = {"llama": "12KB"}
 """Families written as several safetensors files with an index, as large models are."""
 
 
 def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes: Any) -> str:
-    """The directory of a tiny model: ``config.json`` and float32 safetensors. Written by the first process that asks.
+    """Return the directory of a tiny model: ``config.json`` and float32 safetensors. Written by the first process that calls.
 
     Args:
-        family: a key of :data:`FAMILIES`.
-        seed: of the weights.
-        value_head: with ``value_head.safetensors`` beside the model.
+        family: key of :data:`FAMILIES`.
+        seed: seed of the weights.
+        value_head: if True, adds ``value_head.safetensors``.
         changes: fields of the configuration that differ from the family's.
     """
     path = world().cache / f"{family}-{digest((seed, value_head, sorted(changes.items())))}"
@@ -126,7 +129,7 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
             shutil.rmtree(partial, ignore_errors=True)
             config = FAMILIES[family](**changes)
             model = tiny_model(config, seed)
-            # In a process group, save_pretrained writes on rank 0 alone and leaves the other ranks an empty directory.
+            # In a process group, save_pretrained writes on rank 0 only and the other ranks get an empty directory.
             with mock.patch.object(torch.distributed, "is_initialized", return_value=False):
                 model.save_pretrained(partial, max_shard_size=SHARD_SIZE.get(family, "5GB"))
             if value_head:
@@ -137,12 +140,12 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
 
 
 def value_head(path: str) -> torch.Tensor:
-    """The value head ``[1, H]`` beside a model."""
+    """Return the value head ``[1, H]`` of a model directory."""
     return load_file(Path(path) / VALUE_HEAD_FILE)[VALUE_HEAD]
 
 
 def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0) -> str:
-    """The directory of an adapter for a model, as peft itself draws and saves it, with neither factor zero."""
+    """Return the directory of an adapter for a model, drawn and saved by peft, with both factors nonzero."""
     folder = world().cache / f"{Path(path).name}-adapter-{digest((seed, lora.model_dump()))}"
     with locked(folder):
         if not folder.exists():
@@ -169,7 +172,7 @@ def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0) -> str:
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """A float32 model of this configuration with weights that depend on ``seed`` alone."""
+    """Return a float32 model of this configuration with weights that depend only on ``seed``."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -183,7 +186,7 @@ def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def _mean(name: str, config: PreTrainedConfig) -> float:
-    """Norm weights stand around 1; Gemma adds 1 to what it stores."""
+    """Mean of the stored norm weights: 1, or 0 for Gemma, which adds 1 to them."""
     return 1.0 if "norm" in name and not config.model_type.startswith("gemma") else 0.0
 
 

@@ -1,6 +1,6 @@
-"""What every engine is compared with: plain transformers in float64, one process, one unpacked sequence at a time.
+"""Reference for every engine: plain transformers in float64, one process, one unpacked sequence at a time.
 
-Written without a line of the engines: it shares with them only the types that a loss function sees.
+It uses no code of the engines, only the types that a loss function receives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)$")
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """What a step on the global batch comes to. ``gradients`` are float64, under the names in the model's files."""
+    """Results of a step on the global batch. ``gradients`` are float64, under the names in the model's files."""
 
     loss: float
     terms: dict[str, float]
@@ -42,13 +42,13 @@ class ReferenceStep:
 
 
 class Reference:
-    """A model, and what it makes of a list of sequences.
+    """A float64 model that computes a step on a list of sequences.
 
     Args:
-        path: model directory.
-        temperature: divides the logits of a sequence without a ``temperature`` of its own.
-        value_head: ``[1, H]``; with it, there are ``values``.
-        adapter: directory of an adapter in peft's format, which peft loads, and which is trained instead of the model.
+        path: str. Model directory.
+        temperature: float. Divides the logits of a sequence without a ``temperature``.
+        value_head: ``[1, H]``. If given, ``values`` are computed.
+        adapter: str. Directory of an adapter in peft's format, which is trained instead of the model.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reference:
     # ---- outputs
 
     def outputs(self, sample: Sample) -> TokenOutputs:
-        """All per-token outputs of one sequence, differentiable."""
+        """Compute all per-token outputs of one sequence, differentiable."""
         states: list[Tensor] = []
         hook = self.model.get_decoder().register_forward_hook(
             lambda module, args, out: states.append(out.last_hidden_state[0])
@@ -90,7 +90,7 @@ class Reference:
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample], names: Outputs) -> dict[str, list[Tensor]]:
-        """Outputs by name, one tensor for each sample."""
+        """Compute outputs by name, one tensor for each sample."""
         found = [self.outputs(sample) for sample in samples]
         return {name: [getattr(outputs, name) for outputs in found] for name in names}
 
@@ -106,12 +106,12 @@ class Reference:
         loss_weight: float = 1.0,
         gradients: bool = True,
     ) -> ReferenceStep:
-        """Loss, terms, metrics and gradients of the global batch, added to what is pending.
+        """Compute loss, terms, metrics and gradients of the global batch; gradients are added to the pending ones.
 
         Args:
-            divide_by: what the sums are divided by; ``None`` for the global weight of each term.
-            loss_weight: scales the whole.
-            gradients: False leaves the pending gradients alone.
+            divide_by: float. Divisor of the sums; ``None`` for the global weight of each term.
+            loss_weight: float. Scale of all terms.
+            gradients: bool. False does not change the pending gradients.
         """
         batches = [one_sequence(sample) for sample in samples]
         weights = [_terms(weight_fn(batch)) for batch in batches]
@@ -142,24 +142,25 @@ class Reference:
             grad_norm=math.sqrt(math.fsum(gradient.square().sum().item() for gradient in found.values())),
         )
 
-    # ---- weights and gradients, as they are named in files
+    # ---- weights and gradients, under their names in files
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights that are trained, by name, in memory's form."""
+        """Yield the trained weights by name, in the form of transformers' modules."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                yield name.replace(".default.weight", ".weight"), parameter  # peft writes no names of adapters
+                # peft does not write the name of the adapter
+                yield name.replace(".default.weight", ".weight"), parameter
         if self._value_head is not None:
             yield VALUE_HEAD, self._value_head
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the weights, each expert's for itself, and of the buffers that files hold."""
+        """Yield copies of the weights, one per expert, and of the buffers that are stored in files."""
         stored = self.model.state_dict()
         buffers = ((name, buffer) for name, buffer in self.model.named_buffers() if name in stored)
         return _as_in_files((name, tensor.detach().clone()) for name, tensor in chain(self.named_parameters(), buffers))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the pending gradients, likewise; zeros where there is none."""
+        """Yield copies of the pending gradients in the same form; zeros for missing ones."""
         gradients = (
             (name, torch.zeros_like(p) if p.grad is None else p.grad.clone()) for name, p in self.named_parameters()
         )
@@ -168,7 +169,7 @@ class Reference:
     # ---- optimizer
 
     def make_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
-        """Plain AdamW or SGD of torch over all weights."""
+        """Create torch's AdamW or SGD over all weights."""
         weights = [parameter for _, parameter in self.named_parameters()]
         if config.type == "sgd":
             self._optimizer = torch.optim.SGD(
@@ -201,7 +202,7 @@ class Reference:
 
 
 def learning_rate(config: OptimizerConfig, total: int) -> Callable[[int], float]:
-    """The factor of the learning rate at step ``i``, as OptimizerConfig's docstring describes it."""
+    """Return the learning-rate factor at step ``i``, as OptimizerConfig's docstring defines it."""
     warmup, floor = config.warmup_steps, config.min_lr_ratio
 
     def fall(start: float, end: float, shape: Callable[[float], float]) -> Callable[[int], float]:
@@ -217,7 +218,7 @@ def learning_rate(config: OptimizerConfig, total: int) -> Callable[[int], float]
 
 
 def one_sequence(sample: Sample) -> Batch:
-    """What a loss function sees of one sequence."""
+    """Return the batch that a loss function receives for one sequence."""
     length, targets = len(sample["input_ids"]), _targets(sample)
     values: dict[str, Any] = {}
     for key, value in sample.items():
@@ -251,7 +252,7 @@ def _reduce(metrics: Sequence[Metric]) -> float:
 
 
 def _as_in_files(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """transformers keeps the experts of a layer stacked, and gate and up projection as one; files have each for itself."""
+    """Split the stacked experts of transformers into one tensor per expert and projection, as in files."""
     for name, tensor in tensors:
         match = _EXPERTS.match(name)
         if match is None:

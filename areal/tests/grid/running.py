@@ -1,4 +1,4 @@
-"""Starts the engine of a cell and hands it its part of the batch, with the reference beside it."""
+"""Starts the engine of a grid cell with its shard of the batch, and computes the reference."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from areal.tests.grid.reference import Reference, ReferenceStep
 from areal.tests.harness.world import cached
 
 STAND_STILL = OptimizerConfig(lr=0.0, gradient_clipping=None)
-"""Takes optimizer steps that change nothing."""
+"""Optimizer whose steps do not change the weights."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """An engine at work on a cell."""
+    """A started engine of a cell."""
 
     cell: Cell
     engine: TrainEngine
 
     def samples(self, seed: int = 0) -> list[dict[str, Tensor]]:
-        """The global batch."""
+        """Return the global batch."""
         return samples(self.cell.case, top_targets=self.cell.objective.top_targets, seed=seed)
 
     @property
     def mine(self) -> list[int]:
-        """This rank's sequences of it, in the order in which they are passed."""
+        """Indices of this rank's sequences in the global batch, in the order in which they are passed."""
         return share(self.cell.case, self.engine.dp_rank, self.engine.dp_size)
 
     def batch(self, seed: int = 0) -> Any:
-        """This rank's part, as a caller passes it."""
+        """Return this rank's shard in the caller's form."""
         everything = self.samples(seed)
         return as_input([everything[i] for i in self.mine], self.cell.case.form)
 
     def reference(self) -> Reference:
-        """A fresh reference on the same weights."""
+        """Return a new reference with the same weights."""
         path = self.cell.path
         head = value_head(path) if self.cell.objective.value_head else None
         return Reference(path, temperature=self.cell.case.temperature, value_head=head, adapter=self.cell.adapter)
 
     def expected(self) -> tuple[ReferenceStep, dict[str, list[Tensor]]]:
-        """The step and the outputs of the global batch. Computed once in a session for all layouts, cuts and dtypes."""
+        """Return the reference's step and outputs of the global batch, cached over all layouts, splits and dtypes of a session."""
         cell, objective = self.cell, self.cell.objective
 
         def compute() -> tuple[ReferenceStep, dict[str, list[Tensor]]]:
@@ -63,7 +63,7 @@ class Running:
 
 @contextmanager
 def running(cell: Cell, optimizer: OptimizerConfig = STAND_STILL, total_steps: int = 100) -> Iterator[Running]:
-    """The engine of a cell, initialized; destroyed at the end. Float64 all through where the cell's dtype is."""
+    """Start the engine of a cell and destroy it at the end, in float64 mode if the cell's dtype is float64."""
     engine = create_engine(cell.config(optimizer))
     with float64_everywhere() if cell.dtype == "float64" else nullcontext():
         engine.initialize(FinetuneSpec(total_train_steps=total_steps))

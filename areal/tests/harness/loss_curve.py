@@ -1,6 +1,7 @@
-"""A run of twenty steps whose losses every engine must reproduce; ``python -m areal.tests.harness.loss_curve`` writes them down again.
+"""A run of twenty steps with known losses, which every engine must reproduce.
 
-The losses in the file are those of plain transformers in float64, one sequence at a time.
+``python -m areal.tests.harness.loss_curve`` writes the losses again. They are computed by transformers in float64, one
+sequence at a time.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ OPTIMIZER = OptimizerConfig(
 
 
 def batch(step: int) -> list[dict[str, Tensor]]:
-    """The global batch of a step: four batches come again and again, so that there is something to learn."""
+    """Return the global batch of a step. Four batches repeat, so that the loss decreases."""
     return samples(CASE, seed=step % 4)
 
 
 def golden() -> list[float]:
-    """The losses in the file."""
+    """Return the losses in the file."""
     return json.loads(FILE.read_text())["losses"]
 
 
 def compute() -> list[float]:
-    """The losses of the reference."""
+    """Compute the losses of the reference."""
     reference = Reference(model_dir(FAMILY))
     reference.make_optimizer(OPTIMIZER, total_steps=STEPS)
     losses = []

@@ -1,4 +1,4 @@
-"""Experts by hand: the loss, the balancing losses and the routing of one process, one sequence at a time, in float64."""
+"""Mixtures of experts by hand: loss, balancing losses and routing of one process in float64, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ TOLERANCE = 1e-10
 COEFFICIENTS = {AUX_LOSS: 0.5, Z_LOSS: 0.25}
 
 SHAPES = {"qwen3_moe": (2, 4), "deepseek_v3": (1, 8)}
-"""Layers that have experts, and experts in each."""
+"""Layers with experts, and experts per layer."""
 
 
 @dataclass
 class ByHand:
-    """One global batch through transformers' own model.
+    """Results of one global batch, computed with transformers' model.
 
     Attributes:
-        loss: undivided sums of the loss and of the balancing losses. weight: of the loss.
-        experts: of each sequence, ``[S, L, K]``. load: tokens of each expert, ``[L, E]``. logprobs: of each sequence.
+        loss: undivided sums of the loss and of the balancing losses.
+        weight: weight of the loss.
+        experts: ``[S, L, K]`` for each sequence.
+        load: ``[L, E]``. Number of tokens per expert.
+        logprobs: log-probs for each sequence.
     """
 
     loss: dict[str, float]
@@ -55,7 +58,7 @@ def by_hand(
     replay: list[Tensor] | None = None,
     name: str = "by chance",
 ) -> ByHand:
-    """The step of a cell's global batch. ``name`` is that of what is replayed."""
+    """Compute the step of a cell's global batch. ``name`` selects the replayed routing."""
 
     def compute() -> ByHand:
         reference, objective = Reference(cell.path, temperature=cell.case.temperature), cell.objective
@@ -104,7 +107,7 @@ def by_hand(
 
 @contextlib.contextmanager
 def routers(reference: Reference, replay: Tensor | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The logits and the experts of each router of the next forward, in order; ``replay`` ``[S, L, K]`` decides the experts."""
+    """Capture the logits and experts of each router in the next forward; ``replay`` ``[S, L, K]`` overrides the experts."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def hook(router: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,13 +135,13 @@ def routers(reference: Reference, replay: Tensor | None) -> Iterator[list[tuple[
 
 
 def recorded(lengths: tuple[int, ...], layers: int = 2, experts: int = 4) -> list[Tensor]:
-    """Two experts for each token and layer, by chance."""
+    """Draw two experts for each token and layer."""
     generator = torch.Generator().manual_seed(7)
     return [torch.rand(length, layers, experts, generator=generator).argsort(-1)[..., :2] for length in lengths]
 
 
 def with_replay(run: Running, experts: list[Tensor]) -> Any:
-    """This rank's part of the batch, with the experts that its tokens must go to."""
+    """Return this rank's shard of the batch, with the experts to replay."""
     batch = [{**sample, "routed_experts": experts[i].int()} for i, sample in enumerate(run.samples())]
     return as_input([batch[i] for i in run.mine], run.cell.case.form)
 

@@ -1,4 +1,4 @@
-"""A run that goes on in one layout of the FSDP engine after the other."""
+"""A run that resumes in several layouts of the FSDP engine, one after the other."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from areal.tests.harness.tiny import loss, mine, ragged, same_bits, started, wei
 
 
 def assert_goes_on(path: str, chain: list[str], folder: Path, bound: float) -> None:
-    """Each layout loads what the one before saved, bit for bit, takes a step and saves; plain data parallelism goes on from each likewise.
+    """Load in each layout what the previous one saved, bit for bit, take a step and save; also resume each in plain data parallelism.
 
     Args:
-        path: of the model. chain: layouts without the engine, each with the name of a schedule after a slash where it has one.
-        bound: of the difference after a step in two layouts, over the step.
+        path: str. Model directory.
+        chain: list of layouts without the engine, with ``/`` and the name of a schedule if they have one.
+        folder: directory of the checkpoints.
+        bound: float. Largest difference after a step in two layouts, relative to the step.
     """
     before = None
     for number, name in enumerate(chain):

@@ -22,7 +22,7 @@ SAMPLING = Sampling(max_new_tokens=6, stop_token_ids=(1,))
 
 
 class Prompts:
-    """Random tokens."""
+    """Dataset of random prompts."""
 
     def __len__(self) -> int:
         return 40
@@ -33,7 +33,7 @@ class Prompts:
 
 
 def reward(item: list[int], answer: Completion) -> float:
-    """The share of the answer's tokens that are of the lower half, the end of it not counted."""
+    """Return the fraction of answer tokens in the lower half of the vocabulary, without the end token."""
     written = [token for token in answer.tokens if token != 1]
     return sum(token < VOCAB // 2 for token in written) / max(1, len(written))
 
@@ -42,7 +42,7 @@ EPISODE = SingleTurn(lambda item: item, reward, SAMPLING)
 
 
 class Curve:
-    """Notes what is logged."""
+    """Logger that records values."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -51,7 +51,7 @@ class Curve:
         self.steps.append(dict(scalars))
 
     def close(self) -> None:
-        """Nothing to write."""
+        """Do nothing."""
 
     def __getitem__(self, name: str) -> list[float]:
         return [step[name] for step in self.steps]
@@ -61,7 +61,8 @@ class Played:
     """A rollout in this process and a runner over it.
 
     Attributes:
-        rollout, runner: at work.
+        rollout: the started rollout.
+        runner: the runner over it.
     """
 
     def __init__(self, path: str, plan: Plan, episode: Episode = EPISODE, **options: Any) -> None:
@@ -71,18 +72,18 @@ class Played:
         self.runner = Runner(self.rollout, episode, Prompts(), plan, rank=rank, size=size, **options)
 
     def sync(self, source: TensorSource, version: int) -> None:
-        """Give the rollout an engine's weights."""
+        """Copy an engine's weights to the rollout."""
         self.rollout.update(source.named_tensors(), version)
 
     def close(self) -> None:
-        """End both."""
+        """Close both."""
         self.runner.close()
         self.rollout.close()
 
 
 @contextmanager
 def played(engine: TrainEngine, plan: Plan, episode: Episode = EPISODE, **options: Any) -> Iterator[Played]:
-    """A rollout of an engine's model."""
+    """Start a rollout of an engine's model."""
     with ExitStack() as stack:
         made = Played(engine.config.path, plan, episode, **options)
         stack.callback(made.close)

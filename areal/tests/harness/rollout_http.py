@@ -1,4 +1,4 @@
-"""Server processes, requests in the background, and what log-probs must be: for tests of generation over HTTP."""
+"""Server processes, background requests and expected log-probs for tests of generation over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = [(7 * i + 3) % VOCAB for i in range(23)]
 
 
 class Process:
-    """A server in a process of its own."""
+    """A server process."""
 
     def __init__(self) -> None:
         self.started = subprocess.Popen(
@@ -46,7 +46,7 @@ class Process:
         urllib.request.urlopen(urllib.request.Request(f"{self.url}/test", data), timeout=30).read()
 
     def can(self, route: str, *, status: int = 200, body: Any = "", times: int = 1, delay: float = 0.0) -> None:
-        """Answer so, ``times`` times, after ``delay`` seconds."""
+        """Set the response of the next ``times`` requests, sent after ``delay`` seconds."""
         text = body if isinstance(body, str) else json.dumps(body)
         self.tell(route=route, status=status, body=text, times=times, delay=delay)
 
@@ -68,7 +68,7 @@ def weights(seed: int) -> Iterator[NamedTensor]:
 
 
 def replica(seed: int | None = None) -> PreTrainedModel:
-    """Of the weights that servers start with, or of a seed."""
+    """Return a model with the servers' initial weights, or with those of a seed."""
     if seed is None:
         return AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), dtype=torch.float32).eval()
     return tiny_model(FAMILIES["qwen3"](), seed).eval()
@@ -82,7 +82,7 @@ def run(*work: Coroutine[Any, Any, Completion]) -> list[Completion]:
 
 
 class Background:
-    """Requests that run while the test goes on."""
+    """Requests that run in the background of a test."""
 
     def __init__(self, *work: Coroutine[Any, Any, Completion]) -> None:
         self.answers: list[Completion] = []
@@ -112,7 +112,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @torch.no_grad()
 def plain(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """Log-probs ``[len(tokens), V]`` of one plain forward over prompt and answer."""
+    """Compute log-probs ``[len(tokens), V]`` in one forward over prompt and answer."""
     logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return (logits / (temperature or 1.0)).log_softmax(-1)
 
@@ -156,4 +156,4 @@ BAD_REPLIES: dict[str, list[tuple[Any, str]]] = {
         (vllm_reply(token_ids=[1] * 4, logprobs={"token_logprobs": [-1.0] * 4}), r"4 tokens came"),
     ],
 }
-"""What must be refused, with words of the error."""
+"""Refused inputs, with words of their error."""

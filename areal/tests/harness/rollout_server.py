@@ -1,6 +1,6 @@
-"""A server that speaks the routes of SGLang and of vLLM, for tests: plain transformers, one forward over the whole text for each token.
+"""Test server with the routes of SGLang and of vLLM: plain transformers, one forward over the full text for each token.
 
-``python -m areal.tests.harness.rollout_server MODEL`` prints its port. ``POST /test`` tells it how to misbehave.
+``python -m areal.tests.harness.rollout_server MODEL`` prints its port. ``POST /test`` sets the faults to simulate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal.trainer.rollout.http import schemas
 
 
 class Drawing(BaseModel):
-    """One request, whichever way it was put."""
+    """One generation request, from either kind of route."""
 
     name: str
     prompt: list[int]
@@ -64,7 +64,10 @@ class State:
         return None
 
     def draw(self, asked: Drawing) -> tuple[list[int], list[float], str]:
-        """Tokens, their log-probs, and why it ended. Held while the server is paused; a pause ends what is under way."""
+        """Generate tokens.
+
+        Returns tokens, their log-probs and the finish reason. Blocks while the server is paused; a pause aborts it.
+        """
         with self.changed:
             self.changed.wait_for(lambda: not self.paused)
             epoch = self.epoch
@@ -262,7 +265,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        """A client that hung up."""
+        """Ignore clients that disconnect."""
 
 
 def main() -> None:

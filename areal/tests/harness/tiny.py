@@ -1,4 +1,4 @@
-"""Small engines and batches for tests that look at one property of an engine, rather than at a cell of the grid."""
+"""Small engines and batches for tests of one property of an engine, outside the grid."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ LAYOUTS = {
     2: ("fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:p2"),
     4: ("fsdp:d2c2", "megatron:t2p2"),
 }
-"""Layouts that tests of every layout take, by world size."""
+"""Layouts of tests that run on every layout, by world size."""
 
 THOROUGH = ("fsdp:p2",)
-"""Those that only the thorough set has, unless a test asks for one."""
+"""Layouts that only the thorough set runs, unless a test lists them in ``also``."""
 
 OPTIMIZER = OptimizerConfig(lr=0.01, lr_scheduler="linear", gradient_clipping=0.5)
 
 
 def config(backend: str, **changes: Any) -> TrainEngineConfig:
-    """A float32 engine on the tiny Qwen3, with micro-batches of at most 40 tokens; ``changes`` are fields of the configuration."""
+    """Return the configuration of a float32 engine on the tiny Qwen3, with micro-batches of at most 40 tokens and ``changes``."""
     defaults: dict[str, Any] = {
         "path": family_dir("qwen3") if "path" not in changes else changes["path"],
         "dtype": "float32",
@@ -58,7 +58,7 @@ def config(backend: str, **changes: Any) -> TrainEngineConfig:
 
 @contextmanager
 def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterator[TrainEngine]:
-    """An engine of :func:`config`, initialized; destroyed at the end."""
+    """Start an engine of :func:`config` and destroy it at the end."""
     engine = create_engine(config(backend, **changes))
     engine.initialize(FinetuneSpec(total_train_steps=total_steps))
     with engine:
@@ -66,7 +66,7 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
 
 
 def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:
-    """The layouts of these world sizes (of one engine; without some; with others), each marked with its own."""
+    """Return the layouts of these world sizes (of one engine, without ``but``, and with ``also``), each marked with its size."""
     known = [backend for size in sizes for backend in LAYOUTS[size] if backend.startswith(engine)]
     chosen = [*(backend for backend in known if backend not in (*but, *also)), *also]
 
@@ -78,57 +78,57 @@ def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tupl
 
 
 def ragged(seed: int = 0) -> list[Sample]:
-    """The global batch: nine sequences of 1 to 38 tokens."""
+    """Return the global batch: nine sequences of 1 to 38 tokens."""
     return samples(CASES["ragged"], seed=seed)
 
 
 def mine(engine: TrainEngine, everything: list[Sample]) -> list[Sample]:
-    """This rank's part of a global batch."""
+    """Return this rank's shard of a global batch."""
     return everything[engine.dp_rank :: engine.dp_size]
 
 
 def loss(out: TokenOutputs, batch: Batch) -> Tensor:
-    """A policy gradient without a ratio."""
+    """Compute a policy gradient without a ratio."""
     return -(out.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
 
 
 def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
-    """A copy of all weights. Collective."""
+    """Copy all weights. Collective."""
     return {name: tensor.clone() for name, tensor in engine.named_tensors()}
 
 
 def gradients_of(engine: TrainEngine) -> dict[str, Tensor]:
-    """A copy of all pending gradients. Collective."""
+    """Copy all pending gradients. Collective."""
     return {name: tensor.clone() for name, tensor in engine.named_gradients()}
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether two sets of tensors are equal bit for bit, NaNs included."""
+    """Return True if two sets of tensors are equal bit for bit, including NaNs."""
     return a.keys() == b.keys() and all(
         torch.equal(a[name].reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)) for name in a
     )
 
 
 def process_groups() -> int:
-    """How many process groups this process is in."""
+    """Return the number of process groups of this process."""
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def family_dir(family: str, **changes: Any) -> str:
-    """:func:`~areal.tests.grid.models.model_dir`, whichever rank is the first to ask."""
+    """Call :func:`~areal.tests.grid.models.model_dir` on whichever rank is first."""
     with writing():
         return model_dir(family, **changes)
 
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Let ``save_pretrained`` write here: of a process group that it sees, it lets rank 0 alone write."""
+    """Enable ``save_pretrained`` on this rank: inside a process group it writes on rank 0 only."""
     with mock.patch.object(dist, "is_initialized", return_value=False):
         yield
 
 
 def gpt2_dir(**changes: Any) -> str:
-    """The directory of a tiny GPT-2: learned positions, dropout, tied embeddings, no family that is known by name."""
+    """Return the directory of a tiny GPT-2: learned positions, dropout, tied embeddings, no family-specific code."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB,
         "n_embd": 32,

@@ -1,4 +1,4 @@
-"""The bugs of adapters that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+"""Bugs of adapters that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE = FILE + "test_one_adapter_is_saved_and_goes_on_by_itself[{}]"
 
 @mutant("areal.engine.lora.low_rank:LowRank.added_to", PEFT.format("fsdp:d1"))
 def without_the_scale(right: Function) -> Function:
-    """What an adapter adds is not scaled."""
+    """An adapter's contribution is not scaled."""
 
     def wrong(self: Any, out: Tensor, x: Tensor) -> Tensor:
         return out + (right(self, out, x) - out) / self.scale
@@ -28,13 +28,13 @@ def without_the_scale(right: Function) -> Function:
 
 @mutant("areal.engine.lora.low_rank:Delta.added", PEFT.format("fsdp:t2"))
 def merged_at_the_first_rows(right: Function) -> Function:
-    """Every rank merges the first rows and columns of the product into its part of a weight."""
+    """Every rank merges the first rows and columns of the product into its slice of a weight."""
     return lambda self, weight, box: right(self, weight, tuple(slice(0, n) for n in weight.shape))
 
 
 @mutant("areal.engine.lora.adapter:Adapter.before_backward", LOOK.format("fsdp:d2"))
 def sums_are_summed_again(right: Function) -> Function:
-    """Every rank keeps a sum over ranks, adds to it, and the next sum counts it once for each."""
+    """Every rank accumulates into a gradient that is already reduced, and the next reduction counts that once per rank."""
 
     def wrong(self: Any) -> None:
         self._summed = False
@@ -44,7 +44,7 @@ def sums_are_summed_again(right: Function) -> Function:
 
 @mutant("areal.engine.lora.adapter:Adapter.sum_gradients", BYTES.format("fsdp:t2"))
 def gradients_of_own_columns(right: Function) -> Function:
-    """Gradients that are summands over tensor-parallel ranks are not summed over them."""
+    """Partial gradients of tensor-parallel ranks are not summed."""
 
     def wrong(self: Any) -> None:
         for factor in self.factors:
@@ -67,5 +67,5 @@ def a_step_discards_all_gradients(right: Function) -> Function:
 
 @mutant("areal.engine.lora.adapter:Adapter.resume", ALONE.format("fsdp:d1"))
 def moments_without_the_schedule(right: Function) -> Function:
-    """An adapter goes on with its moments, and the learning rate of the first step."""
+    """A resumed adapter has its moments but the learning rate of the first step."""
     return lambda self, state: right(self, {**state, "schedule": self.optimizer.state_dict()})

@@ -1,4 +1,4 @@
-"""The bugs that the suite must catch on the Megatron engine: those of any engine once more, and its own."""
+"""Bugs that the suite must catch on the Megatron engine: the engine-independent ones, and its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHERS = (
     "areal.utils.collectives",  # Megatron-Core has its own
     "areal.utils.dtensor:local_part",
 )
-"""Where the bugs of another engine are planted."""
+"""Targets of bugs that exist only in another engine."""
 
 SAME_ON_ANY_ENGINE = {
     "positions_run_on": "its families have rotary positions alone, which are relative",
@@ -36,7 +36,7 @@ SAME_ON_ANY_ENGINE = {
     "warmup_subtracted_twice": "the test calls the function without an engine",
     "dropout_in_evaluation": "its families have no dropout",
 }
-"""Bugs that show nothing more there, and why."""
+"""Bugs that need no second test on Megatron, and the reason."""
 
 ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
     "loss_called_without_weight": (
@@ -55,11 +55,11 @@ ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
         "dist/step/test_faults.py::test_different_batches_on_ranks_that_share_a_part_are_refused[megatron:p2]",
     ),
 }
-"""Tests of bugs that another one catches there."""
+"""Tests for bugs that are caught by a different test on Megatron."""
 
 
 def plant_on_megatron(each: Mutant) -> None:
-    """Let a bug be caught on this engine too."""
+    """Register a bug for this engine too."""
     tests = ELSEWHERE.get(each.name) or tuple(_on_megatron(test) for test in each.tests)
     name = TWIN.format(each.name)
     MUTANTS[name] = dataclasses.replace(each, name=name, tests=tests)
@@ -68,7 +68,7 @@ def plant_on_megatron(each: Mutant) -> None:
 def _on_megatron(test: str | Mapping[str, str]) -> str | Mapping[str, str]:
     if not isinstance(test, str):
         return {"layout": "megatron:*", **{name: value.replace("fsdp:", "megatron:") for name, value in test.items()}}
-    # The optimizers take turns over layouts, and all meet d1.
+    # Optimizers are assigned to layouts in turn, and d1 gets all of them.
     test = re.sub(r"\[(adamw-cosine|sgd-wsd)-fsdp:(?!d1\])", "[*-fsdp:", test)
     return test.replace("fsdp:", "megatron:").replace("megatron:r2", "megatron:d2")
 
@@ -133,7 +133,7 @@ def megatron_finalises_each_call(right: Function) -> Function:
 
 @mutant("areal.engine.megatron.gradients:reopen", BETWEEN.format("d2"))
 def megatron_sums_added_again(right: Function) -> Function:
-    """Sums that were taken between calls are summed over ranks once more."""
+    """Gradients that were reduced between calls are reduced over ranks once more."""
     return lambda chunks, groups: None
 
 
@@ -148,7 +148,7 @@ def megatron_filler_processed(right: Function) -> Function:
 
 @mutant("areal.engine.megatron.model.layer_spec:RMSNorm.__init__", LOOP.format("megatron:t2"))
 def megatron_norm_of_own_tokens(right: Function) -> Function:
-    """With sequence parallelism a norm's weight has the gradient of one rank's tokens alone."""
+    """With sequence parallelism the gradient of a norm's weight covers one rank's tokens only."""
 
     def wrong(self: Any, config: Any, *args: Any, **options: Any) -> None:
         right(self, config, *args, **options)
@@ -159,13 +159,13 @@ def megatron_norm_of_own_tokens(right: Function) -> Function:
 
 @mutant("areal.engine.megatron.model.packed_gpt:gather_from_sequence_parallel_region", LOOP.format("megatron:t2"))
 def megatron_hidden_gradient_summed(right: Function) -> Function:
-    """The gradient of the last hidden state, of which every tensor-parallel rank has the whole, is summed over them."""
+    """The gradient of the last hidden state, which is complete on every tensor-parallel rank, is summed over them."""
     return lambda x, tensor_parallel_output_grad=True, **options: right(x, True, **options)
 
 
 @mutant("megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads", BETWEEN.format("p2"))
 def megatron_tied_embedding_not_summed(right: Function) -> Function:
-    """The first and the last stage each keep their own gradient of a tied embedding."""
+    """The first and the last stage do not sum their gradients of a tied embedding."""
     return lambda *args, **options: None
 
 
@@ -184,19 +184,19 @@ def megatron_padding_token_trained(right: Function) -> Function:
 
 @mutant("megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate", NORM.format("megatron:t2"))
 def megatron_norm_counts_duplicates(right: Function) -> Function:
-    """The norm counts what every tensor-parallel rank has once for each."""
+    """The norm counts replicated parameters once per tensor-parallel rank."""
     return lambda parameter, *args, **options: True
 
 
 @mutant("areal.engine.megatron.weight_mapping:set_tensor_model_parallel_attributes", NORM.format("megatron:t2"))
 def megatron_norm_misses_parts(right: Function) -> Function:
-    """Parameters are not marked as parts, so that the norm counts those of one tensor-parallel rank alone."""
+    """Parameters are not marked as sharded, so that the norm counts those of one tensor-parallel rank only."""
     return lambda *args, **options: None
 
 
 @mutant("megatron.core.optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group", NORM.format("megatron:p2"))
 def megatron_clipped_by_stage(right: Function) -> Function:
-    """Each stage clips by the norm of its own gradients."""
+    """Each pipeline stage clips by its local gradient norm."""
     return lambda self: self.tp_group
 
 
@@ -211,7 +211,7 @@ def megatron_step_not_skipped(right: Function) -> Function:
 
 @mutant("areal.engine.megatron.weight_mapping:_shares", LOOP.format("megatron:d1"))
 def megatron_heads_not_grouped(right: Function) -> Function:
-    """All queries lie before all keys, and these before all values."""
+    """All queries precede all keys, and these precede all values."""
 
     def wrong(*args: Any) -> Any:
         shares, alternations = right(*args)
@@ -222,7 +222,7 @@ def megatron_heads_not_grouped(right: Function) -> Function:
 
 @mutant("areal.engine.megatron.weight_mapping:_numbers", THREE.format("*-megatron:e2"))
 def megatron_experts_take_turns(right: Function) -> Function:
-    """Experts are numbered as if expert-parallel ranks took turns."""
+    """Experts are numbered as if they were assigned to expert-parallel ranks in turn."""
 
     def wrong(found: Any, chunk: nn.Module) -> Any:
         numbers = right(found, chunk)
@@ -236,7 +236,7 @@ def megatron_experts_take_turns(right: Function) -> Function:
 
 @mutant("areal.engine.megatron.weight_mapping:_numbers", LOOP.format("megatron:p2v2"))
 def megatron_virtual_stages_in_a_row(right: Function) -> Function:
-    """Layers are numbered as if the chunks of a rank followed each other."""
+    """Layers are numbered as if the model chunks of a rank were consecutive."""
 
     def wrong(found: Any, chunk: nn.Module) -> Any:
         numbers = right(found, chunk)

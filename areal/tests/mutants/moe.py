@@ -1,4 +1,4 @@
-"""The bugs of balancing losses that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+"""Bugs of balancing losses that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def balancing_gradient_twice(right: Function) -> Function:
 
 @mutant("areal.engine.moe.routing:Tally.add", BALANCING.format("fsdp:d1--cut"))
 def recomputed_layer_counted_twice(right: Function) -> Function:
-    """A layer that is recomputed is counted once more."""
+    """A layer that is recomputed is counted twice."""
 
     def wrong(self: Any, mb: Any, layer: int, *args: Any) -> Any:
         before = self._found.get((mb.index, layer), {})
@@ -44,7 +44,7 @@ def balancing_divided_by_tokens(right: Function) -> Function:
 
 @mutant("areal.engine.moe.routing:ExpertRouting.of", BALANCING.format("fsdp:d2c2-*"))
 def fillers_balanced(right: Function) -> Function:
-    """Routers count the one token of a filler."""
+    """Routers count the single token of a filler."""
 
     def wrong(self: Any, mb: Any, *args: Any, **options: Any) -> Any:
         routing = right(self, mb, *args, **options)
@@ -57,7 +57,7 @@ def fillers_balanced(right: Function) -> Function:
 
 @mutant("areal.engine.moe.routing:Routing._whole", BALANCING.format("fsdp:c2-*"))
 def balanced_by_ranks_own_tokens(right: Function) -> Function:
-    """Each context-parallel rank balances as if the tokens of the whole micro-batch were copies of its own."""
+    """Each context-parallel rank balances its local tokens only, multiplied by the number of ranks."""
 
     def wrong(self: Any, x: torch.Tensor) -> torch.Tensor:
         copies = -(-self.mb.n_tokens // len(x))

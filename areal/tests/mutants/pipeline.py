@@ -1,4 +1,4 @@
-"""The bugs of pipelines and expert parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+"""Bugs of pipelines and expert parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGMOID = "dist/parallel/test_moe.py::test_routers_of_deepseek_are_watched_too[{
 
 @mutant("areal.engine.fsdp.pipeline.schedule:_Stage._post_metadata_inference_cleanup", LOOK.format("1F1B"))
 def a_call_drops_earlier_gradients(right: Function) -> Function:
-    """A call forgets the gradients of those before it, as torch does when it has tried a model out."""
+    """A call discards the gradients of earlier calls, as torch's shape inference does."""
 
     def wrong(self: Any) -> None:
         for parameter in self.submod.parameters():
@@ -32,43 +32,43 @@ def a_call_drops_earlier_gradients(right: Function) -> Function:
     "areal.engine.fsdp.pipeline.tied_embedding:TiedGradients.sum", LOOK.format("1F1B"), COPIES.format("ZBVZeroBubble")
 )
 def two_embeddings(right: Function) -> Function:
-    """Each copy of a tied embedding has only the gradient of its own stage."""
+    """The copies of a tied embedding are not reduced over stages."""
     return lambda self: None
 
 
 @mutant("areal.engine.fsdp.pipeline.tied_embedding:TiedGradients.before_backward", LOOK.format("ZBVZeroBubble"))
 def a_tied_sum_is_summed_again(right: Function) -> Function:
-    """What both stages have summed is summed again."""
+    """A gradient that both stages have reduced is reduced again."""
     return lambda self: None
 
 
 @mutant("areal.engine.fsdp.pipeline.model_chunks:ModelChunks.copies", LOOK.format("1F1B"))
 def copies_count(right: Function) -> Function:
-    """The copy of a tied embedding counts in the norm, as a weight of its own."""
+    """The second copy of a tied embedding is counted in the norm."""
     return lambda self: []
 
 
 @mutant("areal.engine.fsdp.gradients:global_norm", LOOK.format("1F1B"))
 def the_norm_of_a_stage(right: Function) -> Function:
-    """Each stage clips by the norm of its own gradients."""
+    """Each pipeline stage clips by its local gradient norm."""
     return lambda parameters, stages=None: right(parameters)
 
 
 @mutant("areal.engine.fsdp.pipeline.schedule:_Stage.perform_reduce_grad", ONCE.format("1F1B"))
 def never_reduced(right: Function) -> Function:
-    """The reductions that were held back are forgotten."""
+    """Deferred gradient reductions are never done."""
     return lambda self, factor: None
 
 
 @mutant("areal.engine.fsdp.expert_parallel:Dispatch.give_back", NO_TOKEN)
 def results_in_another_order(right: Function) -> Function:
-    """Results come back in the order of their arrival, the last first."""
+    """Results are returned in the order of arrival, last first."""
     return lambda self, rows: right(self, rows).flip(0)
 
 
 @mutant("areal.engine.fsdp.expert_parallel:_Dispatched.__call__", NO_TOKEN)
 def unweighted_experts(right: Function) -> Function:
-    """All experts of a token count alike."""
+    """All experts of a token have equal weights."""
 
     def wrong(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return right(self, hidden, index, torch.full_like(weights, 1 / weights.shape[1]))
@@ -78,7 +78,7 @@ def unweighted_experts(right: Function) -> Function:
 
 @mutant("areal.engine.moe.routing:Tally.add", SIGMOID.format("fsdp:e2"))
 def softmax_of_sigmoid_routers(right: Function) -> Function:
-    """Routers that score by sigmoids are balanced as if they had a softmax."""
+    """Sigmoid routers are balanced as if their scores were a softmax."""
 
     def wrong(self: Any, *args: Any) -> Any:
         self._sigmoid = False

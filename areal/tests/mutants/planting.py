@@ -1,4 +1,4 @@
-"""How a bug is planted: one function of the library is replaced, wherever it was imported, in each process that runs the tests."""
+"""Planting of bugs: replaces one function of the library in every module that imports it, in each process that runs tests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Mutant:
     """A bug, and the tests that must catch it.
 
     Attributes:
-        says: what is wrong, in a sentence.
-        target: the function that is replaced, as ``module:name`` or ``module:Class.name``, where it is defined.
+        says: one sentence that describes the bug.
+        target: the function to replace, as ``module:name`` or ``module:Class.name``, where it is defined.
         mutate: makes the wrong function from the right one.
-        tests: each a test's id below this directory, or fields of a cell of the grid, of which the first that has them is taken. ``*``
-            stands for anything.
+        tests: each a test id below this directory, or fields of a grid cell (the first match is taken). ``*`` matches
+            anything.
     """
 
     name: str
@@ -44,7 +44,7 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(target: str, *tests: str | Mapping[str, str]) -> Callable[[Callable[[Function], Function]], None]:
-    """Register what makes a wrong function from the right one; its name and its docstring are those of the mutant."""
+    """Register a factory of a wrong function; its name and docstring become those of the mutant."""
 
     def register(mutate: Callable[[Function], Function]) -> None:
         name = mutate.__name__
@@ -56,15 +56,15 @@ def mutant(target: str, *tests: str | Mapping[str, str]) -> Callable[[Callable[[
 
 
 def traces(name: str) -> Path:
-    """A file that is there once a planted function was called, in whichever process of the session."""
+    """Return the path of a file that exists once any process of the session has called the planted function."""
     return world().cache / f"planted-{name}"
 
 
 def find_target(planted: Mutant) -> tuple[Any, str]:
-    """The module or class that defines the function, and the function's name there.
+    """Return the module or class that defines the function, and the function's name in it.
 
     Raises:
-        AttributeError: there is no such function, or it is inherited from elsewhere.
+        AttributeError: there is no such function, or it is inherited.
     """
     module, _, path = planted.target.partition(":")
     *outer, attribute = path.split(".")
@@ -75,7 +75,7 @@ def find_target(planted: Mutant) -> tuple[Any, str]:
 
 
 def plant(planted: Mutant) -> pytest.MonkeyPatch:
-    """Replace the function in this process. The ``undo()`` of what is returned puts it back."""
+    """Replace the function in this process. ``undo()`` of the result restores it."""
     owner, attribute = find_target(planted)
     original = vars(owner)[attribute]
     right = original.__func__ if isinstance(original, staticmethod) else original

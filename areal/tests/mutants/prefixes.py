@@ -1,4 +1,4 @@
-"""The bugs of shared prefixes that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+"""Bugs of shared prefixes that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = "dist/parallel/test_moe.py::test_a_shared_beginning_counts_for_each_of
 
 @mutant("areal.utils.data.prefixes:Prefixes.shared", TREE, OUTPUTS.format("fsdp:d1"))
 def one_token_too_many(right: Function) -> Function:
-    """Sequences share the first token in which they differ as well."""
+    """Sequences share their first different token too."""
 
     def wrong(self: Any, a: int, b: int) -> int:
         return min(right(self, a, b) + 1, len(self._rows[a]), len(self._rows[b]))
@@ -30,13 +30,13 @@ def one_token_too_many(right: Function) -> Function:
     OUTPUTS.format("megatron:d1"),
 )
 def branches_begin_at_0(right: Function) -> Function:
-    """A branch is taken for a sequence of its own where its tokens stand."""
+    """A branch attends to its local tokens only, as if it were a complete sequence."""
     return lambda self: right(type(self)(self.own, self.own))
 
 
 @mutant("areal.engine.attention.kernels:TakeRows.backward", OUTPUTS.format("fsdp:d1"))
 def the_last_sequence_wins(right: Function) -> Function:
-    """A shared row has the gradient of one of its readers, not of all."""
+    """A shared row gets the gradient of one of its readers instead of all."""
 
     def wrong(ctx: Any, *grads: Any) -> Any:
         shape, dtype = ctx.like
@@ -49,13 +49,13 @@ def the_last_sequence_wins(right: Function) -> Function:
 
 @mutant("areal.engine.attention.context_parallel:ContextParallel.places", OUTPUTS.format("fsdp:c2-gather_kv"))
 def rows_of_another_rank(right: Function) -> Function:
-    """Outputs of a zig-zag slice are looked for where a contiguous one has them."""
+    """Outputs of a zig-zag slice are looked up at the positions of a contiguous one."""
     return lambda self, where, length: where
 
 
 @mutant("areal.utils.data.prefixes:Prefixes.tree", OUTPUTS.format("fsdp:d1"))
 def one_answer_for_all(right: Function) -> Function:
-    """Sequences that share a token are given one answer, whatever each asks."""
+    """Sequences that share a token get the same output even if they request different ones."""
 
     def wrong(self: Any, samples: Any, asked: Any) -> Any:
         return right(self, samples, [torch.zeros_like(x) for x in asked])
@@ -65,7 +65,7 @@ def one_answer_for_all(right: Function) -> Function:
 
 @mutant("areal.engine.moe.routing:Routing._whole", EXPERTS.format("fsdp:d1", ""), EXPERTS.format("megatron:d1", ""))
 def a_shared_token_counts_once(right: Function) -> Function:
-    """The load of experts counts a shared token where it stands first."""
+    """The load of experts counts a shared token only once."""
 
     def wrong(self: Any, x: Tensor) -> Tensor:
         whole = right(self, x)
@@ -80,5 +80,5 @@ def a_shared_token_counts_once(right: Function) -> Function:
 
 @mutant("areal.utils.data.prefixes:_integers", EXPERTS.format("fsdp:d1", ""))
 def routing_is_not_told_apart(right: Function) -> Function:
-    """Tokens that were sent to different experts are shared."""
+    """Tokens that are routed to different experts are shared."""
     return lambda parts: right(parts[:1])

@@ -1,4 +1,4 @@
-"""All bugs that the suite must catch: those of every engine that is installed."""
+"""All bugs that the suite must catch, for every installed engine."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ if find_spec("megatron") is not None:
 
 
 def plant_in_worker(name: str) -> None:
-    """Plant a mutant for as long as this process lives."""
+    """Plant a mutant until this process ends."""
     plant(MUTANTS[name])

@@ -1,6 +1,6 @@
-"""The bugs that the suite must catch, in what all engines share and in the FSDP engine.
+"""Bugs in the shared step and in the FSDP engine that the suite must catch.
 
-Each is a function from the right function to a wrong one; its docstring says what is wrong.
+Each is a function from the right function to a wrong one; its docstring describes the bug.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLS = "dist/step/test_steps.py::test_calls_then_a_step_equal_one_batch[{}]"
 SKIPPED = "dist/step/test_bad_losses.py::test_a_gradient_that_is_not_finite_skips_the_step[fsdp:d1]"
 
 
-# ---- what a gradient is divided by
+# ---- divisor of the gradient
 
 
 @mutant("areal.engine.schedule:SequentialSchedule.grad_scale", LOOP.format("fsdp:d1"))
@@ -39,7 +39,7 @@ def averaged_over_ranks(right: Function) -> Function:
 
 @mutant("areal.engine.step_sync:StepSync.weights", THREE.format("adamw-cosine-fsdp:d2"))
 def divided_by_own_weight(right: Function) -> Function:
-    """Each rank divides by its own weight instead of the global one."""
+    """Each rank divides by its local weight instead of the global one."""
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights = right(self, *args, **kwargs)
@@ -51,13 +51,13 @@ def divided_by_own_weight(right: Function) -> Function:
 
 @mutant("areal.engine.step_sync:StepSync._once_per_shard", THREE.format("adamw-cosine-fsdp:c2-ulysses"))
 def context_parallel_counted_twice(right: Function) -> Function:
-    """Ranks that share a part of the batch each count its weight."""
+    """Context-parallel ranks each count the weight of their common batch shard."""
     return lambda self, answers: answers
 
 
 @mutant("areal.engine.attention.context_parallel:_GatherStream.backward", LOOP.format("fsdp:c2-ulysses"))
 def gathered_gradients_summed(right: Function) -> Function:
-    """The backward of the gather over context-parallel ranks sums what every rank computed for itself."""
+    """The backward of the gather over context-parallel ranks sums gradients that are equal on every rank."""
 
     def wrong(ctx: Any, grad: torch.Tensor) -> Any:
         grad = grad.contiguous()
@@ -83,7 +83,7 @@ def padding_counted(right: Function) -> Function:
 
 @mutant("areal.engine.loss_step:local_weights", THREE.format("adamw-cosine-fsdp:d2"))
 def filler_counted(right: Function) -> Function:
-    """A filler's one sequence counts in the weight."""
+    """The sequence of a filler counts in the weight."""
     return lambda mbs, loss_weight_fn: right(fillers_as_real(mbs), loss_weight_fn)
 
 
@@ -92,12 +92,12 @@ def filler_counted(right: Function) -> Function:
     "dist/step/test_caught.py::test_a_filler_reaches_no_process_function[w2-fsdp:d2]",
 )
 def filler_processed(right: Function) -> Function:
-    """A filler reaches the process function."""
+    """A filler is passed to the process function."""
     return lambda self, mbs, *args, **kwargs: right(self, fillers_as_real(mbs), *args, **kwargs)
 
 
 def fillers_as_real(mbs: Any) -> Any:
-    """The same micro-batches, none of them marked as a filler."""
+    """Return the same micro-batches without filler flags."""
     return dataclasses.replace(mbs, mbs=tuple(dataclasses.replace(mb, filler=False) for mb in mbs))
 
 
@@ -106,7 +106,7 @@ def fillers_as_real(mbs: Any) -> Any:
     "dist/step/test_faults.py::test_a_rank_without_weight_takes_part_and_its_loss_is_not_called[fsdp:d2c2]",
 )
 def loss_called_without_weight(right: Function) -> Function:
-    """The loss function is called where no position has a weight."""
+    """The loss function is called for a micro-batch without weight."""
 
     def wrong(self: Any, outputs: Any, mb: Any) -> Any:
         if not any(self._weights.per_mb[mb.index].values()):
@@ -133,7 +133,7 @@ def loss_weight_applied_twice(right: Function) -> Function:
     return lambda self, loss_fn, weights, divisors, scale: right(self, loss_fn, weights, divisors, scale * scale)
 
 
-# ---- what a token sees, and what it is scored against
+# ---- visible tokens and targets
 
 
 @mutant("areal.engine.model.inputs:model_inputs", LOOP.format("fsdp:c2-ulysses"))
@@ -150,19 +150,19 @@ def targets_rolled_after_slicing(right: Function) -> Function:
 
 @mutant("areal.utils.data.targets:_masked", LOOP.format("fsdp:d1"))
 def last_position_weighted(right: Function) -> Function:
-    """The last position of a sequence keeps its loss weight although it has no target."""
+    """The last position of a sequence keeps its loss weight although it is without a target."""
     return lambda loss_mask, missing: loss_mask
 
 
 @mutant("areal.engine.attention.context_parallel:ContextParallel.layout", LOOP.format("fsdp:d1"))
 def attention_leaks(right: Function) -> Function:
-    """A sequence sees those packed before it."""
+    """A sequence attends to those packed before it."""
     return lambda self, branches, *args: right(self, TokenStream.of((len(branches),), len(branches)), *args)
 
 
 @mutant("areal.engine.attention.kernels:packed_attention", CALLS.format("weight-fsdp:d1"))
 def window_off_by_one(right: Function) -> Function:
-    """A sliding window shows one key more."""
+    """A sliding window is one key too wide."""
     return lambda *args, window=None, **kwargs: right(*args, window=window and window + 1, **kwargs)
 
 
@@ -185,7 +185,7 @@ def positions_run_on(right: Function) -> Function:
     "dist/parallel/test_context_parallel.py::test_attention_and_its_gradients_equal_one_process[w4-kv2-ulysses]",
 )
 def key_heads_in_wrong_order(right: Function) -> Function:
-    """Key heads fewer than ranks are repeated end to end instead of one by one."""
+    """Key heads, fewer than ranks, are repeated block-wise instead of one by one."""
 
     def wrong(q: Any, k: Any, v: Any, segments: Any, group: Any, **options: Any) -> Any:
         size = dist.get_world_size(group)
@@ -197,13 +197,13 @@ def key_heads_in_wrong_order(right: Function) -> Function:
 
 @mutant("areal.engine.attention.gather_kv:zigzag_restore", LOOP.format("fsdp:c2-gather_kv"))
 def zigzag_not_undone(right: Function) -> Function:
-    """Outputs gathered over zig-zag slices stay in the order of the ranks."""
+    """Outputs gathered over zig-zag slices stay in rank order."""
     return lambda x, size: x
 
 
 @mutant("areal.engine.model.inputs:model_inputs", {"objective_name": "policy", "case_name": "starved"})
 def temperature_ignored_in_evaluation(right: Function) -> Function:
-    """Temperature is applied in training alone."""
+    """Temperature is applied in training only."""
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         inputs = right(*args, **kwargs)
@@ -226,7 +226,7 @@ def dropout_in_evaluation(right: Function) -> Function:
     return wrong
 
 
-# ---- when gradients are reduced, and what becomes of them
+# ---- gradient reduction and accumulation
 
 
 @mutant("areal.engine.fsdp.gradients:sync_on", LOOP.format("fsdp:d2"))
@@ -242,7 +242,7 @@ def last_backward_not_reduced(right: Function) -> Function:
 
 @mutant("areal.engine.fsdp.engine:FSDPEngine._finalize_grads", LOOP.format("fsdp:r2"))
 def reduced_twice(right: Function) -> Function:
-    """Gradients that every call has reduced are reduced once more over replicas when they are finalised."""
+    """Gradients that every call has reduced are reduced again over replicas when they are finalised."""
 
     def wrong(self: Any) -> None:
         right(self)
@@ -284,7 +284,7 @@ def evaluation_discards_gradients(right: Function) -> Function:
 
 @mutant("areal.engine.fsdp.gradients:_shard_groups", THREE.format("adamw-cosine-fsdp:d2"))
 def clipped_by_local_norm(right: Function) -> Function:
-    """Each rank clips by the norm of its own shards."""
+    """Each rank clips by its local gradient norm."""
     return lambda grad: ()
 
 
@@ -296,7 +296,7 @@ def norm_counts_replicas(right: Function) -> Function:
 
 @mutant("areal.engine.optimizer:ClippingOptimizer.step", SKIPPED)
 def skipped_step_advances(right: Function) -> Function:
-    """A step that was skipped advances the schedule."""
+    """A skipped step advances the schedule."""
 
     def wrong(self: Any) -> Any:
         stats = right(self)
@@ -317,7 +317,7 @@ def step_not_skipped(right: Function) -> Function:
     "unit/engine/test_lr_factor.py::test_rates_are_those_of_the_reference[warm-linear]",
 )
 def warmup_subtracted_twice(right: Function) -> Function:
-    """The schedule starts to fall a second warm-up later."""
+    """The decay of the schedule starts a second warm-up later."""
 
     def wrong(step: int, config: Any, total_steps: int) -> float:
         warmup = config.warmup_steps
@@ -331,11 +331,11 @@ def warmup_subtracted_twice(right: Function) -> Function:
     "dist/checkpoint/test_checkpoint.py::test_dcp_goes_on_bit_for_bit[adamw-fsdp:d1]",
 )
 def checkpoint_without_schedule(right: Function) -> Function:
-    """Loading a checkpoint leaves the schedule where it was."""
+    """Loading a checkpoint does not restore the schedule."""
     return lambda self, state: None
 
 
-# ---- what is reported, and to whom
+# ---- reported results and errors
 
 
 @mutant("areal.engine.base:BaseTrainEngine.eval_batch", {"layout": "fsdp:d2"})
@@ -354,7 +354,7 @@ def evaluation_scaled_by_ranks(right: Function) -> Function:
     "dist/step/test_engine.py::test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks[fsdp:d1]",
 )
 def metrics_averaged_per_micro_batch(right: Function) -> Function:
-    """A mean counts every micro-batch alike, whatever its weight."""
+    """A mean counts every micro-batch equally, independently of its weight."""
 
     def wrong(self: Any, name: str, reduce: str, value: float, weight: float) -> None:
         alike = (value / weight, 1.0) if reduce == "mean" and weight else (value, weight)
@@ -365,7 +365,7 @@ def metrics_averaged_per_micro_batch(right: Function) -> Function:
 
 @mutant("areal.api.microbatch:MicroBatchList.restore", LOOP.format("fsdp:d1"))
 def order_not_restored(right: Function) -> Function:
-    """Outputs come back in the order in which sequences were packed."""
+    """Outputs are returned in packing order."""
 
     def wrong(self: Any, per_mb: Any) -> Any:
         mbs, start = [], 0
@@ -382,7 +382,7 @@ def order_not_restored(right: Function) -> Function:
     "dist/step/test_faults.py::test_a_process_function_that_fails_on_one_rank_raises_on_all[fsdp:d2]",
 )
 def fault_stays_with_its_rank(right: Function) -> Function:
-    """An error raises on the rank that met it alone."""
+    """An error raises only on the rank where it occurred."""
     return lambda faults, error, note="": None if error is None else right(faults, error, note)
 
 
@@ -391,5 +391,5 @@ def fault_stays_with_its_rank(right: Function) -> Function:
     "dist/step/test_faults.py::test_different_batches_on_ranks_that_share_a_part_are_refused[fsdp:c2]",
 )
 def different_batches_accepted(right: Function) -> Function:
-    """Ranks that share a part of the batch may be passed different ones."""
+    """Different batches on ranks with the same data-parallel shard are accepted."""
     return lambda self: 0

@@ -1,4 +1,4 @@
-"""The bugs of tensor parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+"""Bugs of tensor parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BITS = "dist/parallel/test_tensor_parallel.py::test_what_every_rank_holds_stays_
 
 @mutant("areal.utils.dtensor:local_part", BITS)
 def norms_of_own_tokens(right: Function) -> Function:
-    """Each rank keeps the gradient of its own tokens as that of a norm."""
+    """The gradient of a norm is not reduced over ranks."""
     return lambda tensor, gradient=None: right(tensor)
 
 
 @mutant("areal.utils.collectives:GatherRows.backward", LOOP)
 def own_columns_gradient(right: Function) -> Function:
-    """The gradient of gathered tokens is that of this rank's columns alone."""
+    """The gradient of gathered tokens covers this rank's columns only."""
 
     def wrong(ctx: Any, *grads: Any) -> Any:
         rank, size = ctx.group.rank(), ctx.group.size()
@@ -31,13 +31,13 @@ def own_columns_gradient(right: Function) -> Function:
 
 @mutant("areal.engine.fsdp.gradients:_shard_groups", LOOP)
 def norm_of_half_the_weights(right: Function) -> Function:
-    """The gradient norm leaves out what other tensor-parallel ranks hold."""
+    """The gradient norm omits the shards of other tensor-parallel ranks."""
     return lambda grad: right(grad)[:-1]
 
 
 @mutant("areal.engine.fsdp.tensor_parallel:split_tensors", LOOP)
 def head_gradient_summed(right: Function) -> Function:
-    """The gradient of the last hidden state is summed over ranks that each have all of it."""
+    """The gradient of the last hidden state, which is complete on every rank, is summed over ranks."""
 
     def wrong(model: Any, mesh: Any) -> None:
         right(model, mesh)
@@ -55,7 +55,7 @@ def head_gradient_summed(right: Function) -> Function:
 
 @mutant("areal.engine.fsdp.tensor_parallel:split_tensors", LOOP)
 def first_rows_only(right: Function) -> Function:
-    """Every rank looks up tokens as if it held the first rows of the vocabulary."""
+    """Every rank looks up tokens as if it had the first rows of the vocabulary."""
 
     def wrong(model: Any, mesh: Any) -> None:
         right(model, mesh)

@@ -1,4 +1,4 @@
-"""Bugs in where the time of a step is said to go."""
+"""Bugs of step timings that the suite must catch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal.tests.mutants.planting import Function, mutant
 
 @mutant("areal.utils.profiling.phase_timer:TimedCall.read", "unit/engine/test_phase_timer.py::test_one_phase_at_a_time")
 def reduction_counted_twice(right: Function) -> Function:
-    """The time of a reduction counts in the backward around it as well."""
+    """The time of a reduction is also counted in the backward around it."""
 
     def wrong(self: Any) -> Any:
         seconds, timings = right(self)
@@ -24,5 +24,5 @@ def reduction_counted_twice(right: Function) -> Function:
     "areal.engine.fsdp.gradients:time_reductions", "dist/step/test_profile.py::test_phases_sum_to_the_step[fsdp:r2]"
 )
 def reductions_not_told_apart(right: Function) -> Function:
-    """What FSDP reduces within a backward counts as backward."""
+    """FSDP's reductions within a backward are counted as backward."""
     return lambda model, timer: None
