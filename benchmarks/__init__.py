@@ -1,1 +1,4 @@
-"""Measures a training step beside plain loops, on the same data and weights, in one interleaved run. See docs/performance.md."""
+"""Compares a training step with plain loops on the same data and weights, in one interleaved run.
+
+See docs/performance.md.
+"""

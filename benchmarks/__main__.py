@@ -1,4 +1,4 @@
-"""Measures a training step and a forward beside plain loops, on the same data and weights, in one interleaved run for each workload.
+"""Compares a training step and a forward with plain loops on the same data and weights, in one interleaved run per workload.
 
 python -m benchmarks --workload rl --prompts 2 --rows areal 'head where trained'
 """
@@ -19,32 +19,32 @@ from benchmarks.workloads import MAKERS, load
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure."""
+    """Command-line options."""
 
     workload: tuple[str, ...] = ("ragged",)
-    """`ragged`, `rl`, the path of an .npz file of the same form, or `all` for the two."""
+    """`ragged`, `rl`, the path of an .npz file of the same form, or `all` for both."""
     prompts: int | None = None
-    """Take so many prompts (groups) of the workload alone, for a quick look."""
+    """Number of prompts (groups) to take from the workload, for a short run."""
     rows: tuple[str, ...] = ()
-    """Parts of the names of rows, the others being left out; none takes all. The hand-written loop is always there."""
+    """Substrings of row names; other rows are skipped. Empty for all rows. The hand-written loop always runs."""
     peers: bool = False
-    """Add TRL, verl and torchtitan, where `python -m benchmarks.peers.install` could install them."""
+    """Add TRL, verl and torchtitan, if `python -m benchmarks.peers.install` installed them."""
     ranks: tuple[int, ...] = (1,)
-    """Numbers of data-parallel ranks; rows that run on one rank alone are left out of the others."""
+    """Numbers of data-parallel ranks. Rows that support one rank only are skipped for the others."""
     rounds: int = 5
-    """Times that every row is timed, after a warm-up."""
+    """Number of timed rounds, after a warm-up."""
     dtype: DType = "float32"
-    """Of the compute."""
+    """Dtype of the compute."""
     output: Path = Path("runs/bench")
-    """Directory of tables, JSON, pictures, and what the rows printed."""
+    """Output directory for tables, JSON, pictures, and the output of the rows."""
     hidden: int = 256
     """Width of the model."""
     layers: int = 4
-    """Layers of the model."""
+    """Number of layers of the model."""
 
 
 def main(settings: Settings) -> None:
-    """Run it."""
+    """Run the benchmark."""
     rows = choose(settings.rows, settings.peers)
     names = tuple(MAKERS) if settings.workload == ("all",) else settings.workload
     if 1 not in settings.ranks or min(settings.ranks) < 1:
@@ -54,7 +54,7 @@ def main(settings: Settings) -> None:
         model = settings.output / f"model-{size.hidden}x{size.layers}-{size.vocabulary}"
         write_model(model, size)
         task = Task(workload=name, prompts=settings.prompts, model=str(model.absolute()), dtype=settings.dtype)
-        task.everything()  # says what is wrong with it before anything is started
+        task.everything()  # raises on a malformed file before any process is started
         stem = settings.output / f"{Path(name).stem}{'-peers' if settings.peers else ''}-{settings.dtype}"
         run = measure(
             task,

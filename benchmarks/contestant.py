@@ -1,4 +1,4 @@
-"""A row with its processes, one for each rank, as the driver sees it."""
+"""A row of the benchmark with its processes, one for each rank, from the driver's side."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass
 class Turn:
-    """What a turn took, over all ranks.
+    """Measurements of one turn, over all ranks.
 
     Attributes:
-        cpu_seconds: summed over ranks. wall_seconds: of the slowest.
-        peak_mb: the largest resident memory of a rank; rise_mb: that above what it had before its first turn.
-        loss, grad_norm: of a step; not a number for a forward.
+        cpu_seconds: CPU seconds, summed over ranks.
+        wall_seconds: wall seconds of the slowest rank.
+        peak_mb: largest resident memory of a rank.
+        rise_mb: the same, above the resident memory before the rank's first turn.
+        loss: loss of a step; NaN for a forward.
+        grad_norm: gradient norm of a step; NaN for a forward.
     """
 
     cpu_seconds: float
@@ -43,13 +46,14 @@ class Turn:
 
 @dataclass
 class Contestant:
-    """A row on some number of ranks. Its processes wait while others have their turn.
+    """A row on a number of ranks. Its processes wait during the turns of other rows.
 
     Attributes:
-        task: of rank 0; the others differ in ``rank``.
-        folder: where its processes leave their standard error, and log-probs.
-        failure: why it is out, once it is.
-        steps, forwards: its turns. The first are a warm-up.
+        task: task of rank 0; the others differ in ``rank``.
+        folder: directory for the standard error of the processes, and for log-probs.
+        failure: reason why the row was dropped; empty as long as it runs.
+        steps: turns with a step. The first are a warm-up.
+        forwards: turns with a forward. The first is a warm-up.
     """
 
     spec: RowSpec
@@ -65,17 +69,17 @@ class Contestant:
 
     @property
     def label(self) -> str:
-        """Its name in the table."""
+        """Name in the table."""
         return self.spec.label(self.task.ranks)
 
     @property
     def slug(self) -> str:
-        """Its name in file names."""
+        """Name in file names."""
         words = "".join(c if c.isalnum() else " " for c in self.label).split()
         return "-".join([*words, str(self.task.ranks)])
 
     def start(self) -> None:
-        """Start its processes; does not wait for them."""
+        """Start the processes; does not wait for them."""
         python = str(interpreter(self.spec.peer)) if self.spec.peer else sys.executable
         if not Path(python).exists():
             self.failure = f"there is no {python}: run `python -m benchmarks.peers.install {self.spec.peer}`"
@@ -84,7 +88,7 @@ class Contestant:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(name, None)
         if self.task.ranks > 1:
-            # The ranks meet at a store that is open already, so that no port can be taken from under them.
+            # The ranks connect to a store that is already open, so that no other process can take its port.
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             environment |= {
                 "MASTER_ADDR": "127.0.0.1",
@@ -110,17 +114,17 @@ class Contestant:
                 )
 
     def wait(self) -> None:
-        """Wait until it is ready, or out."""
+        """Wait until the row is ready or dropped."""
         if self.failure is None:
             answers = self._hear()
             self.can_forward = bool(answers) and all(answer["can_forward"] for answer in answers)
 
     def step(self, *, give_back: bool) -> None:
-        """Let it take an optimizer step, and perhaps hand free memory back behind it."""
+        """Run an optimizer step, and optionally return free memory to the system afterwards."""
         self._turn(self.steps, [{"do": "step", "give_back": give_back}] * self.task.ranks)
 
     def forward(self, *, give_back: bool, save: bool = False) -> None:
-        """Let it compute log-probs; with ``save``, keep them in ``logprobs``: ``[trained_tokens]``, in the order of the workload."""
+        """Compute log-probs; with ``save``, store them in ``logprobs``: ``[trained_tokens]``, in the order of the workload."""
         if not self.can_forward:
             return
         files = [str(self.folder / f"{self.slug}-{rank}.npy") for rank in range(self.task.ranks)]
@@ -130,7 +134,7 @@ class Contestant:
             self.logprobs = self._gather(files)
 
     def quit(self) -> None:
-        """End its processes."""
+        """End the processes."""
         for process in self._processes:
             process.kill()
             process.communicate()
@@ -150,7 +154,7 @@ class Contestant:
         if self.failure is not None:
             return
         for process, command in zip(self._processes, commands, strict=True):
-            with suppress(BrokenPipeError):  # what it died of is heard below
+            with suppress(BrokenPipeError):  # the cause of death is read below
                 pipe = cast(IO[str], process.stdin)
                 pipe.write(json.dumps(command) + "\n")
                 pipe.flush()
@@ -167,11 +171,11 @@ class Contestant:
             turns.append(turn)
 
     def _hear(self) -> list[dict[str, Any]]:
-        """One answer of each rank; none where one of them failed, which puts the row out."""
+        """Receive one response of each rank; empty if a rank failed, which drops the row."""
         answers: dict[int, dict[str, Any]] = {}
         pipes = {cast(IO[str], process.stdout): rank for rank, process in enumerate(self._processes)}
         while pipes:
-            # Whichever speaks first: a rank may wait for ever for one that has failed.
+            # Read whichever rank responds first: a rank may wait forever for one that has failed.
             for pipe in select(list(pipes), [], [])[0]:
                 rank, line = pipes.pop(pipe), pipe.readline()
                 answers[rank] = json.loads(line) if line else {"error": "the process died without a word"}

@@ -1,4 +1,4 @@
-"""Lets rows take turns, one at a time, so that whatever else the machine does meets all of them alike."""
+"""Runs rows in turn, one at a time, so that other load on the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks.workloads import Workload
 
 @dataclass(frozen=True)
 class Run:
-    """What one interleaved run has measured.
+    """Measurements of one interleaved run.
 
     Attributes:
-        task: of all rows but for the ranks.
+        task: task of all rows, except for the ranks.
         gemm_rates: FLOP per CPU-second of a matrix product in the task's dtype, before each round.
-        crowded: whether rows handed free memory back after each turn, because they would not all fit beside each other. Otherwise each goes
-            on with what it has, as a loop does; to be given new pages takes several per cent of a step.
-        contestants: with their turns. The first forward and the steps that are compared are a warm-up, and are not timed.
+        crowded: True if rows returned free memory after each turn, because not all of them fit in memory at once. Otherwise each
+            keeps its memory, as a loop does; allocating new pages takes several per cent of a step.
+        contestants: rows with their turns. The first forward and the steps that are compared are a warm-up, and are not timed.
     """
 
     task: Task
@@ -38,7 +38,7 @@ class Run:
 
 
 def say(text: str) -> None:
-    """Tell whoever watches how far it is."""
+    """Print the progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -51,17 +51,17 @@ def measure(
     folder: Path,
     cache: Path,
 ) -> Run:
-    """Start a process for every row and rank, and let them take turns.
+    """Start a process for every row and rank, and run them in turn.
 
-    After each one's warm-up come ``rounds`` rounds of a step and a forward of every row, every second one in reverse order. A
-    row that fails is out, and the others go on.
+    After the warm-up follow ``rounds`` rounds of a step and a forward of every row, every second round in reverse order. A
+    row that fails is dropped, and the others go on.
 
     Args:
-        folder: for what the processes print.
-        cache: for the reference.
+        folder: directory for the output of the processes.
+        cache: directory for the reference.
 
     Raises:
-        ValueError: there are no rounds.
+        ValueError: ``rounds`` is 0.
     """
     if rounds < 1:
         raise ValueError(f"rounds = {rounds}: take at least 1")

@@ -1,4 +1,4 @@
-"""Plain training loops, with nothing around them but torch and a model of transformers."""
+"""Plain training loops on torch and a transformers model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from benchmarks.rows import Task
 from benchmarks.workloads import Workload
 
 CHUNK = 256
-"""Positions whose logits exist at a time in the hand-written loop."""
+"""Positions whose logits the hand-written loop keeps in memory at a time."""
 
 
 def in_order(workload: Workload, rows: int) -> list[list[int]]:
-    """Micro-batches of ``rows`` sequences, as they come."""
+    """Cut into micro-batches of ``rows`` sequences, in order."""
     numbers = range(len(workload.lengths))
     return [list(numbers[start : start + rows]) for start in range(0, len(numbers), rows)]
 
 
 def first_fit(workload: Workload) -> list[list[int]]:
-    """Micro-batches within the token budget: each sequence, longest first, goes where there is room."""
+    """Cut into micro-batches within the token budget: longest sequence first, into the first micro-batch with room."""
     bins: list[tuple[int, list[int]]] = []
     for i in sorted(range(len(workload.lengths)), key=lambda i: -workload.lengths[i]):
         length = workload.lengths[i]
@@ -41,11 +41,11 @@ def first_fit(workload: Workload) -> list[list[int]]:
     return [numbers for _, numbers in bins]
 
 
-# ---- log-probs of a micro-batch, [T]: those of all its sequences end to end, arbitrary at the last position of each
+# ---- log-probs of a micro-batch, [T]: all its sequences concatenated, arbitrary at the last position of each
 
 
 def padded(model: PreTrainedModel, part: Workload) -> Tensor:
-    """Right padding, and logits of every position."""
+    """Use right padding and logits of every position."""
     ids = pad_sequence(list(part.input_ids), batch_first=True)
     mask = pad_sequence([torch.ones_like(x) for x in part.input_ids], batch_first=True)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -54,7 +54,7 @@ def padded(model: PreTrainedModel, part: Workload) -> Tensor:
 
 
 def stock(model: PreTrainedModel, part: Workload) -> Tensor:
-    """All sequences in one row; transformers sees from the positions where they start, and makes a mask of ``T x T``."""
+    """Use one row of all sequences; transformers derives the sequences from the positions, and builds a mask of ``T x T``."""
     ids = torch.cat(part.input_ids)
     positions = torch.cat([torch.arange(n) for n in part.lengths])
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
@@ -62,7 +62,7 @@ def stock(model: PreTrainedModel, part: Workload) -> Tensor:
 
 
 def packed(model: PreTrainedModel, part: Workload, only_trained: bool = False) -> Tensor:
-    """All sequences in one row, attention over each alone, and logits in chunks that the backward computes again."""
+    """Use one row of all sequences, attention per sequence, and logits in chunks that the backward recomputes."""
     ids = torch.cat(part.input_ids)
     positions = torch.cat([torch.arange(n) for n in part.lengths])
     lengths = part.lengths
@@ -83,7 +83,7 @@ def packed(model: PreTrainedModel, part: Workload, only_trained: bool = False) -
 def _per_sequence(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs
 ) -> tuple[Tensor, None]:
-    """Attention of packed ``[1, heads, T, width]``, over each of ``kwargs["lengths"]`` alone."""
+    """Attention of packed ``[1, heads, T, width]``, over each of ``kwargs["lengths"]`` separately."""
     lengths = kwargs["lengths"]
     outs = [
         F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
@@ -97,7 +97,7 @@ AttentionInterface.register("bench_per_sequence", _per_sequence)
 
 @dataclass(frozen=True)
 class Loop:
-    """How a plain loop cuts its batch, and what it does with a micro-batch."""
+    """Micro-batching and log-prob function of a plain loop."""
 
     cut: Callable[[Workload], list[list[int]]]
     logprobs: Callable[[PreTrainedModel, Workload], Tensor]
@@ -112,7 +112,7 @@ LOOPS = {
     "stock": Loop(first_fit, stock),
     "reference": Loop(partial(in_order, rows=1), padded, "eager"),
 }
-"""The loops by name. The last is for the reference, in float64."""
+"""Loops by name. The last is for the reference, in float64."""
 
 
 class PlainRow:
@@ -136,7 +136,7 @@ class PlainRow:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.task.dtype == "bfloat16")
 
     def step(self) -> tuple[float, float]:
-        """See :class:`benchmarks.rows.Row`. Gradients of several ranks are summed in one piece."""
+        """See :class:`benchmarks.rows.Row`. The gradients are all-reduced as one tensor."""
         total = torch.zeros((), dtype=torch.float64)
         for _, part in self.parts:
             with self._precision():
@@ -168,5 +168,5 @@ class PlainRow:
 
 
 def build(task: Task, loop: str) -> PlainRow:
-    """A row of this module, by the name of its loop."""
+    """Build a row of this module, by the name of its loop."""
     return PlainRow(task, LOOPS[loop])

@@ -1,4 +1,4 @@
-"""What this machine does: seconds, memory, and the rate of a matrix product."""
+"""Measurements of the machine: time, memory, and the rate of a matrix product."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _STATUS, _CLEAR, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_re
 
 
 def memory_mb(peak: bool = False) -> float:
-    """Resident memory of this process in MB (2**20 bytes), now or at most since :func:`forget_peak`; NaN where there is no ``/proc``."""
+    """Return the resident memory of this process in MB (2**20 bytes), now or the peak since :func:`forget_peak`; NaN without ``/proc``."""
     return _megabytes(_STATUS, "VmHWM:" if peak else "VmRSS:")
 
 
 def available_mb() -> float:
-    """Memory of this machine that processes could still take, in MB; NaN where there is no ``/proc``."""
+    """Return the available memory of the machine in MB; NaN without ``/proc``."""
     return _megabytes(_MACHINE, "MemAvailable:")
 
 
@@ -30,20 +30,20 @@ def _megabytes(file: Path, field: str) -> float:
 
 
 def forget_peak() -> None:
-    """Let the high-water mark begin again at what is resident now; where that is not allowed, it stays."""
+    """Reset the memory peak to the current resident memory; no effect where the system does not allow it."""
     with suppress(OSError):
         _CLEAR.write_text("5")
 
 
 def give_back() -> None:
-    """Hand memory that is free back to the system, so that rows which wait leave it to the one whose turn it is; nothing where libc cannot."""
+    """Return free memory to the system, so that the next row can use it; no effect if libc cannot."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def gemm_rate(dtype: torch.dtype, n: int = 1024, times: int = 5) -> float:
-    """FLOP per CPU-second of a product of two ``[n, n]`` matrices, the best of ``times``."""
+    """Return the FLOP per CPU-second of a product of two ``[n, n]`` matrices, the best of ``times``."""
     a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
     seconds = []
     for _ in range(times):

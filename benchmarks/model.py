@@ -16,7 +16,7 @@ HEAD = 32
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is; heads are 32 wide, and two query heads share one of keys and values."""
+    """Size of the model. Heads are 32 wide, and each key-value head serves two query heads."""
 
     hidden: int = 256
     layers: int = 4
@@ -24,7 +24,7 @@ class Size:
 
     @property
     def shape(self) -> Shape:
-        """All its dimensions."""
+        """All dimensions of the model."""
         if self.hidden % HEAD:
             raise ValueError(f"hidden = {self.hidden}: heads are {HEAD} wide; take a multiple of {HEAD}")
         heads = self.hidden // HEAD
@@ -34,12 +34,12 @@ class Size:
 
     @property
     def matrix_parameters(self) -> int:
-        """As of :class:`~benchmarks.shapes.Shape`."""
+        """See :class:`~benchmarks.shapes.Shape`."""
         return self.shape.matrix_parameters
 
 
 def write_model(folder: Path, size: Size, seed: int = 0) -> None:
-    """Write the model to ``folder``, in float32, unless it is there."""
+    """Write the model to ``folder`` in float32, unless it exists."""
     if (folder / "model.safetensors").exists():
         return
     torch.manual_seed(seed)

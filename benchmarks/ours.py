@@ -1,4 +1,4 @@
-"""Engines of this library as rows, used as their users would."""
+"""Engines of this library as rows, used as in user code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks.rows import Task
 
 
 def weighted_nll(outputs: TokenOutputs, batch: Batch) -> Tensor:
-    """The summed loss of a micro-batch."""
+    """Summed loss of a micro-batch."""
     return -(outputs.logprobs * batch["weights"]).sum()
 
 
 def trained_tokens(batch: Batch) -> Tensor:
-    """What a micro-batch weighs: its response tokens, whatever their advantage."""
+    """Weight of a micro-batch: its response tokens, independently of their advantage."""
     return batch["output_mask"].sum()
 
 
@@ -53,5 +53,5 @@ class EngineRow:
 
 
 def build(task: Task, engine: str = "fsdp", share_prefixes: bool = False) -> EngineRow:
-    """A row of this module."""
+    """Build a row of this module."""
     return EngineRow(task, engine, share_prefixes)

@@ -1,4 +1,4 @@
-"""What an engine takes for itself: of a training step, and to cut a large batch; and what a step takes on one rank or several.
+"""Overhead of an engine: in a training step, in splitting a large batch, and of a step on one rank and on several.
 
 python -m benchmarks.overhead, or torchrun --nproc-per-node 2 -m benchmarks.overhead
 """
@@ -27,7 +27,7 @@ SEQUENCES, LENGTH = 512, 2048
 
 
 def engine_of(path: str, ranks: int, spec: MicroBatchSpec, layout: str = "d") -> TrainEngine:
-    """An engine of the FSDP backend on all ranks, ready to train."""
+    """Start an FSDP engine on all ranks."""
     config = TrainEngineConfig(
         path=path,
         backend=f"fsdp:{layout}{ranks}",
@@ -41,7 +41,7 @@ def engine_of(path: str, ranks: int, spec: MicroBatchSpec, layout: str = "d") ->
 
 
 def median_ms(work: Callable[[], object]) -> tuple[float, float]:
-    """Median and least milliseconds of a call, after one that is not timed."""
+    """Return the median and least milliseconds of a call, after one warm-up call."""
     work()
     found = []
     for _ in range(ROUNDS):
@@ -52,7 +52,7 @@ def median_ms(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def large_batch() -> dict[str, Tensor]:
-    """Whole sequences with three more keys, as a GRPO step has them."""
+    """Return sequences with three more keys, as in a GRPO step."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 8192, (SEQUENCES, LENGTH), generator=generator)
     floats = {key: torch.rand(SEQUENCES, LENGTH, generator=generator) for key in ("advantages", "old_logprobs")}
@@ -61,7 +61,7 @@ def large_batch() -> dict[str, Tensor]:
 
 
 def main() -> None:
-    """Print both."""
+    """Print both overheads."""
     torch.set_num_threads(1)
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     size, workload = Size(), load("ragged")

@@ -1,4 +1,4 @@
-"""What every row has to compute: three steps of a plain loop in float64, one sequence at a time."""
+"""Expected results of every row: three steps of a plain loop in float64, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from benchmarks.loops import LOOPS, PlainRow
 from benchmarks.rows import DType, Task
 
 STEPS = 3
-"""Optimizer steps that are compared."""
+"""Number of optimizer steps that are compared."""
 
 LOSSES: dict[DType, float] = {"float32": 2e-5, "bfloat16": 5e-3}
-"""Largest difference of a loss, relative to the mean size of the terms that it sums: advantages of both signs leave a loss near 0. A number in
-bfloat16 has 8 bits, and one rounding is 4e-3 of it."""
+"""Largest difference of a loss, relative to the mean size of its terms: advantages of both signs give a loss near 0. A number in
+bfloat16 has 8 bits, and one rounding is 4e-3 of it.
+"""
 
 NORMS: dict[DType, float] = {"float32": 1e-4, "bfloat16": 5e-3}
-"""Largest relative difference of a gradient norm. On the CPU torch adds up the squares of a float32 tensor one by one, which leaves the norm of
-a matrix of two million entries too small by up to 1e-4, however exact the gradient is."""
+"""Largest relative difference of a gradient norm. On the CPU torch adds the squares of a float32 tensor sequentially, which makes
+the norm of a matrix of two million entries up to 1e-4 too small, however exact the gradient is.
+"""
 
 LOGPROBS: dict[DType, float] = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest difference of a log-prob, in nats."""
@@ -31,12 +33,13 @@ LOGPROBS: dict[DType, float] = {"float32": 1e-4, "bfloat16": 5e-2}
 
 @dataclass(frozen=True)
 class Reference:
-    """The exact numbers.
+    """Exact results.
 
     Attributes:
-        losses, grad_norms: of the first steps; norms are before clipping.
-        scale: the sum of ``|weight * logprob|`` over the trained tokens, at the first weights.
-        logprobs: float64 ``[trained_tokens]``, of all sequences in turn, at the first weights.
+        losses: losses of the first steps.
+        grad_norms: gradient norms of the first steps, before clipping.
+        scale: sum of ``|weight * logprob|`` over the trained tokens, at the initial weights.
+        logprobs: float64 ``[trained_tokens]``, of all sequences in order, at the initial weights.
     """
 
     losses: list[float]
@@ -45,19 +48,19 @@ class Reference:
     logprobs: Tensor
 
     def wrong_step(self, losses: Sequence[float], grad_norms: Sequence[float], dtype: DType) -> str | None:
-        """What is wrong with a row's first steps, or ``None``."""
+        """Describe the error in a row's first steps; ``None`` if they are correct."""
         for i in range(STEPS):
             pairs = (
                 ("loss", losses[i], self.losses[i], LOSSES[dtype] * self.scale),
                 ("grad norm", grad_norms[i], self.grad_norms[i], NORMS[dtype] * self.grad_norms[i]),
             )
             for name, found, expected, bound in pairs:
-                if not abs(found - expected) <= bound:  # not a number is wrong too
+                if not abs(found - expected) <= bound:  # NaN is wrong too
                     return f"{name} of step {i + 1} is {found:.8g} instead of {expected:.8g}"
         return None
 
     def wrong_forward(self, logprobs: Tensor, dtype: DType) -> str | None:
-        """What is wrong with a row's log-probs ``[trained_tokens]`` at the first weights, or ``None``."""
+        """Describe the error in a row's log-probs ``[trained_tokens]`` at the initial weights; ``None`` if they are correct."""
         if logprobs.shape != self.logprobs.shape:
             return f"{list(logprobs.shape)} log-probs instead of {list(self.logprobs.shape)}"
         error = (logprobs.double() - self.logprobs).abs().max().item()
@@ -65,7 +68,10 @@ class Reference:
 
 
 def reference(task: Task, cache: Path) -> Reference:
-    """The reference of a task, from a file in ``cache`` where it was computed before. Takes minutes otherwise, for much data."""
+    """Return the reference of a task, from ``cache`` if it was computed before.
+
+    Takes minutes otherwise, for much data.
+    """
     path = cache / f"reference-{_digest(task)}.pt"
     if not path.exists():
         computed = _compute(task)
@@ -88,7 +94,7 @@ def _compute(task: Task) -> Reference:
 
 
 def _digest(task: Task) -> str:
-    """Of all that the reference depends on: data, weights, optimizer and number of steps."""
+    """Digest of all inputs of the reference: data, weights, optimizer and number of steps."""
     workload = task.everything()
     digest = hashlib.sha256()
     for tensors in (workload.input_ids, workload.weights, workload.trained):

@@ -1,4 +1,4 @@
-"""What a run leaves: tables as text, everything as JSON, and a picture."""
+"""Output of a run: tables as text, everything as JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUMBERS_COLUMNS = ["row", "ranks", "loss of steps 1 to 3", "gradient norm of ste
 
 
 def heading(run: Run) -> str:
-    """What was measured, in a line."""
+    """Return one line that describes the measurement."""
     work = run.workload
     crowded = "; free memory handed back after each turn" if run.crowded else ""
     return (
@@ -38,7 +38,7 @@ def heading(run: Run) -> str:
 
 
 def text(run: Run) -> str:
-    """The tables in Markdown."""
+    """Return the tables in Markdown."""
     train, forward = entries(run, "train"), entries(run, "forward")
     losses, norms, nats = (bounds[run.task.dtype] for bounds in (LOSSES, NORMS, LOGPROBS))
     return "\n".join(
@@ -83,7 +83,7 @@ def _numbers(entry: Entry) -> list[str]:
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns line up in plain text too."""
+    """Format a table whose columns line up in plain text too."""
     widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
     lines = [list(columns), ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -92,7 +92,7 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """Everything that was measured, and the tables made of it."""
+    """Return all measurements and the tables computed from them."""
     return {
         "heading": heading(run),
         "task": asdict(run.task),
@@ -120,7 +120,7 @@ def as_json(run: Run) -> dict[str, Any]:
 
 
 def draw(run: Run, path: Path) -> None:
-    """Bars of the ratios and of the memory of a training step; rows that are wrong have none."""
+    """Draw bars of the ratios and of the memory of a training step, without the wrong rows."""
     rows = [entry for entry in entries(run, "train") if entry.ratio and entry.wrong is None]
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(11, 1.6 + 0.36 * len(rows)), sharey=True, layout="constrained", width_ratios=(3, 2)

@@ -1,6 +1,7 @@
-"""The rows of the table: a name, and the module that makes it run.
+"""Rows of the table: names, and the modules that run them.
 
-Modules are imported by the process of the row alone: what one row needs costs another neither time nor memory, and may be missing.
+A module is imported only by the process of its row: dependencies of one row cost the others neither time nor memory, and may
+be missing.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ DType = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Task:
-    """What a row has to do, as its process is told.
+    """Input of a row's process.
 
     Attributes:
-        workload: a name, or the path of an ``.npz`` file.
-        prompts: of how many groups of it; ``None`` is all.
-        model: directory of the weights to begin with.
-        dtype: of the compute; weights, moments and the log-softmax are float32.
-        rank: which of the ``ranks`` data-parallel ranks this process is.
-        lr, weight_decay, clip: of AdamW; clip is the largest gradient norm.
+        workload: name, or path of an ``.npz`` file.
+        prompts: number of groups to take from the workload; ``None`` for all.
+        model: directory of the initial weights.
+        dtype: dtype of the compute; weights, moments and the log-softmax are float32.
+        rank: data-parallel rank of this process.
+        ranks: number of data-parallel ranks.
+        lr: learning rate of AdamW.
+        weight_decay: weight decay of AdamW.
+        clip: largest gradient norm.
     """
 
     workload: str
@@ -47,33 +51,36 @@ class Task:
         return whole if self.prompts is None else whole.first_groups(self.prompts)
 
     def mine(self) -> Workload:
-        """The sequences of this rank, in the order in which :meth:`Row.forward` answers."""
+        """The sequences of this rank, in the order of the results of :meth:`Row.forward`."""
         whole = self.everything()
         return whole.take(whole.share(self.rank, self.ranks))
 
 
 class Row(Protocol):
-    """A row at work, in its own process."""
+    """A started row, in its own process."""
 
     can_forward: bool
-    """Whether :meth:`forward` can be called."""
+    """True if :meth:`forward` is supported."""
 
     def step(self) -> tuple[float, float]:
-        """Take one optimizer step on the whole workload; returns its loss, and its gradient norm before clipping, over all ranks."""
+        """Take one optimizer step on the full workload.
+
+        Returns the loss and the gradient norm before clipping, over all ranks.
+        """
 
     def forward(self) -> list[Tensor]:
-        """Log-probs without a gradient: float ``[S_i]`` for each sequence of this rank, right wherever a token is trained."""
+        """Compute log-probs without a gradient: float ``[S_i]`` for each sequence of this rank, valid where a token is trained."""
 
 
 @dataclass(frozen=True)
 class RowSpec:
-    """A row that can be asked for.
+    """Definition of a row.
 
     Attributes:
-        name: of the table; ``{ranks}`` stands for the number of ranks.
-        module: has ``build(task, **options) -> Row``.
-        scales: whether it runs on several ranks.
-        peer: the environment that it runs in, by the name of a folder in ``runs/peers``; ``None`` is this one.
+        name: name in the table; ``{ranks}`` is replaced by the number of ranks.
+        module: module with ``build(task, **options) -> Row``.
+        scales: True if the row runs on several ranks.
+        peer: folder in ``runs/peers`` with the row's environment; ``None`` for this one.
     """
 
     name: str
@@ -83,12 +90,12 @@ class RowSpec:
     peer: str | None = None
 
     def label(self, ranks: int) -> str:
-        """The name in the table."""
+        """Return the name in the table."""
         return self.name.format(ranks=ranks)
 
 
 CEILING = "hand-written packed loop"
-"""The row that ratios are to."""
+"""Name of the row that ratios refer to."""
 
 ROWS: tuple[RowSpec, ...] = (
     RowSpec("areal fsdp:d{ranks}", "benchmarks.ours", scales=True),
@@ -109,10 +116,10 @@ PEERS: tuple[RowSpec, ...] = (
 
 
 def choose(parts: Sequence[str], peers: bool = False) -> list[RowSpec]:
-    """The rows whose name has one of ``parts`` in it, and always the hand-written loop; all of them where ``parts`` is empty.
+    """Return the rows whose name contains one of ``parts``, and always the hand-written loop; all rows if ``parts`` is empty.
 
     Raises:
-        ValueError: a part is in no name.
+        ValueError: no name contains a given string.
     """
     rows = [*ROWS, *(PEERS if peers else ())]
     for part in parts:
@@ -124,7 +131,7 @@ def choose(parts: Sequence[str], peers: bool = False) -> list[RowSpec]:
 
 
 def build(module: str, task: Task, options: dict[str, Any]) -> Row:
-    """Make a row ready to run, in this process."""
+    """Build a row in this process, ready to run."""
     if not Path(task.model).is_dir():
         raise ValueError(f"model = {task.model!r}: there is no such directory; write_model makes it")
     return import_module(module).build(task, **options)

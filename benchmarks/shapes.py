@@ -1,4 +1,4 @@
-"""Models of the Qwen3 family by their shapes, and what a step of them costs."""
+"""Shapes of the Qwen3 family, and the cost of a training step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Qwen3; the published ones stand in :data:`SHAPES`."""
+    """Dimensions of a Qwen3; :data:`SHAPES` contains the published ones."""
 
     hidden: int
     intermediate: int
@@ -24,14 +24,14 @@ class Shape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters by which every token is multiplied: all matrices, the output head among them, but not the embedding."""
+        """Parameters that every token is multiplied by: all matrices including the output head, without the embedding."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary
 
     def step_flop(self, lengths: Sequence[int]) -> float:
-        """Floating-point operations of a forward and a backward over sequences of these lengths; what is recomputed does not count.
+        """Return the floating-point operations of a forward and a backward over sequences of these lengths, without recomputation.
 
-        Six for each parameter and token. In attention a token sees half of its sequence: two products forward, four backward,
+        Six per parameter and token. In attention a token sees half of its sequence: two products forward, four backward,
         of two operations for each key and column of a head (Kaplan et al., 2020; causal).
         """
         pairs = sum(length**2 / 2 for length in lengths)
@@ -39,7 +39,7 @@ class Shape:
         return 6.0 * self.matrix_parameters * sum(lengths) + attention
 
     def config(self) -> Qwen3Config:
-        """The configuration that transformers builds it from."""
+        """Return the transformers configuration."""
         return Qwen3Config(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -53,7 +53,7 @@ class Shape:
         )
 
     def write(self, folder: Path) -> str:
-        """Write ``config.json``, and no weights: engines begin with random ones. Returns the folder."""
+        """Write ``config.json`` without weights: engines draw random ones. Returns the folder."""
         config = self.config()
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(folder)
@@ -66,4 +66,4 @@ SHAPES = {
     "8B": Shape(4096, 12288, 36, 32, 8, tied=False),
     "tiny": Shape(64, 128, 2, 4, 2, 16, 512),
 }
-"""By name; ``tiny`` is for trying the command out."""
+"""Shapes by name; ``tiny`` is for trying the command out."""

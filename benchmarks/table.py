@@ -1,4 +1,4 @@
-"""Medians, spreads and ratios of a run, a row for each contestant."""
+"""Medians, spreads and ratios of a run, one row per contestant."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.rows import CEILING
 Kind = Literal["train", "forward"]
 
 FLOP = {"train": 6, "forward": 2}
-"""Floating-point operations for each token and parameter of a matrix; attention is not counted."""
+"""Floating-point operations per token and matrix parameter; attention is not counted."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median over rounds, with the lowest and the highest."""
+    """Median over rounds, with the minimum and the maximum."""
 
     median: float
     low: float
@@ -28,7 +28,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of some numbers."""
+        """Return the spread of some numbers."""
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -37,17 +37,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a table.
+    """One row of a table.
 
     Attributes:
-        wrong: what is wrong with its numbers, or why it did not run; it has no ratio then.
-        tokens_per_cpu_second: tokens of the workload; padding is not counted, a prompt once for each response.
-        ratio: of that to the hand-written loop on as many ranks, of each round.
+        wrong: error in the row's numbers, or the reason why it did not run; such a row is without ratio.
+        tokens_per_cpu_second: tokens of the workload; padding is not counted, a prompt counts once per response.
+        ratio: ratio of that to the hand-written loop on as many ranks, of each round.
         wall_ratio: wall time of the same row on one rank over that on these.
-        gemm_share: what its tokens need as matrix products in a second of the CPU, over what the CPU did alone. Work that a row spares is
-            counted all the same.
-        peak_mb, rise_mb: largest resident memory of a rank, and that above what it had before its first turn, both in the warm-up.
-        losses, grad_norms: of the first steps.
+        gemm_share: matrix-product FLOP of its tokens per CPU-second, over the measured rate of matrix products. Work that a row
+            avoids is counted.
+        peak_mb: largest resident memory of a rank, in the warm-up.
+        rise_mb: the same, above the resident memory before the rank's first turn.
+        losses: losses of the first steps.
+        grad_norms: gradient norms of the first steps.
     """
 
     row: str
@@ -64,7 +66,7 @@ class Entry:
 
 
 def entries(run: Run, kind: Kind) -> list[Entry]:
-    """The rows of a table: by ranks, the fastest first, and last those that are wrong or did not run."""
+    """Return the rows of a table: by ranks, the fastest first, and last those that are wrong or did not run."""
     found = [
         _entry(run, contestant, kind) for contestant in run.contestants if kind == "train" or contestant.can_forward
     ]
@@ -72,7 +74,7 @@ def entries(run: Run, kind: Kind) -> list[Entry]:
 
 
 def _turns(contestant: Contestant, kind: Kind) -> list[Turn]:
-    """The turns that are timed."""
+    """Return the timed turns."""
     return contestant.steps[STEPS:] if kind == "train" else contestant.forwards[1:]
 
 
@@ -93,7 +95,7 @@ def _entry(run: Run, contestant: Contestant, kind: Kind) -> Entry:
     if contestant.failure is not None:
         return Entry(contestant.label, ranks, wrong)
     turns = _turns(contestant, kind)
-    # One that began with what the row has to hold, and no more.
+    # A turn that began with only the row's persistent memory.
     cold = contestant.steps[1] if kind == "train" else contestant.forwards[0]
     speeds = [run.workload.tokens / turn.cpu_seconds for turn in turns]
     share = FLOP[kind] * run.matrix_parameters * statistics.median(speeds) / statistics.median(run.gemm_rates)
@@ -116,7 +118,7 @@ def _entry(run: Run, contestant: Contestant, kind: Kind) -> Entry:
 
 
 def _ratio(base: Contestant, other: Contestant, kind: Kind, what: str) -> Spread | None:
-    """How many times as long ``base`` took, round by round."""
+    """Return the time of ``base`` over that of the row, round by round."""
     pairs = list(zip(_turns(base, kind), _turns(other, kind), strict=False))
     if base.failure is not None or not pairs:
         return None

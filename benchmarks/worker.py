@@ -1,9 +1,9 @@
-"""The process of one rank of one row: obeys the driver, a line of JSON at a time.
+"""Process of one rank of one row. It executes the driver's commands, one line of JSON at a time.
 
-It is told its row and task as its argument, and answers ``{"ready": true, "can_forward": ...}``. Then ``{"do": "step"}`` and
-``{"do": "forward"}`` are answered with what they took and gave, ``{"do": "quit"}`` ends it, and anything that goes wrong is ``{"error": ...}``
-and the end. With ``"give_back": true`` a turn ends with free memory handed back to the system. Whatever else prints to the standard
-output is sent to the standard error.
+The arguments are its row and task. When ready, it writes ``{"ready": true, "can_forward": ...}``. The responses to ``{"do": "step"}``
+and ``{"do": "forward"}`` contain measurements and results; ``{"do": "quit"}`` ends the process. An error is reported as
+``{"error": ...}`` and ends it too. With ``"give_back": true`` a turn ends with free memory returned to the system. Other output to
+the standard output is redirected to the standard error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.rows import Row, Task, build
 
 
 def timed(work: Callable[[], Any], before_mb: float) -> tuple[Any, dict[str, float]]:
-    """Do ``work``; returns its result, its seconds, and its peak memory in MB, in all and above ``before_mb``."""
+    """Run ``work``; returns its result, its seconds, and its peak memory in MB, in total and above ``before_mb``."""
     forget_peak()
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
@@ -34,7 +34,7 @@ def timed(work: Callable[[], Any], before_mb: float) -> tuple[Any, dict[str, flo
 
 
 def obey(row: Row, task: Task, command: dict[str, Any], before_mb: float) -> dict[str, Any]:
-    """Carry out one command."""
+    """Execute one command."""
     if command["do"] == "step":
         (loss, norm), taken = timed(row.step, before_mb)
         return {**taken, "loss": loss, "grad_norm": norm}
@@ -48,7 +48,7 @@ def obey(row: Row, task: Task, command: dict[str, Any], before_mb: float) -> dic
 
 
 def serve(job: dict[str, Any], commands: TextIO, answers: TextIO) -> int:
-    """Build the row and obey until told to quit; returns the exit code."""
+    """Build the row and execute commands until ``quit``. Returns the exit code."""
 
     def answer(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -79,6 +79,6 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     code = serve(json.loads(sys.argv[1]), sys.stdin, answers)
-    # Libraries leave threads and process groups behind, and peers that are gone; there is nothing here to put in order.
+    # Skip interpreter shutdown: libraries leave threads and process groups whose peers have ended.
     sys.stderr.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
-"""What is trained on: sequences and what each of their tokens weighs in the loss.
+"""Training data: sequences, and the weight of each token in the loss.
 
-The arrays are files under ``benchmarks/arrays``, so that they stay the same whatever becomes of a random generator;
+The arrays are files under ``benchmarks/arrays``, so that they do not depend on a random generator;
 ``python -m benchmarks.workloads`` writes them again from their seeds.
 """
 
@@ -21,19 +21,19 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences in groups; those of a group share their prompt.
+    """Sequences in groups; sequences of a group have the same prompt.
 
-    The loss is ``sum(weight * -logprob) / trained_tokens``, where the weight of a sequence counts at the positions that predict one of its
-    response tokens, and 0 elsewhere.
+    The loss is ``sum(weight * -logprob) / trained_tokens``, where the weight of a sequence applies to the positions that predict one of its
+    response tokens, and is 0 elsewhere.
 
     Attributes:
-        name: of the tables.
+        name: name in the tables.
         input_ids: int64 ``[S_i]`` for each sequence, prompt and response.
-        prompt_lengths: tokens of each that are only read; at least 1, for the first token is never predicted.
-        sequence_weights: what each response token of a sequence weighs: its advantage, or 1.
-        groups: for each sequence the number of its group, from 0, not falling.
-        vocabulary: token ids are below it.
-        max_tokens_per_mb: budget of a micro-batch.
+        prompt_lengths: number of prompt tokens per sequence; at least 1, because the first token is never predicted.
+        sequence_weights: weight of each response token of a sequence: its advantage, or 1.
+        groups: index of each sequence's group, from 0, not decreasing.
+        vocabulary: upper bound of token ids, exclusive.
+        max_tokens_per_mb: token budget of a micro-batch.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def trained_tokens(self) -> int:
-        """Response tokens of all sequences: what the loss is divided by."""
+        """Response tokens of all sequences, the divisor of the loss."""
         return sum(self.lengths) - sum(self.prompt_lengths)
 
     @cached_property
@@ -71,11 +71,11 @@ class Workload:
 
     @cached_property
     def weights(self) -> list[Tensor]:
-        """float32 ``[S_i]`` for each sequence: what the log-prob at ``t``, that of token ``t + 1``, weighs."""
+        """float32 ``[S_i]`` for each sequence: weight of the log-prob at ``t``, that of token ``t + 1``."""
         return [mask * weight for mask, weight in zip(self.trained, self.sequence_weights, strict=True)]
 
     def take(self, chosen: Sequence[int]) -> Workload:
-        """The sequences with these numbers."""
+        """Select sequences by index."""
         return replace(
             self,
             input_ids=tuple(self.input_ids[i] for i in chosen),
@@ -85,10 +85,10 @@ class Workload:
         )
 
     def first_groups(self, n: int) -> Workload:
-        """The first ``n`` groups alone.
+        """Select the first ``n`` groups.
 
         Raises:
-            ValueError: there are not as many.
+            ValueError: the workload has fewer groups.
         """
         there = max(self.groups) + 1
         if not 1 <= n <= there:
@@ -96,9 +96,9 @@ class Workload:
         return self.take([i for i, group in enumerate(self.groups) if group < n])
 
     def share(self, rank: int, ranks: int) -> list[int]:
-        """The numbers of the sequences that ``rank`` trains on, rising.
+        """Return the indices of the sequences that ``rank`` trains on, ascending.
 
-        Each group, longest first, goes whole to the rank that has the fewest tokens by then.
+        Each group, longest first, goes to the rank with the fewest tokens so far.
         """
         sizes: dict[int, int] = {}
         for group, length in zip(self.groups, self.lengths, strict=True):
@@ -126,10 +126,10 @@ class Workload:
 
 
 def load(name: str) -> Workload:
-    """The workload of that name, or that of the ``.npz`` file at that path.
+    """Load a workload by name, or from an ``.npz`` file.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is neither a workload nor a file of that name.
     """
     path = Path(name) if name.endswith(".npz") else ARRAYS / f"{name}.npz"
     if not path.exists():
@@ -149,8 +149,8 @@ def load(name: str) -> Workload:
 
 
 def ragged(sequences: int = 24, tokens: int = 3243, vocabulary: int = VOCABULARY, seed: int = 0) -> Workload:
-    """Sequences of very different lengths, ``tokens`` in all, every token of which is trained and weighs 1."""
-    random = np.random.RandomState(seed)  # its stream is promised never to change
+    """Draw sequences of very different lengths, ``tokens`` in total. Every token is trained with weight 1."""
+    random = np.random.RandomState(seed)  # numpy guarantees the stream of this generator
     shares = random.lognormal(0.0, 0.6, sequences)
     lengths = np.maximum(2, (shares / shares.sum() * tokens).astype(int))
     lengths[lengths.argmax()] += tokens - lengths.sum()
@@ -175,7 +175,7 @@ def rl(
     max_tokens_per_mb: int = 8192,
     seed: int = 0,
 ) -> Workload:
-    """Responses of log-normal length (sigma 0.6) to shared prompts, weighed by advantages that are normalised within each group."""
+    """Draw responses of log-normal length (sigma 0.6) to common prompts, weighed by advantages normalised within each group."""
     random = np.random.RandomState(seed)
     ids, weights = [], []
     for _ in range(prompts):
@@ -196,7 +196,7 @@ def rl(
 
 
 MAKERS: dict[str, Callable[[], Workload]] = {"ragged": ragged, "rl": rl}
-"""Makes each workload that is kept, from its seed."""
+"""Functions that create the stored workloads from their seeds."""
 
 if __name__ == "__main__":
     for name, make in MAKERS.items():

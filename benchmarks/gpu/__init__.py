@@ -1,1 +1,1 @@
-"""What a GPU makes of a training step: model FLOP utilisation, memory of the head, idle time."""
+"""Training steps on a GPU: model FLOP utilisation, memory of the head, idle time."""

@@ -1,4 +1,4 @@
-"""Measures training steps of Qwen3 shapes on one GPU, beside plain transformers with the same attention kernel.
+"""Compares training steps of Qwen3 shapes on one GPU with plain transformers and the same attention kernel.
 
 python -m benchmarks.gpu --shapes 0.6B 1.7B --tokens 4096 16384
 """
@@ -30,28 +30,28 @@ Row = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure."""
+    """Command-line options."""
 
     shapes: tuple[str, ...] = ("0.6B", "1.7B", "8B")
-    """Of :data:`benchmarks.shapes.SHAPES`."""
+    """Names in :data:`benchmarks.shapes.SHAPES`."""
     tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    """Packed in a step of one micro-batch."""
+    """Packed tokens in a step of one micro-batch."""
     sequence: int = 2048
     """Tokens of a sequence."""
     rounds: int = 5
-    """Steps that are timed, after one that is not."""
+    """Number of timed steps, after one warm-up step."""
     recompute: bool = False
-    """Compute layers again in the backward (always done for 8B)."""
+    """Recompute layers in the backward (always on for 8B)."""
     compiled: bool = False
     """Add a row with compiled layers."""
     device: str = "cuda"
-    """`cpu` tries the command out."""
+    """Device; `cpu` tries the command out."""
     output: Path = Path("runs/bench/gpu.json")
-    """JSON of all figures."""
+    """JSON file of all figures."""
 
 
 def main(settings: Settings) -> None:
-    """Run it."""
+    """Run the benchmark."""
     device = torch.device(settings.device)
     if device.type != platform.accelerator():
         raise ValueError(f"device = {settings.device!r}: this machine computes on {platform.accelerator()!r}")
@@ -72,7 +72,7 @@ def main(settings: Settings) -> None:
 
 
 def steps(name: str, tokens: int, settings: Settings, device: torch.device, rate: float) -> list[dict[str, Any]]:
-    """The rows of one shape and length, one after the other: two models do not fit side by side."""
+    """Measure the rows of one shape and length, one after the other: two models do not fit in memory at once."""
     shape, recompute = SHAPES[name], settings.recompute or name == "8B"
     lengths = [min(settings.sequence, tokens - start) for start in range(0, tokens, settings.sequence)]
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ def one(
 
 
 def head(shape: Shape, tokens: int, device: torch.device) -> list[dict[str, Any]]:
-    """Memory of log-probs and entropy with their backward: chunked, and from all logits at once."""
+    """Measure the memory of log-probs and entropy with their backward: chunked, and from full logits."""
     hidden = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(shape.vocabulary, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, shape.vocabulary, (tokens,), device=device)

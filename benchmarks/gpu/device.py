@@ -1,4 +1,4 @@
-"""Time, memory, matrix products and idleness of the device that computes."""
+"""Time, memory, matrix products and idle time of the compute device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from areal.utils import platform
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
-    """Wall seconds of each of ``rounds`` calls, after one that is not timed."""
+    """Return the wall seconds of each of ``rounds`` calls, after one warm-up call."""
     found = []
     for _ in range(rounds + 1):
         finish(device)
@@ -31,13 +31,13 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> li
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
-    """FLOP per second of a product of two ``[n, n]`` matrices: the median of 20."""
+    """Return the FLOP per second of a product of two ``[n, n]`` matrices: the median of 20."""
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / statistics.median(seconds(lambda: torch.mm(a, b), device, 20))
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
-    """The most that was allocated on the device while ``work`` ran, above what was there before; ``None`` on a CPU."""
+    """Return the peak memory allocated by ``work`` on the device, above the memory before; ``None`` on a CPU."""
     if device.type != "cuda":
         work()
         return None
@@ -50,7 +50,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
 
 
 def idle_share(work: Callable[[], object], device: torch.device) -> float | None:
-    """The share of a call in which no kernel runs, from its first kernel to its last; ``None`` on a CPU."""
+    """Return the fraction of a call without a running kernel, from its first kernel to its last; ``None`` on a CPU."""
     if device.type != "cuda":
         return None
     with profile(activities=platform.profiler_activities(device)) as profiler:
@@ -61,7 +61,7 @@ def idle_share(work: Callable[[], object], device: torch.device) -> float | None
 
 
 def idle(spans: Iterable[tuple[float, float]]) -> float:
-    """The share of the time from the first beginning to the last end that no span covers."""
+    """Return the fraction of time, from the first begin to the last end, that no span covers."""
     ordered = sorted(spans)
     if not ordered:
         return 1.0

@@ -1,4 +1,4 @@
-"""Training steps that are compared on a device: ours, and plain transformers on the same packed tokens."""
+"""Training steps that are compared on a device: this library, and plain transformers on the same packed tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal.engine.attention.kernels import Segments, packed_attention
 
 LR = 1e-5
 CHUNK = 1024
-"""Positions whose logits the plain loop holds at a time."""
+"""Positions whose logits the plain loop keeps in memory at a time."""
 
 
 def nll(outputs: TokenOutputs, batch: Batch) -> Tensor:
@@ -29,7 +29,7 @@ def nll(outputs: TokenOutputs, batch: Batch) -> Tensor:
 
 @contextmanager
 def ours(path: str, sequences: Sequence[Tensor], *, recompute: bool, compiled: bool) -> Iterator[Callable[[], object]]:
-    """``train_batch`` of ``fsdp:d1``: bfloat16 compute, float32 master weights, AdamW with bfloat16 moments."""
+    """Build ``train_batch`` of ``fsdp:d1``: bfloat16 compute, float32 master weights, AdamW with bfloat16 moments."""
     config = TrainEngineConfig(
         path=path,
         init_from_scratch=True,
@@ -47,7 +47,7 @@ def ours(path: str, sequences: Sequence[Tensor], *, recompute: bool, compiled: b
 def _packed(
     module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, **kwargs
 ) -> tuple[Tensor, None]:
-    """Attention of packed ``[1, heads, T, width]`` by the same kernel as ours (flash-attn, or torch's varlen)."""
+    """Attention of packed ``[1, heads, T, width]`` with this library's kernel (flash-attn, or torch's varlen)."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     return packed_attention(q, k, v, kwargs["segments"], scale=scaling)[None], None
 
@@ -59,7 +59,7 @@ AttentionInterface.register("bench_packed", _packed)
 def plain(
     path: str, sequences: Sequence[Tensor], device: torch.device, *, recompute: bool
 ) -> Iterator[Callable[[], object]]:
-    """A loop around transformers: bfloat16 weights and moments, varlen attention, cross-entropy in recomputed chunks."""
+    """Build a loop around transformers: bfloat16 weights and moments, varlen attention, cross-entropy in recomputed chunks."""
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(path), dtype=torch.bfloat16, attn_implementation="bench_packed"

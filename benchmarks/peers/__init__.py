@@ -1,1 +1,1 @@
-"""Other libraries as rows of the benchmark, each in an environment of its own."""
+"""Other libraries as rows of the benchmark, each in a separate environment."""

@@ -1,9 +1,9 @@
-"""Makes an environment for each peer, and says plainly which could not be made.
+"""Creates an environment for each peer library, and reports those that cannot be created.
 
     python -m benchmarks.peers.install [NAME ...]
 
-An environment borrows this one's packages wherever a peer takes their versions, and has its own where it does not: all rows then run on
-the same torch, and differ in what is around it. A peer that cannot be installed does not stop the others.
+An environment uses this one's packages if the peer accepts their versions, and installs others: all rows run on the same
+torch and differ only in the library. A peer that cannot be installed does not stop the others.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import venv
 from pathlib import Path
 
 HOME = Path("runs/peers")
-"""Where the environments are, under the working directory."""
+"""Directory of the environments, under the working directory."""
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "trl": ("trl",),
     "verl": ("verl",),
-    "torchtitan": ("torchtitan", "triton"),  # which it imports, and a torch for the CPU does not bring
+    "torchtitan": ("torchtitan", "triton"),  # verl imports it, and a CPU build of torch does not install it
 }
-"""What pip installs for each peer."""
+"""Packages to install for each peer."""
 
 SECONDS = 1200
-"""Longest installation."""
+"""Time limit of an installation, in seconds."""
 
 
 def interpreter(peer: str) -> Path:
-    """The Python of a peer's environment, whether it is there or not."""
+    """Return the path of the Python in a peer's environment, even if it does not exist."""
     return (HOME / peer / "bin" / "python").absolute()
 
 
 def install(peer: str) -> str | None:
-    """Make the environment of ``peer``, unless it is there; returns what went wrong, or ``None``."""
+    """Create the environment of ``peer``, unless it exists. Returns the error message, or ``None``."""
     if peer not in PACKAGES:
         raise ValueError(f"peer = {peer!r}: choose among {', '.join(PACKAGES)}")
     folder = HOME / peer
@@ -44,7 +44,7 @@ def install(peer: str) -> str | None:
     venv.create(folder, with_pip=True, clear=True)
     python = interpreter(peer)
     own = next((folder / "lib").glob("python*/site-packages"))
-    # A line of a .pth file is a folder to search after the environment's own.
+    # A line of a .pth file is a directory that Python searches after the environment's packages.
     (own / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     command = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES[peer]]
     log = HOME / f"{peer}.log"
@@ -61,7 +61,7 @@ def install(peer: str) -> str | None:
 
 
 def main() -> None:
-    """Install the peers that are named, or all; ends with 0 whether they could be or not."""
+    """Install the named peers, or all. Exits with 0 even if some cannot be installed."""
     HOME.mkdir(parents=True, exist_ok=True)
     for peer in sys.argv[1:] or PACKAGES:
         wrong = install(peer)

@@ -1,4 +1,4 @@
-"""What rows of other libraries have in common."""
+"""Common code of the rows of other libraries."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from benchmarks.workloads import Workload
 
 
 def plain_workload(task: Task) -> Workload:
-    """The workload, in one micro-batch of which every token is trained alike: the supervised fine-tuning that any library has.
+    """Return the workload in one micro-batch with equal token weights: supervised fine-tuning, which every library supports.
 
     Raises:
-        ValueError: it is another one, or is for several ranks.
+        ValueError: the workload has other weights, or is for several ranks.
     """
     workload = task.everything()
     if task.ranks > 1:

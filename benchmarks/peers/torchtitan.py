@@ -1,7 +1,7 @@
 """torchtitan's Qwen3, chunked loss and gradient clipping on the CPU.
 
-Its trainer and its two attentions for packed documents need a GPU: the loop is written here, as its trainer's is, and attention over each
-sequence alone is put in their place.
+Its trainer and its attention for packed documents need a GPU. The loop is written here like its trainer's, and attention
+runs separately for each sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.rows import Task
 
 
 class _PerSequence(Module):
-    """Attention over each sequence alone; ``attention_masks`` is the list of their lengths."""
+    """Attention over each sequence separately; ``attention_masks`` is the list of their lengths."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -45,7 +45,7 @@ class _PerSequence(Module):
 
 
 def _model(folder: str, length: int) -> Qwen3Model:
-    """The model of a Hugging Face directory."""
+    """Load the model of a Hugging Face directory."""
     config = AutoConfig.from_pretrained(folder)
     layers = _build_qwen3_layers(
         n_layers=config.num_hidden_layers,
@@ -86,7 +86,7 @@ class TitanRow:
         self.clip = task.clip
         wrapper = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=workload.vocabulary))
         self.loss = wrapper.build()
-        # The loss takes chunks of one length: what is missing is padding, which is a sequence of its own.
+        # The loss takes chunks of equal length: padding is added, as a separate sequence.
         padding = -workload.tokens % wrapper.num_chunks
         self.lengths = [*workload.lengths, padding] if padding else workload.lengths
         self.ids = F.pad(torch.cat(workload.input_ids), (0, padding))[None]
@@ -113,10 +113,10 @@ class TitanRow:
         return loss.item(), norm.item()
 
     def forward(self) -> list[Tensor]:
-        """Is not measured here."""
+        """Not measured here."""
         raise NotImplementedError("the row of torchtitan takes steps alone")
 
 
 def build(task: Task) -> TitanRow:
-    """A row of this module."""
+    """Build a row of this module."""
     return TitanRow(task)

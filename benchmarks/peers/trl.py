@@ -1,4 +1,4 @@
-"""TRL's ``SFTTrainer`` with ``padding_free``: its own training loop, stopped after each step until the next one is asked for."""
+"""TRL's ``SFTTrainer`` with ``padding_free``: its own training loop, paused after each step until the next request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.rows import Task
 
 
 class _Turns(TrainerCallback):
-    """Lets the trainer take one step for each thing that is put into ``asked``."""
+    """Callback that lets the trainer take one step per item in ``asked``."""
 
     def __init__(self) -> None:
         self.asked: Queue[None] = Queue()
@@ -35,7 +35,7 @@ class _Turns(TrainerCallback):
 
 
 class _Trainer(SFTTrainer):
-    """Remembers its loss, which it rounds when it logs it."""
+    """Trainer that stores its loss, because the logged loss is rounded."""
 
     last_loss = float("nan")
 
@@ -46,7 +46,7 @@ class _Trainer(SFTTrainer):
 
 
 class TRLRow:
-    """A trainer in a thread of its own."""
+    """A trainer in a separate thread."""
 
     can_forward = False
 
@@ -98,10 +98,10 @@ class TRLRow:
         return self.trainer.last_loss, self.turns.grad_norm
 
     def forward(self) -> list[Tensor]:
-        """Is not offered by a trainer."""
+        """Not supported by a trainer."""
         raise NotImplementedError("SFTTrainer gives no log-probs")
 
 
 def build(task: Task) -> TRLRow:
-    """A row of this module."""
+    """Build a row of this module."""
     return TRLRow(task)

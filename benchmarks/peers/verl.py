@@ -1,6 +1,6 @@
-"""verl's FSDP2 engine without padding, as its trainer for supervised fine-tuning uses it.
+"""verl's FSDP2 engine without padding, as in its trainer for supervised fine-tuning.
 
-verl knows accelerators alone: a platform that stands for the CPU is all that is added to it.
+verl supports accelerators only; the one addition here is a platform class for the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.rows import Task
 
 
 class _CPU(PlatformBase):
-    """The CPU, as if it were an accelerator."""
+    """Platform class for the CPU."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -91,7 +91,7 @@ class _CPU(PlatformBase):
 
 set_platform(_CPU())
 
-# What follows asks for the platform as it is imported.
+# These imports read the platform.
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
@@ -157,10 +157,10 @@ class VerlRow:
         return float(sum(output["loss"])), float(output["metrics"]["grad_norm"])
 
     def forward(self) -> list[Tensor]:
-        """Is not measured here."""
+        """Not measured here."""
         raise NotImplementedError("the row of verl takes steps alone")
 
 
 def build(task: Task) -> VerlRow:
-    """A row of this module."""
+    """Build a row of this module."""
     return VerlRow(task)

@@ -65,7 +65,7 @@ def one_answer_for_all(right: Function) -> Function:
 
 @mutant("areal.engine.moe.routing:Routing._whole", EXPERTS.format("fsdp:d1", ""), EXPERTS.format("megatron:d1", ""))
 def a_shared_token_counts_once(right: Function) -> Function:
-    """The load of experts counts a shared token only once."""
+    """The gradient of the balancing loss counts a shared token only once."""
 
     def wrong(self: Any, x: Tensor) -> Tensor:
         whole = right(self, x)

@@ -108,7 +108,7 @@ VOCABULARIES = [(2, "t2", 111), (4, "t2p2", 111), (4, "t4", 5)]
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_tied"])
 def test_vocabularies_that_do_not_divide(letters: str, vocabulary: int, family: str, tmp_path: Path) -> None:
-    """Padding rows are not weights; with five rows over four ranks, the last rank has none."""
+    """Padding rows are not weights; with five rows over four ranks, the last rank gets padding only."""
     path = model_dir(family, vocab_size=vocabulary, num_key_value_heads=4)
     with started(f"megatron:{letters}", path=path) as engine:
         assert same_bits(weights_of(engine), on_disk(path))

@@ -92,7 +92,7 @@ def test_dropout_is_on_in_training_alone_and_the_mode_is_restored() -> None:
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1], ids=["packed", "rows"])
 def test_a_generic_family_trains(attention_dropout: float) -> None:
-    """Train GPT-2, which has no family-specific code. With attention dropout it runs one sequence per row."""
+    """Train GPT-2, a model without family-specific code. With attention dropout it runs one sequence per row."""
     path = gpt2_dir(attn_pdrop=attention_dropout)
     with started(f"fsdp:d{world().size}", path=path) as engine:
         expected = Reference(gpt2_dir()).step(ragged(), loss, default_loss_weight)

@@ -46,7 +46,7 @@ def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
             assert after.loss != before.loss, "the step changed nothing"
             again = engine.eval_batch(batch, *call)
             assert dataclasses.replace(again, seconds=after.seconds, timings=after.timings) == after
-        # zero_grad after a forward without a backward discards all pending gradients.
+        # zero_grad discards all pending gradients even if the last call was a forward only.
         engine.forward_backward(run.batch(5), *call)
         engine.forward_batch(run.batch(5))
         engine.zero_grad()

@@ -131,7 +131,7 @@ def test_a_meta_that_cannot_be_is_refused(fields: tuple[int, str], message: str)
 
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_every_family_takes_its_own_weights(family: str) -> None:
-    """Load by file names, whatever the layout in memory; tied weights stay tied."""
+    """Load by file names, independently of the layout in memory; tied weights stay tied."""
     source, target = model(family, seed=1), model(family, seed=2)
     tied = target.get_input_embeddings().weight is target.get_output_embeddings().weight
     assert not same_bits(stored(source), stored(target))
