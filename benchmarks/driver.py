@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.contestant import Contestant
 from benchmarks.machine import available_mb, gemm_rate
 from benchmarks.reference import STEPS, Reference, reference
+from benchmarks.row_processes import RowProcesses
 from benchmarks.rows import RowSpec, Task
 from benchmarks.workloads import Workload
 
@@ -34,7 +34,7 @@ class Run:
     reference: Reference
     gemm_rates: list[float]
     crowded: bool
-    contestants: list[Contestant]
+    contestants: list[RowProcesses]
 
 
 def say(text: str) -> None:
@@ -70,7 +70,7 @@ def measure(
     say("reference: three steps in float64, one sequence at a time")
     exact = reference(task, cache)
     contestants = [
-        Contestant(row, Task(**{**vars(task), "ranks": n}), folder)
+        RowProcesses(row, Task(**{**vars(task), "ranks": n}), folder)
         for n in ranks
         for row in rows
         if n == 1 or row.scales

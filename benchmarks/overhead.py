@@ -18,8 +18,8 @@ from torch import Tensor
 
 from areal import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngineConfig, create_engine
 from areal.api import TrainEngine
+from benchmarks.engine_row import trained_tokens, weighted_nll
 from benchmarks.model import Size, write_model
-from benchmarks.ours import trained_tokens, weighted_nll
 from benchmarks.workloads import load
 
 ROUNDS = 9

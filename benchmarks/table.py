@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.contestant import Contestant, Turn
 from benchmarks.driver import Run
 from benchmarks.reference import STEPS
+from benchmarks.row_processes import RowProcesses, Turn
 from benchmarks.rows import CEILING
 
 Kind = Literal["train", "forward"]
@@ -73,12 +73,12 @@ def entries(run: Run, kind: Kind) -> list[Entry]:
     return sorted(found, key=lambda e: (e.ranks, e.wrong is not None, -e.ratio.median if e.ratio else 0.0))
 
 
-def _turns(contestant: Contestant, kind: Kind) -> list[Turn]:
+def _turns(contestant: RowProcesses, kind: Kind) -> list[Turn]:
     """Return the timed turns."""
     return contestant.steps[STEPS:] if kind == "train" else contestant.forwards[1:]
 
 
-def _wrong(run: Run, contestant: Contestant, kind: Kind) -> str | None:
+def _wrong(run: Run, contestant: RowProcesses, kind: Kind) -> str | None:
     if contestant.failure is not None:
         return f"did not run: {contestant.failure}"
     if kind == "forward":
@@ -89,7 +89,7 @@ def _wrong(run: Run, contestant: Contestant, kind: Kind) -> str | None:
     return run.reference.wrong_step([t.loss for t in first], [t.grad_norm for t in first], run.task.dtype)
 
 
-def _entry(run: Run, contestant: Contestant, kind: Kind) -> Entry:
+def _entry(run: Run, contestant: RowProcesses, kind: Kind) -> Entry:
     wrong = _wrong(run, contestant, kind)
     ranks = contestant.task.ranks
     if contestant.failure is not None:
@@ -117,7 +117,7 @@ def _entry(run: Run, contestant: Contestant, kind: Kind) -> Entry:
     )
 
 
-def _ratio(base: Contestant, other: Contestant, kind: Kind, what: str) -> Spread | None:
+def _ratio(base: RowProcesses, other: RowProcesses, kind: Kind, what: str) -> Spread | None:
     """Return the time of ``base`` over that of the row, round by round."""
     pairs = list(zip(_turns(base, kind), _turns(other, kind), strict=False))
     if base.failure is not None or not pairs:

@@ -67,7 +67,7 @@ PRODUCTS = (
     "test_steps",
     "test_faults",
     "test_bad_losses",
-    "test_interleaving",
+    "test_eval_between_calls",
     "test_outputs",
     "test_memory",
     "test_moe",

@@ -21,7 +21,7 @@ from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter, _build_qw
 from torchtitan.protocols.module import Module
 from transformers import AutoConfig
 
-from benchmarks.peers.plain import plain_workload
+from benchmarks.peers.workload import plain_workload
 from benchmarks.rows import Task
 
 

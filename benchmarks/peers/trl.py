@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.peers.plain import plain_workload
+from benchmarks.peers.workload import plain_workload
 from benchmarks.rows import Task
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import set_platform
 
-from benchmarks.peers.plain import plain_workload
+from benchmarks.peers.workload import plain_workload
 from benchmarks.rows import Task
 
 

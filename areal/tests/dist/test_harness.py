@@ -21,7 +21,7 @@ def test_runs_on_every_rank(world_size: int) -> None:
 
 @pytest.mark.world(1, 2, 4)
 @pytest.mark.parametrize("letter", ["a", "b"])
-def test_parameters_and_directory_are_the_same_on_all_ranks(letter: str, tmp_path: Path) -> None:
+def test_parameters_and_tmp_path_are_equal_on_all_ranks(letter: str, tmp_path: Path) -> None:
     (tmp_path / f"{letter}{world().rank}").touch()
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{letter}{rank}" for rank in range(world().size)]
@@ -40,17 +40,17 @@ def test_cached_values_are_computed_once(tmp_path: Path) -> None:
 
 class TestClass:
     @pytest.mark.world(2)
-    def test_methods_work(self) -> None:
+    def test_world_test_methods_run(self) -> None:
         assert dist.get_world_size() == 2
 
 
 @pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.world(n), id=f"w{n}") for n in (1, 2)])
-def test_mark_on_a_parameter(size: int) -> None:
+def test_world_mark_on_a_parameter(size: int) -> None:
     assert dist.get_world_size() == size
 
 
 @pytest.mark.world(2)
-def test_any_rank_may_be_the_first_to_ask_for_a_model() -> None:
+def test_any_rank_can_create_a_model_directory_first() -> None:
     for rank in range(2):
         if world().rank == rank:
             assert (Path(model_dir("qwen3", seed=100 + rank)) / "model.safetensors").exists()

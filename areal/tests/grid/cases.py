@@ -121,7 +121,7 @@ def _sample(
     return sample
 
 
-def share(case: Case, dp_rank: int, dp_size: int) -> list[int]:
+def dp_shard_indices(case: Case, dp_rank: int, dp_size: int) -> list[int]:
     """Return the indices of a data-parallel rank's sequences: an uneven split, in shuffled order."""
     order = torch.randperm(len(case.lengths), generator=torch.Generator().manual_seed(case.seed + dp_size)).tolist()
     if dp_size == 1:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import IGNORE_INDEX, Batch, LossFn, LossWeightFn, Metric, OptimizerConfig, TokenOutputs
-from areal.tests.grid.lift import float64_everywhere
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import VALUE_HEAD
 
 Sample = Mapping[str, Any]

@@ -28,7 +28,7 @@ GRACE = 10.0
 
 PRELOADED = [
     "areal.tests.harness.worker",
-    "areal.tests.grid.running",
+    "areal.tests.grid.cell_engine",
     "areal.engine.fsdp.engine",
     *(
         f"transformers.models.{name}.modeling_{name}"

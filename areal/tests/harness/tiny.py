@@ -77,12 +77,12 @@ def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tupl
     return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in chosen]
 
 
-def ragged(seed: int = 0) -> list[Sample]:
+def global_batch(seed: int = 0) -> list[Sample]:
     """Return the global batch: nine sequences of 1 to 38 tokens."""
     return samples(CASES["ragged"], seed=seed)
 
 
-def mine(engine: TrainEngine, everything: list[Sample]) -> list[Sample]:
+def local_batch(engine: TrainEngine, everything: list[Sample]) -> list[Sample]:
     """Return this rank's shard of a global batch."""
     return everything[engine.dp_rank :: engine.dp_size]
 

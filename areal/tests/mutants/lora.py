@@ -9,11 +9,11 @@ from torch import Tensor
 from areal.tests.mutants.planting import Function, mutant
 
 FILE = "dist/checkpoint/test_lora.py::"
-ISOLATED = FILE + "test_adapters_are_isolated_bit_for_bit[fsdp:d1]"
-LOOK = FILE + "test_looking_at_gradients_and_adding_more_counts_each_once[{}]"
-PEFT = FILE + "test_peft_loads_what_was_saved_and_the_other_way_round[llama-{}]"
-BYTES = FILE + "test_training_leaves_every_byte_of_the_model_alone[{}]"
-ALONE = FILE + "test_one_adapter_is_saved_and_goes_on_by_itself[{}]"
+ISOLATED = FILE + "test_adapters_are_isolated_bitwise[fsdp:d1]"
+LOOK = FILE + "test_reading_gradients_then_accumulating_counts_each_once[{}]"
+PEFT = FILE + "test_adapter_round_trips_with_peft[llama-{}]"
+BYTES = FILE + "test_adapter_training_keeps_model_weights_bitwise[{}]"
+ALONE = FILE + "test_single_adapter_is_saved_and_resumed[{}]"
 
 
 @mutant("areal.engine.lora.low_rank:LowRank.added_to", PEFT.format("fsdp:d1"))

@@ -13,7 +13,7 @@ from torch import nn
 from areal.tests.mutants.planting import MUTANTS, Function, Mutant, mutant
 from areal.tests.mutants.step import CALLS, LOOP, SKIPPED, THREE, fillers_as_real
 
-BETWEEN = "dist/megatron/test_megatron.py::test_looking_at_gradients_between_calls_changes_nothing[w2-{}]"
+BETWEEN = "dist/megatron/test_megatron.py::test_reading_gradients_between_calls_changes_nothing[w2-{}]"
 NORM = THREE.format("*-{}")
 
 # ---- bugs of any engine
@@ -40,19 +40,21 @@ SAME_ON_ANY_ENGINE = {
 
 ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
     "loss_called_without_weight": (
-        "dist/step/test_faults.py::test_a_rank_without_weight_takes_part_and_its_loss_is_not_called[megatron:d2p2]",
+        "dist/step/test_faults.py::test_loss_is_not_called_on_rank_without_weight[megatron:d2p2]",
     ),
-    "window_off_by_one": ("dist/megatron/test_megatron.py::test_sliding_windows[w1]",),
+    "window_off_by_one": ("dist/megatron/test_megatron.py::test_megatron_sliding_windows[w1]",),
     "temperature_ignored_in_evaluation": (
         {"layout": "megatron:*", "objective_name": "policy", "case_name": "zero_rank"},
     ),
-    "checkpoint_without_schedule": ("dist/megatron/test_megatron_checkpoint.py::test_goes_on_bit_for_bit[d1-sync]",),
-    "fillers_balanced": ("dist/parallel/test_moe.py::test_balancing_losses_are_terms_of_the_sum[megatron:d2--*]",),
+    "checkpoint_without_schedule": (
+        "dist/megatron/test_megatron_checkpoint.py::test_megatron_checkpoint_resumes_bitwise[d1-sync]",
+    ),
+    "fillers_balanced": ("dist/parallel/test_moe.py::test_balancing_losses_are_loss_terms[megatron:d2--*]",),
     "fault_stays_with_its_rank": (
-        "dist/step/test_faults.py::test_a_process_function_that_fails_on_one_rank_raises_on_all[megatron:d2]",
+        "dist/step/test_faults.py::test_process_function_error_on_one_rank_raises_on_all_ranks[megatron:d2]",
     ),
     "different_batches_accepted": (
-        "dist/step/test_faults.py::test_different_batches_on_ranks_that_share_a_part_are_refused[megatron:p2]",
+        "dist/step/test_faults.py::test_different_batches_in_one_dp_shard_raise[megatron:p2]",
     ),
 }
 """Tests for bugs that are caught by a different test on Megatron."""
@@ -139,7 +141,7 @@ def megatron_sums_added_again(right: Function) -> Function:
 
 @mutant(
     "areal.engine.megatron.schedule:MegatronSchedule.run",
-    "dist/step/test_caught.py::test_a_filler_reaches_no_process_function[w2-megatron:d2]",
+    "dist/step/test_fillers_positions_dropout.py::test_filler_is_not_passed_to_process_function[w2-megatron:d2]",
 )
 def megatron_filler_processed(right: Function) -> Function:
     """A filler reaches the process function."""

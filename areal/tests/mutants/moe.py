@@ -8,7 +8,7 @@ import torch
 
 from areal.tests.mutants.planting import Function, mutant
 
-BALANCING = "dist/parallel/test_moe.py::test_balancing_losses_are_terms_of_the_sum[{}]"
+BALANCING = "dist/parallel/test_moe.py::test_balancing_losses_are_loss_terms[{}]"
 
 
 @mutant("areal.engine.moe.routing:_AddLoss.backward", BALANCING.format("fsdp:d1--whole"))

@@ -10,11 +10,11 @@ from torch import Tensor
 from areal.tests.mutants.planting import Function, mutant
 
 FILE = "dist/parallel/test_pipeline.py::"
-LOOK = FILE + "test_looking_at_gradients_and_adding_more_counts_each_once[{}]"
-COPIES = FILE + "test_copies_of_a_tied_embedding_stay_the_same_bit_for_bit[float32-{}]"
-ONCE = FILE + "test_a_call_reduces_each_group_once[{}]"
-NO_TOKEN = "dist/parallel/test_expert_parallel.py::test_a_rank_may_get_no_token[e2]"
-SIGMOID = "dist/parallel/test_moe.py::test_routers_of_deepseek_are_watched_too[{}]"
+LOOK = FILE + "test_reading_gradients_then_accumulating_counts_each_once[{}]"
+COPIES = FILE + "test_copies_of_tied_embedding_stay_bitwise_equal[float32-{}]"
+ONCE = FILE + "test_pipeline_call_reduces_each_group_once[{}]"
+NO_TOKEN = "dist/parallel/test_expert_parallel.py::test_expert_parallel_rank_without_tokens[e2]"
+SIGMOID = "dist/parallel/test_moe.py::test_deepseek_routers_are_recorded[{}]"
 
 
 @mutant("areal.engine.fsdp.pipeline.schedule:_Stage._post_metadata_inference_cleanup", LOOK.format("1F1B"))

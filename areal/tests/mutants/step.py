@@ -16,10 +16,10 @@ from areal.api import IGNORE_INDEX
 from areal.engine.attention.token_stream import TokenStream
 from areal.tests.mutants.planting import Function, mutant
 
-LOOP = "dist/step/test_steps.py::test_a_loop_of_ones_own_equals_train_batch[{}]"
+LOOP = "dist/step/test_steps.py::test_custom_loop_equals_train_batch[{}]"
 THREE = "dist/step/test_steps.py::test_three_steps_track_the_reference[{}]"
-CALLS = "dist/step/test_steps.py::test_calls_then_a_step_equal_one_batch[{}]"
-SKIPPED = "dist/step/test_bad_losses.py::test_a_gradient_that_is_not_finite_skips_the_step[fsdp:d1]"
+CALLS = "dist/step/test_steps.py::test_accumulated_calls_equal_one_batch[{}]"
+SKIPPED = "dist/step/test_bad_losses.py::test_non_finite_gradient_skips_step[fsdp:d1]"
 
 
 # ---- divisor of the gradient
@@ -89,7 +89,7 @@ def filler_counted(right: Function) -> Function:
 
 @mutant(
     "areal.engine.schedule:SequentialSchedule.run",
-    "dist/step/test_caught.py::test_a_filler_reaches_no_process_function[w2-fsdp:d2]",
+    "dist/step/test_fillers_positions_dropout.py::test_filler_is_not_passed_to_process_function[w2-fsdp:d2]",
 )
 def filler_processed(right: Function) -> Function:
     """A filler is passed to the process function."""
@@ -103,7 +103,7 @@ def fillers_as_real(mbs: Any) -> Any:
 
 @mutant(
     "areal.engine.loss_step:LossStep.__call__",
-    "dist/step/test_faults.py::test_a_rank_without_weight_takes_part_and_its_loss_is_not_called[fsdp:d2c2]",
+    "dist/step/test_faults.py::test_loss_is_not_called_on_rank_without_weight[fsdp:d2c2]",
 )
 def loss_called_without_weight(right: Function) -> Function:
     """The loss function is called for a micro-batch without weight."""
@@ -168,7 +168,7 @@ def window_off_by_one(right: Function) -> Function:
 
 @mutant(
     "areal.engine.model.inputs:model_inputs",
-    "dist/step/test_caught.py::test_learned_positions_restart_with_each_sequence[fsdp:d1]",
+    "dist/step/test_fillers_positions_dropout.py::test_learned_positions_restart_per_sequence[fsdp:d1]",
 )
 def positions_run_on(right: Function) -> Function:
     """Positions do not restart with each sequence."""
@@ -182,7 +182,7 @@ def positions_run_on(right: Function) -> Function:
 
 @mutant(
     "areal.engine.attention.ulysses:ulysses_attention",
-    "dist/parallel/test_context_parallel.py::test_attention_and_its_gradients_equal_one_process[w4-kv2-ulysses]",
+    "dist/parallel/test_context_parallel.py::test_context_parallel_attention_equals_one_process[w4-kv2-ulysses]",
 )
 def key_heads_in_wrong_order(right: Function) -> Function:
     """Key heads, fewer than ranks, are repeated block-wise instead of one by one."""
@@ -214,7 +214,7 @@ def temperature_ignored_in_evaluation(right: Function) -> Function:
 
 @mutant(
     "areal.engine.components:EngineComponents.evaluating",
-    "dist/step/test_caught.py::test_an_evaluation_has_no_dropout_and_training_has_it_again[fsdp:d1]",
+    "dist/step/test_fillers_positions_dropout.py::test_eval_disables_dropout_and_restores_it[fsdp:d1]",
 )
 def dropout_in_evaluation(right: Function) -> Function:
     """An evaluation runs with dropout."""
@@ -266,7 +266,7 @@ def calls_do_not_add_up(right: Function) -> Function:
 
 @mutant(
     "areal.engine.base:BaseTrainEngine.eval_batch",
-    "dist/step/test_faults.py::test_calls_out_of_order_are_refused_and_change_nothing[fsdp:d1]",
+    "dist/step/test_faults.py::test_calls_out_of_order_raise_and_change_nothing[fsdp:d1]",
 )
 def evaluation_discards_gradients(right: Function) -> Function:
     """An evaluation discards pending gradients."""
@@ -314,7 +314,7 @@ def step_not_skipped(right: Function) -> Function:
 
 @mutant(
     "areal.engine.optimizer:lr_factor",
-    "unit/engine/test_lr_factor.py::test_rates_are_those_of_the_reference[warm-linear]",
+    "unit/engine/test_lr_factor.py::test_lr_factor_equals_reference[warm-linear]",
 )
 def warmup_subtracted_twice(right: Function) -> Function:
     """The decay of the schedule starts a second warm-up later."""
@@ -328,7 +328,7 @@ def warmup_subtracted_twice(right: Function) -> Function:
 
 @mutant(
     "areal.engine.optimizer:ClippingOptimizer.load_state_dict",
-    "dist/checkpoint/test_checkpoint.py::test_dcp_goes_on_bit_for_bit[adamw-fsdp:d1]",
+    "dist/checkpoint/test_checkpoint.py::test_dcp_checkpoint_resumes_bitwise[adamw-fsdp:d1]",
 )
 def checkpoint_without_schedule(right: Function) -> Function:
     """Loading a checkpoint does not restore the schedule."""
@@ -351,7 +351,7 @@ def evaluation_scaled_by_ranks(right: Function) -> Function:
 
 @mutant(
     "areal.engine.loss_step:Summary.add_metric",
-    "dist/step/test_engine.py::test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks[fsdp:d1]",
+    "dist/step/test_engine.py::test_mean_metric_is_weighted_over_micro_batches_and_ranks[fsdp:d1]",
 )
 def metrics_averaged_per_micro_batch(right: Function) -> Function:
     """A mean counts every micro-batch equally, independently of its weight."""
@@ -379,7 +379,7 @@ def order_not_restored(right: Function) -> Function:
 
 @mutant(
     "areal.utils.distributed:raise_together",
-    "dist/step/test_faults.py::test_a_process_function_that_fails_on_one_rank_raises_on_all[fsdp:d2]",
+    "dist/step/test_faults.py::test_process_function_error_on_one_rank_raises_on_all_ranks[fsdp:d2]",
 )
 def fault_stays_with_its_rank(right: Function) -> Function:
     """An error raises only on the rank where it occurred."""
@@ -388,7 +388,7 @@ def fault_stays_with_its_rank(right: Function) -> Function:
 
 @mutant(
     "areal.utils.data.microbatch:BatchPlan.digest",
-    "dist/step/test_faults.py::test_different_batches_on_ranks_that_share_a_part_are_refused[fsdp:c2]",
+    "dist/step/test_faults.py::test_different_batches_in_one_dp_shard_raise[fsdp:c2]",
 )
 def different_batches_accepted(right: Function) -> Function:
     """Different batches on ranks with the same data-parallel shard are accepted."""

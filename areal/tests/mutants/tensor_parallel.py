@@ -8,8 +8,8 @@ from torch import Tensor
 
 from areal.tests.mutants.planting import Function, mutant
 
-LOOP = "dist/step/test_steps.py::test_a_loop_of_ones_own_equals_train_batch[fsdp:t2]"
-BITS = "dist/parallel/test_tensor_parallel.py::test_what_every_rank_holds_stays_the_same_bit_for_bit[fsdp:t2]"
+LOOP = "dist/step/test_steps.py::test_custom_loop_equals_train_batch[fsdp:t2]"
+BITS = "dist/parallel/test_tensor_parallel.py::test_replicated_weights_stay_bitwise_equal[fsdp:t2]"
 
 
 @mutant("areal.utils.dtensor:local_part", BITS)

@@ -7,7 +7,10 @@ from typing import Any
 from areal.tests.mutants.planting import Function, mutant
 
 
-@mutant("areal.utils.profiling.phase_timer:TimedCall.read", "unit/engine/test_phase_timer.py::test_one_phase_at_a_time")
+@mutant(
+    "areal.utils.profiling.phase_timer:TimedCall.read",
+    "unit/engine/test_phase_timer.py::test_nested_phase_time_counts_only_for_the_innermost",
+)
 def reduction_counted_twice(right: Function) -> Function:
     """The time of a reduction is also counted in the backward around it."""
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from areal.api import SaveLoadMeta, TrainEngine
 from areal.utils.offload import optimizer_tensors
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import loss, local_batch, global_batch, same_bits, started, weights_of
 
 
 def train(engine: TrainEngine, steps: range) -> None:
     for step in steps:
-        assert engine.train_batch(mine(engine, ragged(step)), loss).update_successful
+        assert engine.train_batch(local_batch(engine, global_batch(step)), loss).update_successful
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def train(engine: TrainEngine, steps: range) -> None:
         pytest.param("fsdp:t2", marks=pytest.mark.world(2)),
     ],
 )
-def test_replicas_stay_one_and_a_run_goes_on_bit_for_bit(backend: str, tmp_path: Path) -> None:
+def test_bf16_adamw_replicas_stay_equal_and_resume_bitwise(backend: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"path": model_dir("qwen3"), "fsdp": {"optimizer_state_dtype": "bfloat16"}}
     with started(backend, **options) as engine:
         train(engine, range(5))

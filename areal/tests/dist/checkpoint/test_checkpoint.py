@@ -19,14 +19,14 @@ from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
-from areal.tests.harness.tiny import OPTIMIZER, gpt2_dir, layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import OPTIMIZER, gpt2_dir, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import world
 
 SGD = OptimizerConfig(type="sgd", lr=0.1, momentum=0.9)
 
 
 def step(engine: TrainEngine, seed: int) -> None:
-    engine.train_batch(mine(engine, ragged(seed)), loss)
+    engine.train_batch(local_batch(engine, global_batch(seed)), loss)
 
 
 def all_files(folder: Path) -> list[str]:
@@ -51,13 +51,13 @@ class Counter:
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4, but=("megatron:d1", "megatron:t2p2")))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_tied"])
-def test_hf_is_what_transformers_loads(backend: str, family: str, tmp_path: Path) -> None:
+def test_hf_checkpoint_loads_in_transformers(backend: str, family: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     with started(backend, path=model_dir(family), optimizer=SGD) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(path))
         trained = weights_of(engine)
-        samples = mine(engine, ragged())
+        samples = local_batch(engine, global_batch())
         outputs = engine.forward_batch(samples, outputs=("logits",))
     plain, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert plain.dtype == torch.float32
@@ -74,7 +74,7 @@ def test_hf_is_what_transformers_loads(backend: str, family: str, tmp_path: Path
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
+def test_hf_checkpoint_in_several_files_with_tokenizer(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
     source, path = tmp_path / "source", tmp_path / "saved"
     with started(f"fsdp:d{world_size}", value_head=True) as engine:
         if world().rank == 0:
@@ -104,7 +104,7 @@ def test_hf_in_several_files_with_what_belongs_beside_them(world_size: int, asyn
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4, engine="fsdp", but=("fsdp:p2",)))  # for a model with dropout
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, SGD], ids=["adamw", "sgd"])
-def test_dcp_goes_on_bit_for_bit(backend: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
+def test_dcp_checkpoint_resumes_bitwise(backend: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
     """Compare a run with dropout, a schedule and a value head that resumes after two steps with one that never stopped."""
     options: dict[str, Any] = {"path": gpt2_dir(resid_pdrop=0.2), "optimizer": optimizer, "value_head": True}
     with started(backend, **options) as engine:
@@ -138,7 +138,7 @@ def go_on(backend: str, read: str | None, write: str, seed: int) -> None:
 @needs_own_world
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_dcp_goes_on_in_other_layouts(tmp_path: Path) -> None:
+def test_dcp_checkpoint_resumes_in_other_layouts(tmp_path: Path) -> None:
     """Take one step in each of d4, d2, c2 and d1, compared with four steps in d1; then convert there and back without a step."""
     for run, chain in {"moved": ["d4", "d2", "c2", "d1"], "stayed": ["d1"] * 4}.items():
         read = None
@@ -156,7 +156,7 @@ def test_dcp_goes_on_in_other_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("other", ["fsdp:r2d2", "fsdp:c4", "fsdp:d2c2"])
-def test_dcp_in_another_layout_holds_the_same_bits(other: str, tmp_path: Path) -> None:
+def test_dcp_checkpoint_is_bitwise_equal_in_another_layout(other: str, tmp_path: Path) -> None:
     meta = SaveLoadMeta(tmp_path / "run", weight_format="dcp")
     with started("fsdp:d4") as engine:
         step(engine, 1)
@@ -173,7 +173,7 @@ def test_dcp_in_another_layout_holds_the_same_bits(other: str, tmp_path: Path) -
 
 
 @pytest.mark.world(2)
-def test_dcp_without_an_optimizer(tmp_path: Path) -> None:
+def test_dcp_checkpoint_without_optimizer(tmp_path: Path) -> None:
     light = SaveLoadMeta(tmp_path / "light", weight_format="dcp", with_optim=False)
     full = SaveLoadMeta(tmp_path / "full", weight_format="dcp")
     with started("fsdp:d2") as engine:
@@ -198,7 +198,7 @@ def test_dcp_without_an_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_an_asynchronous_save_holds_what_was_there_at_the_call(
+def test_async_save_contains_state_at_the_call(
     weight_format: Any, world_size: int, tmp_path: Path
 ) -> None:
     meta = SaveLoadMeta(tmp_path / "saved", weight_format=weight_format, asynchronous=True)
@@ -217,7 +217,7 @@ def test_an_asynchronous_save_holds_what_was_there_at_the_call(
 
 
 @pytest.mark.world(2)
-def test_an_asynchronous_save_is_published_while_training_goes_on(tmp_path: Path) -> None:
+def test_async_save_is_published_during_training(tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         engine.save(SaveLoadMeta(tmp_path / "saved", weight_format="dcp", asynchronous=True))
         for seed in range(200):
@@ -230,7 +230,7 @@ def test_an_asynchronous_save_is_published_while_training_goes_on(tmp_path: Path
 
 
 @pytest.mark.world(2)
-def test_leaving_the_engine_finishes_its_save(tmp_path: Path) -> None:
+def test_destroy_finishes_async_save(tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         engine.save(SaveLoadMeta(tmp_path / "saved", asynchronous=True))
     assert is_complete(tmp_path / "saved")
@@ -241,7 +241,7 @@ def test_leaving_the_engine_finishes_its_save(tmp_path: Path) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_keeps_the_newest_and_replaces(weight_format: Any, tmp_path: Path) -> None:
+def test_retention_keeps_newest_and_replaces(weight_format: Any, tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         for i in (0, 1, 2, 1):
             step(engine, i)
@@ -292,7 +292,7 @@ DAMAGES = {
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("weight_format", "damage"), [*DAMAGES])
-def test_a_damaged_file_is_named_and_nothing_is_loaded(weight_format: Any, damage: str, tmp_path: Path) -> None:
+def test_damaged_file_raises_and_loads_nothing(weight_format: Any, damage: str, tmp_path: Path) -> None:
     spoil, message = DAMAGES[weight_format, damage]
     meta = SaveLoadMeta(tmp_path / "saved", weight_format=weight_format)
     with started("fsdp:d2") as engine:
@@ -307,7 +307,7 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(weight_format: Any, damag
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_another_model_is_named_and_nothing_is_loaded(weight_format: Any, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_raises_and_loads_nothing(weight_format: Any, tmp_path: Path) -> None:
     others = {
         "wider": ({"intermediate_size": 64}, r"layers\.0\.mlp\.\w+\.weight' has shape.*but the model needs"),
         "deeper": ({"num_hidden_layers": 3}, r"has '[\w.]*layers\.2\.[\w.]+'.*has not"),
@@ -328,7 +328,7 @@ def test_another_model_is_named_and_nothing_is_loaded(weight_format: Any, tmp_pa
 
 
 @pytest.mark.world(2)
-def test_state_that_is_not_there_or_cannot_be_read_again(tmp_path: Path) -> None:
+def test_missing_or_unreadable_state_raises(tmp_path: Path) -> None:
     with started("fsdp:d2") as engine:
         with pytest.raises(ValueError, match=r"stateful\['data'\].*not a tensor"):
             engine.save(
@@ -347,7 +347,7 @@ def test_state_that_is_not_there_or_cannot_be_read_again(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("weight_format", "rank", "stage"), [("hf", 1, "writing"), ("hf", 0, "all written"), ("dcp", 1, "written")]
 )
-def test_a_rank_that_cannot_write_fails_the_save_on_all(
+def test_write_error_on_one_rank_raises_on_all_ranks(
     weight_format: Any, rank: int, stage: str, asynchronous: bool, tmp_path: Path
 ) -> None:
     def full_disk(reached: str) -> None:

@@ -106,7 +106,7 @@ def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | 
 @needs_own_world
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "weight_format", "asynchronous", "stage"), KILLS)
-def test_a_killed_rank_leaves_a_whole_checkpoint(
+def test_killed_rank_leaves_a_complete_checkpoint(
     backend: str, weight_format: str, asynchronous: bool, stage: str, tmp_path: Path
 ) -> None:
     victim = 0 if stage in ON_FIRST_RANK else 1
@@ -152,7 +152,7 @@ def save_with_four(folder: str, stage: str) -> None:
 
 @needs_own_world
 @pytest.mark.slow
-def test_survivors_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_survivors_of_a_save_raise_independently(tmp_path: Path) -> None:
     ended = run_world(4, save_with_four, str(tmp_path), "tensor 8")
     assert [end.code for end in ended] == [0, 0, -signal.SIGKILL, 0], "\n".join(end.output for end in ended)
     said = [(tmp_path / f"survivor{rank}").read_text().split(maxsplit=1) for rank in (0, 1, 3)]

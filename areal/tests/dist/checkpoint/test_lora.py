@@ -19,7 +19,7 @@ from areal.tests.grid.compare import assert_tensors
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir
 from areal.utils.dtensor import local_part
-from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
 
 FOUR = [pytest.mark.world(4), pytest.mark.thorough]
 LAYOUTS = [
@@ -43,7 +43,7 @@ def adapted(backend: str, **changes: Any) -> Any:
 
 def train(engine: TrainEngine, *seeds: int) -> None:
     for seed in seeds:
-        engine.train_batch(mine(engine, ragged(seed)), loss)
+        engine.train_batch(local_batch(engine, global_batch(seed)), loss)
 
 
 def of(engine: TrainEngine) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ def model_of(engine: Any) -> list[Tensor]:
 
 
 def logprobs(engine: TrainEngine, seed: int = 0) -> list[Tensor]:
-    return engine.forward_batch(mine(engine, ragged(seed)))
+    return engine.forward_batch(local_batch(engine, global_batch(seed)))
 
 
 def moments(engine: TrainEngine, name: str) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def moments(engine: TrainEngine, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_one_that_was_just_added_changes_nothing(backend: str) -> None:
+def test_new_adapter_does_not_change_outputs(backend: str) -> None:
     with started(backend) as engine:
         plain = logprobs(engine)
     with adapted(backend) as engine:
@@ -81,7 +81,7 @@ def test_one_that_was_just_added_changes_nothing(backend: str) -> None:
 
 
 @pytest.mark.world(2)
-def test_the_same_seed_draws_the_same_on_every_layout() -> None:
+def test_adapter_init_does_not_depend_on_layout() -> None:
     drawn = []
     for backend in ("fsdp:d2", "fsdp:t2", "megatron:t2", "megatron:p2"):
         with adapted(backend, seed=3) as engine:
@@ -90,7 +90,7 @@ def test_the_same_seed_draws_the_same_on_every_layout() -> None:
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_training_leaves_every_byte_of_the_model_alone(backend: str) -> None:
+def test_adapter_training_keeps_model_weights_bitwise(backend: str) -> None:
     with adapted(backend) as engine:
         before, start = [x.clone() for x in model_of(engine)], of(engine)
         plain = logprobs(engine)
@@ -103,7 +103,7 @@ def test_training_leaves_every_byte_of_the_model_alone(backend: str) -> None:
         with engine.reference():
             assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True))
             with pytest.raises(RuntimeError, match=r"inside reference\(\) nothing is trained"):
-                engine.train_batch(mine(engine, ragged(1)), loss)
+                engine.train_batch(local_batch(engine, global_batch(1)), loss)
         assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), trained, strict=True))
         copies: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
@@ -116,7 +116,7 @@ def test_training_leaves_every_byte_of_the_model_alone(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_adapters_are_isolated_bit_for_bit(backend: str) -> None:
+def test_adapters_are_isolated_bitwise(backend: str) -> None:
     """Train two adapters in turn, with gradients of both pending at the same time: each equals one that is trained alone."""
     alone = {}
     for name, seed in (("a", 11), ("b", 22)):
@@ -135,7 +135,7 @@ def test_adapters_are_isolated_bit_for_bit(backend: str) -> None:
         for number, name in enumerate("abab"):
             engine.adapters.select(name)
             step = {"a": 1, "b": 5}[name] + number // 2
-            engine.forward_backward(mine(engine, ragged(step)), loss)
+            engine.forward_backward(local_batch(engine, global_batch(step)), loss)
             other = "ab".replace(name, "")
             engine.adapters.select(other)
             if number % 2:
@@ -152,10 +152,10 @@ def test_adapters_are_isolated_bit_for_bit(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_looking_at_gradients_and_adding_more_counts_each_once(backend: str) -> None:
+def test_reading_gradients_then_accumulating_counts_each_once(backend: str) -> None:
     with adapted(backend) as engine:
         train(engine, 1)
-        everything = [mine(engine, ragged(seed)) for seed in (2, 3)]
+        everything = [local_batch(engine, global_batch(seed)) for seed in (2, 3)]
         for batch in everything:
             engine.forward_backward(batch, loss, normalization="sum")
         expected = gradients_of(engine)
@@ -168,7 +168,7 @@ def test_looking_at_gradients_and_adding_more_counts_each_once(backend: str) -> 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_tied"])
-def test_peft_loads_what_was_saved_and_the_other_way_round(backend: str, family: str, tmp_path: Path) -> None:
+def test_adapter_round_trips_with_peft(backend: str, family: str, tmp_path: Path) -> None:
     path = model_dir(family)
     theirs = adapter_dir(path, LORA)
     with adapted(backend, path=path) as engine:
@@ -195,7 +195,7 @@ def test_peft_loads_what_was_saved_and_the_other_way_round(backend: str, family:
 
 def mine_of(backend: str) -> list[dict[str, Tensor]]:
     with adapted(backend) as engine:
-        return mine(engine, ragged())
+        return local_batch(engine, global_batch())
 
 
 def scores(model: Any, sample: dict[str, Tensor]) -> Tensor:
@@ -216,7 +216,7 @@ def scores(model: Any, sample: dict[str, Tensor]) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_goes_on_in_another_layout(write: str, read: str, asynchronous: bool, tmp_path: Path) -> None:
+def test_adapter_run_resumes_in_another_layout(write: str, read: str, asynchronous: bool, tmp_path: Path) -> None:
     meta = SaveLoadMeta(tmp_path / "run", weight_format="dcp", asynchronous=asynchronous)
     with adapted(write) as engine:
         engine.adapters.add("second", LoRAConfig(rank=2, target_modules=("q_proj", "down_proj")), seed=5)
@@ -255,7 +255,7 @@ def test_a_run_goes_on_in_another_layout(write: str, read: str, asynchronous: bo
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_one_adapter_is_saved_and_goes_on_by_itself(backend: str, tmp_path: Path) -> None:
+def test_single_adapter_is_saved_and_resumed(backend: str, tmp_path: Path) -> None:
     with adapted(backend) as engine:
         train(engine, 1, 2)
         engine.adapters.save("default", tmp_path / "one", with_optim=True)
@@ -273,7 +273,7 @@ def test_one_adapter_is_saved_and_goes_on_by_itself(backend: str, tmp_path: Path
 
 
 @pytest.mark.world(1, 2)
-def test_names_and_files_that_are_wrong_are_refused(tmp_path: Path) -> None:
+def test_invalid_adapter_names_and_files_raise(tmp_path: Path) -> None:
     backend = f"fsdp:d{dist.get_world_size()}"
     with adapted(backend) as engine:
         adapters = engine.adapters
@@ -304,7 +304,7 @@ def test_names_and_files_that_are_wrong_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.world(1)
-def test_engines_without_adapters_say_so() -> None:
+def test_adapter_calls_raise_without_adapters() -> None:
     with started("fsdp:d1") as engine:
         with pytest.raises(RuntimeError, match=r"has no adapters: set TrainEngineConfig.lora"):
             _ = engine.adapters
@@ -317,7 +317,7 @@ def test_engines_without_adapters_say_so() -> None:
 
 
 @pytest.mark.world(1)
-def test_an_adapter_without_an_optimizer_computes() -> None:
+def test_adapter_without_optimizer_evaluates() -> None:
     theirs = adapter_dir(model_dir("qwen3"), LORA)
     with adapted("fsdp:d1", optimizer=None) as engine:
         plain = logprobs(engine)
@@ -329,12 +329,12 @@ def test_an_adapter_without_an_optimizer_computes() -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
-def test_offloading_the_model_changes_nothing(backend: str) -> None:
+def test_offload_with_adapter_changes_nothing(backend: str) -> None:
     results = []
     for offload in (False, True):
         with adapted(backend) as engine:
             for seed in (1, 2):
-                engine.forward_backward(mine(engine, ragged(seed)), loss)
+                engine.forward_backward(local_batch(engine, global_batch(seed)), loss)
                 if offload:
                     engine.offload()
                     assert all(x.untyped_storage().nbytes() == 0 for x in model_of(engine))

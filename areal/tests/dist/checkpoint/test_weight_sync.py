@@ -30,8 +30,8 @@ from areal.weight_sync import (
 )
 from areal.tests.grid.layouts import LORA, TOLERANCES, Cell, Layout, all_layouts
 from areal.tests.grid.models import adapter_dir, model_dir
-from areal.tests.grid.running import running
-from areal.tests.harness.tiny import layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.grid.cell_engine import start_cell
+from areal.tests.harness.tiny import layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import world
 from areal.utils.distributed import ControlPlane
 
@@ -174,15 +174,15 @@ def by_other_process(
 
 
 @pytest.mark.parametrize("layout", EVERY)
-def test_a_replica_becomes_the_trainer(layout: Layout, tmp_path: Path) -> None:
+def test_replica_equals_trainer_after_sync(layout: Layout, tmp_path: Path) -> None:
     cell = Cell(layout, family=layout.family, dtype="float32")
-    with running(cell, LEARN) as run:
+    with start_cell(cell, LEARN) as run:
         engine, everything = run.engine, run.samples()
         before = weights_of(engine)
         engine.train_batch(run.batch(), cell.objective.loss_fn, cell.objective.weight_fn)
         expected = weights_of(engine)
         assert not any(torch.equal(before[name], expected[name]) for name in before if "proj" in name)
-        own = run.mine
+        own = run.local_indices
         rows = engine.forward_batch([everything[i] for i in own])
         sequences = [sample["input_ids"] for sample in everything]
         shown = {
@@ -198,15 +198,15 @@ def test_a_replica_becomes_the_trainer(layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, also=("fsdp:t2", "megatron:t2")))
-def test_an_adapter_alone_goes_to_a_model_that_has_one(backend: str, tmp_path: Path) -> None:
-    path, everything = model_dir("qwen3_tied"), ragged()
+def test_adapter_only_sync(backend: str, tmp_path: Path) -> None:
+    path, everything = model_dir("qwen3_tied"), global_batch()
     adapter = adapter_dir(path, LORA)
     with started(backend, path=path, lora=LORA, optimizer=LEARN) as engine:
         engine.adapters.load("default", adapter)
-        engine.train_batch(mine(engine, everything), loss)
+        engine.train_batch(local_batch(engine, everything), loss)
         expected = {name: tensor.clone() for name, tensor in engine.adapters.named_tensors()}
-        rows = engine.forward_batch(mine(engine, everything))
-        sequences = [sample["input_ids"] for sample in mine(engine, everything)]
+        rows = engine.forward_batch(local_batch(engine, everything))
+        sequences = [sample["input_ids"] for sample in local_batch(engine, everything)]
         first = [everything[0]["input_ids"]]
         shown = {
             "direct": by_direct(engine, path, sequences, tmp_path, adapter),
@@ -224,20 +224,20 @@ def test_an_adapter_alone_goes_to_a_model_that_has_one(backend: str, tmp_path: P
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_bfloat16_replica_of_a_float32_master(backend: str, tmp_path: Path) -> None:
+def test_bfloat16_replica_of_float32_trainer(backend: str, tmp_path: Path) -> None:
     """The values are rounded once, either by the trainer or by the replica."""
-    path, everything = model_dir("qwen3"), ragged()
+    path, everything = model_dir("qwen3"), global_batch()
     with started(backend, path=path, dtype="bfloat16", optimizer=LEARN) as engine:
-        engine.train_batch(mine(engine, everything), loss)
+        engine.train_batch(local_batch(engine, everything), loss)
         expected = {name: tensor.bfloat16() for name, tensor in weights_of(engine).items()}
-        rows = engine.forward_batch(mine(engine, everything))
+        rows = engine.forward_batch(local_batch(engine, everything))
         modules = [replica(path, torch.bfloat16) for _ in range(2)]
         control: ControlPlane = engine.control  # type: ignore[attr-defined]
         DirectTransport(control, modules[0]).send(engine, 1)
         meta = DiskTransport(control, tmp_path / "w", cast=torch.bfloat16).send(engine, 1)
         assert meta.nbytes == 2 * sum(tensor.numel() for tensor in expected.values())
         DiskReceiver(tmp_path / "w", modules[1]).receive(0)
-        sequences = [sample["input_ids"] for sample in mine(engine, everything)]
+        sequences = [sample["input_ids"] for sample in local_batch(engine, everything)]
     for module in modules:
         weights, logprobs = looked_at(module, sequences)
         assert same_bits(weights, expected)
@@ -247,7 +247,7 @@ def test_a_bfloat16_replica_of_a_float32_master(backend: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("backend", layouts(2))
 @pytest.mark.parametrize("stage", ["draft opened", "in file 2", "written"])
-def test_a_fault_of_the_sending_rank_is_raised_on_all_and_the_engine_goes_on(
+def test_sender_fault_raises_on_all_ranks_and_engine_continues(
     backend: str, stage: str, tmp_path: Path
 ) -> None:
     armed = [True]
@@ -265,14 +265,14 @@ def test_a_fault_of_the_sending_rank_is_raised_on_all_and_the_engine_goes_on(
         transport.send(engine, 2)
         module = replica(model_dir("qwen3"))
         assert DiskReceiver(tmp_path / "w", module).receive(0) == 2
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
 
 
 @pytest.mark.parametrize("backend", layouts(2))
-def test_replicas_on_some_ranks_alone(backend: str) -> None:
+def test_replicas_on_some_ranks_only(backend: str) -> None:
     path = model_dir("qwen3")
     with started(backend, path=path) as engine:
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         module = replica(path) if world().rank == 1 else None
         transport = DirectTransport(engine.control, module)  # type: ignore[attr-defined]
         meta = transport.send(engine, 3)

@@ -20,7 +20,7 @@ from areal.engine.checkpoint.tensor_layout import disk_layout, stored_tensors
 from areal.engine.registry import create_engine
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.tests.grid.models import FAMILIES, model_dir
-from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import cached, world
 
 
@@ -39,7 +39,7 @@ def layout(world_size: int) -> str:
 
 @pytest.mark.world(1, 2, 4)
 @pytest.mark.parametrize("family", [*FAMILIES])
-def test_streams_what_transformers_wrote(family: str, world_size: int) -> None:
+def test_named_tensors_equal_hf_files(family: str, world_size: int) -> None:
     path = model_dir(family)
     with started(f"fsdp:d{world_size}", path=path) as engine:
         assert same_bits(weights_of(engine), on_disk(path))
@@ -49,7 +49,7 @@ def test_streams_what_transformers_wrote(family: str, world_size: int) -> None:
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "qwen3_tied"])
-def test_computed_buffers_and_ties_survive_the_meta_device(family: str, world_size: int) -> None:
+def test_meta_device_init_keeps_buffers_and_ties(family: str, world_size: int) -> None:
     path = model_dir(family)
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with started(layout(world_size), path=path) as engine:
@@ -63,7 +63,7 @@ def test_computed_buffers_and_ties_survive_the_meta_device(family: str, world_si
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_each_rank_reads_its_own_slices(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_only_its_slices(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read, original = [], TensorFiles.read
 
     def counting(files: TensorFiles, key: str, index: tuple[slice, ...]) -> Tensor:
@@ -82,7 +82,7 @@ def test_each_rank_reads_its_own_slices(family: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.world(1, 2, 4)
-def test_random_weights_are_the_same_on_every_layout(world_size: int) -> None:
+def test_random_weights_are_equal_on_every_layout(world_size: int) -> None:
     path = model_dir("qwen3_moe")
     with started(layout(world_size), path=path, init_from_scratch=True, value_head=True, seed=5) as engine:
         weights = weights_of(engine)
@@ -96,7 +96,7 @@ def test_random_weights_are_the_same_on_every_layout(world_size: int) -> None:
 
 
 @pytest.mark.world(2, 4)
-def test_an_engine_outlives_another_of_the_same_layout(world_size: int) -> None:
+def test_engine_works_after_another_of_same_layout_is_destroyed(world_size: int) -> None:
     """The meshes are equal, and torch caches sharded-tensor data by mesh: process groups must not be mixed up."""
     backend = {2: "fsdp:d2", 4: "fsdp:r2d2"}[world_size]
     with started(backend) as outer:
@@ -105,15 +105,15 @@ def test_an_engine_outlives_another_of_the_same_layout(world_size: int) -> None:
             with started(backend, optimizer=None) as inner:
                 assert same_bits(weights_of(inner), before)
         assert same_bits(weights_of(outer), before)
-        outer.train_batch(mine(outer, ragged()), loss)
+        outer.train_batch(local_batch(outer, global_batch()), loss)
         assert not same_bits(weights_of(outer), before)
 
 
 @pytest.mark.world(1, 2)
-def test_gradients_have_the_names_of_the_weights_and_zeros_where_there_are_none(world_size: int) -> None:
+def test_named_gradients_have_weight_names_and_zeros_if_missing(world_size: int) -> None:
     path = model_dir("qwen3_moe")
     with started(f"fsdp:d{world_size}", path=path, value_head=True) as engine:
-        engine.forward_backward(mine(engine, ragged()), loss)
+        engine.forward_backward(local_batch(engine, global_batch()), loss)
         gradients = gradients_of(engine)
         engine.zero_grad()
         shapes = {name: tensor.shape for name, tensor in weights_of(engine).items()}
@@ -124,17 +124,17 @@ def test_gradients_have_the_names_of_the_weights_and_zeros_where_there_are_none(
 
 
 @pytest.mark.world(1, 2)
-def test_streamed_weights_are_copies(world_size: int) -> None:
+def test_named_tensors_are_copies(world_size: int) -> None:
     with started(f"fsdp:d{world_size}") as engine:
         kept = dict(engine.named_tensors())
         before = {name: tensor.clone() for name, tensor in kept.items()}
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         assert same_bits(kept, before)
         assert not same_bits(weights_of(engine), before)
 
 
 @pytest.mark.world(1, 2)
-def test_a_value_head_is_read_from_its_own_file(world_size: int, tmp_path: Path) -> None:
+def test_value_head_is_read_from_its_file(world_size: int, tmp_path: Path) -> None:
     folder = copied("qwen3", tmp_path)
     head = torch.arange(32.0).view(1, 32)
     if world().rank == 0:
@@ -146,7 +146,7 @@ def test_a_value_head_is_read_from_its_own_file(world_size: int, tmp_path: Path)
         assert "value_head.weight" not in weights_of(engine)
 
 
-def test_a_form_that_has_no_slices_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_conversion_without_slices_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     transposed = WeightConverter("q_proj.weight", "q_proj.weight", [Transpose(0, 1)])
     monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda hf, add_legacy: [transposed])
     model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"))
@@ -154,7 +154,7 @@ def test_a_form_that_has_no_slices_is_refused_by_name(monkeypatch: pytest.Monkey
         disk_layout(model)
 
 
-def test_pieces_cover_every_tensor_once() -> None:
+def test_slices_cover_every_tensor_once() -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3_moe"))
     tensors = dict(stored_tensors(model))
     for name, pieces in disk_layout(model).items():
@@ -215,7 +215,7 @@ DAMAGES = {
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("damage", [*DAMAGES])
-def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Path) -> None:
+def test_mismatched_files_raise_on_every_rank(damage: str, tmp_path: Path) -> None:
     apply, message = DAMAGES[damage]
     folder = copied("qwen3", tmp_path)
     if world().rank == 0:
@@ -229,7 +229,7 @@ def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Pa
 
 
 @pytest.mark.world(2)
-def test_extra_keys_that_are_no_fault(tmp_path: Path) -> None:
+def test_known_extra_keys_are_ignored(tmp_path: Path) -> None:
     folder = copied("qwen3_tied", tmp_path)
     if world().rank == 0:
         edit(

@@ -16,8 +16,8 @@ from areal.api.config import MegatronConfig
 from areal.engine.registry import create_engine
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
-from areal.tests.grid.running import STAND_STILL, running
-from areal.tests.harness.tiny import config, loss, mine, ragged, started
+from areal.tests.grid.cell_engine import ZERO_LR, start_cell
+from areal.tests.harness.tiny import config, loss, local_batch, global_batch, started
 
 pytest.importorskip("megatron.core")
 
@@ -50,9 +50,9 @@ def counted_reductions() -> Iterator[list[int]]:
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["plain", "overlap"])
-def test_gradients_are_reduced_once_per_step_however_many_calls(overlap: dict[str, Any], world_size: int) -> None:
+def test_megatron_reduces_gradients_once_per_step(overlap: dict[str, Any], world_size: int) -> None:
     backend = {2: "megatron:d2", 4: "megatron:d2p2"}[world_size]
-    with running(cell(backend, **overlap)) as run, counted_reductions() as count:
+    with start_cell(cell(backend, **overlap)) as run, counted_reductions() as count:
         engine, batch = run.engine, run.batch()
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
@@ -73,8 +73,8 @@ def test_gradients_are_reduced_once_per_step_however_many_calls(overlap: dict[st
 
 
 @pytest.mark.world(2)
-def test_an_overlapped_reduction_starts_in_the_backward(world_size: int) -> None:
-    with running(cell("megatron:d2", **OVERLAP)) as run, counted_reductions() as count:
+def test_overlapped_reduction_starts_in_backward(world_size: int) -> None:
+    with start_cell(cell("megatron:d2", **OVERLAP)) as run, counted_reductions() as count:
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         run.engine.train_batch(run.batch(), *call)
         seen = []
@@ -92,10 +92,10 @@ def test_an_overlapped_reduction_starts_in_the_backward(world_size: int) -> None
     [("megatron:d2", {}), ("megatron:d2", OVERLAP), ("megatron:t2", {}), ("megatron:p2", {})],
     ids=["d2", "d2-overlap", "t2", "p2"],
 )
-def test_looking_at_gradients_between_calls_changes_nothing(
+def test_reading_gradients_between_calls_changes_nothing(
     backend: str, options: dict[str, Any], world_size: int
 ) -> None:
-    with running(cell(backend, family="qwen3_tied", **options)) as run:
+    with start_cell(cell(backend, family="qwen3_tied", **options)) as run:
         engine, batch = run.engine, run.batch()
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
@@ -116,8 +116,8 @@ def test_looking_at_gradients_between_calls_changes_nothing(
     ],
     ids=["1+2", "3+1", "3+2"],
 )
-def test_stages_of_unequal_depth(options: dict[str, int], layers: int, world_size: int) -> None:
-    with running(cell("megatron:p2", dtype="float64", changes={"num_hidden_layers": layers}, **options)) as run:
+def test_pipeline_stages_of_unequal_depth(options: dict[str, int], layers: int, world_size: int) -> None:
+    with start_cell(cell("megatron:p2", dtype="float64", changes={"num_hidden_layers": layers}, **options)) as run:
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
         held = [len(chunk.module.decoder.layers) for chunk in run.engine._parts.model]
@@ -128,7 +128,7 @@ def test_stages_of_unequal_depth(options: dict[str, int], layers: int, world_siz
 
 
 @pytest.mark.world(1, 2)
-def test_sliding_windows(world_size: int) -> None:
+def test_megatron_sliding_windows(world_size: int) -> None:
     windows = {
         "use_sliding_window": True,
         "sliding_window": 4,
@@ -136,7 +136,7 @@ def test_sliding_windows(world_size: int) -> None:
         "layer_types": ["full_attention", "sliding_attention"],
     }
     backend = {1: "megatron:d1", 2: "megatron:c2"}[world_size]
-    with running(cell(backend, family="qwen2", dtype="float64", changes=windows)) as run:
+    with start_cell(cell(backend, family="qwen2", dtype="float64", changes=windows)) as run:
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
         assert_step(run.engine.forward_backward(run.batch(), *call), expected, run.cell.tolerance)
@@ -153,11 +153,11 @@ def test_sliding_windows(world_size: int) -> None:
         ("megatron:d1", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
     ],
 )
-def test_what_would_be_built_wrongly_is_refused(
+def test_unsupported_model_configurations_raise(
     backend: str, changes: dict[str, Any], said: str, world_size: int
 ) -> None:
     made = cell(backend, family="llama", changes=changes)
-    engine = create_engine(made.config(STAND_STILL))
+    engine = create_engine(made.config(ZERO_LR))
     with pytest.raises(ValueError, match=said):
         engine.initialize(FinetuneSpec(total_train_steps=1))
     engine.destroy()
@@ -176,35 +176,35 @@ def test_what_would_be_built_wrongly_is_refused(
         ("megatron:d2", "qwen3", {"first_stage_layers": 1}, "no pipeline"),
     ],
 )
-def test_layouts_that_a_model_cannot_take_are_refused_on_every_rank(
+def test_layouts_unsupported_by_model_raise_on_every_rank(
     backend: str, family: str, options: dict[str, Any], said: str, world_size: int
 ) -> None:
-    engine = create_engine(cell(backend, family=family, **options).config(STAND_STILL))
+    engine = create_engine(cell(backend, family=family, **options).config(ZERO_LR))
     with pytest.raises(ValueError, match=said):
         engine.initialize(FinetuneSpec(total_train_steps=1))
     engine.destroy()
 
 
 @pytest.mark.world(1)
-def test_what_it_cannot_recompute_is_refused() -> None:
+def test_unsupported_recomputation_raises() -> None:
     with create_engine(config("megatron:d1", activation_checkpointing="selective")) as engine:
         with pytest.raises(ValueError, match="'selective': the Megatron engine has 'none' and 'full'"):
             engine.initialize(FinetuneSpec(total_train_steps=1))
 
 
-def test_overlapped_gathers_need_what_they_overlap_with() -> None:
+def test_overlapped_gather_requires_overlapped_reduction() -> None:
     with pytest.raises(ValueError, match="overlap_param_gather = True needs"):
         MegatronConfig(overlap_param_gather=True)
 
 
 @pytest.mark.world(2)
-def test_two_layouts_take_turns_in_one_world(world_size: int) -> None:
+def test_two_layouts_alternate_in_one_world(world_size: int) -> None:
     """Train each engine with steps of the other in between: each trains as it does alone."""
     from megatron.core import parallel_state
 
     def alone(backend: str) -> list[float]:
         with started(backend) as engine:
-            return [engine.train_batch(mine(engine, ragged(seed)), loss).loss for seed in range(3)]
+            return [engine.train_batch(local_batch(engine, global_batch(seed)), loss).loss for seed in range(3)]
 
     expected = {backend: alone(backend) for backend in ("megatron:p2", "megatron:d2", "fsdp:d2")}
     engines = {backend: create_engine(config(backend)) for backend in expected}
@@ -213,7 +213,7 @@ def test_two_layouts_take_turns_in_one_world(world_size: int) -> None:
     found: dict[str, list[float]] = {backend: [] for backend in expected}
     for seed in range(3):
         for backend, engine in engines.items():
-            found[backend].append(engine.train_batch(mine(engine, ragged(seed)), loss).loss)
+            found[backend].append(engine.train_batch(local_batch(engine, global_batch(seed)), loss).loss)
     for engine in engines.values():
         engine.destroy()
     assert found == expected
@@ -221,7 +221,7 @@ def test_two_layouts_take_turns_in_one_world(world_size: int) -> None:
 
 
 @pytest.mark.world(1)
-def test_the_cpu_stands_in_for_cuda_alone(world_size: int) -> None:
+def test_cpu_patch_raises_if_cuda_is_available(world_size: int) -> None:
     from areal.engine.megatron import cpu
 
     with (
@@ -232,7 +232,7 @@ def test_the_cpu_stands_in_for_cuda_alone(world_size: int) -> None:
 
 
 @pytest.mark.world(1)
-def test_what_the_cpu_answers_is_seen_by_megatron_alone(world_size: int) -> None:
+def test_cpu_patch_is_visible_only_to_megatron(world_size: int) -> None:
     with started("megatron:d1"):
         assert torch.zeros(1).type() == "torch.FloatTensor"
         with FakeTensorMode():

@@ -55,7 +55,7 @@ SAME: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.world(world)) for name, (world, *_) in SAME.items()]
 )
-def test_goes_on_bit_for_bit(name: str, asynchronous: bool, tmp_path: Path) -> None:
+def test_megatron_checkpoint_resumes_bitwise(name: str, asynchronous: bool, tmp_path: Path) -> None:
     """Compare a run with a schedule that resumes after two steps with one that never stopped."""
     _, letters, family, options = SAME[name]
     options = {"path": model(family), **options}
@@ -81,7 +81,7 @@ def test_goes_on_bit_for_bit(name: str, asynchronous: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.world(2)
-def test_parameters_on_their_way_are_saved(tmp_path: Path) -> None:
+def test_pending_gathered_parameters_are_saved(tmp_path: Path) -> None:
     """With overlap the updated parameters are gathered in the next forward, which does not happen here."""
     with started("megatron:d2", path=model(), dtype="bfloat16", **OVERLAP) as engine:
         step(engine, 1)
@@ -116,7 +116,7 @@ CHAINS: dict[str, tuple[int, str, dict[str, Any], list[tuple[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.world(world)) for n, (world, *_) in CHAINS.items()])
-def test_other_layouts_hold_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_megatron_checkpoint_is_bitwise_equal_in_other_layouts(name: str, tmp_path: Path) -> None:
     """Load in one layout after the other and save without a step: weights, main parameters and moments stay equal."""
     _, family, options, chain = CHAINS[name]
     options = {"path": model(family), **options}
@@ -139,7 +139,7 @@ def test_other_layouts_hold_the_same_bits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.world(2)
-def test_interleaved_stages(tmp_path: Path) -> None:
+def test_checkpoint_of_interleaved_stages(tmp_path: Path) -> None:
     with started("megatron:p2v2", path=model(**DEEP)) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "v2", DCP))
@@ -152,7 +152,7 @@ def test_interleaved_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_vocabulary_that_ranks_cannot_share_evenly(tmp_path: Path) -> None:
+def test_checkpoint_of_uneven_vocabulary(tmp_path: Path) -> None:
     path = model(vocab_size=VOCAB + 1)
     with started("megatron:t2", path=path) as engine:
         step(engine, 1)
@@ -182,7 +182,7 @@ DTYPES = {
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", [*DTYPES])
-def test_main_parameters_come_back_in_another_dtype(name: str, tmp_path: Path) -> None:
+def test_main_parameters_load_in_another_dtype(name: str, tmp_path: Path) -> None:
     """Main parameters are restored in full, wherever the optimizer keeps them."""
     dtype, more, other, others = DTYPES[name]
     with started("megatron:d2", path=model(), dtype=dtype, **more) as engine:
@@ -214,7 +214,7 @@ RUNS = {"qwen3": ["t2", "p2v2", "p2", "d2", "d1"], "qwen3_moe": ["e2", "d2", "e2
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
+def test_megatron_checkpoint_resumes_in_other_layouts(family: str, tmp_path: Path) -> None:
     """Take one step in each layout, compared with a run that never stopped."""
     chain = RUNS[family]
     for run, layouts in {"moved": chain, "stayed": ["d1"] * len(chain)}.items():
@@ -240,7 +240,7 @@ def test_goes_on_in_other_layouts(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("letters", "family"), [("p2", "qwen3"), ("t2", "qwen3"), ("e2", "qwen3_moe")])
-def test_megatron_core_loads_it(letters: str, family: str, tmp_path: Path) -> None:
+def test_checkpoint_loads_in_megatron_core(letters: str, family: str, tmp_path: Path) -> None:
     """Load with ``dist_checkpointing.load`` into the state that Megatron-Core's optimizer requests."""
     from megatron.core import dist_checkpointing
 
@@ -278,7 +278,7 @@ def test_megatron_core_loads_it(letters: str, family: str, tmp_path: Path) -> No
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("letters", ["t2", "p2"])
-def test_loads_what_the_fsdp_engine_saved(letters: str, tmp_path: Path) -> None:
+def test_megatron_loads_fsdp_checkpoint(letters: str, tmp_path: Path) -> None:
     with started("fsdp:d2", path=model()) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "hf"))
@@ -293,7 +293,7 @@ def test_loads_what_the_fsdp_engine_saved(letters: str, tmp_path: Path) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_an_optimizer(dtype: str, tmp_path: Path) -> None:
+def test_megatron_checkpoint_without_optimizer(dtype: str, tmp_path: Path) -> None:
     light, full = SaveLoadMeta(tmp_path / "light", DCP, with_optim=False), SaveLoadMeta(tmp_path / "full", DCP)
     with started("megatron:d2", path=model(), dtype=dtype) as engine:
         step(engine, 1)
@@ -317,7 +317,7 @@ def test_without_an_optimizer(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.world(2)
-def test_an_asynchronous_save_holds_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_async_save_contains_state_at_the_call(tmp_path: Path) -> None:
     """The tensors change in place during the save."""
     meta = SaveLoadMeta(tmp_path / "saved", DCP, asynchronous=True)
     with started("megatron:d2", path=model()) as engine:
@@ -332,7 +332,7 @@ def test_an_asynchronous_save_holds_what_was_there_at_the_call(tmp_path: Path) -
 
 
 @pytest.mark.world(2)
-def test_keeps_the_newest(tmp_path: Path) -> None:
+def test_megatron_retention_keeps_newest(tmp_path: Path) -> None:
     with started("megatron:p2", path=model()) as engine:
         for i in (0, 1, 2, 1):
             step(engine, i)
@@ -351,7 +351,7 @@ DAMAGES = {
 
 
 @pytest.mark.world(2)
-def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_damaged_file_raises_and_loads_nothing(tmp_path: Path) -> None:
     with started("megatron:p2", path=model()) as engine:
         engine.save(SaveLoadMeta(tmp_path / "saved", DCP))
         step(engine, 1)
@@ -372,7 +372,7 @@ OTHERS = {
 
 
 @pytest.mark.world(2)
-def test_another_model_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_raises_and_loads_nothing(tmp_path: Path) -> None:
     for name, (changes, _) in OTHERS.items():
         with started("megatron:p2", path=model(**changes), value_head=name == "valued") as engine:
             engine.save(SaveLoadMeta(tmp_path / name, DCP))

@@ -10,8 +10,8 @@ from areal.engine.registry import create_engine
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import model_dir
-from areal.tests.grid.running import STAND_STILL, running
-from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.grid.cell_engine import ZERO_LR, start_cell
+from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
 
 pytest.importorskip("megatron.core")
 
@@ -36,9 +36,9 @@ YARN = {
         pytest.param("megatron:e2", FAMILY, {"n_group": 1}, marks=pytest.mark.world(2), id="one group"),
     ],
 )
-def test_other_configurations_agree_with_the_reference(backend: str, family: str, changes: dict[str, Any]) -> None:
+def test_latent_attention_configurations_agree_with_the_reference(backend: str, family: str, changes: dict[str, Any]) -> None:
     layout = Layout(backend, options={"activation_checkpointing": "full"}, changes=changes)
-    with running(Cell(layout, family, cut="tokens24")) as run:
+    with start_cell(Cell(layout, family, cut="tokens24")) as run:
         expected, _ = run.expected()
         objective = run.cell.objective
         step = run.engine.forward_backward(run.batch(), objective.loss_fn, objective.weight_fn)
@@ -49,12 +49,12 @@ def test_other_configurations_agree_with_the_reference(backend: str, family: str
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bias_of_a_router_is_a_weight_that_no_step_changes(dtype: str, world_size: int, tmp_path: Path) -> None:
+def test_router_bias_is_not_trained(dtype: str, world_size: int, tmp_path: Path) -> None:
     path = model_dir(FAMILY)
     here, there = {1: ("megatron:d1", "megatron:d1"), 2: ("megatron:e2", "megatron:p2")}[world_size]
     with started(here, path=path, dtype=dtype) as engine:
         start = weights_of(engine)
-        engine.forward_backward(mine(engine, ragged()), loss)
+        engine.forward_backward(local_batch(engine, global_batch()), loss)
         assert start.keys() - gradients_of(engine).keys() == {BIAS}
         engine.optimizer_step()
         trained = weights_of(engine)
@@ -78,10 +78,10 @@ def test_the_bias_of_a_router_is_a_weight_that_no_step_changes(dtype: str, world
         ({"n_group": 4, "topk_group": 2}, {}, "topk_group = 2"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(
+def test_unsupported_latent_attention_raises(
     changes: dict[str, Any], options: dict[str, Any], said: str, world_size: int
 ) -> None:
-    engine = create_engine(config("megatron:d1", path=model_dir(FAMILY, **changes), optimizer=STAND_STILL, **options))
+    engine = create_engine(config("megatron:d1", path=model_dir(FAMILY, **changes), optimizer=ZERO_LR, **options))
     with pytest.raises(ValueError, match=said):
         engine.initialize(FinetuneSpec(total_train_steps=1))
     engine.destroy()

@@ -20,7 +20,7 @@ from areal.engine.checkpoint.async_save import Saver, ignore
 from areal.tests.dist.checkpoint.test_weights import DAMAGES, copied, edit, on_disk
 from areal.tests.grid.layouts import LAYOUTS, Layout
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import config, gradients_of, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import cached, world
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_tied", "smollm", "qwen3_moe", "deepseek_v3")
@@ -85,7 +85,7 @@ def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **op
 
 
 @pytest.mark.parametrize(("layout", "family"), everywhere(*FAMILIES))
-def test_streams_and_saves_what_transformers_wrote(layout: Layout, family: str, tmp_path: Path) -> None:
+def test_megatron_streams_and_saves_hf_files(layout: Layout, family: str, tmp_path: Path) -> None:
     path = model_dir(family, **layout.changes)
     with started(layout.backend, path=path) as engine:
         assert same_bits(weights_of(engine), on_disk(path))
@@ -107,7 +107,7 @@ VOCABULARIES = [(2, "t2", 111), (4, "t2p2", 111), (4, "t4", 5)]
     [pytest.param(b, v, marks=pytest.mark.world(size), id=f"{b}-{v}") for size, b, v in VOCABULARIES],
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_tied"])
-def test_vocabularies_that_do_not_divide(letters: str, vocabulary: int, family: str, tmp_path: Path) -> None:
+def test_weights_of_uneven_vocabulary(letters: str, vocabulary: int, family: str, tmp_path: Path) -> None:
     """Padding rows are not weights; with five rows over four ranks, the last rank gets padding only."""
     path = model_dir(family, vocab_size=vocabulary, num_key_value_heads=4)
     with started(f"megatron:{letters}", path=path) as engine:
@@ -117,7 +117,7 @@ def test_vocabularies_that_do_not_divide(letters: str, vocabulary: int, family: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", mixtures())
-def test_any_bits_are_streamed_as_they_are(backend: str, dtype: str) -> None:
+def test_named_tensors_keep_any_bits(backend: str, dtype: str) -> None:
     """Stream negative zeros, infinities and NaNs of every kind."""
     integers, n = {"float32": (torch.int32, 2**31), "bfloat16": (torch.int16, 2**15)}[dtype]
     generator = torch.Generator().manual_seed(1)
@@ -134,7 +134,7 @@ def test_any_bits_are_streamed_as_they_are(backend: str, dtype: str) -> None:
 
 
 @pytest.mark.world(4)
-def test_each_rank_reads_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_only_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     read, original = [], TensorFiles.read
 
     def counting(files: TensorFiles, key: str, index: tuple[slice, ...]) -> Tensor:
@@ -157,14 +157,14 @@ def test_each_rank_reads_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 @pytest.mark.parametrize("backend", mixtures())
-def test_float32_files_reach_the_main_parameters_unrounded(backend: str, distributed: bool, tmp_path: Path) -> None:
+def test_main_parameters_load_float32_files_unrounded(backend: str, distributed: bool, tmp_path: Path) -> None:
     """Compare at the start, after a later load, and after a step."""
     first, second = moe(), moe(seed=2)
     settings = {"distributed_optimizer": distributed}
     with started(backend, path=first, dtype="bfloat16", optimizer=ADAMW, megatron=settings) as engine:
         assert same_bits(weights_of(engine), rounded(on_disk(first)))
         assert same_bits(saved(engine, tmp_path / "first"), on_disk(first))
-        engine.forward_backward(mine(engine, ragged()), loss)
+        engine.forward_backward(local_batch(engine, global_batch()), loss)
         gradients = gradients_of(engine)
         engine.optimizer_step()
         stepped = saved(engine, tmp_path / "stepped")
@@ -188,7 +188,7 @@ def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", mixtures())
-def test_random_weights_are_those_of_the_fsdp_engine(backend: str, tmp_path: Path) -> None:
+def test_random_weights_equal_the_fsdp_engine(backend: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"path": moe(), "init_from_scratch": True, "value_head": True, "seed": 5}
     with started(f"fsdp:d{dist.get_world_size()}", **options) as engine:
         expected = weights_of(engine)
@@ -216,13 +216,13 @@ def test_random_weights_of_other_families(family: str, world_size: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("layout", "family"), everywhere("qwen3_tied", "qwen3_moe"))
-def test_hf_is_what_transformers_loads(layout: Layout, family: str, tmp_path: Path) -> None:
+def test_hf_checkpoint_loads_in_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     with started(layout.backend, path=model_dir(family, **layout.changes), optimizer=ADAMW) as engine:
-        engine.train_batch(mine(engine, ragged(1)), loss)
+        engine.train_batch(local_batch(engine, global_batch(1)), loss)
         save_hf(engine, path)
         trained = weights_of(engine)
-        samples = mine(engine, ragged())
+        samples = local_batch(engine, global_batch())
         outputs = engine.forward_batch(samples, outputs=("logits",))
     plain, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert plain.dtype == torch.float32
@@ -235,13 +235,13 @@ def test_hf_is_what_transformers_loads(layout: Layout, family: str, tmp_path: Pa
 
 @pytest.mark.world(1, 2, 4)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_hf_in_several_files(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
+def test_megatron_hf_checkpoint_in_several_files(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
     """An asynchronous save contains the weights at the time of the call, and config.json describes them."""
     backend, path = {1: "d1", 2: "t2", 4: "t2p2"}[world_size], tmp_path / "saved"
     source = model_dir("qwen3", value_head=True)
     with started(f"megatron:{backend}", path=source, dtype="bfloat16", value_head=True) as engine:
         saver = save_hf(engine, path, asynchronous=asynchronous, max_file_bytes=12_000)
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         saver.wait()
     found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
     head = load_file(Path(source) / "value_head.safetensors")
@@ -256,24 +256,24 @@ def test_hf_in_several_files(world_size: int, asynchronous: bool, tmp_path: Path
 
 
 @pytest.mark.world(2)
-def test_without_an_optimizer_the_parameters_are_written(tmp_path: Path) -> None:
+def test_hf_checkpoint_without_optimizer_has_parameters(tmp_path: Path) -> None:
     with started("megatron:p2", dtype="bfloat16", optimizer=None) as engine:
         assert same_bits(saved(engine, tmp_path / "saved"), rounded(on_disk(model_dir("qwen3"))))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.world(2)
-def test_weights_that_a_gather_still_owes_are_there(tmp_path: Path) -> None:
+def test_pending_gathered_weights_are_streamed(tmp_path: Path) -> None:
     """With overlapped gathers a step leaves parameters to be gathered by the next forward or by the first reader."""
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
     with started("megatron:d2", megatron=overlap, optimizer=ADAMW) as engine:
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         found = saved(engine, tmp_path / "saved")
         assert same_bits(found, weights_of(engine))
         assert not same_bits(found, on_disk(model_dir("qwen3")))
-        engine.train_batch(mine(engine, ragged(1)), loss)
+        engine.train_batch(local_batch(engine, global_batch(1)), loss)
         engine._parts.weights.read(Path(model_dir("qwen3")))
-        engine.eval_batch(mine(engine, ragged()), loss)
+        engine.eval_batch(local_batch(engine, global_batch()), loss)
         assert same_bits(weights_of(engine), on_disk(model_dir("qwen3")))
 
 
@@ -282,7 +282,7 @@ def test_weights_that_a_gather_still_owes_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("damage", [*DAMAGES])
-def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Path) -> None:
+def test_mismatched_files_raise_on_every_rank(damage: str, tmp_path: Path) -> None:
     apply, message = DAMAGES[damage]
     folder = copied("qwen3", tmp_path)
     with started("megatron:p2", path=str(folder)) as engine:
@@ -301,13 +301,13 @@ def test_files_that_do_not_fit_are_named_on_every_rank(damage: str, tmp_path: Pa
 
 
 @pytest.mark.world(1)
-def test_weights_that_the_optimizer_keeps_to_itself_are_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_precision_aware_optimizer_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A precision-aware optimizer needs a GPU; here an optimizer that claims to be one replaces it."""
     with started("megatron:d1") as engine:
         weights = engine._parts.weights
         monkeypatch.setattr(weights._optimizer.chained_optimizers[0].config, "use_precision_aware_optimizer", True)
         weights.check(Path(model_dir("qwen3")))
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         with pytest.raises(ValueError, match="optimizer_state_dtype = 'bfloat16'"):
             weights.check(Path(model_dir("qwen3")))
 
@@ -322,7 +322,7 @@ def doubled(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("change", [renamed, doubled])
-def test_keys_that_are_no_fault(change: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
+def test_megatron_known_extra_keys_are_ignored(change: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
     folder = copied("qwen3_tied", tmp_path)
     if world().rank == 0:
         edit(change)(folder)
@@ -333,7 +333,7 @@ def test_keys_that_are_no_fault(change: Callable[[dict[str, Tensor]], None], tmp
 
 
 @pytest.mark.world(2)
-def test_a_value_head_is_read_from_its_own_file(tmp_path: Path) -> None:
+def test_value_head_is_read_from_its_file(tmp_path: Path) -> None:
     folder = copied("qwen3", tmp_path)
     with started("megatron:p2", path=str(folder), value_head=True) as engine:
         assert not weights_of(engine)["value_head.weight"].any()

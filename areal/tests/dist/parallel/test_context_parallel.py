@@ -38,7 +38,7 @@ def padded(length: int, align: int) -> int:
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_attention_and_its_gradients_equal_one_process(mode: str, heads: tuple[int, int]) -> None:
+def test_context_parallel_attention_equals_one_process(mode: str, heads: tuple[int, int]) -> None:
     cp = ContextParallel(dist.group.WORLD, mode)
     if mode == "ulysses" and heads[0] % cp.size:
         layout = cp.layout(TokenStream.of((8,), 8))
@@ -94,7 +94,7 @@ def test_gather_inverts_shard_and_its_backward_keeps_the_local_slice(mode: str) 
 
 
 @pytest.mark.world(2)
-def test_padding_reaches_neither_sequences_nor_gradients() -> None:
+def test_padding_affects_neither_outputs_nor_gradients() -> None:
     for mode in MODES:
         cp = ContextParallel(dist.group.WORLD, mode)
         q, k, v, _ = packed(8, (2, 2), (4, 4), seed=0)
@@ -117,7 +117,7 @@ def test_padding_reaches_neither_sequences_nor_gradients() -> None:
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("mode", MODES)
-def test_what_does_not_fit_is_refused(mode: str) -> None:
+def test_mismatched_context_parallel_arguments_raise(mode: str) -> None:
     cp = ContextParallel(dist.group.WORLD, mode)
     with pytest.raises(ValueError, match=f"pad them to a multiple of {cp.align}"):
         cp.shard(torch.zeros(cp.align + 1))
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(mode: str) -> None:
 
 
 @pytest.mark.world(2)
-def test_positions_follow_the_tokens() -> None:
+def test_positions_are_sharded_with_tokens() -> None:
     for mode in MODES:
         cp = ContextParallel(dist.group.WORLD, mode)
         whole = TokenStream.of((2, 3, 1), 8).positions()

@@ -16,12 +16,12 @@ from areal.utils.dtensor import local_shard
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import rows
 from areal.tests.grid.compare import assert_rows, assert_tensors
-from areal.tests.harness.resume import assert_goes_on
+from areal.tests.harness.resume_chain import assert_resumes
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.moe_by_hand import SHAPES, TOLERANCE, by_hand, recorded, with_replay
-from areal.tests.grid.running import running
-from areal.tests.harness.tiny import config, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.moe_reference import SHAPES, TOLERANCE, moe_reference, recorded, with_replay
+from areal.tests.grid.cell_engine import start_cell
+from areal.tests.harness.tiny import config, loss, local_batch, global_batch, same_bits, started, weights_of
 
 FOUR = [pytest.mark.world(4), pytest.mark.thorough]
 BACKENDS = [
@@ -34,7 +34,7 @@ BACKENDS = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_a_rank_holds_its_experts_and_reads_streams_and_saves_all(backend: str, family: str, tmp_path: Path) -> None:
+def test_expert_shards_load_stream_and_save(backend: str, family: str, tmp_path: Path) -> None:
     path = model_dir(family)
     on_disk = load_file(Path(path) / "model.safetensors")
     with started(backend, path=path) as engine:
@@ -52,16 +52,16 @@ def test_a_rank_holds_its_experts_and_reads_streams_and_saves_all(backend: str, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_may_get_no_token(backend: str) -> None:
+def test_expert_parallel_rank_without_tokens(backend: str) -> None:
     """All tokens are routed to the first two experts: the last rank computes nothing but joins the collectives."""
     options = {"activation_checkpointing": "full", "moe": {"aux_loss": 0.5, "z_loss": 0.25}}
     cell = Cell(Layout(backend, options=options), "qwen3_moe", "nll", "ragged", "tokens24")
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     everything = [x * 0 + torch.tensor([1, 0]) for x in recorded(cell.case.lengths)]
-    with running(cell) as run:
-        expected = by_hand(cell, replay=everything, name="first two")
-        batch, lengths = with_replay(run, everything), [cell.case.lengths[i] for i in run.mine]
-        assert_rows(rows(run.engine.forward_batch(batch), lengths), expected.logprobs, run.mine, TOLERANCE)
+    with start_cell(cell) as run:
+        expected = moe_reference(cell, replay=everything, name="first two")
+        batch, lengths = with_replay(run, everything), [cell.case.lengths[i] for i in run.local_indices]
+        assert_rows(rows(run.engine.forward_batch(batch), lengths), expected.logprobs, run.local_indices, TOLERANCE)
         run.engine.forward_backward(batch, *call)
         gradients = dict(run.engine.named_gradients())
         assert_tensors(gradients.items(), expected.gradients, TOLERANCE)
@@ -76,12 +76,12 @@ def test_a_rank_may_get_no_token(backend: str) -> None:
         pytest.param(["d2e2", "e2p2", "r2e2", "d4", "e4"], marks=FOUR),
     ],
 )
-def test_a_checkpoint_goes_on_in_another_layout(chain: list[str], tmp_path: Path) -> None:
-    assert_goes_on(model_dir("qwen3_moe"), chain, tmp_path, bound=5e-3)
+def test_checkpoint_resumes_in_another_layout(chain: list[str], tmp_path: Path) -> None:
+    assert_resumes(model_dir("qwen3_moe"), chain, tmp_path, bound=5e-3)
 
 
 @pytest.mark.world(2)
-def test_random_weights_do_not_depend_on_it() -> None:
+def test_random_weights_do_not_depend_on_layout() -> None:
     with started("fsdp:e2", init_from_scratch=True, seed=3, path=model_dir("qwen3_moe")) as engine:
         found = weights_of(engine)
     with started("fsdp:d2", init_from_scratch=True, seed=3, path=model_dir("qwen3_moe")) as engine:
@@ -97,7 +97,7 @@ def test_random_weights_do_not_depend_on_it() -> None:
         ("fsdp:(attn:t2|ffn:e2)", "qwen3_moe", {}, "no tensor-parallel plan"),
     ],
 )
-def test_what_cannot_be_spread_is_refused_on_every_rank(
+def test_indivisible_experts_raise_on_every_rank(
     backend: str, family: str, changes: dict[str, Any], message: str
 ) -> None:
     engine = create_engine(config(backend, path=model_dir(family, **changes)))

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from areal.api import OptimizerConfig, ParallelDims
 from areal.engine.moe.balance_loss import AUX_LOSS
-from areal.tests.grid.cases import CASES, as_input, rows, samples, share
+from areal.tests.grid.cases import CASES, as_input, rows, samples, dp_shard_indices
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.losses import OBJECTIVES
-from areal.tests.harness.moe_by_hand import SHAPES, TOLERANCE, assert_terms, by_hand, recorded, with_replay
-from areal.tests.grid.running import running
+from areal.tests.harness.moe_reference import SHAPES, TOLERANCE, assert_terms, moe_reference, recorded, with_replay
+from areal.tests.grid.cell_engine import start_cell
 from areal.tests.harness.tiny import family_dir, started
 from areal.tests.harness.world import world
 
@@ -88,10 +88,10 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cell", cells(CUTS, 1, 2, 4))
-def test_balancing_losses_are_terms_of_the_sum(cell: Cell) -> None:
+def test_balancing_losses_are_loss_terms(cell: Cell) -> None:
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
-    with running(cell) as run:
-        engine, batch, expected = run.engine, run.batch(), by_hand(cell)
+    with start_cell(cell) as run:
+        engine, batch, expected = run.engine, run.batch(), moe_reference(cell)
         assert_terms(engine.eval_batch(batch, *call), expected)
         step = engine.forward_backward(batch, *call)
         assert_terms(step, expected)
@@ -108,15 +108,15 @@ def test_balancing_losses_are_terms_of_the_sum(cell: Cell) -> None:
 
 @pytest.mark.parametrize("normalization", ["sum", 8.0])
 @pytest.mark.parametrize("cell", cells({"cut": ("ragged", "tokens24", "plain")}, 2)[::3])
-def test_several_calls_are_one(cell: Cell, normalization: Any) -> None:
+def test_balancing_losses_accumulate_over_calls(cell: Cell, normalization: Any) -> None:
     """With sums or a constant divisor, the gradients of partial batches add up to that of the full batch."""
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     number = 1.0 if normalization == "sum" else normalization
-    expected = by_hand(cell, divide_by=number, loss_weight=0.5)
-    with running(cell) as run:
+    expected = moe_reference(cell, divide_by=number, loss_weight=0.5)
+    with start_cell(cell) as run:
         everything = run.samples()
         terms: dict[str, float] = {}
-        for part in (run.mine[:1], run.mine[1:]):
+        for part in (run.local_indices[:1], run.local_indices[1:]):
             batch = as_input([everything[i] for i in part], "list")
             step = run.engine.forward_backward(batch, *call, normalization=normalization, loss_weight=0.5)
             terms = {name: terms.get(name, 0.0) + value for name, value in step.terms.items()}
@@ -128,25 +128,25 @@ def test_several_calls_are_one(cell: Cell, normalization: Any) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:p2", "megatron:t2"])
-def test_a_stage_may_have_no_experts(backend: str) -> None:
+def test_pipeline_stage_without_experts(backend: str) -> None:
     plain = layout(backend)
     cell = Cell(
         Layout(backend, "", plain.options, changes={"mlp_only_layers": [0]}), "qwen3_moe", "nll", "ragged", "tokens24"
     )
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
-    with running(cell) as run:
-        step, expected = run.engine.forward_backward(run.batch(), *call), by_hand(cell)
+    with start_cell(cell) as run:
+        step, expected = run.engine.forward_backward(run.batch(), *call), moe_reference(cell)
         assert_terms(step, expected)
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:c2", "megatron:p2"])
-def test_a_custom_loop_leaves_the_terms_out(backend: str) -> None:
+def test_custom_loop_omits_balancing_terms(backend: str) -> None:
     cell, bare = (Cell(layout(backend, moe=moe), "qwen3_moe", "nll", "ragged", "tokens24") for moe in (MOE, {}))
 
     def gradients(cell: Cell) -> dict[str, Tensor]:
-        with running(cell) as run:
+        with start_cell(cell) as run:
             mbs = run.engine.microbatches(run.batch())
             run.engine.forward_backward_batch(mbs, lambda out, mb: (cell.objective.loss_fn(out, mb.data)[0], None))
             return {name: tensor.clone() for name, tensor in run.engine.named_gradients()}
@@ -165,13 +165,13 @@ def test_recorded_routing_is_replayed(cell: Cell) -> None:
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     layers = cell.layout.changes.get("num_hidden_layers", 2)
     experts = recorded(cell.case.lengths, layers)
-    with running(cell) as run:
-        batch, expected = with_replay(run, experts), by_hand(cell, replay=experts)
-        plain = by_hand(cell)
+    with start_cell(cell) as run:
+        batch, expected = with_replay(run, experts), moe_reference(cell, replay=experts)
+        plain = moe_reference(cell)
         assert abs(expected.loss["loss"] - plain.loss["loss"]) > 1e-3, "replay must show"
-        lengths = [cell.case.lengths[i] for i in run.mine]
+        lengths = [cell.case.lengths[i] for i in run.local_indices]
         found = rows(run.engine.forward_batch(batch), lengths)
-        assert_rows(found, expected.logprobs, run.mine, TOLERANCE)
+        assert_rows(found, expected.logprobs, run.local_indices, TOLERANCE)
         assert_terms(run.engine.forward_backward(batch, *call), expected)
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
 
@@ -180,15 +180,15 @@ def test_recorded_routing_is_replayed(cell: Cell) -> None:
     "cell", [p for p in cells({"cut": ("ragged", "tokens24", "plain")}, 1, 2, 4) if "p2" not in p.id]
 )
 def test_routing_is_recorded(cell: Cell) -> None:
-    with running(cell) as run:
-        lengths = [cell.case.lengths[i] for i in run.mine]
+    with start_cell(cell) as run:
+        lengths = [cell.case.lengths[i] for i in run.local_indices]
         found = run.engine.forward_batch(run.batch(), outputs=("routed_experts", "logprobs"))
-        expected = by_hand(cell)
-        for row, i in zip(rows(found["routed_experts"], lengths), run.mine, strict=True):
+        expected = moe_reference(cell)
+        for row, i in zip(rows(found["routed_experts"], lengths), run.local_indices, strict=True):
             assert torch.equal(row, expected.experts[i])
         replayed = recorded(cell.case.lengths)
         again = rows(run.engine.forward_batch(with_replay(run, replayed), outputs=("routed_experts",)), lengths)
-        assert all(torch.equal(row, replayed[i]) for row, i in zip(again, run.mine, strict=True))
+        assert all(torch.equal(row, replayed[i]) for row, i in zip(again, run.local_indices, strict=True))
 
 
 SHARING = [("fsdp:d1", ""), ("fsdp:c2", "gather_kv"), ("fsdp:e2", ""), ("fsdp:p2", ""), ("megatron:d1", ""), ("megatron:t2", "")]
@@ -198,7 +198,7 @@ SHARING = [("fsdp:d1", ""), ("fsdp:c2", "gather_kv"), ("fsdp:e2", ""), ("fsdp:p2
     ("backend", "how"),
     [pytest.param(*one, marks=pytest.mark.world(ParallelDims.parse(one[0]).world_size)) for one in SHARING],
 )
-def test_a_shared_beginning_counts_for_each_of_its_sequences(backend: str, how: str) -> None:
+def test_shared_prefix_counts_per_sequence_in_routers(backend: str, how: str) -> None:
     """Check terms, load, replay and recording where sequences share a prefix."""
     cell = Cell(layout(backend, how), "qwen3_moe", "nll", "family", "shared40")
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
@@ -206,9 +206,9 @@ def test_a_shared_beginning_counts_for_each_of_its_sequences(backend: str, how: 
     for i, (other, shared) in cell.case.begins_like.items():
         # half of the shared prefix is routed to the same experts too
         experts[i][: shared // 2] = experts[other][: shared // 2]
-    with running(cell) as run:
-        expected, replayed = by_hand(cell), by_hand(cell, replay=experts)
-        lengths = [cell.case.lengths[i] for i in run.mine]
+    with start_cell(cell) as run:
+        expected, replayed = moe_reference(cell), moe_reference(cell, replay=experts)
+        lengths = [cell.case.lengths[i] for i in run.local_indices]
         step = run.engine.forward_backward(run.batch(), *call)
         assert_terms(step, expected)
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
@@ -218,12 +218,12 @@ def test_a_shared_beginning_counts_for_each_of_its_sequences(backend: str, how: 
         batch = with_replay(run, experts)
         shared = [mb.tree is not None and len(mb.tree) < mb.n_tokens for mb in run.engine.microbatches(batch).real]
         assert any(shared)
-        assert_rows(rows(run.engine.forward_batch(batch), lengths), replayed.logprobs, run.mine, TOLERANCE)
+        assert_rows(rows(run.engine.forward_batch(batch), lengths), replayed.logprobs, run.local_indices, TOLERANCE)
         assert_terms(run.engine.forward_backward(batch, *call), replayed)
         assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
         if "p2" not in backend:
             found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
-            for row, i in zip(rows(found, lengths), run.mine, strict=True):
+            for row, i in zip(rows(found, lengths), run.local_indices, strict=True):
                 assert torch.equal(row, expected.experts[i])
 
 
@@ -233,33 +233,33 @@ SIGMOID = ["fsdp:d1", "fsdp:e2", "fsdp:p2", "megatron:d1", "megatron:e2"]
 @pytest.mark.parametrize(
     "backend", [pytest.param(b, marks=pytest.mark.world(ParallelDims.parse(b).world_size)) for b in SIGMOID]
 )
-def test_routers_of_deepseek_are_watched_too(backend: str) -> None:
+def test_deepseek_routers_are_recorded(backend: str) -> None:
     """Check sigmoid scores, groups of experts and a bias for the choice: terms, replay and recording."""
     cell = Cell(layout(backend), "deepseek_v3", "nll", "ragged", "tokens24")
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
     experts = recorded(cell.case.lengths, *SHAPES["deepseek_v3"])
-    with running(cell) as run:
-        expected, lengths = by_hand(cell), [cell.case.lengths[i] for i in run.mine]
+    with start_cell(cell) as run:
+        expected, lengths = moe_reference(cell), [cell.case.lengths[i] for i in run.local_indices]
         step = run.engine.forward_backward(run.batch(), *call)
         assert_terms(step, expected)
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
         assert step.metrics["moe/idle_experts"] == (expected.load == 0).sum()
         run.engine.zero_grad()
 
-        replayed = by_hand(cell, replay=experts)
+        replayed = moe_reference(cell, replay=experts)
         assert abs(replayed.loss["loss"] - expected.loss["loss"]) > 1e-3, "replay must show"
         assert_terms(run.engine.forward_backward(with_replay(run, experts), *call), replayed)
         assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
         if "p2" not in backend:
             found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
-            for row, i in zip(rows(found, lengths), run.mine, strict=True):
+            for row, i in zip(rows(found, lengths), run.local_indices, strict=True):
                 assert torch.equal(row.sort(-1).values, expected.experts[i].sort(-1).values)
 
 
 @pytest.mark.world(2)
-def test_a_pipeline_cannot_record() -> None:
+def test_recording_with_pipeline_raises() -> None:
     cell = Cell(layout("megatron:p2"), "qwen3_moe")
-    with running(cell) as run:
+    with start_cell(cell) as run:
         with pytest.raises(ValueError, match="layout without 'p'"):
             run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
         with pytest.raises(ValueError, match="layout without 'p'"):
@@ -284,11 +284,11 @@ WRONG = {
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_routing_is_refused_on_every_rank(engine: str, wrong: str) -> None:
+def test_invalid_replay_raises_on_every_rank(engine: str, wrong: str) -> None:
     change, message = WRONG[wrong]
     case = CASES["ragged"]
     with started(f"{engine}:d{world().size}", path=family_dir("qwen3_moe")) as run:
-        mine = share(case, run.dp_rank, run.dp_size)
+        mine = dp_shard_indices(case, run.dp_rank, run.dp_size)
         experts, batch = recorded(case.lengths), samples(case)
         broken = run.dp_rank == run.dp_size - 1
         passed = [{**batch[i], "routed_experts": change(experts[i]) if broken else experts[i]} for i in mine]
@@ -300,7 +300,7 @@ def test_wrong_routing_is_refused_on_every_rank(engine: str, wrong: str) -> None
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
-def test_a_dense_model_has_nothing_to_balance(backend: str) -> None:
+def test_moe_options_raise_for_a_dense_model(backend: str) -> None:
     with pytest.raises(ValueError, match=r"moe\.z_loss = 0\.1, but"), started(backend, moe={"z_loss": 0.1}):
         raise RuntimeError("not reached")
     with started(backend) as engine:
@@ -314,7 +314,7 @@ def test_a_dense_model_has_nothing_to_balance(backend: str) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_loss_cannot_take_a_terms_name() -> None:
+def test_loss_with_name_of_a_balancing_term_raises() -> None:
     with started("fsdp:d1", path=family_dir("qwen3_moe"), moe={"aux_loss": 0.1}) as engine:
         with pytest.raises(ValueError, match="give it another name"):
             engine.eval_batch(

@@ -24,15 +24,15 @@ from areal.engine.fsdp.pipeline.schedule_specs import KINDS
 from areal.engine.fsdp.pipeline.split import Absent, check_chain, even_counts, find_decoder
 from areal.engine.registry import create_engine
 from areal.tests.dist.step import test_grid
-from areal.tests.harness.resume import assert_goes_on
+from areal.tests.harness.resume_chain import assert_resumes
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.tiny import (
     config,
     gradients_of,
     loss,
-    mine,
-    ragged,
+    local_batch,
+    global_batch,
     same_bits,
     started,
     weights_of,
@@ -59,7 +59,7 @@ TIED = [pytest.param(name, id=name, marks=pytest.mark.world(2)) for name in ("1F
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_holds_its_layers_and_gives_every_rank_every_result(schedule: str, tmp_path: Path) -> None:
+def test_stage_has_its_layers_and_broadcasts_results(schedule: str, tmp_path: Path) -> None:
     given = options(schedule)
     on_disk = load_file(Path(given["path"]) / "model.safetensors")
     with started(layout(schedule), **given) as engine:
@@ -75,7 +75,7 @@ def test_a_stage_holds_its_layers_and_gives_every_rank_every_result(schedule: st
         engine.save(SaveLoadMeta(tmp_path / "saved"))
         assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), on_disk)
 
-        mbs = engine.microbatches(ragged())
+        mbs = engine.microbatches(global_batch())
         found = engine.forward_backward_batch(
             mbs, lambda out, mb: (None, (mb.index, mb.sample_ids, out.logprobs.detach())), forward_only=True
         )
@@ -87,14 +87,14 @@ def test_a_stage_holds_its_layers_and_gives_every_rank_every_result(schedule: st
 
 
 @pytest.mark.world(2)
-def test_lengths_may_change_from_step_to_step_and_batches_may_be_tiny() -> None:
+def test_pipeline_with_changing_lengths_and_tiny_batches() -> None:
     alone: dict[str, list[float]] = {}
     for backend in ("fsdp:d2", "fsdp:p2"):
         with started(backend, path=model_dir("qwen3", **DEEP), mb_spec=MicroBatchSpec(max_tokens_per_mb=64)) as engine:
             found = []
             for seed, most in enumerate((38, 2, 17, 64, 5)):
-                batch = [{name: x[:most] if x.dim() else x for name, x in sample.items()} for sample in ragged(seed)]
-                step = engine.train_batch(mine(engine, batch), loss)
+                batch = [{name: x[:most] if x.dim() else x for name, x in sample.items()} for sample in global_batch(seed)]
+                step = engine.train_batch(local_batch(engine, batch), loss)
                 found += [step.loss, step.grad_norm or 0.0]
             alone[backend] = found
     (_, first), (_, second) = alone.items()
@@ -102,17 +102,17 @@ def test_lengths_may_change_from_step_to_step_and_batches_may_be_tiny() -> None:
 
 
 @pytest.mark.world(2)
-def test_layers_are_where_they_are_asked_for() -> None:
+def test_layers_are_assigned_to_stages_as_configured() -> None:
     with started("fsdp:p2", path=model_dir("qwen3", **DEEP), fsdp={"pipeline_layers": (1, 3)}) as engine:
         chunks: Any = engine._parts.model
         mine_here = {name.split(".")[3] for name, _ in chunks.own() if ".layers." in name}
         assert mine_here == ({"0"} if chunks.rank == 0 else {"1", "2", "3"})
-        split = engine.train_batch(ragged(), loss)
+        split = engine.train_batch(global_batch(), loss)
     with started("fsdp:d2", path=model_dir("qwen3", **DEEP)) as engine:
-        assert engine.train_batch(mine(engine, ragged()), loss).grad_norm == pytest.approx(split.grad_norm, rel=1e-5)
+        assert engine.train_batch(local_batch(engine, global_batch()), loss).grad_norm == pytest.approx(split.grad_norm, rel=1e-5)
 
 
-def test_left_over_layers_go_to_the_middle_first() -> None:
+def test_remaining_layers_go_to_middle_stages_first() -> None:
     assert [even_counts(n, 4) for n in (4, 5, 6, 7)] == [[1, 1, 1, 1], [1, 2, 1, 1], [1, 2, 2, 1], [2, 2, 2, 1]]
     assert even_counts(3, 2) == [2, 1]
 
@@ -128,7 +128,7 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.layout.name, marks=FOUR) for cell in PRODUCTS])
-def test_schedules_combine_with_everything_else(cell: Cell) -> None:
+def test_schedules_combine_with_other_parallelism(cell: Cell) -> None:
     test_grid.test_every_verb_agrees_with_the_reference(replace(cell, cut="tokens24"))
 
 
@@ -152,18 +152,18 @@ def counted() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_call_reduces_each_group_once(schedule: str) -> None:
+def test_pipeline_call_reduces_each_group_once(schedule: str) -> None:
     with started(layout(schedule), **options(schedule)) as engine, counted() as counts:
         chunks: Any = engine._parts.model
         groups = sum(
             len(module._get_fsdp_state()._fsdp_param_groups) for module in chunks.modules() if isinstance(module, FSDPModule)
         )
         assert groups >= 2
-        assert len(engine.microbatches(ragged())) > 2
+        assert len(engine.microbatches(global_batch())) > 2
         for calls in (1, 2):
-            engine.forward_backward(ragged(), loss)
+            engine.forward_backward(global_batch(), loss)
             assert counts["reductions"] == calls * groups
-        engine.eval_batch(ragged(), loss)
+        engine.eval_batch(global_batch(), loss)
         engine.optimizer_step()
         assert counts["reductions"] == 2 * groups
 
@@ -173,13 +173,13 @@ def test_a_call_reduces_each_group_once(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", TIED)
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
-def test_copies_of_a_tied_embedding_stay_the_same_bit_for_bit(schedule: str, state: str) -> None:
+def test_copies_of_tied_embedding_stay_bitwise_equal(schedule: str, state: str) -> None:
     given = options(schedule, "qwen3_tied")
     given["fsdp"]["optimizer_state_dtype"] = state
     with started(layout(schedule), **given) as engine:
         before = weights_of(engine)
         for step in range(20):
-            engine.train_batch(ragged(step), loss)
+            engine.train_batch(global_batch(step), loss)
         chunks: Any = engine._parts.model
         name = "hf.model.embed_tokens.weight"
         here = [local_part(x).tolist() for n, x in chunks.stored() if n == name]
@@ -191,17 +191,17 @@ def test_copies_of_a_tied_embedding_stay_the_same_bit_for_bit(schedule: str, sta
 
 
 @pytest.mark.parametrize("schedule", TIED)
-def test_looking_at_gradients_and_adding_more_counts_each_once(schedule: str) -> None:
+def test_reading_gradients_then_accumulating_counts_each_once(schedule: str) -> None:
     given = options(schedule, "qwen3_tied")
     with started("fsdp:d2", path=given["path"]) as engine:
         for seed in (1, 2):
-            engine.forward_backward(mine(engine, ragged(seed)), loss)
+            engine.forward_backward(local_batch(engine, global_batch(seed)), loss)
         expected, norm = gradients_of(engine), engine.optimizer_step().grad_norm
     with started(layout(schedule), **given) as engine:
-        engine.forward_backward(ragged(1), loss)
+        engine.forward_backward(global_batch(1), loss)
         gradients_of(engine)
-        engine.eval_batch(ragged(3), loss)
-        engine.forward_backward(ragged(2), loss)
+        engine.eval_batch(global_batch(3), loss)
+        engine.forward_backward(global_batch(2), loss)
         for _ in range(2):
             for name, gradient in engine.named_gradients():
                 assert (gradient - expected[name]).abs().max() <= 2e-5 * expected[name].abs().max(), name
@@ -221,16 +221,16 @@ def test_looking_at_gradients_and_adding_more_counts_each_once(schedule: str) ->
         pytest.param("qwen3_tied", ["p4", "d2p2", "p2t2", "c2p2", "d2t2"], marks=FOUR),
     ],
 )
-def test_a_checkpoint_goes_on_in_another_layout(family: str, chain: list[str], tmp_path: Path) -> None:
-    assert_goes_on(model_dir(family, **DEEP), chain, tmp_path, bound=2e-3)
+def test_checkpoint_resumes_in_another_layout(family: str, chain: list[str], tmp_path: Path) -> None:
+    assert_resumes(model_dir(family, **DEEP), chain, tmp_path, bound=2e-3)
 
 
 @pytest.mark.world(2)
-def test_random_weights_do_not_depend_on_the_stages() -> None:
+def test_random_weights_do_not_depend_on_stages() -> None:
     path = model_dir("qwen3_tied", **DEEP)
     with started("fsdp:p2v2", init_from_scratch=True, seed=3, path=path, fsdp={"pipeline_schedule": "ZBVZeroBubble"}) as one:
         found = weights_of(one)
-        one.train_batch(ragged(), loss)
+        one.train_batch(global_batch(), loss)
     with started("fsdp:d2", init_from_scratch=True, seed=3, path=path) as other:
         assert same_bits(weights_of(other), found)
 
@@ -263,7 +263,7 @@ def test_random_weights_do_not_depend_on_the_stages() -> None:
         ("fsdp:p2", {"grad_sync": "micro_batch"}, "grad_sync = 'micro_batch'.*leave it out"),
     ],
 )
-def test_settings_that_no_pipeline_can_follow_are_refused_at_once(
+def test_invalid_pipeline_settings_raise_at_creation(
     backend: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -280,11 +280,11 @@ def test_settings_that_no_pipeline_can_follow_are_refused_at_once(
         ("fsdp:p2", {"fsdp": {"attention": "rows"}}, "'rows' with p: pipelines need packed attention"),
     ],
 )
-def test_splits_that_cannot_work_are_refused_on_every_rank(backend: str, changes: dict[str, Any], message: str) -> None:
+def test_invalid_pipeline_splits_raise_on_every_rank(backend: str, changes: dict[str, Any], message: str) -> None:
     engine = create_engine(config(backend, **changes))
     refused_by(engine, message)
     with started("fsdp:p2") as after:
-        after.train_batch(ragged(), loss)
+        after.train_batch(global_batch(), loss)
 
 
 SMALL = {
@@ -308,7 +308,7 @@ SMALL = {
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_a_decoder_that_is_no_chain_of_layers_is_refused(made: Any, message: str | None) -> None:
+def test_decoder_without_layer_sequence_raises(made: Any, message: str | None) -> None:
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(made)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
@@ -323,7 +323,7 @@ def refused_by(engine: TrainEngine, message: str) -> None:
 # ---- one model, split into stages
 
 
-def test_what_a_stage_has_not_passes_on_what_it_is_given() -> None:
+def test_missing_modules_of_a_stage_return_their_input() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.attention_type = "sliding_attention"  # type: ignore[assignment]
     absent = Absent(copy.deepcopy(layer))

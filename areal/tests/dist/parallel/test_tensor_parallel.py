@@ -17,7 +17,7 @@ from areal.utils.dtensor import full_tensor, local_shard
 from areal.engine.fsdp.tensor_parallel import PLANS
 from areal.engine.registry import create_engine
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import config, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, loss, local_batch, global_batch, same_bits, started, weights_of
 
 FOUR = [pytest.mark.world(4), pytest.mark.thorough]
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_tied"]
@@ -28,7 +28,7 @@ FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_tied"]
     [pytest.param("fsdp:t2", marks=pytest.mark.world(2)), pytest.param("fsdp:d2t2", marks=FOUR)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reads_streams_and_saves_what_transformers_wrote(backend: str, family: str, tmp_path: Path) -> None:
+def test_tensor_parallel_loads_streams_and_saves_hf_files(backend: str, family: str, tmp_path: Path) -> None:
     path = model_dir(family)
     on_disk = {key: x for file in sorted(Path(path).glob("model*.safetensors")) for key, x in load_file(file).items()}
     with started(backend, path=path) as engine:
@@ -43,7 +43,7 @@ def test_reads_streams_and_saves_what_transformers_wrote(backend: str, family: s
 
 
 @pytest.mark.world(2)
-def test_random_weights_do_not_depend_on_it() -> None:
+def test_random_weights_do_not_depend_on_layout() -> None:
     with started("fsdp:t2", init_from_scratch=True, seed=3) as engine:
         found = weights_of(engine)
     with started("fsdp:d2", init_from_scratch=True, seed=3) as engine:
@@ -54,11 +54,11 @@ def test_random_weights_do_not_depend_on_it() -> None:
     "backend",
     [pytest.param("fsdp:t2", marks=pytest.mark.world(2)), pytest.param("fsdp:d2t2", marks=FOUR)],
 )
-def test_what_every_rank_holds_stays_the_same_bit_for_bit(backend: str) -> None:
+def test_replicated_weights_stay_bitwise_equal(backend: str) -> None:
     with started(backend, path=model_dir("qwen3"), grad_sync="micro_batch") as engine:
         before = weights_of(engine)
         for step in range(20):
-            engine.train_batch(mine(engine, ragged(step)), loss)
+            engine.train_batch(local_batch(engine, global_batch(step)), loss)
         model, group = engine._parts.model, engine.mesh["tp"].get_group()
         norms = {name: p.to_local() for name, p in model.named_parameters() if "norm" in name}
         assert len(norms) == 2 * 4 + 1  # two norms of tokens and two of heads in each layer, and the last norm
@@ -78,20 +78,20 @@ def test_what_every_rank_holds_stays_the_same_bit_for_bit(backend: str) -> None:
         pytest.param("fsdp:d2t2", "fsdp:c2t2", marks=FOUR),
     ],
 )
-def test_a_checkpoint_goes_on_in_another_layout(write: str, read: str, tmp_path: Path) -> None:
+def test_checkpoint_resumes_in_another_layout(write: str, read: str, tmp_path: Path) -> None:
     meta = SaveLoadMeta(tmp_path / "run", weight_format="dcp")
     with started(write, value_head=True) as engine:
-        engine.train_batch(mine(engine, ragged(1)), loss)
+        engine.train_batch(local_batch(engine, global_batch(1)), loss)
         engine.save(meta)
         saved, moments = weights_of(engine), moments_of(engine)
         assert len(moments) > 20
-        engine.train_batch(mine(engine, ragged(2)), loss)
+        engine.train_batch(local_batch(engine, global_batch(2)), loss)
         went_on = weights_of(engine)
     with started(read, value_head=True) as engine:
         engine.load(meta)
         assert same_bits(weights_of(engine), saved)
         assert same_bits(moments_of(engine), moments)
-        engine.train_batch(mine(engine, ragged(2)), loss)
+        engine.train_batch(local_batch(engine, global_batch(2)), loss)
         for name, weight in weights_of(engine).items():
             change = (went_on[name] - saved[name]).norm()
             assert (weight - went_on[name]).norm() <= 2e-3 * change + 1e-6, name
@@ -118,20 +118,20 @@ def moments_of(engine: Any) -> dict[str, torch.Tensor]:
         ("llama", {"vocab_size": 113}, r"vocab_size = 113 does not divide over 2"),
     ],
 )
-def test_models_that_cannot_be_split_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_tensor_parallel_models_raise(family: str, changes: dict[str, Any], message: str) -> None:
     with create_engine(config("fsdp:t2", path=model_dir(family, **changes))) as engine, pytest.raises(ValueError, match=message):
         engine.initialize(FinetuneSpec(total_train_steps=1))
 
 
 @pytest.mark.world(2)
-def test_rows_are_refused() -> None:
+def test_tensor_parallel_with_unpacked_model_raises() -> None:
     settings = config("fsdp:t2", path=model_dir("llama"), fsdp={"attention": "rows"})
     with create_engine(settings) as engine, pytest.raises(ValueError, match="needs packed attention"):
         engine.initialize(FinetuneSpec(total_train_steps=1))
 
 
 @pytest.mark.world(2)
-def test_a_plan_with_a_hole_is_refused() -> None:
+def test_incomplete_tensor_parallel_plan_raises() -> None:
     plan = {pattern: kind for pattern, kind in PLANS["qwen3"].items() if "[qk]_norm" not in pattern}
     settings = config("fsdp:t2", path=model_dir("qwen3"))
     with (
@@ -143,7 +143,7 @@ def test_a_plan_with_a_hole_is_refused() -> None:
 
 
 @pytest.mark.world(2)
-def test_the_row_of_the_padding_token_is_not_trained() -> None:
+def test_embedding_of_padding_token_is_not_trained() -> None:
     """Same as in torch's embedding; the row is on the second rank here."""
     path = model_dir("qwen3", pad_token_id=90)
     batch = [{"input_ids": torch.tensor([3, 90, 4, 90, 60])}]

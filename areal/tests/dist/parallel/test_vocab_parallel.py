@@ -75,7 +75,7 @@ def check(
     ("columns", "entropy", "topk"), [(None, False, None), (None, True, 5), (3, True, None), (3, False, 2)]
 )
 @pytest.mark.parametrize("chunk_size", [4, None])
-def test_spread_vocabulary_equals_whole(
+def test_vocab_parallel_head_equals_full_head(
     columns: int | None, entropy: bool, topk: int | None, chunk_size: int | None, split: str
 ) -> None:
     group = dist.group.WORLD
@@ -91,7 +91,7 @@ def test_spread_vocabulary_equals_whole(
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("fp32", [False, True])
-def test_without_targets_and_in_bf16(fp32: bool) -> None:
+def test_vocab_parallel_head_with_missing_targets_and_bf16(fp32: bool) -> None:
     """Rounded to bf16, logits tie, and the order of ties is undefined: top-k is compared for the float32 head only."""
     group = dist.group.WORLD
     hidden, weight, bias, _, _ = make(torch.bfloat16, None)
@@ -104,7 +104,7 @@ def test_without_targets_and_in_bf16(fp32: bool) -> None:
 
 
 @pytest.mark.world(2, 4)
-def test_without_any_target_or_token() -> None:
+def test_vocab_parallel_head_without_targets_or_tokens() -> None:
     group = dist.group.WORLD
     hidden, weight, _, targets, _ = make(torch.float64, None)
     rows = block(EVEN, group)
@@ -118,7 +118,7 @@ def test_without_any_target_or_token() -> None:
 
 
 @pytest.mark.world(2, 4)
-def test_one_rank_holds_nearly_all_probability() -> None:
+def test_vocab_parallel_head_with_probability_on_one_rank() -> None:
     """The probabilities of the other ranks underflow and must not turn into NaN."""
     group = dist.group.WORLD
     hidden, weight, bias, targets, _ = make(torch.float32, None)
@@ -134,7 +134,7 @@ def test_one_rank_holds_nearly_all_probability() -> None:
 
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("split", [EVEN, UNEVEN])
-def test_gathered_logits_equal_whole(split: str) -> None:
+def test_gathered_logits_equal_full_logits(split: str) -> None:
     group = dist.group.WORLD
     hidden, weight, bias, _, temperature = make(torch.float64, None)
     rows = block(split, group)
@@ -145,7 +145,7 @@ def test_gathered_logits_equal_whole(split: str) -> None:
 
 
 @pytest.mark.world(4)
-def test_two_groups_side_by_side_do_not_mix() -> None:
+def test_separate_vocab_groups_do_not_mix() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     hidden, weight, bias, targets, _ = make(torch.float64, None, seed=mine)
@@ -160,7 +160,7 @@ def test_two_groups_side_by_side_do_not_mix() -> None:
 
 
 @pytest.mark.world(2, 4)
-def test_a_target_outside_every_block_is_refused_on_every_rank() -> None:
+def test_target_outside_vocabulary_raises_on_every_rank() -> None:
     hidden, weight, _, targets, _ = make(torch.float32, None)
     rows = block(EVEN, dist.group.WORLD)
     targets[0] = V

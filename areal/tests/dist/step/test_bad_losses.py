@@ -60,7 +60,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[], LossFn], type[Exception], tuple[str, ..
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("fsdp:p2",)))
-def test_a_bad_loss_on_one_rank_raises_on_all(backend: str) -> None:
+def test_invalid_loss_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend, mb_spec={"n_mbs": 2}) as pair:
         for i, (name, (make, kind, says)) in enumerate(BAD_LOSSES.items()):
             loss_fn = make() if pair.is_guilty else loss
@@ -71,7 +71,7 @@ def test_a_bad_loss_on_one_rank_raises_on_all(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_bad_loss_in_an_evaluation_touches_no_gradient(backend: str) -> None:
+def test_invalid_loss_in_eval_keeps_gradients(backend: str) -> None:
     with twins(backend) as pair:
         for engine in (pair.engine, pair.untouched):
             engine.forward_backward(pair.batch(), loss)
@@ -84,7 +84,7 @@ def test_a_bad_loss_in_an_evaluation_touches_no_gradient(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_bad_loss_discards_what_was_accumulated_before_and_says_so(backend: str) -> None:
+def test_invalid_loss_discards_accumulated_gradients(backend: str) -> None:
     with twins(backend) as pair:
         pair.engine.forward_backward(pair.batch(1), loss)
         with raised(RuntimeError, "no such column", DISCARDED, guilty=pair.guilty):
@@ -93,7 +93,7 @@ def test_a_bad_loss_discards_what_was_accumulated_before_and_says_so(backend: st
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_metric_reduced_in_two_ways_is_refused(backend: str) -> None:
+def test_metric_with_two_reductions_raises(backend: str) -> None:
     def reported(kind: Any) -> LossFn:
         return lambda out, batch: (loss(out, batch), {"kl": Metric(0.5, reduce=kind)})
 
@@ -108,7 +108,7 @@ def test_a_metric_reduced_in_two_ways_is_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_gradient_that_is_not_finite_skips_the_step(backend: str) -> None:
+def test_non_finite_gradient_skips_step(backend: str) -> None:
     with twins(backend) as pair:
         pair.check()
         engine, before = pair.engine, weights_of(pair.engine)
@@ -129,7 +129,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(backend: str) -> None:
 
 
 @pytest.mark.world(2)
-def test_the_guilty_are_named_together() -> None:
+def test_all_faulty_ranks_are_named() -> None:
     with twins("fsdp:d2") as pair:
         with raised(RuntimeError, "rank 0, 1: KeyError: 'no such column'"):
             pair.engine.train_batch(pair.batch(), explode)

@@ -21,8 +21,8 @@ from areal.engine.fsdp.compile import compile_layers
 from areal.engine.registry import create_engine
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import VOCAB, model_dir
-from areal.tests.grid.running import STAND_STILL
-from areal.tests.harness.tiny import Sample, config, loss, mine, started
+from areal.tests.grid.cell_engine import ZERO_LR
+from areal.tests.harness.tiny import Sample, config, loss, local_batch, started
 
 LAYERS = 9
 """More than the graphs that dynamo keeps per function: with one graph per layer, dynamo would stop compiling."""
@@ -81,21 +81,21 @@ THOROUGH = [pytest.mark.world(1), pytest.mark.thorough]
         pytest.param("fsdp:p2", "qwen3", "aot_eager", {}, id="p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     ],
 )
-def test_twenty_lengths_need_hardly_a_graph_more_than_two_and_give_the_same_numbers(
+def test_compiled_graphs_are_reused_for_many_lengths(
     backend: str, family: str, compiler: str, changes: dict[str, Any]
 ) -> None:
     if compiler == "inductor" and not any(map(shutil.which, ("g++", "clang++"))):
         pytest.skip("there is no C++ compiler, which inductor needs on the CPU")
-    given = {"path": model_dir(family, num_hidden_layers=LAYERS), "mb_spec": MicroBatchSpec(), "optimizer": STAND_STILL, **changes}
+    given = {"path": model_dir(family, num_hidden_layers=LAYERS), "mb_spec": MicroBatchSpec(), "optimizer": ZERO_LR, **changes}
     compiled = {**given, "fsdp": {**changes.get("fsdp", {}), "compile": True, "compile_backend": compiler}}
     rng, found = random.Random(0), []
     with counted() as new, started(backend, **given) as plain, started(backend, **compiled) as engine:
         for turn in range(22):
             everything = batch(rng, engine.dp_size)
-            step, expected = (each.train_batch(mine(each, everything), loss) for each in (engine, plain))
+            step, expected = (each.train_batch(local_batch(each, everything), loss) for each in (engine, plain))
             assert step.loss == pytest.approx(expected.loss, rel=2e-5, abs=2e-5), turn
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=2e-4), turn
-            value, expected = (each.eval_batch(mine(each, everything), loss) for each in (engine, plain))
+            value, expected = (each.eval_batch(local_batch(each, everything), loss) for each in (engine, plain))
             assert value.loss == pytest.approx(expected.loss, rel=2e-5, abs=2e-5), turn
             found.append(new())
     assert 0 < sum(found[:2]) < 2 * LAYERS
@@ -116,7 +116,7 @@ class Layer(nn.Module):
         return x + self.linear(self.norm(x))
 
 
-def test_engines_do_not_use_up_each_others_graphs() -> None:
+def test_many_layer_shapes_do_not_exceed_the_graph_limit() -> None:
     with counted() as new:
         for width in range(4, 16):
             layers = [Layer(width) for _ in range(3)]
@@ -127,7 +127,7 @@ def test_engines_do_not_use_up_each_others_graphs() -> None:
             assert new() == 1
 
 
-def test_a_compiled_layer_is_freed() -> None:
+def test_compiled_layer_is_freed() -> None:
     layer = Layer(4)
     compile_layers([layer], "aot_eager")
     layer(torch.rand(1, 5, 4, requires_grad=True)).sum().backward()
@@ -148,6 +148,6 @@ def test_a_compiled_layer_is_freed() -> None:
         ("fsdp:d1", {"fsdp": {"compile_backend": "nvcc"}}, "compile_backend = 'nvcc': choose one of .*aot_eager.*inductor"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_at_once(backend: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_compile_options_raise_at_creation(backend: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_engine(config(backend, path="nowhere", **{**changes, "fsdp": {**changes.get("fsdp", {}), "compile": True}}))

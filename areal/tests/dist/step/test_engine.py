@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import Batch, Metric, OptimizerConfig, TokenOutputs, TrainEngine, default_loss_weight
-from areal.tests.grid.lift import float64_everywhere
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.reference import Reference
 from areal.tests.harness.tiny import (
     family_dir,
@@ -20,8 +20,8 @@ from areal.tests.harness.tiny import (
     gradients_of,
     layouts,
     loss,
-    mine,
-    ragged,
+    local_batch,
+    global_batch,
     same_bits,
     started,
     weights_of,
@@ -44,10 +44,10 @@ def length(gradients: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_the_same_seed_and_layout_give_the_same_bits(backend: str) -> None:
+def test_same_seed_and_layout_are_bitwise_equal(backend: str) -> None:
     def run(seed: int) -> tuple[list[float], dict[str, Tensor]]:
         with started(backend, path=family_dir("llama"), init_from_scratch=True, seed=seed, dtype="bfloat16") as engine:
-            losses = [engine.train_batch(mine(engine, ragged(i)), loss).loss for i in range(3)]
+            losses = [engine.train_batch(local_batch(engine, global_batch(i)), loss).loss for i in range(3)]
             return losses, weights_of(engine)
 
     first, again, other = run(1), run(1), run(2)
@@ -57,11 +57,11 @@ def test_the_same_seed_and_layout_give_the_same_bits(backend: str) -> None:
 
 
 @pytest.mark.world(1)
-def test_the_deterministic_switch_gives_the_same_numbers() -> None:
+def test_deterministic_mode_gives_equal_numbers() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     try:
         with started("fsdp:d1", deterministic=True) as engine, started("fsdp:d1") as plain:
-            assert engine.train_batch(ragged(), loss).loss == plain.train_batch(ragged(), loss).loss
+            assert engine.train_batch(global_batch(), loss).loss == plain.train_batch(global_batch(), loss).loss
             assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(before)
@@ -71,13 +71,13 @@ def test_the_deterministic_switch_gives_the_same_numbers() -> None:
 
 
 @pytest.mark.world(1, 2)
-def test_dropout_is_on_in_training_alone_and_the_mode_is_restored() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     backend = f"fsdp:d{world().size}"
     with (
         started(backend, path=gpt2_dir(resid_pdrop=0.4, embd_pdrop=0.2)) as engine,
         started(backend, path=gpt2_dir()) as sure,
     ):
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         expected = sure.eval_batch(batch, loss).loss
         for _ in range(2):
             assert engine.eval_batch(batch, loss).loss == expected
@@ -91,18 +91,18 @@ def test_dropout_is_on_in_training_alone_and_the_mode_is_restored() -> None:
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1], ids=["packed", "rows"])
-def test_a_generic_family_trains(attention_dropout: float) -> None:
+def test_unknown_family_trains(attention_dropout: float) -> None:
     """Train GPT-2, a model without family-specific code. With attention dropout it runs one sequence per row."""
     path = gpt2_dir(attn_pdrop=attention_dropout)
     with started(f"fsdp:d{world().size}", path=path) as engine:
-        expected = Reference(gpt2_dir()).step(ragged(), loss, default_loss_weight)
-        found = engine.eval_batch(mine(engine, ragged()), loss)
+        expected = Reference(gpt2_dir()).step(global_batch(), loss, default_loss_weight)
+        found = engine.eval_batch(local_batch(engine, global_batch()), loss)
         assert found.loss == pytest.approx(expected.loss, rel=2e-5)
-        step = engine.train_batch(mine(engine, ragged()), loss)
+        step = engine.train_batch(local_batch(engine, global_batch()), loss)
         assert step.update_successful
         if not attention_dropout:
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5)
-        losses = [engine.train_batch(mine(engine, ragged()), loss).loss for _ in range(5)]
+        losses = [engine.train_batch(local_batch(engine, global_batch()), loss).loss for _ in range(5)]
         assert losses[-1] < found.loss
 
 
@@ -123,13 +123,13 @@ class Reductions(TorchDispatchMode):
 
 # the other engines reduce once per step, independently of grad_sync
 @pytest.mark.parametrize("backend", layouts(2, engine="fsdp", but=("fsdp:p2",)))
-def test_gradients_are_reduced_once_a_call_or_for_each_micro_batch(backend: str) -> None:
+def test_gradients_are_reduced_per_call_or_per_micro_batch(backend: str) -> None:
     found: dict[str, tuple[int, int, dict[str, Tensor]]] = {}
     for when in ("call", "micro_batch"):
         with started(backend, grad_sync=when) as engine:
-            mbs = engine.microbatches(mine(engine, ragged()))
+            mbs = engine.microbatches(local_batch(engine, global_batch()))
             with Reductions() as reductions:
-                engine.forward_backward(mine(engine, ragged()), loss)
+                engine.forward_backward(local_batch(engine, global_batch()), loss)
             found[when] = reductions.found, len(mbs), gradients_of(engine)
     groups = 3  # two layers and the root
     (once, n, gradients), (each, _, same) = found["call"], found["micro_batch"]
@@ -140,20 +140,20 @@ def test_gradients_are_reduced_once_a_call_or_for_each_micro_batch(backend: str)
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_options_of_memory_change_no_number(backend: str) -> None:
+def test_memory_options_do_not_change_results(backend: str) -> None:
     options: dict[str, dict[str, Any]] = {
         "recompute": {"activation_checkpointing": "full"},
         "keep gathered": {"fsdp": {"reshard_after_forward": False}},
         "on the host": {"fsdp": {"cpu_offload": True}},
     }
     with started(backend) as plain:
-        losses = [plain.train_batch(mine(plain, ragged(i)), loss).loss for i in range(2)]
-        plain.forward_backward(mine(plain, ragged()), loss)
+        losses = [plain.train_batch(local_batch(plain, global_batch(i)), loss).loss for i in range(2)]
+        plain.forward_backward(local_batch(plain, global_batch()), loss)
         gradients = gradients_of(plain)
     for name, changes in options.items():
         with started(backend, **changes) as engine:
-            assert [engine.train_batch(mine(engine, ragged(i)), loss).loss for i in range(2)] == losses, name
-            engine.forward_backward(mine(engine, ragged()), loss)
+            assert [engine.train_batch(local_batch(engine, global_batch(i)), loss).loss for i in range(2)] == losses, name
+            engine.forward_backward(local_batch(engine, global_batch()), loss)
             assert relative(gradients_of(engine), gradients) < 1e-6, name
 
 
@@ -161,9 +161,9 @@ def test_options_of_memory_change_no_number(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_evaluations_touch_neither_gradients_nor_weights(backend: str) -> None:
+def test_eval_keeps_gradients_and_weights(backend: str) -> None:
     with started(backend) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         engine.forward_backward(batch, loss)
         gradients, weights = gradients_of(engine), weights_of(engine)
         evaluations: tuple[Callable[[TrainEngine], Any], ...] = (
@@ -178,11 +178,11 @@ def test_evaluations_touch_neither_gradients_nor_weights(backend: str) -> None:
 
 
 @pytest.mark.world(1)
-def test_the_version_is_the_callers() -> None:
+def test_version_is_set_by_the_caller() -> None:
     with started("fsdp:d1") as engine:
         assert engine.version == 0
         engine.set_version(7)
-        engine.train_batch(ragged(), loss)
+        engine.train_batch(global_batch(), loss)
         assert engine.version == 7
 
 
@@ -190,10 +190,10 @@ def test_the_version_is_the_callers() -> None:
 
 
 @pytest.mark.world(1, 2)
-def test_set_lr_sets_the_base_that_the_schedule_multiplies() -> None:
+def test_set_lr_sets_base_lr_of_schedule() -> None:
     optimizer = OptimizerConfig(lr=0.01, lr_scheduler="linear", warmup_steps=2, gradient_clipping=None)
     with started(f"fsdp:d{world().size}", optimizer=optimizer, total_steps=6) as engine:
-        batch, rates = mine(engine, ragged()), []
+        batch, rates = local_batch(engine, global_batch()), []
         for step in range(6):
             if step == 3:
                 engine.set_lr(0.1)
@@ -204,7 +204,7 @@ def test_set_lr_sets_the_base_that_the_schedule_multiplies() -> None:
 
 
 @pytest.mark.world(1, 2)
-def test_sgd_with_clipping_is_that_of_torch() -> None:
+def test_sgd_with_clipping_equals_torch() -> None:
     optimizer = OptimizerConfig(type="sgd", lr=0.2, momentum=0.9, weight_decay=0.1, gradient_clipping=0.5)
     with started(
         f"fsdp:d{world().size}",
@@ -219,10 +219,10 @@ def test_sgd_with_clipping_is_that_of_torch() -> None:
         inner = SGD(parameters, lr=0.2, momentum=0.9, weight_decay=0.1)
         for seed in range(3):
             inner.zero_grad()
-            expected = reference.step(ragged(seed), loss, default_loss_weight)
+            expected = reference.step(global_batch(seed), loss, default_loss_weight)
             norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
             inner.step()
-            found = engine.train_batch(mine(engine, ragged(seed)), loss)
+            found = engine.train_batch(local_batch(engine, global_batch(seed)), loss)
             assert found.loss == pytest.approx(expected.loss, rel=1e-5)
             assert found.grad_norm == pytest.approx(norm.item(), rel=1e-5)
         assert relative(weights_of(engine), dict(reference.named_tensors())) < 1e-5
@@ -232,19 +232,19 @@ def test_sgd_with_clipping_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks(backend: str) -> None:
+def test_mean_metric_is_weighted_over_micro_batches_and_ranks(backend: str) -> None:
     """Average rewards: each micro-batch reports a mean over its sequences, and their numbers differ."""
 
     def with_metrics(out: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         reward = batch["reward"]
         return loss(out, batch), {"reward": Metric(reward.mean(), len(reward)), "best": Metric(reward.max(), reduce="max")}
 
-    everything = ragged()
+    everything = global_batch()
     rewards = [sample["reward"].item() for sample in everything]
     # The loss is not called for a micro-batch without weight, so give each sequence some.
     batch = [{**sample, "loss_mask": torch.ones_like(sample["loss_mask"])} for sample in everything]
     with started(backend) as engine:
-        step = engine.eval_batch(mine(engine, batch), with_metrics)
+        step = engine.eval_batch(local_batch(engine, batch), with_metrics)
         assert step.n_mbs > 1
         assert step.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-6)
         assert step.metrics["best"] == max(rewards)
@@ -254,16 +254,16 @@ def test_a_mean_weighs_by_what_it_says_over_micro_batches_and_ranks(backend: str
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_in_bf16_a_sum_over_calls_then_one_division_is_as_good_as_the_scaled_loss(backend: str) -> None:
+def test_bf16_unnormalized_sum_is_as_accurate_as_scaled_loss(backend: str) -> None:
     """Rounding differs by element, as the scale is not a power of two; the norm and the distance to float64 do not differ."""
-    everything, n = ragged(), 3
+    everything, n = global_batch(), 3
     expected = Reference(family_dir("qwen3")).step(everything, loss, default_loss_weight)
     with started(backend, dtype="bfloat16") as engine:
-        step = engine.forward_backward(mine(engine, everything), loss)
+        step = engine.forward_backward(local_batch(engine, everything), loss)
         scaled = gradients_of(engine)
         engine.zero_grad()
         for part in range(n):
-            engine.forward_backward(mine(engine, everything[part::n]), loss, normalization="sum")
+            engine.forward_backward(local_batch(engine, everything[part::n]), loss, normalization="sum")
         divided = {name: gradient / step.metrics["weight"] for name, gradient in gradients_of(engine).items()}
         assert all(gradient.dtype == torch.float32 for gradient in divided.values())
         assert length(divided) == pytest.approx(length(scaled), rel=2e-3)
@@ -274,10 +274,10 @@ def test_in_bf16_a_sum_over_calls_then_one_division_is_as_good_as_the_scaled_los
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_in_bf16_an_unnormalised_sum_over_a_million_tokens_stays_finite(backend: str) -> None:
+def test_bf16_unnormalized_sum_over_a_million_tokens_is_finite(backend: str) -> None:
     """A power of two scales exactly: the sum over a million tokens differs from that of one batch only in the exponent."""
     with started(backend, dtype="bfloat16") as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         step = engine.forward_backward(batch, loss, normalization="sum")
         one = gradients_of(engine)
         engine.zero_grad()

@@ -16,7 +16,7 @@ from areal.api import Batch, MicroBatch, MicroBatchSpec, TokenOutputs, TrainEngi
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.models import VOCAB
-from areal.tests.harness.tiny import Sample, config, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import Sample, config, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import world
 
 DISCARDED = "all pending gradients were discarded"
@@ -59,7 +59,7 @@ class Twins:
 
     def batch(self, seed: int = 0) -> list[Sample]:
         """Return this rank's shard of a valid batch."""
-        return mine(self.engine, ragged(seed))
+        return local_batch(self.engine, global_batch(seed))
 
     def check(self) -> None:
         """Check that no gradients are pending and that the next step equals that of the other engine."""
@@ -155,7 +155,7 @@ VERBS: tuple[Callable[[TrainEngine, Any], Any], ...] = (
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4))
-def test_a_bad_batch_on_one_rank_raises_on_all(backend: str) -> None:
+def test_malformed_batch_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend) as pair:
         for i, (name, (spoil, says)) in enumerate(BAD_BATCHES.items()):
             # Long enough for every fault, and equal on ranks with the same data-parallel shard.
@@ -170,7 +170,7 @@ def test_a_bad_batch_on_one_rank_raises_on_all(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(2, 4, but=("fsdp:d2", "megatron:t2p2")))
-def test_different_batches_on_ranks_that_share_a_part_are_refused(backend: str) -> None:
+def test_different_batches_in_one_dp_shard_raise(backend: str) -> None:
     with twins(backend) as pair:
         changes: dict[str, Callable[[list[Sample]], Any]] = {
             "another token": lambda s: changed(s, "input_ids", lambda x: put(x, (int(x[0]) + 1) % VOCAB)),
@@ -191,7 +191,7 @@ def test_different_batches_on_ranks_that_share_a_part_are_refused(backend: str) 
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_bad_batch_leaves_pending_gradients_alone(backend: str) -> None:
+def test_malformed_batch_keeps_pending_gradients(backend: str) -> None:
     with twins(backend) as pair:
         for engine in (pair.engine, pair.untouched):
             engine.forward_backward(pair.batch(), loss)
@@ -206,7 +206,7 @@ def test_a_bad_batch_leaves_pending_gradients_alone(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_calls_out_of_order_are_refused_and_change_nothing(backend: str) -> None:
+def test_calls_out_of_order_raise_and_change_nothing(backend: str) -> None:
     with twins(backend) as pair:
         engine, batch = pair.engine, pair.batch()
         with raised(RuntimeError, "no gradient is pending", "forward_backward()"):
@@ -224,7 +224,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing(backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_arguments_that_no_engine_can_follow_are_refused(backend: str) -> None:
+def test_invalid_call_arguments_raise(backend: str) -> None:
     wrong: dict[str, dict[str, Any]] = {
         "normalization = 'mean'": {"normalization": "mean"},
         "normalization = 0": {"normalization": 0},
@@ -247,9 +247,9 @@ def test_arguments_that_no_engine_can_follow_are_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_an_engine_without_optimizer_evaluates_and_does_not_train(backend: str) -> None:
+def test_engine_without_optimizer_can_only_evaluate(backend: str) -> None:
     with started(backend, optimizer=None) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         for call in (lambda: engine.train_batch(batch, loss), lambda: engine.lr, lambda: engine.set_lr(0.1)):
             with raised(RuntimeError, "no optimizer", "OptimizerConfig"):
                 call()
@@ -264,13 +264,13 @@ def test_an_engine_without_optimizer_evaluates_and_does_not_train(backend: str) 
 
 
 @pytest.mark.world(1)
-def test_an_engine_before_its_start_and_after_its_end_says_so() -> None:
+def test_calls_before_initialize_and_after_destroy_raise() -> None:
     engine = create_engine(config("fsdp:d1"))
     with raised(RuntimeError, "not initialized", "initialize(FinetuneSpec(...))"):
-        engine.train_batch(ragged(), loss)
+        engine.train_batch(global_batch(), loss)
     with started("fsdp:d1") as engine:
-        engine.train_batch(ragged(), loss)
-    for call in (lambda: engine.train_batch(ragged(), loss), lambda: engine.forward_batch(ragged()), engine.zero_grad):
+        engine.train_batch(global_batch(), loss)
+    for call in (lambda: engine.train_batch(global_batch(), loss), lambda: engine.forward_batch(global_batch()), engine.zero_grad):
         with raised(RuntimeError, "destroyed", "make another"):
             call()
 
@@ -287,7 +287,7 @@ def explode(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_bad_weight_on_one_rank_raises_on_all(backend: str) -> None:
+def test_invalid_loss_weight_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     bad: dict[str, tuple[Callable[[Batch], Any], type[Exception], tuple[str, ...]]] = {
         "raises": (explode, RuntimeError, ("KeyError", "no such column")),
         "negative": (lambda b: -b["loss_mask"].sum() - 1, ValueError, ("'loss'", "micro-batch 0", "at least 0")),
@@ -309,7 +309,7 @@ def test_a_bad_weight_on_one_rank_raises_on_all(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_nothing_to_divide_by_is_an_error_on_every_rank(backend: str) -> None:
+def test_zero_global_weight_raises_on_every_rank(backend: str) -> None:
     with twins(backend) as pair:
         weightless = [{**sample, "loss_mask": sample["loss_mask"] * 0} for sample in pair.batch()]
         for verb in (pair.engine.train_batch, pair.engine.eval_batch):
@@ -327,7 +327,7 @@ def test_nothing_to_divide_by_is_an_error_on_every_rank(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(4, but=("megatron:t2p2",), also=("megatron:d2p2",)))
-def test_a_rank_without_weight_takes_part_and_its_loss_is_not_called(backend: str) -> None:
+def test_loss_is_not_called_on_rank_without_weight(backend: str) -> None:
     with started(backend) as engine:
         calls = 0
 
@@ -336,7 +336,7 @@ def test_a_rank_without_weight_takes_part_and_its_loss_is_not_called(backend: st
             calls += 1
             return loss(out, batch)
 
-        part = mine(engine, ragged())
+        part = local_batch(engine, global_batch())
         weightless = engine.dp_rank == engine.dp_size - 1 and engine.dp_size > 1
         if weightless:
             part = [{**sample, "loss_mask": sample["loss_mask"] * 0} for sample in part]
@@ -344,14 +344,14 @@ def test_a_rank_without_weight_takes_part_and_its_loss_is_not_called(backend: st
         assert step.update_successful
         has_losses = engine.mesh["pp"].get_local_rank() == engine.dims.pp - 1
         assert (calls > 0) == (has_losses and not weightless)
-        assert step.n_tokens == sum(len(sample["input_ids"]) for sample in ragged())
+        assert step.n_tokens == sum(len(sample["input_ids"]) for sample in global_batch())
 
 
 # ---- process functions of the caller
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, also=("megatron:d2",)))
-def test_a_process_function_that_fails_on_one_rank_raises_on_all(backend: str) -> None:
+def test_process_function_error_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     def process(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, int]:
         return loss(outputs, mb.data), mb.index
 

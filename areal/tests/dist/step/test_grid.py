@@ -8,12 +8,12 @@ import pytest
 
 from areal.tests.grid.cases import rows
 from areal.tests.grid.compare import assert_number, assert_rows, assert_step, assert_tensors
-from areal.tests.grid.covering import covering
+from areal.tests.grid.pairwise import pairwise_rows
 from areal.tests.grid.layouts import FACTORS, Cell, fits
-from areal.tests.grid.running import running
+from areal.tests.grid.cell_engine import start_cell
 from areal.tests.harness.world import record
 
-CELLS = [Cell(**row) for row in covering(FACTORS, fits, often={"float64": 8})]
+CELLS = [Cell(**row) for row in pairwise_rows(FACTORS, fits, often={"float64": 8})]
 
 
 def marks(cell: Cell) -> list[pytest.MarkDecorator]:
@@ -28,7 +28,7 @@ def marks(cell: Cell) -> list[pytest.MarkDecorator]:
 def test_every_verb_agrees_with_the_reference(cell: Cell) -> None:
     objective, tolerance = cell.objective, cell.tolerance
     call = (objective.loss_fn, objective.weight_fn)
-    with running(cell) as run:
+    with start_cell(cell) as run:
         engine, batch = run.engine, run.batch()
         expected, expected_outputs = run.expected()
 
@@ -36,9 +36,9 @@ def test_every_verb_agrees_with_the_reference(cell: Cell) -> None:
 
         found = engine.forward_batch(batch, outputs=objective.outputs)
         by_name = found if len(objective.outputs) > 1 else {objective.outputs[0]: found}
-        lengths = [cell.case.lengths[i] for i in run.mine]
+        lengths = [cell.case.lengths[i] for i in run.local_indices]
         outputs = max(
-            assert_rows(rows(by_name[name], lengths), expected_outputs[name], run.mine, tolerance)
+            assert_rows(rows(by_name[name], lengths), expected_outputs[name], run.local_indices, tolerance)
             for name in objective.outputs
         )
 

@@ -28,9 +28,9 @@ from areal.tests.harness.tiny import (
     family_dir,
     layouts,
     loss,
-    mine,
+    local_batch,
     process_groups,
-    ragged,
+    global_batch,
     same_bits,
     started,
     weights_of,
@@ -99,27 +99,27 @@ OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": Tru
     ],
     ids=str,
 )
-def test_a_rank_alone_goes_on_after_it_had_no_memory(backend: str, options: dict[str, Any]) -> None:
+def test_single_rank_recovers_from_out_of_memory(backend: str, options: dict[str, Any]) -> None:
     with started(backend, **options) as engine, started(backend, **options) as untouched:
         calls = 4 if options.get("activation_checkpointing") else 2  # number of calls of a layer in a micro-batch
         for where, (act, index, layer) in MEMORY.items():
-            mbs = engine.microbatches(ragged())
+            mbs = engine.microbatches(global_batch())
             fails = mlp_that(engine, act, on_call=index * calls + layer)
             with pytest.raises(RuntimeError) as caught, fails:  # noqa: PT012
-                engine.train_batch(ragged(), loss)
+                engine.train_batch(global_batch(), loss)
                 pytest.fail(f"no error in the {where}")
             assert f"out of memory in micro-batch {index} of {mbs[index].n_tokens} tokens" in str(caught.value)
             assert "lower mb_spec.max_tokens_per_mb" in str(caught.value)
             with pytest.raises(RuntimeError, match="no gradient is pending"):
                 engine.named_gradients()
-            found, expected = engine.train_batch(ragged(), loss), untouched.train_batch(ragged(), loss)
+            found, expected = engine.train_batch(global_batch(), loss), untouched.train_batch(global_batch(), loss)
             assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm), f"after the {where}"
         assert same_bits(weights_of(engine), weights_of(untouched))
         fails = mlp_that(engine, no_memory, on_call=0)
         with pytest.raises(RuntimeError, match="out of memory in micro-batch 0"), fails:
-            engine.forward_batch(ragged())
-        found = engine.forward_batch(ragged())
-        assert all(map(torch.equal, found, untouched.forward_batch(ragged())))
+            engine.forward_batch(global_batch())
+        found = engine.forward_batch(global_batch())
+        assert all(map(torch.equal, found, untouched.forward_batch(global_batch())))
 
 
 @pytest.mark.parametrize("backend", layouts(2, also=("fsdp:p2",)))
@@ -128,19 +128,19 @@ def test_a_rank_alone_goes_on_after_it_had_no_memory(backend: str, options: dict
     [(no_memory, 1), (_FailsBackward.apply, 1), (broken, 0)],
     ids=["forward", "backward", "other error"],
 )
-def test_a_model_that_fails_on_one_rank_raises_on_all_and_a_new_engine_works(
+def test_model_error_on_one_rank_raises_on_all_ranks(
     backend: str, act: Callable[[Tensor], Tensor], guilty: int
 ) -> None:
     groups = process_groups()
     engine = create_engine(config(backend))
     with started(backend) as untouched:
         initialize(engine)
-        expected = untouched.train_batch(mine(untouched, ragged()), loss)
+        expected = untouched.train_batch(local_batch(untouched, global_batch()), loss)
     last = 2 // engine.dims.pp - 1  # number of layers on this rank
     with mlp_that(engine, act if world().rank == guilty else torch.clone, on_call=last):
         start = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
-            engine.train_batch(mine(engine, ragged()), loss)
+            engine.train_batch(local_batch(engine, global_batch()), loss)
     assert time.monotonic() - start < 10
     what = "ArithmeticError in" if act is broken else "out of memory in"
     assert re.search(rf"rank {guilty}: (RuntimeError: )?{what} micro-batch 0 of", str(caught.value))
@@ -148,11 +148,11 @@ def test_a_model_that_fails_on_one_rank_raises_on_all_and_a_new_engine_works(
     start = time.monotonic()
     for verb in (engine.train_batch, engine.eval_batch):
         with pytest.raises(RuntimeError, match="cannot be used"):
-            verb(ragged(), loss)
+            verb(global_batch(), loss)
     assert time.monotonic() - start < 1
     engine.destroy()
     with started(backend) as successor:
-        found = successor.train_batch(mine(successor, ragged()), loss)
+        found = successor.train_batch(local_batch(successor, global_batch()), loss)
         assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
     assert process_groups() == groups
 
@@ -170,30 +170,30 @@ SURVIVE = 20.0
 def die_in_a_loss(signal_number: int) -> None:
     """Kill rank 1 in the middle of the second step."""
     with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
 
         def last(out: TokenOutputs, batch: Batch) -> Tensor:
             if world().rank == DEAD:
                 os.kill(os.getpid(), signal_number)
             return loss(out, batch)
 
-        engine.train_batch(mine(engine, ragged()), last)
+        engine.train_batch(local_batch(engine, global_batch()), last)
 
 
 def die_between_steps() -> None:
     """Kill rank 1 between steps; the others notice in the next call."""
     with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
         if world().rank == DEAD:
             os._exit(3)
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
 
 
 def die_in_the_model(backend: str) -> None:
     """Kill rank 1 in a layer, where the others wait for its weight shard or pipeline stage."""
     gone = pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone")
     with gone, survivors_answer(backend) as engine:
-        engine.train_batch(mine(engine, ragged()), loss)
+        engine.train_batch(local_batch(engine, global_batch()), loss)
 
         def kill(x: Tensor) -> Tensor:
             if world().rank == DEAD:
@@ -201,7 +201,7 @@ def die_in_the_model(backend: str) -> None:
             return x
 
         with mlp_that(engine, kill, on_call=0):
-            engine.train_batch(mine(engine, ragged()), loss)
+            engine.train_batch(local_batch(engine, global_batch()), loss)
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def survivors_answer(backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
         assert time.monotonic() - start < SURVIVE
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="cannot be used"):
-            engine.eval_batch(ragged(), loss)
+            engine.eval_batch(global_batch(), loss)
         engine.destroy()
         assert time.monotonic() - start < 5
 
@@ -233,7 +233,7 @@ def survivors_answer(backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("backend", ""),
 )
-def test_survivors_name_the_rank_that_died(
+def test_surviving_ranks_name_the_dead_rank(
     name: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "GRACE", 60.0)
@@ -253,7 +253,7 @@ def test_survivors_name_the_rank_that_died(
 
 
 @pytest.mark.world(1, 2, 4)
-def test_a_layout_that_does_not_fit_is_refused_on_every_rank() -> None:
+def test_mismatched_layout_raises_on_every_rank() -> None:
     size, groups = world().size, process_groups()
     for backend in ("fsdp:d3", "fsdp:d8", "fsdp:c2d3", "fsdp:r3c2"):
         engine = create_engine(config(backend))
@@ -278,18 +278,18 @@ def test_a_layout_that_does_not_fit_is_refused_on_every_rank() -> None:
         ("nosuch:d1", "no engine is called 'nosuch'; installed are .*'fsdp'"),
     ],
 )
-def test_a_layout_that_no_engine_has_is_refused_before_it_starts(backend: str, says: str) -> None:
+def test_unsupported_layout_raises_at_creation(backend: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         create_engine(config(backend))
 
 
 @pytest.mark.world(1, 2)
-def test_a_model_that_cannot_be_built_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_model_build_error_raises_on_every_rank(tmp_path: Path) -> None:
     groups = process_groups()
     engine = create_engine(config(f"fsdp:d{world().size}", path=str(tmp_path / "nowhere")))
     with pytest.raises((ValueError, RuntimeError), match=r"nowhere.*the engine was not built"):
         initialize(engine)
     with pytest.raises(RuntimeError, match="cannot be used"):
-        engine.train_batch(ragged(), loss)
+        engine.train_batch(global_batch(), loss)
     engine.destroy()
     assert process_groups() == groups

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine.registry import create_engine
-from areal.tests.harness.tiny import config, family_dir, gradients_of, layouts, loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, family_dir, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.utils.functional.chunked_head import _Chunks
 
 LARGE_VOCAB = 4096
@@ -63,8 +63,8 @@ def counted_waits() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.world(1)
-def test_no_step_allocates_tokens_times_vocabulary() -> None:
-    long = [{key: torch.cat([x] * 20) if x.dim() else x for key, x in sample.items()} for sample in ragged()]
+def test_step_never_allocates_full_logits() -> None:
+    long = [{key: torch.cat([x] * 20) if x.dim() else x for key, x in sample.items()} for sample in global_batch()]
     tokens = sum(len(sample["input_ids"]) for sample in long)
 
     def with_entropy(out: TokenOutputs, batch: Batch) -> Tensor:
@@ -88,12 +88,12 @@ def test_no_step_allocates_tokens_times_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_logits_that_are_kept_or_made_again_give_the_same(backend: str) -> None:
+def test_kept_and_recomputed_logits_give_equal_results(backend: str) -> None:
     steps, made = [], []
     for kept in (0, None):
         with started(backend, kept_logits_mb=kept) as engine:
             with mock.patch.object(_Chunks, "_write", autospec=True, side_effect=_Chunks._write) as write:
-                steps.append(engine.train_batch(mine(engine, ragged()), loss))
+                steps.append(engine.train_batch(local_batch(engine, global_batch()), loss))
             made.append(write.call_count)
     assert made[0] == 2 * made[1], "a stage without a head makes none"
     assert steps[0].loss == steps[1].loss
@@ -102,11 +102,11 @@ def test_logits_that_are_kept_or_made_again_give_the_same(backend: str) -> None:
 
 # Megatron-Core's stages send each other tensor shapes and read them on the host.
 @pytest.mark.parametrize("backend", layouts(1, 2, but=("megatron:p2",)))
-def test_no_micro_batch_waits_for_the_device(backend: str) -> None:
+def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
     found: dict[int, dict[str, Counter[str]]] = {}
     for n_mbs in (2, 4):
         with started(backend, mb_spec={"n_mbs": n_mbs}) as engine:
-            batch = mine(engine, [*ragged(0), *ragged(1)])
+            batch = local_batch(engine, [*global_batch(0), *global_batch(1)])
             verbs: dict[str, Callable[[], Any]] = {
                 "train": lambda e=engine, b=batch: e.train_batch(b, loss),
                 "eval": lambda e=engine, b=batch: e.eval_batch(b, loss),
@@ -147,9 +147,9 @@ def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
 @pytest.mark.parametrize("after", ["train", "eval", "forward"])
-def test_offloaded_tensors_leave_the_device_and_come_back_bit_for_bit(backend: str, after: str) -> None:
+def test_offload_frees_the_device_and_restores_bitwise(backend: str, after: str) -> None:
     with started(backend) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         engine.train_batch(batch, loss)
         engine.forward_backward(batch, loss)
         weights, gradients = weights_of(engine), gradients_of(engine)
@@ -172,9 +172,9 @@ def test_offloaded_tensors_leave_the_device_and_come_back_bit_for_bit(backend: s
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_a_step_says_what_it_brought_back(backend: str) -> None:
+def test_step_reports_onload(backend: str) -> None:
     with started(backend) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         assert "onloaded_bytes" not in engine.train_batch(batch, loss).metrics
         held = bytes_on_device(engine)
         engine.offload()
@@ -187,9 +187,9 @@ def test_a_step_says_what_it_brought_back(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_every_verb_brings_back_what_it_needs(backend: str) -> None:
+def test_every_verb_onloads_required_tensors(backend: str) -> None:
     with started(backend) as engine, started(backend) as untouched:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         verbs: tuple[Callable[[TrainEngine], Any], ...] = (
             lambda e: e.train_batch(batch, loss).loss,
             lambda e: e.eval_batch(batch, loss).loss,
@@ -214,9 +214,9 @@ def test_every_verb_brings_back_what_it_needs(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_each_kind_is_offloaded_alone(backend: str) -> None:
+def test_each_kind_of_tensor_is_offloaded_separately(backend: str) -> None:
     with started(backend) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         engine.train_batch(batch, loss)
         engine.forward_backward(batch, loss)
         before = bytes_on_device(engine)
@@ -230,10 +230,10 @@ def test_each_kind_is_offloaded_alone(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
 @pytest.mark.world(1)
-def test_files_take_what_is_offloaded_out_of_resident_memory(backend: str, tmp_path: Path) -> None:
+def test_offload_to_files_reduces_resident_memory(backend: str, tmp_path: Path) -> None:
     path = family_dir("qwen3", vocab_size=300_000)  # malloc does not return smaller blocks to the system
     with started(backend, path=path, offload_dir=str(tmp_path)) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         engine.train_batch(batch, loss)
         weights, expected = weights_of(engine), engine.eval_batch(batch, loss).loss
         moved = sum(bytes_on_device(engine).values())
@@ -252,7 +252,7 @@ def test_files_take_what_is_offloaded_out_of_resident_memory(backend: str, tmp_p
 
 
 @pytest.mark.world(1)
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_offload_folder_raises(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     with create_engine(config("fsdp:d1", offload_dir=missing)) as engine, pytest.raises(ValueError, match="offload_dir = .*missing"):
         engine.initialize(FinetuneSpec(total_train_steps=1))

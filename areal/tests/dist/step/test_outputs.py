@@ -10,7 +10,7 @@ from areal.api import Batch, MicroBatchSpec, TokenOutputs, TopK, TrainEngine
 from areal.tests.grid.cases import as_input, rows
 from areal.tests.grid.models import VOCAB
 from areal.tests.grid.reference import Reference
-from areal.tests.harness.tiny import Sample, family_dir, layouts, loss, mine, ragged, started, weights_of
+from areal.tests.harness.tiny import Sample, family_dir, layouts, loss, local_batch, global_batch, started, weights_of
 from areal.utils.data import where_trained
 
 EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(5))
@@ -32,9 +32,9 @@ def close(found: Tensor, expected: Tensor | None) -> None:
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4))
 @pytest.mark.parametrize("form", ["padded", "list"])
-def test_every_output_is_that_of_transformers(backend: str, form: str) -> None:
+def test_every_output_equals_transformers(backend: str, form: str) -> None:
     with started(backend, value_head=True, init_from_scratch=False) as engine:
-        samples = mine(engine, ragged())
+        samples = local_batch(engine, global_batch())
         lengths = [len(sample["input_ids"]) for sample in samples]
         head = weights_of(engine)["value_head.weight"]
         found = engine.forward_batch(as_input(samples, form), outputs=EVERYTHING)
@@ -53,10 +53,10 @@ def test_every_output_is_that_of_transformers(backend: str, form: str) -> None:
 
 
 @pytest.mark.world(1)
-def test_a_value_head_starts_at_zero_and_learns() -> None:
+def test_value_head_starts_at_zero_and_trains() -> None:
     with started("fsdp:d1", value_head=True) as engine:
         assert not weights_of(engine)["value_head.weight"].any()
-        assert not any(row.any() for row in engine.forward_batch(ragged(), outputs=("values",)))
+        assert not any(row.any() for row in engine.forward_batch(global_batch(), outputs=("values",)))
 
         def regression(out: TokenOutputs, batch: object) -> Tensor:
             return (out.values - 1.0).square().sum()
@@ -64,16 +64,16 @@ def test_a_value_head_starts_at_zero_and_learns() -> None:
         def count(batch: dict) -> Tensor:
             return torch.tensor(float(len(batch["input_ids"])))
 
-        losses = [engine.train_batch(ragged(), regression, count, outputs=("values",)).loss for _ in range(4)]
+        losses = [engine.train_batch(global_batch(), regression, count, outputs=("values",)).loss for _ in range(4)]
         assert losses[0] == pytest.approx(1.0)
         assert losses[-1] < losses[0]
         assert weights_of(engine)["value_head.weight"].any()
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_temperature_is_the_configurations_or_each_sequences_own(backend: str) -> None:
+def test_temperature_from_config_or_per_sequence(backend: str) -> None:
     with started(backend, temperature=0.5) as engine:
-        samples = mine(engine, ragged())
+        samples = local_batch(engine, global_batch())
         own = [{**sample, "temperature": torch.tensor(0.25 + 0.5 * i)} for i, sample in enumerate(samples)]
         for batch in (samples, own):
             found = engine.forward_batch(batch, outputs=("logprobs", "entropy", "logits"))
@@ -94,11 +94,11 @@ def test_temperature_is_the_configurations_or_each_sequences_own(backend: str) -
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_several_targets_at_each_position(backend: str) -> None:
+def test_multiple_targets_per_position(backend: str) -> None:
     with started(backend) as engine:
         generator = torch.Generator().manual_seed(5)
         samples = []
-        for sample in mine(engine, ragged()):
+        for sample in local_batch(engine, global_batch()):
             targets = torch.randint(0, VOCAB, (len(sample["input_ids"]), 3), generator=generator)
             targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
             samples.append({"input_ids": sample["input_ids"], "target_ids": targets})
@@ -109,9 +109,9 @@ def test_several_targets_at_each_position(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("megatron:t2", "megatron:c2")))
-def test_what_is_not_wanted_is_zero_and_changes_nothing_else(backend: str) -> None:
+def test_output_mask_zeros_unwanted_positions_only(backend: str) -> None:
     with started(backend) as engine:
-        samples = [dict(sample) for sample in mine(engine, ragged())]
+        samples = [dict(sample) for sample in local_batch(engine, global_batch())]
         for i, sample in enumerate(samples):
             mask = sample["loss_mask"]
             # no output of the first sequence is requested
@@ -152,9 +152,9 @@ def assert_same_gradient(engine: TrainEngine, *batches: list[Sample]) -> None:
 
 
 @pytest.mark.world(1)
-def test_the_callers_batch_is_not_written_to() -> None:
+def test_batch_of_the_caller_is_not_modified() -> None:
     with started("fsdp:d1") as engine:
-        batch = as_input(ragged(), "padded")
+        batch = as_input(global_batch(), "padded")
         before = {key: value.clone() for key, value in batch.items()}
         engine.train_batch(batch, lambda out, b: -(out.logprobs * b["loss_mask"]).sum())
         engine.forward_batch(batch)
@@ -163,8 +163,8 @@ def test_the_callers_batch_is_not_written_to() -> None:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
-def test_overlong_sequences_are_left_out_or_alone_where_asked(backend: str) -> None:
-    everything = ragged()
+def test_overlong_sequences_are_dropped_or_packed_alone(backend: str) -> None:
+    everything = global_batch()
     kept = [sample for sample in everything if len(sample["input_ids"]) <= 20]
     spec = {"max_tokens_per_mb": 20, "overlong": "drop"}
     with (
@@ -172,18 +172,18 @@ def test_overlong_sequences_are_left_out_or_alone_where_asked(backend: str) -> N
         started(backend, mb_spec=MicroBatchSpec(max_tokens_per_mb=20)) as other,
     ):
         # Separate shards, so that both engines get the same sequences where none is dropped.
-        mine_of = [sample for sample in mine(engine, everything) if len(sample["input_ids"]) <= 20]
-        found, expected = engine.eval_batch(mine(engine, everything), loss), other.eval_batch(mine_of, loss)
+        mine_of = [sample for sample in local_batch(engine, everything) if len(sample["input_ids"]) <= 20]
+        found, expected = engine.eval_batch(local_batch(engine, everything), loss), other.eval_batch(mine_of, loss)
         assert found.metrics["dropped_sequences"] == len(everything) - len(kept)
         assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in kept)
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-        restored = engine.forward_batch(mine(engine, everything))
+        restored = engine.forward_batch(local_batch(engine, everything))
         dropped = [
-            x for x, sample in zip(restored, mine(engine, everything), strict=True) if len(sample["input_ids"]) > 20
+            x for x, sample in zip(restored, local_batch(engine, everything), strict=True) if len(sample["input_ids"]) > 20
         ]
         assert all(len(x) > 20 and not x.any() for x in dropped)
     with started(backend, mb_spec={"max_tokens_per_mb": 20, "overlong": "alone"}) as alone, started(backend) as whole:
-        batch = mine(alone, everything)
+        batch = local_batch(alone, everything)
         found, expected = alone.eval_batch(batch, loss), whole.eval_batch(batch, loss)
         assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in everything)
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)

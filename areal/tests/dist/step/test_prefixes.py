@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from areal.api import Batch, MicroBatchSpec, ParallelDims, TokenOutputs, TopK
 from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.compare import assert_tensors
-from areal.tests.grid.lift import float64_everywhere
-from areal.tests.harness.tiny import Sample, family_dir, gradients_of, mine, started
+from areal.tests.grid.float64_mode import float64_everywhere
+from areal.tests.harness.tiny import Sample, family_dir, gradients_of, local_batch, started
 from areal.tests.harness.world import record
 
 EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(3))
@@ -52,7 +52,7 @@ def run(way: str, spec: MicroBatchSpec) -> tuple[dict[str, Any], dict[str, Tenso
     """Return outputs, gradients, and per micro-batch the numbers of tokens in the loss and in the model."""
     backend, options = settings(way)
     with float64_everywhere(), started(backend, value_head=True, mb_spec=spec, **options) as engine:
-        batch = mine(engine, masked())
+        batch = local_batch(engine, masked())
         found = engine.forward_batch(batch, outputs=EVERYTHING)
         engine.forward_backward(batch, everything, outputs=EVERYTHING, normalization="sum")
         lengths = [(mb.n_tokens, mb.padded_length) for mb in engine.microbatches(batch).real]
@@ -65,7 +65,7 @@ def marked(way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", [marked(way) for way in WAYS])
-def test_all_outputs_and_their_gradients_are_those_without_sharing(way: str) -> None:
+def test_shared_prefixes_give_equal_outputs_and_gradients(way: str) -> None:
     plain, expected, _ = run(way, MicroBatchSpec(max_tokens_per_mb=72))
     shared, gradients, lengths = run(way, MicroBatchSpec(max_tokens_per_mb=72, share_prefixes=True))
     assert sum(computed for _, computed in lengths) < 0.8 * sum(seen for seen, _ in lengths)
@@ -78,7 +78,7 @@ def test_all_outputs_and_their_gradients_are_those_without_sharing(way: str) -> 
 
 
 @pytest.mark.world(1)
-def test_a_model_that_runs_in_rows_shares_nothing() -> None:
+def test_unpacked_model_does_not_share_prefixes() -> None:
     spec = MicroBatchSpec(share_prefixes=True)
     with pytest.raises(ValueError, match="one sequence per row"):
         with started("fsdp:d1", path=family_dir("qwen3"), mb_spec=spec, fsdp={"attention": "rows"}):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal.api import ParallelDims, StepOutput
-from areal.tests.harness.tiny import gradients_of, layouts, loss, mine, ragged, started
+from areal.tests.harness.tiny import gradients_of, layouts, loss, local_batch, global_batch, started
 from areal.tests.harness.world import world
 
 PHASES = ["data", "forward", "backward", "reduce", "optimizer"]
@@ -37,7 +37,7 @@ def error(step: StepOutput) -> float:
 def test_phases_sum_to_the_step(backend: str) -> None:
     with started(backend) as engine:
         errors, outside = [], []
-        batch = mine(engine, [sample for seed in range(4) for sample in ragged(seed)])
+        batch = local_batch(engine, [sample for seed in range(4) for sample in global_batch(seed)])
         for _ in range(3):  # another process may be scheduled between two lines, but not three times
             begin = time.perf_counter()
             step = engine.train_batch(batch, loss)
@@ -50,16 +50,16 @@ def test_phases_sum_to_the_step(backend: str) -> None:
         # Equal on every rank, as are all fields of a step.
         assert len(set(engine.control.gather((step.seconds, *step.timings.values())))) == 1
 
-        step = engine.forward_backward(mine(engine, ragged()), loss)
+        step = engine.forward_backward(local_batch(engine, global_batch()), loss)
         reduces = ["reduce"] if backend.startswith("fsdp") else []  # Megatron reduces in the optimizer step
         assert list(step.timings) == ["data", "forward", "backward", *reduces]
         assert error(step) < 0.5
         engine.optimizer_step()
-        assert list(engine.eval_batch(mine(engine, ragged()), loss).timings) == ["data", "forward"]
+        assert list(engine.eval_batch(local_batch(engine, global_batch()), loss).timings) == ["data", "forward"]
 
 
 @pytest.mark.parametrize("backend", of("fsdp:d1", "megatron:d1"))
-def test_time_in_a_loss_is_of_the_forward_and_in_its_gradient_of_the_backward(backend: str) -> None:
+def test_loss_time_counts_as_forward_and_its_gradient_as_backward(backend: str) -> None:
     def slow(out: Any, batch: Any) -> Any:
         time.sleep(0.2)
         value = loss(out, batch)
@@ -67,19 +67,19 @@ def test_time_in_a_loss_is_of_the_forward_and_in_its_gradient_of_the_backward(ba
         return value
 
     with started(backend) as engine:
-        engine.train_batch(ragged(), loss)  # the first call is slow anyway
-        step = engine.train_batch(ragged(), slow)
+        engine.train_batch(global_batch(), loss)  # the first call is slow anyway
+        step = engine.train_batch(global_batch(), slow)
     assert step.timings["forward"] >= 0.2 * step.n_mbs
     assert step.timings["backward"] >= 0.1 * step.n_mbs
     assert step.seconds - step.timings["forward"] < step.seconds - 0.2 * step.n_mbs + 1e-9
 
 
 @pytest.mark.world(2)
-def test_the_slowest_rank_speaks() -> None:
+def test_timings_are_those_of_the_slowest_rank() -> None:
     with started("fsdp:d2") as engine:
         if world().rank == 1:
             time.sleep(0.5)
-        step = engine.train_batch(mine(engine, ragged()), loss)
+        step = engine.train_batch(local_batch(engine, global_batch()), loss)
     # The other rank waited half a second for the batch of this one.
     assert step.seconds >= 0.5
     assert step.timings["data"] >= 0.4
@@ -92,9 +92,9 @@ def ranges_in(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, also=("fsdp:p2",)))
-def test_a_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
+def test_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
     with started(backend) as engine, started(backend) as plain:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         losses = [plain.train_batch(batch, loss).loss for _ in range(3)]
         found = [engine.train_batch(batch, loss).loss]
         with engine.profile(tmp_path / "new" / "folder"):
@@ -121,10 +121,10 @@ def test_a_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.world(1)
-def test_reductions_lie_in_the_backward_and_data_around_the_rest(tmp_path: Path) -> None:
+def test_profile_nests_reductions_and_schedule(tmp_path: Path) -> None:
     with started("fsdp:d1") as engine:
         with engine.profile(tmp_path, memory=False):
-            step = engine.train_batch(ragged(), loss)
+            step = engine.train_batch(global_batch(), loss)
     assert not list(tmp_path.glob("memory*"))
     found = ranges_in(tmp_path / "trace-rank0.json.gz")
 
@@ -139,26 +139,26 @@ def test_reductions_lie_in_the_backward_and_data_around_the_rest(tmp_path: Path)
 
 
 @pytest.mark.world(1)
-def test_an_error_inside_leaves_a_profile_and_an_engine(tmp_path: Path) -> None:
+def test_error_inside_profile_keeps_profile_and_engine(tmp_path: Path) -> None:
     def wrong(out: Any, batch: Any) -> Any:
         raise ValueError("mine")
 
     with started("fsdp:d1") as engine, started("megatron:d1") as other:
         with pytest.raises(ValueError, match="mine"), engine.profile(tmp_path):
-            engine.train_batch(ragged(), wrong)
+            engine.train_batch(global_batch(), wrong)
         assert "schedule" in {event["name"] for event in ranges_in(tmp_path / "trace-rank0.json.gz")}
         assert (tmp_path / "memory-rank0.json").exists()
         with engine.profile(tmp_path / "again"):
             for nested in (engine, other):
                 with pytest.raises(RuntimeError, match="profiler is on already"), nested.profile(tmp_path / "nested"):
                     pass
-            engine.train_batch(ragged(), loss)
+            engine.train_batch(global_batch(), loss)
         assert not (tmp_path / "nested").exists()
         assert "optimizer" in {event["name"] for event in ranges_in(tmp_path / "again" / "trace-rank0.json.gz")}
 
 
 @pytest.mark.world(1)
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_unwritable_profile_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with started("fsdp:d1") as engine:
         for folder in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -51,7 +51,7 @@ def installed(folder: Path) -> Iterator[None]:
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize(("objective", "case"), [("terms", "zero_rank"), ("nll", "ragged")])
-def test_an_engine_of_another_package_joins_the_grid(
+def test_engine_of_another_package_joins_the_grid(
     tmp_path: Path, world_size: int, objective: str, case: str
 ) -> None:
     assert NAME not in engine_names()
@@ -68,7 +68,7 @@ def test_an_engine_of_another_package_joins_the_grid(
 
 
 @pytest.mark.world(1)
-def test_what_the_registry_refuses(tmp_path: Path) -> None:
+def test_invalid_registrations_raise(tmp_path: Path) -> None:
     path = model_dir("qwen3")
     with pytest.raises(ValueError, match=r"no engine is called 'replica'; installed are .*'fsdp'"):
         create_engine(TrainEngineConfig(path=path, backend="replica:d1"))

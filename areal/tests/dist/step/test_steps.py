@@ -11,7 +11,7 @@ from areal.api import MicroBatch, Normalization, OptimizerConfig, TokenOutputs
 from areal.tests.grid.cases import as_input, rows
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import Cell, all_layouts
-from areal.tests.grid.running import Running, running
+from areal.tests.grid.cell_engine import CellEngine, start_cell
 from areal.tests.harness.world import record
 
 TABLE = "several calls in a row: errors"
@@ -54,7 +54,7 @@ def rotating(values: Mapping[str, Any], **fields: Any) -> list[Any]:
     return made
 
 
-def weights_agree(run: Running, reference_weights: dict[str, Tensor]) -> float:
+def weights_agree(run: CellEngine, reference_weights: dict[str, Tensor]) -> float:
     """Compare all weights with the reference's."""
     return assert_tensors(run.engine.named_tensors(), reference_weights, run.cell.tolerance)
 
@@ -66,7 +66,7 @@ def weights_agree(run: Running, reference_weights: dict[str, Tensor]) -> float:
 def test_three_steps_track_the_reference(cell: Cell, optimizer: OptimizerConfig) -> None:
     objective = cell.objective
     call = (objective.loss_fn, objective.weight_fn)
-    with running(cell, optimizer, total_steps=4) as run:
+    with start_cell(cell, optimizer, total_steps=4) as run:
         reference = run.reference()
         reference.make_optimizer(optimizer, total_steps=4)
         worst = 0.0
@@ -94,11 +94,11 @@ def test_three_steps_track_the_reference(cell: Cell, optimizer: OptimizerConfig)
         cut="mbs3",
     ),
 )
-def test_calls_then_a_step_equal_one_batch(cell: Cell, normalization: Normalization) -> None:
+def test_accumulated_calls_equal_one_batch(cell: Cell, normalization: Normalization) -> None:
     """With ``sum`` or a number the batch is cut over calls; with ``weight`` the calls get complete batches, scaled by ``loss_weight``."""
     objective = cell.objective
     call = (objective.loss_fn, objective.weight_fn)
-    with running(cell, CONSTANT) as run:
+    with start_cell(cell, CONSTANT) as run:
         reference = run.reference()
         reference.make_optimizer(CONSTANT, total_steps=100)
         if normalization == "weight":
@@ -123,14 +123,14 @@ def test_calls_then_a_step_equal_one_batch(cell: Cell, normalization: Normalizat
     record(TABLE, f"calls by {normalization}, {cell}", gradients=f"{gradients:.0e}", weights=f"{weights:.0e}")
 
 
-def in_parts(run: Running, n: int) -> list[Any]:
+def in_parts(run: CellEngine, n: int) -> list[Any]:
     """Split this rank's shard over ``n`` calls; a rank that has too few sequences passes weightless ones."""
     everything = run.samples()
     parts = []
     for part in range(n):
-        chosen = [everything[i] for i in run.mine[part::n]]
+        chosen = [everything[i] for i in run.local_indices[part::n]]
         if not chosen:
-            spare = everything[run.mine[0]]
+            spare = everything[run.local_indices[0]]
             chosen = [{**spare, "loss_mask": spare["loss_mask"] * 0}]
         parts.append(as_input(chosen, run.cell.case.form))
     return parts
@@ -141,9 +141,9 @@ LOOPS = cells(family="qwen2", objective_name="nll", case_name="starved", cut="to
 
 # The grid covers four ranks for the other engines.
 @pytest.mark.parametrize("cell", [p for p in LOOPS if p.values[0].layout.world < 4 or "fsdp" in p.id])
-def test_a_loop_of_ones_own_equals_train_batch(cell: Cell) -> None:
+def test_custom_loop_equals_train_batch(cell: Cell) -> None:
     objective = cell.objective
-    with running(cell, CONSTANT) as run:
+    with start_cell(cell, CONSTANT) as run:
         expected, expected_outputs = run.expected()
         mbs = run.engine.microbatches(run.batch())
         total = run.engine.global_weight(mbs, objective.weight_fn)
@@ -166,12 +166,12 @@ def test_a_loop_of_ones_own_equals_train_batch(cell: Cell) -> None:
         mine = sum(losses[1:], losses[0]).double()
         assert run.engine.global_sum(mine).item() == pytest.approx(expected.loss, rel=cell.tolerance)
         restored = mbs.restore([{key: result[key] for key in ("logprobs", "length")} for result in results])
-        lengths = [cell.case.lengths[i] for i in run.mine]
+        lengths = [cell.case.lengths[i] for i in run.local_indices]
         assert restored["length"].tolist() == lengths
-        assert_rows(rows(restored["logprobs"], lengths), expected_outputs["logprobs"], run.mine, cell.tolerance)
+        assert_rows(rows(restored["logprobs"], lengths), expected_outputs["logprobs"], run.local_indices, cell.tolerance)
         assert_number(run.engine.optimizer_step().grad_norm, expected.grad_norm, cell.tolerance)
         by_hand = {name: tensor.clone() for name, tensor in run.engine.named_tensors()}
-    with running(cell, CONSTANT) as run:
+    with start_cell(cell, CONSTANT) as run:
         run.engine.train_batch(run.batch(), objective.loss_fn, objective.weight_fn, outputs=objective.outputs)
         weights = weights_agree(run, {name: tensor.double().cpu() for name, tensor in by_hand.items()})
     record(TABLE, f"a loop of one's own, {cell}", gradients=f"{gradients:.0e}", weights=f"{weights:.0e}")

@@ -5,7 +5,7 @@ import pytest
 from areal.api import FinetuneSpec
 from areal.engine.registry import create_engine
 from areal.tests.harness import loss_curve
-from areal.tests.grid.cases import share
+from areal.tests.grid.cases import dp_shard_indices
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import config
 from areal.tests.harness.world import record
@@ -25,7 +25,7 @@ def test_the_losses_are_those_in_the_golden_file(backend: str) -> None:
     settings = config(backend, path=model_dir(loss_curve.FAMILY), optimizer=loss_curve.OPTIMIZER)
     with create_engine(settings) as engine:
         engine.initialize(FinetuneSpec(total_train_steps=loss_curve.STEPS))
-        mine = share(loss_curve.CASE, engine.dp_rank, engine.dp_size)
+        mine = dp_shard_indices(loss_curve.CASE, engine.dp_rank, engine.dp_size)
         found = []
         for step in range(loss_curve.STEPS):
             everything = loss_curve.batch(step)

@@ -26,9 +26,7 @@ def global_batches(ranks: list[ShardedLoader]) -> Iterator[list[int]]:
 
 @settings(deadline=None)
 @given(st.integers(4, 60), st.integers(1, 4), st.integers(4, 12), st.booleans())
-def test_an_epoch_is_every_sample_once_in_batches_that_do_not_depend_on_the_ranks(
-    n: int, dp_size: int, batch_size: int, shuffle: bool
-) -> None:
+def test_epoch_yields_every_sample_once_for_any_dp_size(n: int, dp_size: int, batch_size: int, shuffle: bool) -> None:
     ranks = loaders(n, dp_size, batch_size=batch_size, shuffle=shuffle, seed=3)
     for epoch in range(2):
         assert [loader.epoch for loader in ranks] == [epoch] * dp_size
@@ -46,9 +44,7 @@ def test_an_epoch_is_every_sample_once_in_batches_that_do_not_depend_on_the_rank
 @given(
     st.integers(8, 60), st.integers(0, 1), st.integers(0, 6), st.sampled_from([(4, 2), (2, 4), (3, 1), (1, 4), (2, 2)])
 )
-def test_a_state_resumes_on_other_ranks_with_exactly_what_is_left(
-    n: int, epoch: int, step: int, sizes: tuple[int, int]
-) -> None:
+def test_loader_state_resumes_with_another_dp_size(n: int, epoch: int, step: int, sizes: tuple[int, int]) -> None:
     before = loaders(n, sizes[0], seed=7)
     for _ in range(epoch):
         assert len(list(global_batches(before))) == len(before[0])
@@ -73,7 +69,7 @@ def test_a_state_resumes_on_other_ranks_with_exactly_what_is_left(
     assert following[0] == following[1]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_order_depends_on_epoch_and_seed() -> None:
     orders = set()
     for seed in range(3):
         (loader,) = loaders(20, 1, seed=seed)
@@ -81,14 +77,14 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(orders) == 9
 
 
-def test_an_iteration_that_was_left_goes_on() -> None:
+def test_interrupted_iteration_resumes() -> None:
     (loader,) = loaders(20, 1, shuffle=False)
     assert next(iter(loader)) == list(range(8))
     assert [len(batch) for batch in loader] == [8, 4]
     assert loader.state_dict() == {"seed": 0, "epoch": 1, "cursor": 0}
 
 
-def test_a_short_tail_joins_the_batch_before_it() -> None:
+def test_short_last_batch_is_merged_into_the_previous_one() -> None:
     assert [list(loader) for loader in loaders(10, 3, shuffle=False)] == [
         [[0, 1, 2]],
         [[3, 4, 5]],
@@ -113,7 +109,7 @@ class Flaky:
         return index
 
 
-def test_a_batch_whose_loading_raised_comes_again() -> None:
+def test_batch_is_retried_after_a_loading_error() -> None:
     loader = sharded_loader(Flaky(), batch_size=4, dp_rank=0, dp_size=1, shuffle=False)
     seen: list[int] = []
     with pytest.raises(OSError, match="comes back"):
@@ -122,7 +118,7 @@ def test_a_batch_whose_loading_raised_comes_again() -> None:
     assert seen + [sample for batch in loader for sample in batch] == list(range(12))
 
 
-def test_loading_leaves_the_global_generator_alone_and_collates() -> None:
+def test_loader_collates_and_keeps_global_rng_state() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     loader = sharded_loader(range(9), batch_size=4, dp_rank=0, dp_size=1, collate=torch.tensor)
@@ -130,7 +126,7 @@ def test_loading_leaves_the_global_generator_alone_and_collates() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_ranks_get_parts_of_the_same_cost() -> None:
+def test_loader_balances_cost_over_ranks() -> None:
     """Balance one long sample among short ones: the global batches do not change, and no rank gets far more cost than another."""
     costs = [1.0 + 63 * (i % 8 == 0) for i in range(64)]
     plain, dealt = (loaders(64, 2, batch_size=16, seed=5, costs=c) for c in (None, costs))
@@ -143,7 +139,7 @@ def test_ranks_get_parts_of_the_same_cost() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=30), st.integers(1, 6))
-def test_what_is_dealt_is_whole_and_even(costs: list[float], n: int) -> None:
+def test_balanced_shards_are_complete_and_even(costs: list[float], n: int) -> None:
     shares = deal(costs, n)
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
     assert len(shares) == n
@@ -152,7 +148,7 @@ def test_what_is_dealt_is_whole_and_even(costs: list[float], n: int) -> None:
     assert max(sums) - min(sums) <= max(costs) * (1 + 1e-9)
 
 
-def test_costs_that_cannot_be_dealt_are_named() -> None:
+def test_invalid_costs_raise() -> None:
     with pytest.raises(ValueError, match=r"costs\[1\] = 0"):
         deal([1.0, 0.0], 2)
     with pytest.raises(ValueError, match="n = 0"):
@@ -170,13 +166,13 @@ def test_costs_that_cannot_be_dealt_are_named() -> None:
         ({"seed": -1}, "seed = -1"),
     ],
 )
-def test_the_loader_refuses(kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_loader_arguments_raise(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sharded_loader(**{"dataset": range(9), "batch_size": 4, "dp_rank": 0, "dp_size": 2, **kwargs})
 
 
 @pytest.mark.parametrize("state", [{}, {"seed": 0, "epoch": 0, "cursor": -1}, {"seed": 0, "epoch": 0, "cursor": "3"}])
-def test_a_foreign_state_is_refused(state: dict[str, Any]) -> None:
+def test_invalid_loader_state_raises(state: dict[str, Any]) -> None:
     (loader,) = loaders(9, 1)
     with pytest.raises(ValueError, match="the loader's state is"):
         loader.load_state_dict(state)

@@ -82,7 +82,7 @@ CASES = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(CASES)
-def test_pack_and_restore_are_inverses_for_every_kind_of_key(case: dict[str, Any]) -> None:
+def test_restore_inverts_packing_for_every_kind_of_key(case: dict[str, Any]) -> None:
     lengths = [1 + (n + j * 5) % 12 for n in case["groups"] for j in range(case["granularity"])]
     samples = samples_of(lengths, k=case["k"])
     width = max(lengths) + 2
@@ -168,7 +168,7 @@ def _assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-def test_both_forms_of_one_batch_give_the_same_micro_batches() -> None:
+def test_padded_and_list_batches_give_equal_micro_batches() -> None:
     samples = samples_of([5, 1, 9, 4, 7])
     spec = MicroBatchSpec(max_tokens_per_mb=12, payloads=("image",))
     lists, dicts = build(plan_batch(samples, spec)), build(plan_batch(padded(samples, 9), spec))
@@ -177,7 +177,7 @@ def test_both_forms_of_one_batch_give_the_same_micro_batches() -> None:
         _assert_same(dict(a.data), dict(b.data))
 
 
-def test_a_filler_has_the_keys_of_the_batch_one_token_and_no_weight() -> None:
+def test_filler_micro_batch_has_one_token_and_no_weight() -> None:
     batch = {
         **padded(samples_of([4, 6], k=2), 6),
         "temperature": torch.tensor([0.5, 2.0]),
@@ -202,7 +202,7 @@ def test_a_filler_has_the_keys_of_the_batch_one_token_and_no_weight() -> None:
     assert build(plan_batch(batch, MicroBatchSpec(payloads=("image",)), align=4), 2)[1].padded_length == 4
 
 
-def test_a_rank_whose_samples_are_all_dropped_has_only_fillers() -> None:
+def test_rank_with_only_dropped_samples_gets_fillers() -> None:
     spec = MicroBatchSpec(max_tokens_per_mb=4, overlong="drop", payloads=("image",))
     plan = plan_batch(samples_of([6, 5]), spec, align=2, vocab_size=VOCAB)
     mbs = build(plan, 2)
@@ -212,7 +212,7 @@ def test_a_rank_whose_samples_are_all_dropped_has_only_fillers() -> None:
     assert mbs[0].data["hidden"].shape == (1, 2, 3)
 
 
-def test_default_targets_stop_at_the_end_of_a_sequence() -> None:
+def test_default_targets_do_not_cross_sequences() -> None:
     batch = [{"input_ids": torch.tensor(ids)} for ids in ([1, 2, 3], [4], [5, 6])]
     mbs = build(plan_batch(batch, MicroBatchSpec()))
     assert mbs[0].data["target_ids"].tolist() == [2, 3, -100, -100, 6, -100]
@@ -228,13 +228,13 @@ def test_loss_mask_is_zero_without_a_target_in_any_dtype(dtype: torch.dtype) -> 
     assert build(plan_batch(batch, MicroBatchSpec()))[0].data["loss_mask"].tolist() == [1, 1, 0]
 
 
-def test_a_mask_for_each_of_k_targets_is_masked_one_by_one() -> None:
+def test_mask_of_k_targets_is_applied_per_target() -> None:
     targets = torch.tensor([[[1, IGNORE_INDEX], [IGNORE_INDEX, IGNORE_INDEX]]])
     batch = {"input_ids": torch.tensor([[1, 2]]), "target_ids": targets, "loss_mask": torch.ones(1, 2, 2)}
     assert build(plan_batch(batch, MicroBatchSpec()))[0].data["loss_mask"].tolist() == [[1, 0], [0, 0]]
 
 
-def test_narrow_ids_become_int64_and_graphs_stay_with_the_caller() -> None:
+def test_ids_become_int64_and_inputs_are_detached() -> None:
     batch = {
         "input_ids": torch.tensor([[1, 2]], dtype=torch.int32),
         "target_ids": torch.tensor([[2, 3]], dtype=torch.int32),
@@ -245,7 +245,7 @@ def test_narrow_ids_become_int64_and_graphs_stay_with_the_caller() -> None:
     assert not data["logprobs"].requires_grad
 
 
-def test_per_sequence_overrides_the_shape() -> None:
+def test_per_sequence_option_overrides_shape_inference() -> None:
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "embedding": torch.rand(2, 3), "other": torch.rand(2, 4)}
     spec = MicroBatchSpec(per_sequence=("embedding", "other", "not there"))
     data = build(plan_batch(batch, spec))[0].data
@@ -256,14 +256,14 @@ def test_per_sequence_overrides_the_shape() -> None:
     assert build(plan_batch({**batch, "other": torch.rand(2, 9)}, MicroBatchSpec()))[0].data["embedding"].shape == (6,)
 
 
-def test_a_batch_of_one_token_sequences() -> None:
+def test_batch_of_one_token_sequences() -> None:
     batch = {"input_ids": torch.tensor([[1], [2]]), "advantages": torch.rand(2, 1), "reward": torch.rand(2)}
     mbs = build(plan_batch(batch, MicroBatchSpec(n_mbs=2)))
     assert [mb.data["advantages"].shape for mb in mbs] == [(1,), (1,)]
     assert torch.equal(mbs.restore([mb.data["reward"] for mb in mbs]), batch["reward"][:, None])
 
 
-def test_meta_reaches_every_micro_batch_as_it_is() -> None:
+def test_meta_is_passed_unchanged_to_every_micro_batch() -> None:
     meta = {"names": ["a", "b"], "beta": 0.1}
     dicts = plan_batch({"input_ids": torch.ones(2, 3, dtype=torch.int64), "meta": meta}, MicroBatchSpec(n_mbs=2))
     assert [mb.data["meta"]["names"] is meta["names"] for mb in build(dicts, 3)] == [True] * 3
@@ -271,7 +271,7 @@ def test_meta_reaches_every_micro_batch_as_it_is() -> None:
     assert build(plan_batch(lists, MicroBatchSpec()))[0].data.meta == {"beta": 0.1}
 
 
-def test_digests_tell_batches_apart() -> None:
+def test_digest_differs_between_batches() -> None:
     spec = MicroBatchSpec(max_tokens_per_mb=12, payloads=("image",))
     samples = samples_of([5, 5, 3, 9])
     samples[2]["image"] = torch.zeros(2, 4)
@@ -300,7 +300,7 @@ def test_digests_tell_batches_apart() -> None:
     assert len({same, *others}) == 1 + len(others)
 
 
-def test_digests_see_where_sequences_end() -> None:
+def test_digest_depends_on_sequence_boundaries() -> None:
     ids, targets = torch.arange(5), torch.arange(5) + 1
     a, b = (
         [{"input_ids": x, "target_ids": y} for x, y in zip(ids.split(cut), targets.split(cut), strict=True)]
@@ -311,14 +311,14 @@ def test_digests_see_where_sequences_end() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0, -1.0, 0.5]), min_size=6, max_size=6), st.permutations(range(6)))
-def test_digests_see_round_floats_that_change_places(values: list[float], order: list[int]) -> None:
+def test_digest_depends_on_order_of_float_values(values: list[float], order: list[int]) -> None:
     x = torch.tensor([values], dtype=torch.float64)
     y = x[:, order]
     a, b = (plan_batch({"input_ids": torch.ones(1, 6).long(), "x": v}, MicroBatchSpec()).digest() for v in (x, y))
     assert (a == b) == torch.equal(x, y)
 
 
-def test_build_refuses_what_is_too_small() -> None:
+def test_build_raises_on_too_small_n_mbs_or_padded_length() -> None:
     plan = plan_batch(samples_of([5, 5]), MicroBatchSpec(max_tokens_per_mb=8, payloads=("image",)), align=4)
     with pytest.raises(ValueError, match="n_mbs = 1: this rank's samples need 2"):
         plan.build(n_mbs=1, device=CPU)
@@ -328,7 +328,7 @@ def test_build_refuses_what_is_too_small() -> None:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_million_tokens_are_planned_in_milliseconds(as_list: bool) -> None:
+def test_plan_of_a_million_tokens_takes_milliseconds(as_list: bool) -> None:
     rows, width = 512, 2048
     mask = torch.arange(width) < torch.randint(width // 2, width + 1, (rows, 1))
     batch: Any = {

@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(1, 48), max_size=40)
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(64, 200), st.integers(1, 12), st.integers(1, 16))
-def test_packing_partitions_and_keeps_the_budget_after_alignment(
+def test_packing_is_a_partition_within_the_aligned_budget(
     lengths: list[int], budget: int, min_bins: int, align: int
 ) -> None:
     bins = pack(lengths, budget, min_bins=min_bins, align=align)
@@ -31,7 +31,7 @@ def test_packing_partitions_and_keeps_the_budget_after_alignment(
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 12))
-def test_without_a_budget_bins_are_balanced(lengths: list[int], min_bins: int) -> None:
+def test_packing_without_budget_balances_bins(lengths: list[int], min_bins: int) -> None:
     bins = pack(lengths, None, min_bins=min_bins)
     assert len(bins) == min(min_bins, len(lengths))
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
@@ -41,7 +41,7 @@ def test_without_a_budget_bins_are_balanced(lengths: list[int], min_bins: int) -
 
 
 @pytest.mark.parametrize("wanted", range(7, 18))
-def test_more_bins_are_found_even_where_spreading_evenly_breaks_the_budget(wanted: int) -> None:
+def test_packing_keeps_budget_where_even_spreading_exceeds_it(wanted: int) -> None:
     # These lengths fit in seven bins. Spread longest-first over eight, each bin gets a 50 and a 33, and the last 33
     # does not fit.
     lengths = [50] * 8 + [33] * 9
@@ -55,7 +55,7 @@ def test_more_bins_are_found_even_where_spreading_evenly_breaks_the_budget(wante
 
 @pytest.mark.parametrize("budget", [4096, 8192, 16384])
 @pytest.mark.parametrize("seed", range(5))
-def test_random_lengths_take_one_bin_more_than_the_lower_bound_at_most(budget: int, seed: int) -> None:
+def test_packing_uses_at_most_one_bin_above_the_lower_bound(budget: int, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 2048) for _ in range(4096)]
     assert len(pack(lengths, budget)) <= -(-sum(lengths) // budget) + 1
@@ -83,14 +83,14 @@ def test_packing_4096_lengths_takes_under_60_ms(longest: int) -> None:
         ({"lengths": [3], "budget": 8, "align": 0}, "align = 0"),
     ],
 )
-def test_packing_refuses(kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_packing_arguments_raise(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack(**kwargs)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 3))
-def test_pad_and_unpad_are_inverses(lengths: list[int], extra: int) -> None:
+def test_unpad_inverts_pad(lengths: list[int], extra: int) -> None:
     tensors = [torch.rand(n, 2) for n in lengths]
     padded, mask = pad(tensors, value=-1, width=max(lengths) + extra)
     assert padded.shape == (len(lengths), max(lengths) + extra, 2)
@@ -98,7 +98,7 @@ def test_pad_and_unpad_are_inverses(lengths: list[int], extra: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(unpad(padded, mask), tensors, strict=True))
 
 
-def test_padding_refuses() -> None:
+def test_invalid_padding_arguments_raise() -> None:
     with pytest.raises(ValueError, match="no tensors"):
         pad([])
     with pytest.raises(ValueError, match="width = 2 for a tensor of 3"):
@@ -118,7 +118,7 @@ def test_padding_refuses() -> None:
         ([1.0, 0.5, 0.0], r"attention_mask\[1\] holds 0.5"),
     ],
 )
-def test_masks_that_are_not_right_padded_are_refused(row: list[float], message: str) -> None:
+def test_mask_that_is_not_right_padded_raises(row: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         row_lengths(torch.tensor([[1, 1, 0], row]))
 
@@ -130,7 +130,7 @@ def test_row_lengths(dtype: torch.dtype) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=5))
-def test_from_left_padded_keeps_order_and_moves_everything_per_token(rows: list[list[bool]]) -> None:
+def test_from_left_padded_moves_all_per_token_keys(rows: list[list[bool]]) -> None:
     mask = torch.tensor(rows)
     ids = torch.arange(mask.numel()).reshape(mask.shape)
     batch = {"input_ids": ids, "attention_mask": mask, "pairs": torch.stack([ids, -ids], -1), "row": ids.clone()}
@@ -147,6 +147,6 @@ def test_from_left_padded_keeps_order_and_moves_everything_per_token(rows: list[
     assert torch.equal(ids, before)
 
 
-def test_from_left_padded_needs_a_mask() -> None:
+def test_from_left_padded_requires_attention_mask() -> None:
     with pytest.raises(ValueError, match="needs attention_mask"):
         from_left_padded({"input_ids": torch.zeros(2, 3)})

@@ -47,7 +47,7 @@ def check(tree: PrefixTree, samples: list[list[int]]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(SAMPLES)
-def test_a_stream_holds_every_beginning_once(samples: list[list[int]]) -> None:
+def test_stream_contains_every_prefix_once(samples: list[list[int]]) -> None:
     plan = plan_batch(as_batch(samples), MicroBatchSpec(share_prefixes=True))
     (tree,) = plan.trees
     assert tree is not None
@@ -56,7 +56,7 @@ def test_a_stream_holds_every_beginning_once(samples: list[list[int]]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(SAMPLES, st.integers(9, 30), st.integers(1, 4), st.sampled_from([1, 4]), st.sampled_from([1, 2]))
-def test_a_budget_counts_what_is_shared_once(
+def test_shared_prefix_counts_once_in_token_budget(
     samples: list[list[int]], budget: int, n_mbs: int, align: int, granularity: int
 ) -> None:
     samples = samples * granularity
@@ -79,7 +79,7 @@ def test_a_budget_counts_what_is_shared_once(
         assert -(-len(tree) // align) * align <= (spec.max_tokens_per_mb or 0)
 
 
-def test_groups_stay_together() -> None:
+def test_groups_are_packed_together() -> None:
     """Pack sixteen shuffled groups of eight: a budget for four groups fits four, and each prompt is computed once."""
     prompts = torch.randint(0, 1000, (16, 50), generator=torch.Generator().manual_seed(0))
     batch = [{"input_ids": torch.cat([prompts[i % 16], torch.tensor([1000 + i] * 10)])} for i in range(128)]
@@ -88,7 +88,7 @@ def test_groups_stay_together() -> None:
     assert [len(tree) for tree in plan.trees if tree is not None] == [4 * (50 + 8 * 10)] * 4
 
 
-def test_outputs_are_shared_only_where_the_same_is_asked() -> None:
+def test_outputs_are_shared_only_for_equal_requests() -> None:
     """Check that tokens with different targets, output masks or temperatures do not share outputs."""
     ids = [[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7, 2]]
     batch: list[dict[str, Tensor]] = as_batch(ids)
@@ -107,7 +107,7 @@ def test_outputs_are_shared_only_where_the_same_is_asked() -> None:
     assert not (answers[1] == answers[2]).any()
 
 
-def test_recorded_routing_tells_tokens_apart() -> None:
+def test_tokens_with_different_recorded_routing_are_not_shared() -> None:
     """Equal tokens replayed through different experts have different hidden states and must not be shared."""
     experts = torch.zeros(3, 2, 1, dtype=torch.int64)
     other = experts.clone()
@@ -117,6 +117,6 @@ def test_recorded_routing_tells_tokens_apart() -> None:
     assert Prefixes({"input_ids": [torch.tensor([1, 2, 3])] * 2}).shared(0, 1) == 3
 
 
-def test_a_sample_above_the_budget_is_named() -> None:
+def test_sample_above_token_budget_raises() -> None:
     with pytest.raises(ValueError, match=r"sample 1 has 7 tokens, above MicroBatchSpec.max_tokens_per_mb = 6"):
         plan_batch(as_batch([[1, 2], [1] * 7]), MicroBatchSpec(max_tokens_per_mb=6, share_prefixes=True))

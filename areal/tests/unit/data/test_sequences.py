@@ -47,7 +47,7 @@ def rows(lengths: list[int], width: int, *, left: bool, start: int) -> tuple[Ten
     st.booleans(),
     st.integers(0, 2),
 )
-def test_prompts_and_responses_align_and_come_back(sizes: list[tuple[int, int]], left: bool, extra: int) -> None:
+def test_prompt_response_round_trip_aligns_values(sizes: list[tuple[int, int]], left: bool, extra: int) -> None:
     prompts, responses = [p for p, _ in sizes], [r for _, r in sizes]
     prompt_ids, prompt_mask = rows(prompts, max(prompts) + extra, left=left, start=1)
     response_ids, response_mask = rows(responses, max(responses) + extra, left=False, start=50)
@@ -71,7 +71,7 @@ def test_prompts_and_responses_align_and_come_back(sizes: list[tuple[int, int]],
     )
 
 
-def test_a_response_can_be_trained_on_in_part_and_a_nan_in_padding_goes() -> None:
+def test_partial_response_mask_and_nan_in_padding() -> None:
     prompt_ids, prompt_mask = rows([2, 1], 2, left=True, start=1)
     response_ids, response_mask = rows([3, 1], 3, left=False, start=50)
     weights = torch.tensor([[1.0, 0.0, 0.5], [1.0, torch.nan, torch.nan]])
@@ -80,7 +80,7 @@ def test_a_response_can_be_trained_on_in_part_and_a_nan_in_padding_goes() -> Non
     assert batch["input_ids"].tolist() == [[1, 2, 50, 51, 52], [101, 150, 0, 0, 0]]
 
 
-def test_prompt_response_refuses() -> None:
+def test_invalid_prompt_response_raises() -> None:
     ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"prompt_ids is \[2, 3\] and prompt_mask \[2, 2\]"):
         from_prompt_response(ids, mask[:, :2], ids, mask)
@@ -100,7 +100,7 @@ def test_prompt_response_refuses() -> None:
         to_responses(torch.ones(2, 4), mask, mask)
 
 
-def test_segments_of_an_agent() -> None:
+def test_from_segments_of_an_agent_trajectory() -> None:
     sample = from_segments(
         [
             Segment([1, 2], trainable=False),
@@ -119,13 +119,13 @@ def test_segments_of_an_agent() -> None:
     assert torch.allclose(data["logprobs"][trained], -data["target_ids"][trained] / 10)
 
 
-def test_the_first_token_of_a_trajectory_is_predicted_by_nothing() -> None:
+def test_first_token_of_a_trajectory_has_no_prediction() -> None:
     sample = from_segments([Segment([1, 2], trainable=True, values={"logprobs": [-9.0, -0.2]})])
     assert sample["loss_mask"].tolist() == [1, 0]
     assert sample["logprobs"].tolist() == pytest.approx([-0.2, 0])
 
 
-def test_segments_refuse() -> None:
+def test_invalid_segments_raise() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         from_segments([Segment([], trainable=True)])
     with pytest.raises(ValueError, match=r"'x' of segment 0 are \[1\]: expected \[2\]"):
@@ -137,7 +137,7 @@ def test_segments_refuse() -> None:
         from_segments([Segment([1], trainable=True, values={"loss_mask": [0.0]})])
 
 
-def test_hf_labels_are_shifted_and_ignored_ones_weigh_nothing() -> None:
+def test_hf_labels_are_shifted_and_ignored_labels_have_weight_0() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     labels = torch.tensor([[-100, -100, 7, 8], [9, 10, 0, 0]])  # the padding of the second row is not -100
@@ -167,7 +167,7 @@ def test_hf_labels_of_a_left_padded_batch() -> None:
     assert a["loss_mask"].tolist() == b["loss_mask"].tolist() == [[1, 0, 0, 0]]
 
 
-def test_hf_labels_refuse() -> None:
+def test_invalid_hf_labels_raise() -> None:
     ids = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="needs labels and input_ids"):
         from_hf_labels({"input_ids": ids})

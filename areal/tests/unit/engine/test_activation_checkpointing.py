@@ -89,7 +89,7 @@ def run(how: Any, share: float = 1.0) -> Run:
     return Run(kept, counter.get_total_flops(), [layer.calls for layer in layers], gradients)
 
 
-def test_each_way_keeps_less_and_computes_what_it_says() -> None:
+def test_checkpointing_modes_save_memory_and_recompute_as_documented() -> None:
     none, selective, full = run("none"), run("selective"), run("full")
     state = TOKENS * WIDTH * 4  # bytes of a hidden state in float32
     assert full.kept <= LAYERS * state + 4  # a hidden state for each layer, and the loss
@@ -105,5 +105,5 @@ def test_each_way_keeps_less_and_computes_what_it_says() -> None:
 @pytest.mark.parametrize(
     ("share", "calls"), [(0.5, [1, 2, 1, 2]), (0.25, [1, 1, 1, 2]), (0.75, [1, 2, 2, 2]), (1.0, [2, 2, 2, 2])]
 )
-def test_a_share_of_the_layers_is_spread_evenly(share: float, calls: list[int]) -> None:
+def test_fraction_of_checkpointed_layers_is_spread_evenly(share: float, calls: list[int]) -> None:
     assert run("full", share).calls == calls

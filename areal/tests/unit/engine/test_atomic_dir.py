@@ -50,7 +50,7 @@ def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("each_way")
-def test_publishes_and_replaces(tmp_path: Path) -> None:
+def test_publish_creates_and_replaces_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     assert not is_complete(path)
     save(path, "one")
@@ -60,7 +60,7 @@ def test_publishes_and_replaces(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
-def test_exchange_is_taken_where_there_is_one(tmp_path: Path) -> None:
+def test_publish_uses_atomic_exchange_if_available(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "x").touch()
@@ -69,7 +69,7 @@ def test_exchange_is_taken_where_there_is_one(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "x").exists()
 
 
-def test_takes_an_empty_directory_and_refuses_a_full_one(tmp_path: Path) -> None:
+def test_publish_accepts_empty_and_raises_on_non_empty_directory(tmp_path: Path) -> None:
     empty, full = tmp_path / "empty", tmp_path / "full"
     empty.mkdir()
     save(empty, "one")
@@ -86,7 +86,9 @@ RENAMES = ("rename", "unlink", "rmdir", "mkdir")
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("step", range(14))
-def test_a_kill_at_any_step_leaves_one_or_the_other(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_at_any_step_leaves_old_or_new_directory(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Count directory changes and stop at number ``step``, as a kill would."""
     path = tmp_path / "checkpoint"
     save(path, "one")
@@ -121,7 +123,7 @@ def test_a_kill_at_any_step_leaves_one_or_the_other(step: int, tmp_path: Path, m
     assert hidden(tmp_path) == []
 
 
-def test_between_two_renames_a_reader_brings_the_previous_one_back(tmp_path: Path) -> None:
+def test_reader_restores_previous_directory_between_two_renames(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     path.rename(tmp_path / ".checkpoint.previous")
@@ -152,7 +154,7 @@ def damage_value(path: Path) -> None:
         ),
     ],
 )
-def test_verify_names_what_is_wrong(damage: object, message: str, tmp_path: Path) -> None:
+def test_verify_names_the_damaged_file(damage: object, message: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     damage(path)  # type: ignore[operator]
@@ -160,7 +162,7 @@ def test_verify_names_what_is_wrong(damage: object, message: str, tmp_path: Path
         verify(path)
 
 
-def test_parts_of_a_verification_together_see_every_file(tmp_path: Path) -> None:
+def test_sharded_verification_covers_every_file(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     damage_value(path)
@@ -175,7 +177,7 @@ def is_verified(path: Path, part: int) -> bool:
     return True
 
 
-def test_publish_misses_a_file_of_another_machine(tmp_path: Path) -> None:
+def test_publish_raises_without_a_shared_directory(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     draft = open_draft(path)
     (draft / "a.txt").write_text("one")
@@ -186,7 +188,7 @@ def test_publish_misses_a_file_of_another_machine(tmp_path: Path) -> None:
     assert not is_complete(path)
 
 
-def test_keeps_the_newest_by_publication(tmp_path: Path) -> None:
+def test_retention_keeps_newest_by_publication(tmp_path: Path) -> None:
     for name in ("c", "a", "b"):
         save(tmp_path / name, name)
     (tmp_path / "other").mkdir()
@@ -198,7 +200,7 @@ def test_keeps_the_newest_by_publication(tmp_path: Path) -> None:
     assert [read_manifest(tmp_path / name).sequence for name in ("b", "a")] == [3, 4]
 
 
-def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+def test_drafts_of_dead_processes_are_removed(tmp_path: Path) -> None:
     """Create drafts of an ended process, of a running one (pytest's parent), and of another machine."""
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
@@ -219,7 +221,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
     assert set(hidden(tmp_path)) == {of_living}
 
 
-def test_manifest_survives_the_file(tmp_path: Path) -> None:
+def test_manifest_round_trips_through_its_file(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     manifest = read_manifest(path)

@@ -105,7 +105,7 @@ def test_kernel_passes_gradcheck() -> None:
     assert torch.autograd.gradcheck(run, tensors)
 
 
-def test_memory_of_the_written_out_kernel_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_kernel_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", 8)
     saved: dict[int, int] = {}
 
@@ -130,12 +130,12 @@ def test_memory_of_the_written_out_kernel_is_linear(monkeypatch: pytest.MonkeyPa
         (((4, 2, 8), (4, 2, 8), (4, 2, 8)), {"sinks": torch.zeros(3)}, "each of the 2 query heads"),
     ],
 )
-def test_kernel_refuses_what_does_not_fit(shapes: Any, options: dict[str, Any], message: str) -> None:
+def test_kernel_raises_on_mismatched_shapes(shapes: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         packed_attention(*(torch.zeros(s) for s in shapes), Segments.of([3, 1]), scale=1.0, **options)
 
 
-def test_kernel_refuses_mixed_dtypes_and_empty_segments() -> None:
+def test_kernel_raises_on_mixed_dtypes_and_empty_segments() -> None:
     x = torch.zeros(2, 1, 4)
     with pytest.raises(ValueError, match=r"float32, torch.bfloat16"):
         packed_attention(x, x.bfloat16(), x, Segments.of([2]), scale=1.0)
@@ -145,7 +145,7 @@ def test_kernel_refuses_mixed_dtypes_and_empty_segments() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_keys_that_several_segments_see(window: int | None) -> None:
+def test_keys_shared_by_several_segments(window: int | None) -> None:
     """Key rows by index, some shared by several segments, give the result of a copy per segment."""
     generator = torch.Generator().manual_seed(0)
     paths = [torch.arange(5), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 1, 2, 5, 7, 8, 9])]
@@ -164,7 +164,7 @@ def test_keys_that_several_segments_see(window: int | None) -> None:
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-14, rtol=1e-14)
 
 
-def test_gradients_of_a_row_that_many_read_are_summed_in_float32() -> None:
+def test_gradient_of_shared_key_is_summed_in_float32() -> None:
     """In bf16, 256 + 1 rounds to 256."""
     row = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     kernels.TakeRows.apply(row, torch.zeros(512, dtype=torch.int64)).backward(torch.ones(512, 1, dtype=torch.bfloat16))
@@ -184,7 +184,7 @@ def without_data(lengths: list[tuple[int, int]], dims: tuple[int, int]) -> tuple
 
 @pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize(("dims", "width"), [((8, 8), 8), ((12, 5), 16)])
-def test_call_of_torch_varlen(
+def test_torch_varlen_call_arguments(
     monkeypatch: pytest.MonkeyPatch, has_gqa: bool, dims: tuple[int, int], width: int
 ) -> None:
     calls: list[dict[str, Any]] = []
@@ -219,7 +219,7 @@ def test_call_of_torch_varlen(
         assert call["scale"] == 0.5
 
 
-def test_call_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_call_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
     def flash(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -239,7 +239,7 @@ def test_call_of_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_variable_length_kernels_run_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_kernels_run_supported_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     def runs(dtype: torch.dtype = torch.bfloat16, width: int = 64, device: str = "cuda", **options: Any) -> bool:
         q = torch.empty(1, 1, width, dtype=dtype, device=device)
         return kernels._runs_varlen(q, q, options.get("sinks"), options.get("softcap"))

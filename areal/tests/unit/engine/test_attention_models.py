@@ -115,7 +115,7 @@ def test_packed_equals_one_sequence_at_a_time(family: str, checkpointing: bool) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_leaks_between_sequences_or_from_padding(family: str) -> None:
+def test_no_leak_between_sequences_or_from_padding(family: str) -> None:
     model = build(FAMILIES[family](), PACKED_ATTENTION)
     before, after = tokens(), tokens()
     after[2] = (after[2] + 1) % 64
@@ -125,11 +125,11 @@ def test_nothing_leaks_between_sequences_or_from_padding(family: str) -> None:
     assert not torch.equal(out[2], other[2])
 
 
-def test_every_tested_family_is_tested() -> None:
+def test_list_of_tested_families_is_complete() -> None:
     assert {config().model_type for config in FAMILIES.values()} == TESTED_FAMILIES
 
 
-def test_forward_without_a_layout_or_with_a_mask_is_refused() -> None:
+def test_forward_without_layout_or_with_mask_raises() -> None:
     model = build(FAMILIES["llama"](), PACKED_ATTENTION)
     ids = torch.ones(1, 4, dtype=torch.long)
     layout = ContextParallel(None).layout(TokenStream.of((4,), 4))
@@ -145,7 +145,7 @@ def test_forward_without_a_layout_or_with_a_mask_is_refused() -> None:
         model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False, packed=layout)
 
 
-def test_dropout_and_bidirectional_attention_are_refused_in_the_forward() -> None:
+def test_dropout_and_bidirectional_attention_raise_in_forward() -> None:
     config = FAMILIES["llama"]()
     config.attention_dropout = 0.1
     model = build(config, PACKED_ATTENTION)
@@ -170,12 +170,12 @@ def small(model_type: str, **fields: Any) -> PretrainedConfig:
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "olmo3", "glm4_moe", "deepseek_v3", "cohere2", "gpt_neox"])
-def test_generic_families_that_keep_sequences_apart_are_packed(model_type: str) -> None:
+def test_unknown_families_without_leaks_are_packed(model_type: str) -> None:
     assert why_not_packed(small(model_type)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_probe_agrees_with_what_is_known_by_name(family: str) -> None:
+def test_probe_agrees_with_known_families(family: str) -> None:
     result = probe(FAMILIES[family](), PACKED_ATTENTION)
     assert (result.packed, result.rows, result.causal) == (None, None, None)
 
@@ -191,11 +191,11 @@ def test_the_probe_agrees_with_what_is_known_by_name(family: str) -> None:
     ],
     ids=lambda x: getattr(x, "model_type", None),
 )
-def test_models_that_would_mix_sequences_are_not_packed(config: PretrainedConfig, reason: str) -> None:
+def test_models_with_leaks_are_not_packed(config: PretrainedConfig, reason: str) -> None:
     assert re.search(reason, why_not_packed(config))
 
 
-def test_a_model_that_is_not_packed_runs_one_sequence_per_row(caplog: pytest.LogCaptureFixture) -> None:
+def test_unpacked_model_runs_one_sequence_per_row(caplog: pytest.LogCaptureFixture) -> None:
     config = small("gpt2")
     with caplog.at_level(logging.WARNING):
         assert choose_attention(config, "auto", 1) == "rows"
@@ -207,7 +207,7 @@ def test_a_model_that_is_not_packed_runs_one_sequence_per_row(caplog: pytest.Log
         choose_attention(config, "auto", 2)
 
 
-def test_the_probe_sees_a_leak_that_no_name_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_detects_leak_in_an_unknown_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("qwen3_next")
     result = probe(config, PACKED_ATTENTION)
     assert "differ by" in result.packed
@@ -221,14 +221,14 @@ def _without_window(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: attend(*args, **{**kwargs, "window": None})
 
 
-def test_the_probe_leaves_the_random_state_alone() -> None:
+def test_probe_keeps_random_state() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     probe(FAMILIES["llama"](), PACKED_ATTENTION)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_models_that_cannot_be_trained_are_refused() -> None:
+def test_unsupported_models_raise() -> None:
     with pytest.raises(ValueError, match="encoder-decoder"):
         why_not_packed(small("bart"))
     with pytest.raises(ValueError, match="after a later token changed"):
@@ -239,7 +239,7 @@ def test_models_that_cannot_be_trained_are_refused() -> None:
         choose_attention(config, "rows", 1)
 
 
-def test_attention_that_was_asked_for() -> None:
+def test_requested_attention_is_used() -> None:
     config = FAMILIES["llama"]()
     assert choose_attention(config, "auto", 4) == "packed"
     assert choose_attention(config, "packed", 1) == "packed"
@@ -264,7 +264,7 @@ def test_choose_mode() -> None:
         choose_mode("ring", 2, 8, 4)
 
 
-def test_one_rank_takes_part_in_no_collective() -> None:
+def test_context_parallel_size_1_uses_no_collective() -> None:
     cp = ContextParallel(None)
     assert (cp.size, cp.rank, cp.align) == (1, 0, 1)
     x = torch.randn(7, 2, requires_grad=True)

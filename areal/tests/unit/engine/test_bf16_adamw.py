@@ -15,7 +15,7 @@ from areal.utils.bf16_adamw import BFloat16AdamW
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def test_the_first_step_is_that_of_torch() -> None:
+def test_first_step_equals_torch_adamw() -> None:
     weights = [nn.Parameter(torch.linspace(-1, 1, 12)) for _ in range(2)]
     for weight in weights:
         weight.grad = torch.linspace(3, -2, 12)
@@ -24,7 +24,7 @@ def test_the_first_step_is_that_of_torch() -> None:
     assert torch.allclose(weights[0], weights[1], rtol=1e-6, atol=1e-7)
 
 
-def test_rounding_is_right_on_average_and_never_far() -> None:
+def test_stochastic_rounding_is_unbiased_and_bounded() -> None:
     value = torch.cat([torch.randn(50, generator=torch.Generator().manual_seed(1)) * 10.0**k for k in range(-6, 3)])
     value = torch.cat([value, torch.tensor([0.0, 1.0, -1.0, float("inf")])])
     out, total = torch.empty_like(value, dtype=torch.bfloat16), torch.zeros_like(value, dtype=torch.float64)
@@ -53,7 +53,7 @@ def long_run(optimizer_of: Any) -> tuple[float, Tensor]:
     return float((weight.detach() - target).norm()), optimizer.state[weight]["exp_avg_sq"].float()
 
 
-def test_a_long_run_of_small_updates_follows_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_run_of_small_updates_tracks_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**OPTIONS, "lr": 2e-3, "weight_decay": 0.0}
     exact, exact_second = long_run(lambda p: torch.optim.AdamW(p, **options))
     found, found_second = long_run(lambda p: BFloat16AdamW(p, **options))
@@ -68,7 +68,7 @@ def test_a_long_run_of_small_updates_follows_float32(monkeypatch: pytest.MonkeyP
     assert error(nearest_second) > 3 * error(found_second)  # rounding to nearest would leave the value unchanged
 
 
-def test_noise_belongs_to_the_seed_the_step_and_the_shard() -> None:
+def test_rounding_noise_depends_on_seed_step_and_shard() -> None:
     def moments(seed: int, steps: int = 3) -> Tensor:
         weight = nn.Parameter(torch.zeros(64))
         optimizer = BFloat16AdamW([weight], **OPTIONS, seed=seed)
@@ -84,7 +84,7 @@ def test_noise_belongs_to_the_seed_the_step_and_the_shard() -> None:
 @pytest.mark.parametrize(
     "changes", [{"optimizer": OptimizerConfig(type="sgd")}, {"master_dtype": "float64", "grad_reduce_dtype": "float64"}]
 )
-def test_what_has_no_such_moments_is_refused(changes: dict[str, Any]) -> None:
+def test_bf16_moments_with_unsupported_optimizer_raise(changes: dict[str, Any]) -> None:
     fields: dict[str, Any] = {
         "path": "model",
         "optimizer": OptimizerConfig(),

@@ -7,7 +7,7 @@ from areal.engine.optimizer import sum_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_squares_of_many_elements_are_summed_exactly(dtype: torch.dtype) -> None:
+def test_sum_of_squares_is_exact_for_large_tensors(dtype: torch.dtype) -> None:
     """Float32 accumulation would be off by 0.01 %."""
     grad = torch.rand(2**23, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = grad.double().square().sum().item()

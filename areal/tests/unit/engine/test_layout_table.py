@@ -7,11 +7,11 @@ from areal.engine.registry import layout_table
 PAGE = Path(__file__).parents[4] / "docs" / "layouts.md"
 
 
-def test_the_page_has_the_table_of_the_code() -> None:
+def test_documented_layout_table_equals_generated_table() -> None:
     assert layout_table(["fsdp", "megatron"]) in PAGE.read_text()
 
 
-def test_what_an_engine_has_not_is_left_open() -> None:
+def test_unsupported_letters_are_blank_in_layout_table() -> None:
     rows = {
         line.split("|")[1].strip(): line.split("|")[3:-1] for line in layout_table(["fsdp", "megatron"]).splitlines()
     }

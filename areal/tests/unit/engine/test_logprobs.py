@@ -111,7 +111,7 @@ CHUNK_BYTES = CHUNK * V * 8
     [(1, 0), (CHUNK, 0), (CHUNK, int(1.7 * CHUNK_BYTES)), (CHUNK, None), (T, 0), (64, None), (None, 0), (None, None)],
 )
 @pytest.mark.parametrize(("columns", "entropy", "topk"), WANTED)
-def test_all_options_crossed_equal_full_logits(
+def test_chunked_head_equals_full_logits_for_all_options(
     columns: int | None, entropy: bool, topk: int | None, chunk_size: int | None, keep_bytes: int | None
 ) -> None:
     hidden, weight, bias, targets, per_token = make(columns=columns)
@@ -129,7 +129,7 @@ def test_all_options_crossed_equal_full_logits(
 
 @pytest.mark.parametrize("fp32", [False, True])
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
-def test_narrow_inputs_give_float32_close_to_float64(dtype: torch.dtype, tol: float, fp32: bool) -> None:
+def test_low_precision_inputs_give_float32_outputs_close_to_float64(dtype: torch.dtype, tol: float, fp32: bool) -> None:
     hidden, weight, bias, targets, temperature = make(dtype, columns=K)
     options: dict[str, Any] = {"bias": bias, "temperature": temperature, "softcap": 5.0, "entropy": True, "topk": 4}
     got = named(head_outputs(hidden, weight, targets, fp32=fp32, chunk_size=4, **options))
@@ -150,7 +150,7 @@ def test_bf16_weight_gradient_does_not_lose_small_chunks() -> None:
     torch.testing.assert_close(weight.grad, torch.tensor([[2048.0], [-2048.0]], dtype=torch.bfloat16))
 
 
-def test_mixed_dtypes_multiply_in_the_wider() -> None:
+def test_mixed_dtypes_are_multiplied_in_the_wider_dtype() -> None:
     hidden, weight, _, targets, _ = make(torch.float32)
     got = head_outputs(hidden.detach().bfloat16(), weight, targets).logprobs
     want = head_outputs(hidden.detach().bfloat16().float(), weight, targets).logprobs
@@ -180,7 +180,7 @@ def test_gradcheck(case: str) -> None:
 
 @pytest.mark.parametrize("columns", [None, K])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_without_targets_zero_and_no_gradient(columns: int | None, entropy: bool) -> None:
+def test_missing_targets_give_zero_logprob_and_no_gradient(columns: int | None, entropy: bool) -> None:
     hidden, weight, _, targets, temperature = make(torch.float32, columns=columns)
     targets = torch.full_like(targets, IGNORE_INDEX)
     out = head_outputs(hidden, weight, targets, temperature=temperature, entropy=entropy, chunk_size=4)
@@ -191,7 +191,7 @@ def test_without_targets_zero_and_no_gradient(columns: int | None, entropy: bool
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_some_without_targets_zero_whatever_else_is_asked() -> None:
+def test_partly_missing_targets_give_zero_with_any_outputs() -> None:
     hidden, weight, _, targets, _ = make()
     plain = head_outputs(hidden, weight, targets).logprobs
     beside = head_outputs(hidden, weight, targets, entropy=True, topk=2).logprobs
@@ -213,7 +213,7 @@ def test_few_tokens(tokens: int, columns: int | None, entropy: bool, topk: int |
     compare([hidden, weight, bias], got, reference(hidden, weight, targets, **options), 1e-12)
 
 
-def test_topk_ids_are_those_of_the_falling_logprobs() -> None:
+def test_topk_ids_match_sorted_logprobs() -> None:
     hidden, weight, _, targets, _ = make()
     out = head_outputs(hidden, weight, targets, topk=5, chunk_size=4)
     assert out.topk is not None
@@ -237,7 +237,7 @@ def test_logits_far_from_zero_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
+def test_inputs_without_requires_grad_get_no_gradient(frozen: str) -> None:
     hidden, weight, _, targets, _ = make()
     want = torch.autograd.grad(scalar(reference(hidden, weight, targets, entropy=True)), [hidden, weight])
     leaf, expected = (weight, want[1]) if frozen == "hidden" else (hidden, want[0])
@@ -247,7 +247,7 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     assert (hidden if frozen == "hidden" else weight).grad is None
 
 
-def test_no_grad_gives_the_same_numbers_without_a_graph() -> None:
+def test_no_grad_gives_equal_outputs_without_graph() -> None:
     hidden, weight, _, targets, _ = make()
     want = named(head_outputs(hidden, weight, targets, entropy=True, topk=2))
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_no_grad_gives_the_same_numbers_without_a_graph() -> None:
     assert all(torch.equal(got[name], want[name]) and not got[name].requires_grad for name in want)
 
 
-def test_autocast_changes_nothing() -> None:
+def test_autocast_does_not_change_outputs() -> None:
     hidden, weight, bias, targets, _ = make(torch.float32)
     want = head_outputs(hidden, weight, targets, bias=bias).logprobs, logits(hidden, weight, bias=bias)
     with torch.autocast("cpu", torch.bfloat16):
@@ -263,7 +263,7 @@ def test_autocast_changes_nothing() -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_activation_checkpointing_gives_the_same_bits() -> None:
+def test_activation_checkpointing_of_head_is_bitwise_equal() -> None:
     hidden, weight, _, targets, _ = make()
 
     def run(h: Tensor, w: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def test_activation_checkpointing_gives_the_same_bits() -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_twice_differentiating_is_refused() -> None:
+def test_double_backward_raises() -> None:
     hidden, weight, _, targets, _ = make()
     out = head_outputs(hidden, weight, targets).logprobs
     assert out is not None
@@ -284,7 +284,7 @@ def test_twice_differentiating_is_refused() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_logits_are_what_the_logprobs_are_of(softcap: float | None, per_token: bool) -> None:
+def test_logits_match_logprobs(softcap: float | None, per_token: bool) -> None:
     hidden, weight, bias, targets, temperatures = make()
     options: dict[str, Any] = {"bias": bias, "softcap": softcap, "logit_scale": 0.6}
     options["temperature"] = temperatures if per_token else 1.4
@@ -320,13 +320,13 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "change"), BAD)
-def test_bad_arguments_are_named(message: str, change: dict[str, Any]) -> None:
+def test_invalid_head_arguments_raise(message: str, change: dict[str, Any]) -> None:
     hidden, weight, _, targets, _ = make(torch.float32)
     arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "targets": targets} | change
     with pytest.raises(ValueError, match=message):
         head_outputs(**arguments)
 
 
-def test_nothing_asked_gives_nothing() -> None:
+def test_no_requested_outputs_gives_none() -> None:
     hidden, weight, _, _, _ = make()
     assert head_outputs(hidden, weight, None) == HeadOutputs(None, None, None)

@@ -39,7 +39,7 @@ class Seen(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [None, K])
 @pytest.mark.parametrize(("keep_bytes", "more"), [(0, 1.5), (None, 1.2)])
-def test_no_tensor_of_tokens_times_vocabulary(
+def test_chunked_head_never_allocates_full_logits(
     columns: int | None, dtype: torch.dtype, keep_bytes: int | None, more: float
 ) -> None:
     tokens, vocab, width, chunk = 192, 640, 8, 16
@@ -59,7 +59,7 @@ def test_no_tensor_of_tokens_times_vocabulary(
     assert seen.elements == tokens * vocab, "the mode cannot see what it should forbid"
 
 
-def test_default_chunk_does_not_hold_all_tokens() -> None:
+def test_default_chunk_is_smaller_than_the_batch() -> None:
     tokens, vocab = 1024, 40_000
     hidden, weight = torch.randn(tokens, 2, requires_grad=True), torch.randn(vocab, 2, requires_grad=True)
     with Seen() as seen:
@@ -70,7 +70,7 @@ def test_default_chunk_does_not_hold_all_tokens() -> None:
 
 
 @pytest.mark.parametrize(("keep_bytes", "again"), [(0, 3), (CHUNK_BYTES - 1, 3), (2 * CHUNK_BYTES, 1), (None, 0)])
-def test_logits_that_fit_are_not_made_again(keep_bytes: int | None, again: int) -> None:
+def test_small_logits_are_kept_instead_of_recomputed(keep_bytes: int | None, again: int) -> None:
     hidden, weight, _, targets, _ = make()
     with Seen() as seen:
         out = head_outputs(hidden, weight, targets.clamp(min=0), chunk_size=CHUNK, keep_bytes=keep_bytes).logprobs
@@ -81,7 +81,7 @@ def test_logits_that_fit_are_not_made_again(keep_bytes: int | None, again: int) 
     assert seen.calls["empty_like"] == chunks - again
 
 
-def test_nothing_is_kept_without_a_backward() -> None:
+def test_no_logits_are_kept_without_backward() -> None:
     hidden, weight, _, targets, _ = make()
     with Seen() as seen:
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_nothing_is_kept_without_a_backward() -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_a_second_backward_through_kept_logits_gives_the_same(entropy: bool) -> None:
+def test_second_backward_through_kept_logits_is_equal(entropy: bool) -> None:
     hidden, weight, bias, targets, _ = make()
     loss = scalar(named(head_outputs(hidden, weight, targets, bias=bias, entropy=entropy, softcap=2.0)))
     first = torch.autograd.grad(loss, [hidden, weight, bias], retain_graph=True)

@@ -18,30 +18,30 @@ def factors(total: int = TOTAL, **fields: object) -> list[float]:
     return [lr_factor(step, config, total) for step in range(total + 3)]
 
 
-def test_warm_up_rises_by_equal_parts_and_ends_at_one() -> None:
+def test_warmup_is_linear_and_ends_at_one() -> None:
     for scheduler in ("constant", "linear", "cosine", "wsd"):
         assert factors(warmup_steps=4, lr_scheduler=scheduler)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_constant() -> None:
+def test_constant_schedule() -> None:
     assert set(factors()) == {1.0}
     assert factors(warmup_steps=2)[2:] == [1.0] * (TOTAL + 1)
 
 
-def test_linear() -> None:
+def test_linear_schedule() -> None:
     assert factors(lr_scheduler="linear") == pytest.approx([max(0.0, 1 - i / TOTAL) for i in range(TOTAL + 3)])
     found = factors(lr_scheduler="linear", warmup_steps=5, min_lr_ratio=0.2)
     assert found[5:] == pytest.approx([0.2 + 0.8 * max(0.0, 1 - i / 15) for i in range(18)])
 
 
-def test_cosine() -> None:
+def test_cosine_schedule() -> None:
     found = factors(lr_scheduler="cosine", warmup_steps=4, min_lr_ratio=0.1)
     after = [0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, i / 16))) / 2 for i in range(19)]
     assert found[4:] == pytest.approx(after)
     assert found[12] == pytest.approx(0.55)
 
 
-def test_wsd_holds_then_falls_over_the_last_part_of_all_steps() -> None:
+def test_wsd_schedule_is_constant_then_decays() -> None:
     found = factors(lr_scheduler="wsd", warmup_steps=2, decay_ratio=0.25, min_lr_ratio=0.5)
     assert found[:2] == [0.5, 1.0]
     assert found[2:16] == [1.0] * 14
@@ -50,14 +50,14 @@ def test_wsd_holds_then_falls_over_the_last_part_of_all_steps() -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["linear", "cosine", "wsd"])
-def test_after_the_last_step_it_stays_at_the_least(scheduler: str) -> None:
+def test_lr_stays_at_minimum_after_last_step(scheduler: str) -> None:
     config = OptimizerConfig(lr_scheduler=scheduler, min_lr_ratio=0.3)
     assert lr_factor(10 * TOTAL, config, TOTAL) == pytest.approx(0.3)
     assert all(0.3 <= factor <= 1 for factor in factors(lr_scheduler=scheduler, min_lr_ratio=0.3))
 
 
 @pytest.mark.parametrize("scheduler", ["linear", "cosine", "wsd"])
-def test_a_warm_up_as_long_as_the_run_is_no_error(scheduler: str) -> None:
+def test_warmup_as_long_as_the_run_is_valid(scheduler: str) -> None:
     assert factors(lr_scheduler=scheduler, warmup_steps=TOTAL)[:TOTAL] == [(i + 1) / TOTAL for i in range(TOTAL)]
 
 
@@ -72,7 +72,7 @@ def make(weight: torch.nn.Parameter, **fields: object) -> ClippingOptimizer:
     )
 
 
-def test_clipping_keeps_the_direction_and_limits_the_length() -> None:
+def test_clipping_keeps_direction_and_limits_norm() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0])
     stats = make(weight, gradient_clipping=1.0).step()
@@ -84,7 +84,7 @@ def test_clipping_keeps_the_direction_and_limits_the_length() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_updates_nothing_and_costs_no_step(bad: float) -> None:
+def test_non_finite_gradient_skips_update_and_schedule(bad: float) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = make(weight, lr_scheduler="linear", momentum=0.9)
     for good in (True, False, True):
@@ -98,7 +98,7 @@ def test_what_is_not_finite_updates_nothing_and_costs_no_step(bad: float) -> Non
     assert optimizer.lr == 0.5
 
 
-def test_state_goes_on_where_it_was() -> None:
+def test_optimizer_state_dict_resumes_schedule() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     one = make(weight, lr_scheduler="linear")
     weight.grad = torch.ones(2)
@@ -110,6 +110,6 @@ def test_state_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
-def test_a_learning_rate_that_is_none_is_refused(lr: float) -> None:
+def test_set_lr_raises_on_invalid_value(lr: float) -> None:
     with pytest.raises(ValueError, match=f"lr = {lr}"):
         make(torch.nn.Parameter(torch.ones(1))).set_lr(lr)

@@ -34,7 +34,7 @@ EVENTS = [
 ]
 
 
-def test_each_point_has_what_is_held_and_the_innermost_phase() -> None:
+def test_timeline_points_have_allocated_bytes_and_innermost_phase() -> None:
     timeline = MemoryTimeline.of_trace(EVENTS, start_bytes=1000)
     assert timeline.points == [
         (10.0, 1010, "forward mb 0"),
@@ -45,7 +45,7 @@ def test_each_point_has_what_is_held_and_the_innermost_phase() -> None:
     assert timeline.peak == (20.0, 1110, "reduce")
 
 
-def test_it_is_written_and_drawn(tmp_path: Path) -> None:
+def test_timeline_is_written_and_drawn(tmp_path: Path) -> None:
     for timeline in (MemoryTimeline.of_trace(EVENTS), MemoryTimeline.of_trace([])):
         timeline.write(tmp_path / "memory.json")
         timeline.draw(tmp_path / "memory.svg")

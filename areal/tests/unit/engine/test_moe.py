@@ -15,13 +15,13 @@ from areal.utils.data import plan_batch
 CU = torch.tensor([0, 3, 4], dtype=torch.int32)
 
 
-def test_an_even_load_has_a_balance_loss_of_one_per_sequence() -> None:
+def test_balance_loss_of_even_load_is_one_per_sequence() -> None:
     experts = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]])
     even = balance_loss(torch.zeros(4, 4), assignments(experts, 4), torch.tensor([0, 2, 4], dtype=torch.int32))
     assert even.item() == pytest.approx(2.0)
 
 
-def test_the_balance_loss_is_that_of_each_sequence_for_itself() -> None:
+def test_balance_loss_is_computed_per_sequence() -> None:
     """Two experts, one per token: the first sequence routes 2 of 3 tokens to expert 0, the second routes its only token there."""
     logits = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 2.0], [3.0, 0.0]], dtype=torch.float64)
     experts = torch.tensor([[0], [0], [1], [0]])
@@ -31,25 +31,25 @@ def test_the_balance_loss_is_that_of_each_sequence_for_itself() -> None:
     assert balance_loss(logits, assignments(experts, 2), CU).item() == pytest.approx(expected, rel=1e-14)
 
 
-def test_the_balance_loss_has_no_gradient_through_the_choice() -> None:
+def test_balance_loss_has_no_gradient_through_expert_choice() -> None:
     logits = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     chosen = assignments(logits.topk(2).indices, 4)
     torch.autograd.gradcheck(lambda x: balance_loss(x, chosen, CU), (logits,))
     torch.autograd.gradcheck(router_z_loss, (logits,))
 
 
-def test_the_z_loss_is_the_square_of_the_log_sum_exp() -> None:
+def test_z_loss_is_squared_log_sum_exp() -> None:
     logits = torch.tensor([[0.0, math.log(3)], [5.0, 5.0]], dtype=torch.float64)
     assert router_z_loss(logits).item() == pytest.approx(math.log(4) ** 2 + (5 + math.log(2)) ** 2, rel=1e-14)
 
 
-def test_half_precision_is_summed_in_float32() -> None:
+def test_half_precision_router_logits_are_summed_in_float32() -> None:
     logits = torch.randn(4, 4, dtype=torch.bfloat16)
     assert router_z_loss(logits).dtype == torch.float32
     assert balance_loss(logits, assignments(torch.tensor([[0], [1], [2], [3]]), 4), CU).dtype == torch.float32
 
 
-def test_loads_add_up_over_stages_and_ranks() -> None:
+def test_expert_load_is_summed_over_stages_and_ranks() -> None:
     total = RoutingSums()
     for part in (RoutingSums({}, {0: [4.0, 0.0]}), RoutingSums({}, {0: [2.0, 2.0], 1: [1.0, 0.0]})):
         total.merge(part)
@@ -62,7 +62,7 @@ def test_loads_add_up_over_stages_and_ranks() -> None:
     assert RoutingSums().metrics() == {}
 
 
-def test_a_layer_that_is_recomputed_counts_once_and_carries_the_gradient() -> None:
+def test_recomputed_layer_counts_once_and_keeps_gradient() -> None:
     batch = [{"input_ids": torch.tensor([1, 2, 3])}, {"input_ids": torch.tensor([4])}]
     config = TrainEngineConfig(path="x")
     (mb,) = plan_batch(batch, config.mb_spec).build(n_mbs=1, device=torch.device("cpu"))
@@ -89,7 +89,7 @@ def test_a_layer_that_is_recomputed_counts_once_and_carries_the_gradient() -> No
     assert after.tally is None, "nothing is counted after the call"
 
 
-def test_a_balancing_loss_that_is_not_finite_is_an_error() -> None:
+def test_non_finite_balancing_loss_raises() -> None:
     batch = [{"input_ids": torch.tensor([1, 2])}]
     (mb,) = plan_batch(batch, TrainEngineConfig(path="x").mb_spec).build(n_mbs=1, device=torch.device("cpu"))
     tally = Tally({Z_LOSS: 1.0}, {Z_LOSS: 1.0}, statistics=False)
@@ -101,12 +101,12 @@ def test_a_balancing_loss_that_is_not_finite_is_an_error() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"aux_loss": -0.1}, {"z_loss": float("nan")}, {"aux_loss": float("inf")}, {"other": 1}]
 )
-def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_moe_settings_raise(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TrainEngineConfig(path="x", moe=wrong)
 
 
 @pytest.mark.parametrize("asked", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"statistics": True}])
-def test_a_model_without_experts_refuses_what_needs_them(asked: dict[str, float]) -> None:
+def test_moe_options_raise_without_experts(asked: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"moe.{next(iter(asked))} = .*the model has no experts"):
         ExpertRouting(MoEConfig(**asked), Experts(), ())

@@ -27,7 +27,7 @@ DEGREE = st.integers(1, 6)
 
 @settings(deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys("drtcpe", DEGREE)), st.integers(1, 3), st.permutations("drptce"))
-def test_a_layout_reads_back_what_it_prints(n: dict[str, int], v: int, order: list[str]) -> None:
+def test_layout_string_round_trips(n: dict[str, int], v: int, order: list[str]) -> None:
     text = "".join(f"{letter}{n[letter]}" for letter in order) + (f"v{v}" if n["p"] > 1 else "")
     dims = ParallelDims.parse(f"megatron:{text}")
     assert dims.world_size == math.prod(n.values())
@@ -40,9 +40,7 @@ def test_a_layout_reads_back_what_it_prints(n: dict[str, int], v: int, order: li
 
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 2), DEGREE, DEGREE, DEGREE)
-def test_a_layout_with_two_sides_reads_back_what_it_prints(
-    data: st.DataObject, p: int, fd: int, ft: int, e: int
-) -> None:
+def test_layout_string_with_expert_side_round_trips(data: st.DataObject, p: int, fd: int, ft: int, e: int) -> None:
     world = fd * ft * e
     t = data.draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
     d = world // t
@@ -67,7 +65,7 @@ def test_a_layout_with_two_sides_reads_back_what_it_prints(
         ("megatron:(attn:d1p2t4|ffn:d1p2e4)", "megatron:(attn:d1p2t4|ffn:d1p2e4)", 8),
     ],
 )
-def test_layouts_of_the_design(text: str, printed: str, world: int) -> None:
+def test_documented_layouts_parse(text: str, printed: str, world: int) -> None:
     dims = ParallelDims.parse(text)
     assert str(dims) == printed
     assert dims.world_size == world
@@ -90,7 +88,7 @@ def test_layouts_of_the_design(text: str, printed: str, world: int) -> None:
         ("megatron:(attn:e2|ffn:d2)", "e belongs to the ffn side"),
     ],
 )
-def test_bad_layouts_are_refused(text: str, message: str) -> None:
+def test_malformed_layout_strings_raise(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelDims.parse(text)
     with pytest.raises(ValidationError, match=message):
@@ -105,7 +103,7 @@ def test_bad_layouts_are_refused(text: str, message: str) -> None:
         ({"dp_shard": 2, "ep": 3}, "does not divide the dense side's 2; choose ep so that it divides 2"),
     ],
 )
-def test_bad_degrees_are_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_degrees_raise(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelDims(backend="fsdp", **kwargs)
 
@@ -120,7 +118,7 @@ def test_bad_degrees_are_refused(kwargs: dict[str, Any], message: str) -> None:
         ("megatron:(attn:d1p2t4|ffn:d1p2e4)", 4, "megatron:d4"),
     ],
 )
-def test_a_world_of_another_size_is_refused_with_what_would_fit(layout: str, world: int, fits: str) -> None:
+def test_wrong_world_size_raises_and_suggests_layouts(layout: str, world: int, fits: str) -> None:
     dims = ParallelDims.parse(layout)
     with pytest.raises(ValueError, match=f"'{fits}' would fit, or start {dims.world_size} processes"):
         dims.check_world(world)
@@ -129,7 +127,7 @@ def test_a_world_of_another_size_is_refused_with_what_would_fit(layout: str, wor
 
 @settings(deadline=None)
 @given(DEGREE, DEGREE, DEGREE, st.integers(1, 64))
-def test_what_is_said_to_fit_fits(d: int, t: int, c: int, world: int) -> None:
+def test_suggested_layouts_fit_the_world(d: int, t: int, c: int, world: int) -> None:
     dims = ParallelDims.parse(f"fsdp:d{d}t{t}c{c}")
     assume(dims.world_size != world)
     with pytest.raises(ValueError, match="would fit") as error:
@@ -137,7 +135,7 @@ def test_what_is_said_to_fit_fits(d: int, t: int, c: int, world: int) -> None:
     ParallelDims.parse(str(error.value).split("'")[3]).check_world(world)
 
 
-def test_degrees_that_an_engine_has_not_are_refused() -> None:
+def test_unsupported_degrees_raise() -> None:
     with pytest.raises(ValueError, match=r"no p \(pipeline parallel\), t .*; it has d \(data parallel\), c"):
         ParallelDims.parse("fsdp:d2p2t2").check_supported(frozenset("dc"))
     with pytest.raises(ValueError, match=r"has no a separate expert side|has no e"):
@@ -173,7 +171,9 @@ def test_degrees_that_an_engine_has_not_are_refused() -> None:
         ),
     ],
 )
-def test_configs_refuse_by_field(config: type[BaseModel], kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_config_fields_raise_and_name_the_field(
+    config: type[BaseModel], kwargs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**kwargs)
 
@@ -194,7 +194,7 @@ def test_configs_refuse_by_field(config: type[BaseModel], kwargs: dict[str, Any]
         optimizer=st.none() | st.builds(OptimizerConfig, lr=st.floats(0, 1)),
     )
 )
-def test_configs_survive_json(config: TrainEngineConfig) -> None:
+def test_configs_round_trip_through_json(config: TrainEngineConfig) -> None:
     assert TrainEngineConfig.model_validate_json(config.model_dump_json()) == config
     assert str(config.dims) == config.backend
 
@@ -205,7 +205,7 @@ def test_configs_are_frozen() -> None:
         config.path = "other"  # type: ignore[misc]
 
 
-def test_small_values_check_themselves() -> None:
+def test_small_dataclasses_validate_their_fields() -> None:
     with pytest.raises(ValueError, match=r"TopK\.k = 0"):
         TopK(0)
     with pytest.raises(ValueError, match="weight_format = 'gguf'"):

@@ -37,7 +37,7 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     return ticks
 
 
-def test_one_phase_at_a_time(ticks: Ticks) -> None:
+def test_nested_phase_time_counts_only_for_the_innermost(ticks: Ticks) -> None:
     """Time in a nested phase counts only for the innermost phase."""
     timer = PhaseTimer(torch.device("cpu"))
     with timer.call() as call:
@@ -58,7 +58,7 @@ def test_one_phase_at_a_time(ticks: Ticks) -> None:
     assert list(timings) == ["data", "forward", "backward", "reduce", "optimizer"]
 
 
-def test_a_call_within_a_call_is_a_part_of_it(ticks: Ticks) -> None:
+def test_nested_call_is_counted_in_the_outer_call(ticks: Ticks) -> None:
     timer = PhaseTimer(torch.device("cpu"))
     with timer.call() as outer:
         with timer.call() as inner, timer.phase("forward"):
@@ -70,7 +70,7 @@ def test_a_call_within_a_call_is_a_part_of_it(ticks: Ticks) -> None:
         assert outer.read()[1] == {"data": 2, "forward": 1}
 
 
-def test_an_error_leaves_its_phases_and_its_call(ticks: Ticks) -> None:
+def test_error_closes_phases_and_call(ticks: Ticks) -> None:
     timer = PhaseTimer(torch.device("cpu"))
     with pytest.raises(ValueError, match="mine"), timer.call(), timer.phase("backward"), timer.phase("reduce"):
         raise ValueError("mine")
@@ -81,7 +81,7 @@ def test_an_error_leaves_its_phases_and_its_call(ticks: Ticks) -> None:
         assert call.read()[1] == {"data": 2, "forward": 1}
 
 
-def test_phases_outside_of_a_call_are_nothing(ticks: Ticks) -> None:
+def test_phases_outside_of_a_call_are_ignored(ticks: Ticks) -> None:
     timer = PhaseTimer(torch.device("cpu"))
     with timer.phase("forward"):
         ticks.now += 1
@@ -89,7 +89,7 @@ def test_phases_outside_of_a_call_are_nothing(ticks: Ticks) -> None:
         assert call.read()[1] == {"data": 0}
 
 
-def test_the_time_of_a_cpu_is_the_host_s() -> None:
+def test_cpu_phases_use_host_time() -> None:
     timer = PhaseTimer(torch.device("cpu"))
     best = 1.0
     for _ in range(3):  # another process may be scheduled between two lines
@@ -130,7 +130,7 @@ class Device:
         return event
 
 
-def test_a_gpu_is_waited_for_once_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_phases_synchronize_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(torch, "cuda", device)
     timer = PhaseTimer(torch.device("cuda", 0))

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal.tests.grid.lift import float64_everywhere
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import FAMILIES, VOCAB, model_dir
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -19,7 +19,7 @@ def sequences() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_norms_are_far_from_trivial(family: str) -> None:
+def test_tiny_models_have_non_trivial_logits_and_norms(family: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32, **EAGER)
     logits = torch.cat([model(ids, use_cache=False).logits[0] for ids in sequences()])
     assert 0.5 < logits.std() < 3
@@ -28,7 +28,7 @@ def test_logits_and_norms_are_far_from_trivial(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_files_are_float32_and_depend_on_the_seed_alone(family: str) -> None:
+def test_model_files_are_float32_and_depend_only_on_the_seed(family: str) -> None:
     first, again, other = (
         load_all(model_dir(family, seed=seed, **changes))
         for seed, changes in ((0, {}), (0, {"bos_token_id": 3}), (1, {}))
@@ -38,14 +38,14 @@ def test_files_are_float32_and_depend_on_the_seed_alone(family: str) -> None:
     assert all(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_one_family_is_split_over_files_and_one_has_experts_by_name() -> None:
+def test_model_files_include_shards_and_named_experts() -> None:
     assert len(list(Path(model_dir("llama")).glob("*.safetensors"))) > 2
     names = load_all(model_dir("qwen3_moe"))
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
     assert "lm_head.weight" not in load_all(model_dir("qwen3_tied"))
 
 
-def test_routing_is_not_near_a_tie() -> None:
+def test_tiny_moe_routing_has_no_near_ties() -> None:
     with float64_everywhere(), torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3_moe"), dtype=torch.float64, **EAGER)
         router_logits = [

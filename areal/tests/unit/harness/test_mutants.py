@@ -29,7 +29,7 @@ def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
 
 
 @pytest.mark.parametrize("planted", MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_says_what_is_wrong_and_names_what_is_there(planted: Mutant, collected: list[pytest.Item]) -> None:
+def test_mutants_have_a_description_a_target_and_existing_tests(planted: Mutant, collected: list[pytest.Item]) -> None:
     assert planted.says.endswith(".")
     assert "\n" not in planted.says
     owner, attribute = find_target(planted)
@@ -38,7 +38,7 @@ def test_a_mutant_says_what_is_wrong_and_names_what_is_there(planted: Mutant, co
         find_test(test, collected)
 
 
-def test_planting_replaces_every_import_leaves_a_trace_and_is_undone() -> None:
+def test_plant_replaces_every_import_and_can_be_undone() -> None:
     right, planted, ranks = defines.zigzag_restore, MUTANTS["zigzag_not_undone"], torch.tensor([0, 3, 1, 2])
     patch = plant(planted)
     try:
@@ -53,7 +53,7 @@ def test_planting_replaces_every_import_leaves_a_trace_and_is_undone() -> None:
     assert right(ranks, 2).tolist() == [0, 1, 2, 3]
 
 
-def test_a_test_that_is_not_there_is_named(collected: list[pytest.Item]) -> None:
+def test_find_test_raises_on_a_missing_test(collected: list[pytest.Item]) -> None:
     with pytest.raises(ValueError, match="test_nothing"):
         find_test("dist/step/test_steps.py::test_nothing", collected)
     with pytest.raises(ValueError, match="no_such_layout"):

@@ -41,7 +41,7 @@ def test_calls_run_on_every_rank_of_the_same_processes(pool: Pool) -> None:
     assert pool.pids == pids
 
 
-def test_failure_shows_the_rank_its_assertion_and_its_output(pool: Pool) -> None:
+def test_failure_report_has_rank_assertion_and_output(pool: Pool) -> None:
     works(pool)
     pids = pool.pids
     with pytest.raises(WorldFailure) as failure:
@@ -55,7 +55,7 @@ def test_failure_shows_the_rank_its_assertion_and_its_output(pool: Pool) -> None
     assert not set(pool.pids) & set(pids)
 
 
-def test_ranks_left_in_a_collective_are_not_waited_for(pool: Pool) -> None:
+def test_failed_call_does_not_wait_for_ranks_in_a_collective(pool: Pool) -> None:
     works(pool)
     start = time.monotonic()
     with pytest.raises(WorldFailure, match="rank 0 never arrives") as failure:
@@ -65,7 +65,7 @@ def test_ranks_left_in_a_collective_are_not_waited_for(pool: Pool) -> None:
     assert "fail_alone_before_barrier" in str(failure.value).split("rank 1 of 2 stuck")[1]
 
 
-def test_a_hang_is_ended_and_shows_its_stack(pool: Pool) -> None:
+def test_hang_is_killed_and_reports_its_stack(pool: Pool) -> None:
     works(pool)
     with pytest.raises(WorldFailure) as failure:
         pool.run(call("hang_on", rank=1), timeout=1)
@@ -74,7 +74,7 @@ def test_a_hang_is_ended_and_shows_its_stack(pool: Pool) -> None:
     assert works(pool)
 
 
-def test_a_death_shows_exit_code_and_last_output(pool: Pool) -> None:
+def test_dead_worker_reports_exit_code_and_last_output(pool: Pool) -> None:
     with pytest.raises(WorldFailure) as failure:
         pool.run(call("die_on", rank=0), timeout=60)
     assert "rank 0 of 2 died:\nexit code 7" in str(failure.value)
@@ -88,6 +88,6 @@ def test_skips_are_reported(pool: Pool) -> None:
     assert answers[0].text == "not today"
 
 
-def test_arguments_that_cannot_travel_are_refused(pool: Pool) -> None:
+def test_unpicklable_arguments_raise(pool: Pool) -> None:
     with pytest.raises(ValueError, match=r"\['offset'\] do not pickle"):
         pool.run(call("add_up", offset=threading.Lock()), timeout=60)

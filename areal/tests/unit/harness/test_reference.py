@@ -9,15 +9,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig
-from areal.tests.grid.cases import CASES, Case, as_input, rows, samples, share
-from areal.tests.grid.lift import float64_everywhere
+from areal.tests.grid.cases import CASES, Case, as_input, dp_shard_indices, rows, samples
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.losses import OBJECTIVES, Objective, nll
 from areal.tests.grid.models import FAMILIES, model_dir
 from areal.tests.grid.reference import Reference, learning_rate
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_and_values_are_those_of_the_files(family: str) -> None:
+def test_reference_names_and_values_equal_files(family: str) -> None:
     files = {
         name: weight
         for file in Path(model_dir(family)).glob("*.safetensors")
@@ -29,7 +29,7 @@ def test_names_and_values_are_those_of_the_files(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen3_moe"])
-def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
+def test_reference_loss_and_gradients_equal_transformers(family: str) -> None:
     batch = [
         {"input_ids": sample["input_ids"], "loss_mask": torch.ones(len(sample["input_ids"]))}
         for sample in samples(CASES["ragged"])
@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=lambda objective: objective.name)
-def test_gradients_are_slopes_of_the_loss(objective: Objective) -> None:
+def test_reference_gradients_equal_finite_differences(objective: Objective) -> None:
     case = CASES["zero_rank"]
     batch = samples(case, top_targets=objective.top_targets)
     head = torch.linspace(-1, 1, 32)[None] if objective.value_head else None
@@ -75,7 +75,7 @@ def test_gradients_are_slopes_of_the_loss(objective: Objective) -> None:
     assert abs(slope) > 1e-4
 
 
-def test_learning_rates() -> None:
+def test_reference_learning_rates() -> None:
     linear = learning_rate(OptimizerConfig(lr_scheduler="linear", warmup_steps=2, min_lr_ratio=0.1), 10)
     assert [linear(i) for i in (0, 1, 2, 6, 10, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.55, 0.1, 0.1])
     cosine = learning_rate(OptimizerConfig(lr_scheduler="cosine"), 10)
@@ -86,8 +86,8 @@ def test_learning_rates() -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_ranks_share_the_batch_unevenly(case: Case, dp_size: int) -> None:
-    shares = [share(case, rank, dp_size) for rank in range(dp_size)]
+def test_dp_ranks_get_uneven_shards(case: Case, dp_size: int) -> None:
+    shares = [dp_shard_indices(case, rank, dp_size) for rank in range(dp_size)]
     assert sorted(chain.from_iterable(shares)) == list(range(len(case.lengths)))
     assert all(shares)
     assert dp_size == 1 or len({len(chosen) for chosen in shares}) > 1

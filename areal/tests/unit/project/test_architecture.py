@@ -46,7 +46,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module or ""
 
 
-def test_there_is_something_to_check() -> None:
+def test_sources_are_collected() -> None:
     assert len(SOURCES) > 40
 
 
@@ -63,7 +63,7 @@ def test_imports_point_one_way() -> None:
     assert not wrong
 
 
-def test_the_api_imports_nothing_beside_torch_and_pydantic() -> None:
+def test_api_imports_only_torch_and_pydantic() -> None:
     allowed = {"areal", "torch", "pydantic", *sys.stdlib_module_names}
     wrong = [
         f"{path}:{line} imports {module}"
@@ -74,7 +74,7 @@ def test_the_api_imports_nothing_beside_torch_and_pydantic() -> None:
     assert not wrong
 
 
-def test_optional_dependencies_are_imported_only_where_they_are_needed() -> None:
+def test_optional_dependencies_are_imported_only_in_their_folder() -> None:
     homes = {
         "megatron": "engine/megatron",
         "flash_attn": "engine/attention/kernels.py",
@@ -90,13 +90,13 @@ def test_optional_dependencies_are_imported_only_where_they_are_needed() -> None
     assert not wrong
 
 
-def test_no_file_is_over_400_lines() -> None:
+def test_files_have_at_most_400_lines() -> None:
     files = [*ROOT.rglob("*.py"), *(ROOT.parent / "examples").glob("*.py"), *(ROOT.parent / "benchmarks").rglob("*.py")]
     long = {str(path): n for path in files if (n := len(path.read_text().splitlines())) > 400}
     assert not long
 
 
-def test_a_function_fits_a_screen() -> None:
+def test_functions_have_at_most_85_lines() -> None:
     long = [
         f"{path}:{node.lineno} {node.name}"
         for path, tree in trees(SOURCES)
@@ -126,7 +126,7 @@ def test_no_import_inside_a_function() -> None:
 @pytest.mark.parametrize(
     "verb", ["forward_backward_batch", "train_batch", "eval_batch", "forward_batch", "forward_backward"]
 )
-def test_each_verb_is_written_once(verb: str) -> None:
+def test_each_verb_is_implemented_once(verb: str) -> None:
     """Declared in the interface and written in the template; no engine overrides it."""
     homes = [
         str(path.relative_to(ROOT))
@@ -137,7 +137,7 @@ def test_each_verb_is_written_once(verb: str) -> None:
     assert sorted(homes) == ["api/engine.py", "engine/base.py"]
 
 
-def test_the_template_has_three_hooks() -> None:
+def test_base_engine_has_three_abstract_hooks() -> None:
     tree = ast.parse((ROOT / "engine" / "base.py").read_text())
     template = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "BaseTrainEngine")
     abstract = [
@@ -148,7 +148,7 @@ def test_the_template_has_three_hooks() -> None:
     assert sorted(abstract) == ["_build", "_finalize_grads", "_forward_compute_mb"]
 
 
-def test_the_template_has_the_signatures_of_the_interface() -> None:
+def test_base_engine_signatures_equal_the_interface() -> None:
     interface = areal.api.TrainEngine
     verbs = [name for name, value in vars(interface).items() if inspect.isfunction(value) and not name.startswith("_")]
     assert len(verbs) > 18
@@ -157,7 +157,7 @@ def test_the_template_has_the_signatures_of_the_interface() -> None:
         assert getattr(interface, name).__doc__, f"{name} has no docstring"
 
 
-def test_no_engine_is_told_apart_by_its_class() -> None:
+def test_no_isinstance_on_engine_classes() -> None:
     found = [
         f"{path}:{node.lineno}"
         for path, tree in trees(SOURCES)
@@ -169,7 +169,7 @@ def test_no_engine_is_told_apart_by_its_class() -> None:
     assert not found
 
 
-def test_the_environment_is_no_state() -> None:
+def test_environment_variables_are_not_state() -> None:
     """It is read where torchrun sets it, and written nowhere."""
     readers, writes = set(), []
     for path, tree in trees(SOURCES):
@@ -199,12 +199,12 @@ def test_the_environment_is_no_state() -> None:
         ],
     ],
 )
-def test_public_names_are_importable(name: str) -> None:
+def test_api_exports_public_names(name: str) -> None:
     assert getattr(areal.api, name)
 
 
 @pytest.mark.parametrize("name", areal.__all__)
-def test_the_package_exposes_its_names(name: str) -> None:
+def test_package_exports_every_name_in_all(name: str) -> None:
     assert getattr(areal, name)
 
 
@@ -214,7 +214,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_contracts_and_data_is_cheap() -> None:
+def test_import_of_api_and_data_is_fast() -> None:
     code = (
         "import time, torch, sys; start = time.process_time(); import areal.api, areal.utils.data; "
         "print(time.process_time() - start, 'transformers' in sys.modules)"
@@ -224,7 +224,7 @@ def test_importing_contracts_and_data_is_cheap() -> None:
     assert min(float(seconds) for seconds, _ in answers) < 0.5
 
 
-def test_importing_the_package_imports_nothing_else() -> None:
+def test_import_of_the_package_is_lazy() -> None:
     assert run("import sys, areal; print([m for m in ('torch', 'pydantic') if m in sys.modules])") == "[]"
 
 

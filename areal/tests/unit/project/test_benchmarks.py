@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from benchmarks import __main__ as command
 from benchmarks import workloads
+from benchmarks.engine_row import EngineRow
 from benchmarks.gpu import __main__ as gpu_command
 from benchmarks.gpu.device import idle
 from benchmarks.loops import LOOPS, Loop, PlainRow
 from benchmarks.model import Size, write_model
-from benchmarks.ours import EngineRow
 from benchmarks.reference import STEPS, Reference, reference
 from benchmarks.rows import CEILING, Task, build, choose
 from benchmarks.shapes import SHAPES, Shape
@@ -58,13 +58,13 @@ def no_group_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", workloads.MAKERS)
-def test_arrays_are_those_of_the_seed(name: str) -> None:
+def test_stored_arrays_equal_generated_arrays(name: str) -> None:
     kept, made = workloads.load(name), workloads.MAKERS[name]()
     assert all(map(torch.equal, kept.input_ids, made.input_ids))
     assert replace(kept, input_ids=()) == replace(made, input_ids=())
 
 
-def test_the_workloads_are_what_the_page_says() -> None:
+def test_workloads_match_the_documentation() -> None:
     ragged, rl = workloads.load("ragged"), workloads.load("rl")
     assert (len(ragged.lengths), ragged.tokens) == (24, 3243)
     assert (len(rl.lengths), max(rl.groups) + 1) == (128, 16)
@@ -76,7 +76,7 @@ def test_the_workloads_are_what_the_page_says() -> None:
     assert all(torch.equal(rl.input_ids[i][:512], rl.input_ids[i // 8 * 8][:512]) for i in range(128))
 
 
-def test_weights_stand_where_a_response_token_is_predicted() -> None:
+def test_weights_are_nonzero_only_at_response_predictions() -> None:
     workload = KINDS["rl"]
     for weights, prompt, weight in zip(
         workload.weights, workload.prompt_lengths, workload.sequence_weights, strict=True
@@ -86,7 +86,7 @@ def test_weights_stand_where_a_response_token_is_predicted() -> None:
         assert weights[prompt - 1 : -1].tolist() == [pytest.approx(weight)] * (len(weights) - prompt)
 
 
-def test_ranks_share_whole_groups() -> None:
+def test_groups_are_not_split_over_ranks() -> None:
     rl = workloads.load("rl")
     shares = [rl.share(rank, 2) for rank in range(2)]
     assert sorted(shares[0] + shares[1]) == list(range(128))
@@ -101,12 +101,12 @@ def test_ranks_share_whole_groups() -> None:
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        ("benchmarks.ours", {}),
+        ("benchmarks.engine_row", {}),
         *(("benchmarks.loops", {"loop": name}) for name in ("packed", "packed, trained", "padded", "single", "stock")),
     ],
     ids=lambda value: value.get("loop", "areal") if isinstance(value, dict) else "",
 )
-def test_rows_agree_with_the_reference(
+def test_benchmark_rows_agree_with_the_reference(
     tasks: dict[str, Task],
     references: dict[str, Reference],
     no_group_left: None,
@@ -123,7 +123,7 @@ def test_rows_agree_with_the_reference(
         row.engine.destroy()
 
 
-def test_a_wrong_row_is_called_wrong(tasks: dict[str, Task], references: dict[str, Reference]) -> None:
+def test_wrong_benchmark_row_is_detected(tasks: dict[str, Task], references: dict[str, Reference]) -> None:
     exact = references["ragged"]
     good = LOOPS["stock"]
 
@@ -145,7 +145,7 @@ def test_a_wrong_row_is_called_wrong(tasks: dict[str, Task], references: dict[st
     assert exact.wrong_forward(exact.logprobs[1:], "float32")
 
 
-def test_a_run_from_end_to_end(
+def test_benchmark_runs_end_to_end(
     tasks: dict[str, Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # when no peer is installed
@@ -173,7 +173,7 @@ def test_a_run_from_end_to_end(
     assert (tmp_path / "rl-peers-float32.png").stat().st_size > 5000
 
 
-def test_what_cannot_be_asked_for() -> None:
+def test_invalid_benchmark_options_raise() -> None:
     with pytest.raises(ValueError, match=r"rows = 'nobody'.*in the name of no row"):
         choose(["nobody"])
     with pytest.raises(ValueError, match=r"workload = 'nothing': choose ragged, rl"):
@@ -189,7 +189,7 @@ def test_what_cannot_be_asked_for() -> None:
 # ---- on a GPU
 
 
-def test_a_step_of_a_shape_costs_what_is_counted_by_hand() -> None:
+def test_step_flop_equals_hand_count() -> None:
     """Check one layer with one head: 6 operations per parameter and token, 12 per column of each attending pair."""
     shape = Shape(hidden=4, intermediate=8, layers=1, heads=1, kv_heads=1, head_dim=4, vocabulary=16)
     parameters = 4 * 4 * 4 + 3 * 4 * 8 + 4 * 16
@@ -199,12 +199,12 @@ def test_a_step_of_a_shape_costs_what_is_counted_by_hand() -> None:
     assert SHAPES["8B"].matrix_parameters == pytest.approx(7.6e9, rel=0.02)
 
 
-def test_idle_time_is_what_no_kernel_covers() -> None:
+def test_idle_time_is_not_covered_by_kernels() -> None:
     assert idle([(0, 4), (1, 2), (3, 6), (8, 10)]) == pytest.approx(0.2)
     assert idle([]) == 1.0
 
 
-def test_the_gpu_benchmark_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path) -> None:
+def test_gpu_benchmark_runs_on_cpu_with_tiny_shape(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     settings = gpu_command.Settings(("tiny",), (96,), sequence=40, rounds=1, device="cpu", output=output)
     if torch.cuda.is_available():

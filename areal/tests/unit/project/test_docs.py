@@ -75,7 +75,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_code_runs(page: Path, one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_run(page: Path, one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses and pickle look up the page's names there
     vars(module)["model_dir"] = model_dir("qwen3")
@@ -103,7 +103,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @all_pages
-def test_what_is_named_exists(page: Path) -> None:
+def test_named_files_and_objects_exist(page: Path) -> None:
     words = CODE.findall(prose(page))
     files = [word for word in words if OUR_FILE.fullmatch(word) and not list(ROOT.glob(word.rstrip("/")))]
     names = [word for word in words if OUR_NAME.fullmatch(word) and word != GROUP and pydoc.locate(word) is None]
@@ -117,7 +117,7 @@ def test_make_targets_exist(page: Path) -> None:
     assert not {target for command in commands for target in MAKE.findall(command)} - targets
 
 
-def test_every_page_is_on_the_map() -> None:
+def test_every_page_is_linked_from_the_index() -> None:
     linked = {link.partition("#")[0] for link in LINK.findall((ROOT / "docs" / "index.md").read_text())}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
 
@@ -126,13 +126,13 @@ def test_every_page_is_on_the_map() -> None:
     ("text", "found"),
     [("a\n```python\nx = 1\n```\nb\n```sh\nmake test\n```\n", [(3, "x = 1\n")]), ("```toml\n[a]\n```\n", [])],
 )
-def test_blocks_are_found_with_their_lines(tmp_path: Path, text: str, found: list[tuple[int, str]]) -> None:
+def test_code_blocks_are_extracted_with_line_numbers(tmp_path: Path, text: str, found: list[tuple[int, str]]) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
     assert blocks(page, "python") == found
 
 
-def test_anchors_are_those_of_links(tmp_path: Path) -> None:
+def test_heading_anchors_match_link_targets(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One sentence: `W` and more\n\n## Two\n")
     assert anchors(page) == {"one-sentence-w-and-more", "two"}

@@ -60,7 +60,7 @@ def trained_tokens(sample) -> list[int]:
     return [int(sample["input_ids"][t + 1]) for t in sample["loss_mask"].nonzero().flatten().tolist()]
 
 
-def test_the_loss_covers_the_answer_and_the_end_of_the_turn(examples, tokenizer, task):
+def test_example_loss_covers_answer_and_end_of_turn(examples, tokenizer, task):
     chat = examples["chat"].ChatFormat(tokenizer, "Answer with just the number.")
     for problem in task.train:
         sample = chat.sample(problem)
@@ -71,7 +71,7 @@ def test_the_loss_covers_the_answer_and_the_end_of_the_turn(examples, tokenizer,
         assert whole.endswith(f"{OPEN}assistant\n{problem.answer}{CLOSE}")
 
 
-def test_the_prompt_for_generation_is_what_training_saw(examples, tokenizer, task):
+def test_example_generation_prompt_equals_training_prompt(examples, tokenizer, task):
     chat = examples["chat"].ChatFormat(tokenizer, "")
     problem = task.held_out[0]
     sample = chat.sample(problem)
@@ -83,7 +83,7 @@ def test_the_prompt_for_generation_is_what_training_saw(examples, tokenizer, tas
     assert chat.text([*chat.response_ids(problem), tokenizer.pad_token_id]) == problem.answer
 
 
-def test_a_tokenizer_without_a_template_gets_plain_text(examples, tokenizer, task):
+def test_example_tokenizer_without_template_uses_plain_text(examples, tokenizer, task):
     base = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token=UNKNOWN, eos_token=CLOSE)
     chat = examples["chat"].ChatFormat(base, "Be brief.")
     problem = task.train[0]
@@ -92,21 +92,21 @@ def test_a_tokenizer_without_a_template_gets_plain_text(examples, tokenizer, tas
     assert base.decode(trained_tokens(chat.sample(problem))) == f" {problem.answer}{CLOSE}"
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused(examples, tokenizer, task):
+def test_example_template_that_rewrites_the_prompt_raises(examples, tokenizer, task):
     other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token=UNKNOWN, eos_token=CLOSE)
     other.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="chat template"):
         examples["chat"].ChatFormat(other, "").response_ids(task.train[0])
 
 
-def test_held_out_questions_are_different_and_never_trained_on(examples, task):
+def test_example_held_out_questions_are_not_in_training_data(examples, task):
     held_out = {problem.question for problem in task.held_out}
     assert len(held_out) == len(task.held_out) == 40
     assert len(task.train) == 60
     assert not held_out & {problem.question for problem in task.train}
 
 
-def test_a_task_depends_on_its_seed_alone(examples, task):
+def test_example_task_depends_only_on_seed(examples, task):
     make_task = examples["tasks"].make_task
     assert make_task("chain_sum", 60, 40, seed=3).train == task.train
     assert make_task("chain_sum", 30, 40, seed=3).train == task.train[:30]
@@ -114,7 +114,7 @@ def test_a_task_depends_on_its_seed_alone(examples, task):
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "simple_equations", "leg_counting"])
-def test_the_verifier_takes_right_answers_only(examples, name):
+def test_example_verifier_accepts_only_correct_answers(examples, name):
     task = examples["tasks"].make_task(name, n_train=5, n_held_out=20, seed=1)
     for problem in (*task.train, *task.held_out):
         assert task.is_right(f" {problem.answer}\n", problem)
@@ -132,7 +132,7 @@ def test_the_verifier_takes_right_answers_only(examples, name):
         ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, "have more"),
     ],
 )
-def test_a_wrong_task_is_refused_by_name(examples, name, options, match):
+def test_example_unknown_task_raises(examples, name, options, match):
     with pytest.raises(ValueError, match=match):
         examples["tasks"].make_task(name, n_train=10, n_held_out=500, seed=0, options=options)
 
@@ -147,7 +147,7 @@ def history(examples):
     return history
 
 
-def test_a_run_that_went_well_has_no_failures(examples, history):
+def test_example_successful_run_has_no_failures(examples, history):
     assert examples["checks"].failures(history, min_loss_fall=0.2, accuracy_must_rise=True) == []
 
 
@@ -162,13 +162,13 @@ def test_a_run_that_went_well_has_no_failures(examples, history):
         ("reload_error", {"weights": 1.0}, "1 tensors"),
     ],
 )
-def test_each_check_says_what_was_measured(examples, history, field, wrong, match):
+def test_example_checks_report_measured_values(examples, history, field, wrong, match):
     getattr(history, field).update(wrong)
     (sentence,) = examples["checks"].failures(history, min_loss_fall=0.2, accuracy_must_rise=True)
     assert match in sentence
 
 
-def test_a_history_comes_back_from_json_and_from_a_checkpoint(examples, history, tmp_path):
+def test_example_history_round_trips_through_json_and_checkpoint(examples, history, tmp_path):
     kind = type(history)
     history.write(tmp_path / "losses.json", {"output": tmp_path})
     assert kind.read(tmp_path / "losses.json") == history
@@ -180,13 +180,13 @@ def test_a_history_comes_back_from_json_and_from_a_checkpoint(examples, history,
         kind.read(tmp_path / "other.json")
 
 
-def test_the_largest_difference_is_over_common_steps(examples, history):
+def test_example_largest_difference_uses_common_steps(examples, history):
     other = type(history)(train_loss=[2.0, 1.1, 7.0])
     assert examples["checks"].largest_difference(history, other) == pytest.approx(0.1 / 1.1)
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(10, 0), (0, 10), (7, 3), (5, 5), (0, 0)])
-def test_the_probability_of_a_rise_is_that_of_all_ways_to_change(examples, gained, lost):
+def test_example_probability_of_rise_equals_enumeration(examples, gained, lost):
     before = [False] * gained + [True] * lost + [True, False] * 4
     after = [True] * gained + [False] * lost + [True, False] * 4
     ways = list(itertools.product([0, 1], repeat=gained + lost))
@@ -194,7 +194,7 @@ def test_the_probability_of_a_rise_is_that_of_all_ways_to_change(examples, gaine
     assert examples["significance"].p_value_of_rise(before, after) == pytest.approx(expected)
 
 
-def test_pairs_are_of_one_problem_and_told_apart_by_form(examples, tokenizer):
+def test_example_preference_pairs_differ_only_in_form(examples, tokenizer):
     preferences, chat = examples["preferences"], examples["chat"].ChatFormat(tokenizer, "")
     config = preferences.PreferenceConfig(steps=3, batch_size=4, eval_size=5)
     train, held_out = preferences.make_pairs(config, chat)

@@ -72,7 +72,7 @@ def unpack(tensors: dict[str, Tensor], nbytes: int) -> tuple[dict[str, Tensor], 
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),
     nbytes=st.integers(16, 300),
 )
-def test_buckets_give_back_what_went_in(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], nbytes: int) -> None:
+def test_buckets_round_trip(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], nbytes: int) -> None:
     tensors = {f"t{i}": tensor(shape, dtypes[i], i) for i, shape in enumerate(shapes)}
     out, sizes = unpack(tensors, check_bucket_bytes(nbytes))
     assert [*out] == [*tensors]
@@ -80,14 +80,14 @@ def test_buckets_give_back_what_went_in(shapes: list[tuple[int, ...]], dtypes: l
     assert max(sizes) <= nbytes
 
 
-def test_buckets_are_full_and_a_large_tensor_is_cut() -> None:
+def test_buckets_are_filled_and_large_tensors_are_split() -> None:
     tensors = {"large": tensor((100,), torch.float32), "small": tensor((3,), torch.bfloat16)}
     out, sizes = unpack(tensors, 128)
     assert sizes == [128, 128, 128, 16 + 6]
     assert same_bits(out, tensors)
 
 
-def test_a_stream_is_read_no_further_than_a_bucket_needs() -> None:
+def test_packing_reads_stream_lazily() -> None:
     read = []
 
     def stream():  # type: ignore[no-untyped-def]
@@ -100,17 +100,17 @@ def test_a_stream_is_read_no_further_than_a_bucket_needs() -> None:
     assert len(read) <= 3
 
 
-def test_a_strided_tensor_and_a_scalar_pass() -> None:
+def test_buckets_accept_strided_tensors_and_scalars() -> None:
     tensors = {"t": tensor((6, 5), torch.float32).T, "scalar": torch.tensor(3.0)}
     assert all(torch.equal(value, tensors[name]) for name, value in unpack(tensors, 32)[0].items())
 
 
-def test_a_bucket_too_small_is_refused() -> None:
+def test_too_small_bucket_raises() -> None:
     with pytest.raises(ValueError, match=r"bucket_bytes = 15.*at least 16"):
         check_bucket_bytes(15)
 
 
-def test_casts_floats_alone_selects_and_counts() -> None:
+def test_stream_casts_only_floats_selects_and_counts() -> None:
     tensors = {"a": tensor((4,), torch.float32), "b": tensor((4,), torch.int64), "c": tensor((4,), torch.float32)}
     stream = (NamedTensor(*item) for item in tensors.items())
     outgoing = Outgoing(stream, 3, lambda name: name != "c", torch.bfloat16)
@@ -121,7 +121,7 @@ def test_casts_floats_alone_selects_and_counts() -> None:
 
 
 @pytest.mark.parametrize(("fields", "message"), [((-1, "full"), "version = -1"), ((0, "half"), "kind = 'half'")])
-def test_a_meta_that_cannot_be_is_refused(fields: tuple[int, str], message: str) -> None:
+def test_invalid_weight_sync_meta_raises(fields: tuple[int, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WeightUpdateMeta(*fields, 0, 0)  # type: ignore[arg-type]
 
@@ -130,7 +130,7 @@ def test_a_meta_that_cannot_be_is_refused(fields: tuple[int, str], message: str)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])
-def test_every_family_takes_its_own_weights(family: str) -> None:
+def test_every_family_loads_its_weights_by_file_names(family: str) -> None:
     """Load by file names, independently of the layout in memory; tied weights stay tied."""
     source, target = model(family, seed=1), model(family, seed=2)
     tied = target.get_input_embeddings().weight is target.get_output_embeddings().weight
@@ -141,7 +141,7 @@ def test_every_family_takes_its_own_weights(family: str) -> None:
     assert (target.get_input_embeddings().weight is target.get_output_embeddings().weight) == tied
 
 
-def test_any_family_that_transformers_knows() -> None:
+def test_other_transformers_families_load_weights() -> None:
     source = AutoModelForCausalLM.from_pretrained(gpt2_dir())
     target = AutoModelForCausalLM.from_pretrained(gpt2_dir(n_layer=2))
     torch.nn.init.normal_(target.transformer.wte.weight)
@@ -149,13 +149,13 @@ def test_any_family_that_transformers_knows() -> None:
     assert same_bits(stored(source), stored(target))
 
 
-def test_values_are_cast_to_what_the_module_has() -> None:
+def test_loaded_values_are_cast_to_module_dtype() -> None:
     source, target = model(seed=1), model(seed=2, dtype=torch.bfloat16)
     load_named(target, ModuleSource(source).named_tensors())
     assert same_bits(stored(target), {name: value.bfloat16() for name, value in stored(source).items()})
 
 
-def test_a_tied_weight_is_taken_under_its_other_name() -> None:
+def test_tied_weight_loads_under_either_name() -> None:
     source, target = model("qwen3_tied", seed=1), model("qwen3_tied", seed=2)
     tensors = named(source)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -201,7 +201,9 @@ def compare_with(target: PreTrainedModel, tensors: list[NamedTensor]) -> None:
 
 @pytest.mark.parametrize("misfit", [*MISFITS])
 @pytest.mark.parametrize("way", [load_into, stage_for, compare_with])
-def test_what_does_not_fit_is_named(misfit: str, way: Callable[[PreTrainedModel, list[NamedTensor]], None]) -> None:
+def test_mismatched_weights_raise_and_name_the_tensor(
+    misfit: str, way: Callable[[PreTrainedModel, list[NamedTensor]], None]
+) -> None:
     family, damage, message = MISFITS[misfit]
     target = model(family, seed=2)
     before, tensors = stored(target), named(model(family, seed=1))
@@ -218,7 +220,7 @@ def stage(replica: Replica, tensors: list[NamedTensor], *, complete: bool = True
     return staging
 
 
-def test_a_part_leaves_the_rest() -> None:
+def test_partial_update_keeps_other_weights() -> None:
     source, target = model(seed=1), model(seed=2)
     before = stored(target)
     n = load_named(target, (t for t in ModuleSource(source).named_tensors() if "q_proj" in t.name), complete=False)
@@ -227,7 +229,7 @@ def test_a_part_leaves_the_rest() -> None:
     assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
 
 
-def test_a_tensor_that_comes_twice_or_in_part_is_named() -> None:
+def test_duplicate_or_incomplete_tensor_raises() -> None:
     target = model(seed=2)
     norm = NamedTensor("model.norm.weight", torch.ones(32))
     with pytest.raises(ValueError, match=r"model\.norm\.weight.*twice"):
@@ -240,7 +242,7 @@ def test_a_tensor_that_comes_twice_or_in_part_is_named() -> None:
         staging.put(BucketSlice("model.norm.weight", torch.float32, (32,), 31, 32, 0), torch.ones(1))
 
 
-def test_staging_touches_nothing_before_the_commit() -> None:
+def test_staging_does_not_change_weights_before_commit() -> None:
     source, target = model("qwen3_moe", seed=1), model("qwen3_moe", seed=2)
     replica, before = Replica(target), stored(target)
     staging = stage(replica, [*ModuleSource(source).named_tensors()])

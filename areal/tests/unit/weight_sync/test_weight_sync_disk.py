@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.unit.weight_sync.test_weight_sync_ways import BUCKET, alone, dying, ended, filled, number, start
+from areal.tests.unit.weight_sync.test_weight_sync_transports import BUCKET, alone, dying, ended, filled, number, start
 from areal.utils.distributed import ControlPlane, init_default_group
 from areal.weight_sync import DiskReceiver, DiskTransport, ModuleSource
 from areal.weight_sync.disk import published
@@ -38,7 +38,7 @@ def publish_and_be_killed(folder: Path, stage: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["draft opened", "in file 1", "in file 3", "written", "published", "pruned"])
-def test_a_killed_writer_leaves_the_newest_complete_version(stage: str, tmp_path: Path, control: ControlPlane) -> None:
+def test_killed_writer_leaves_newest_complete_version(stage: str, tmp_path: Path, control: ControlPlane) -> None:
     folder = tmp_path / "weights"
     assert ended(start(publish_and_be_killed, folder, stage)) == -signal.SIGKILL
     module, expected = filled(0), 2 if stage in ("published", "pruned") else 1
@@ -53,7 +53,7 @@ def test_a_killed_writer_leaves_the_newest_complete_version(stage: str, tmp_path
     assert receiver.receive(0) == number(module) == 3
 
 
-def test_keeps_the_newest_and_passes_over_what_was_missed(tmp_path: Path, control: ControlPlane) -> None:
+def test_disk_keeps_newest_and_skips_missed_versions(tmp_path: Path, control: ControlPlane) -> None:
     module = filled(0)
     transport, receiver = DiskTransport(control, tmp_path / "w", keep=2), DiskReceiver(tmp_path / "w", module)
     for version in range(1, 5):
@@ -65,7 +65,7 @@ def test_keeps_the_newest_and_passes_over_what_was_missed(tmp_path: Path, contro
     assert receiver.receive(0) == number(module) == 2
 
 
-def test_selected_updates_are_taken_in_turn_after_the_newest_full_one(tmp_path: Path, control: ControlPlane) -> None:
+def test_partial_updates_are_applied_after_newest_full_version(tmp_path: Path, control: ControlPlane) -> None:
     module = filled(0)
     transport, receiver = DiskTransport(control, tmp_path / "w", keep=4), DiskReceiver(tmp_path / "w", module)
     transport.send(ModuleSource(filled(1)), 1)
@@ -77,7 +77,7 @@ def test_selected_updates_are_taken_in_turn_after_the_newest_full_one(tmp_path: 
     assert found == {name: 2 if "q_proj" in name else 3 if "k_proj" in name else 1 for name in found}
 
 
-def test_a_version_is_a_model_directory(tmp_path: Path, control: ControlPlane) -> None:
+def test_version_is_a_model_directory(tmp_path: Path, control: ControlPlane) -> None:
     DiskTransport(control, tmp_path / "w", cast=torch.bfloat16, model=model_dir("qwen3")).send(
         ModuleSource(filled(1)), 7
     )
@@ -86,7 +86,7 @@ def test_a_version_is_a_model_directory(tmp_path: Path, control: ControlPlane) -
     assert number(plain) == 1
 
 
-def test_damage_is_named_and_touches_nothing(tmp_path: Path, control: ControlPlane) -> None:
+def test_damaged_version_raises_and_changes_no_weight(tmp_path: Path, control: ControlPlane) -> None:
     module = filled(0)
     DiskTransport(control, tmp_path / "w").send(ModuleSource(filled(1)), 1)
     file = next((tmp_path / "w" / "version-00000001").glob("*.safetensors"))
@@ -98,7 +98,7 @@ def test_damage_is_named_and_touches_nothing(tmp_path: Path, control: ControlPla
 
 
 @pytest.mark.parametrize("what", ["removed", "replaced"])
-def test_a_version_that_goes_while_it_is_opened_is_not_mixed(
+def test_version_removed_while_opening_is_not_mixed(
     what: str, tmp_path: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Remove a version after some of its files have been opened."""
@@ -120,7 +120,7 @@ def test_a_version_that_goes_while_it_is_opened_is_not_mixed(
 
 
 @pytest.mark.parametrize(("options", "message"), [({"keep": 0}, "keep = 0"), ({"file_bytes": 0}, "file_bytes = 0")])
-def test_options_that_cannot_be_are_refused(
+def test_invalid_disk_transport_options_raise(
     options: dict[str, int], message: str, tmp_path: Path, control: ControlPlane
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import Batch, MicroBatch, TokenOutputs
-from areal.tests.harness.tiny import Sample, gpt2_dir, layouts, loss, mine, ragged, started
+from areal.tests.harness.tiny import Sample, gpt2_dir, layouts, loss, local_batch, global_batch, started
 from areal.tests.harness.world import world
 
 
@@ -32,9 +32,9 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
-def test_a_filler_reaches_no_process_function(backend: str) -> None:
+def test_filler_is_not_passed_to_process_function(backend: str) -> None:
     with started(backend, mb_spec={"max_tokens_per_mb": 40}) as engine:
-        batch = ragged()[:1] if world().rank else ragged()[1:]
+        batch = global_batch()[:1] if world().rank else global_batch()[1:]
         mbs = engine.microbatches(batch)
         assert [mb.filler for mb in mbs] == [world().rank == 1 and i > 0 for i in range(len(mbs))]
         assert len(mbs) > 2
@@ -59,20 +59,20 @@ def test_a_filler_reaches_no_process_function(backend: str) -> None:
 
 # Megatron and pipelines support no family with learned positions
 @pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))
-def test_learned_positions_restart_with_each_sequence(backend: str) -> None:
+def test_learned_positions_restart_per_sequence(backend: str) -> None:
     """Rotary positions are relative, so most families would not show a wrong offset."""
     path = gpt2_dir()
     with started(backend, path=path, fsdp={"attention": "packed"}, mb_spec={}) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
         assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))
 
 
 # Megatron and pipelines support no family with dropout
 @pytest.mark.parametrize("backend", layouts(1, 2, engine="fsdp", but=("fsdp:p2",)))
-def test_an_evaluation_has_no_dropout_and_training_has_it_again(backend: str) -> None:
+def test_eval_disables_dropout_and_restores_it(backend: str) -> None:
     path = gpt2_dir(resid_pdrop=0.2)
     with started(backend, path=path) as engine:
-        batch = mine(engine, ragged())
+        batch = local_batch(engine, global_batch())
 
         def trained() -> float:
             found = engine.forward_backward(batch, loss).loss

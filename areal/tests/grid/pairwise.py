@@ -10,7 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def covering(
+def pairwise_rows(
     factors: Mapping[str, Sequence[Any]], fits: Callable[[Row], bool], often: Mapping[Any, float] | None = None
 ) -> list[Row]:
     """Return rows with a value per factor, in which any two values of different factors occur together at least once, if they fit.

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS
 from areal.tests.grid.cases import as_input, samples
+from areal.tests.grid.cell_engine import CellEngine
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.layouts import Cell
-from areal.tests.grid.lift import float64_everywhere
 from areal.tests.grid.reference import Reference, one_sequence
-from areal.tests.grid.running import Running
 from areal.tests.harness.world import cached
 
 TOLERANCE = 1e-10
@@ -27,7 +27,7 @@ SHAPES = {"qwen3_moe": (2, 4), "deepseek_v3": (1, 8)}
 
 
 @dataclass
-class ByHand:
+class MoEReference:
     """Results of one global batch, computed with transformers' model.
 
     Attributes:
@@ -50,24 +50,24 @@ class ByHand:
         return sum(x.square().sum().item() for x in self.gradients.values()) ** 0.5
 
 
-def by_hand(
+def moe_reference(
     cell: Cell,
     *,
     divide_by: float | None = None,
     loss_weight: float = 1.0,
     replay: list[Tensor] | None = None,
     name: str = "by chance",
-) -> ByHand:
+) -> MoEReference:
     """Compute the step of a cell's global batch. ``name`` selects the replayed routing."""
 
-    def compute() -> ByHand:
+    def compute() -> MoEReference:
         reference, objective = Reference(cell.path, temperature=cell.case.temperature), cell.objective
         batch = samples(cell.case)
         lengths = [len(sample["input_ids"]) for sample in batch]
         weight = sum(float(objective.weight_fn(one_sequence(sample))) for sample in batch)
         divisors = {"loss": weight, AUX_LOSS: float(len(batch)), Z_LOSS: float(sum(lengths))}
         factors = {"loss": 1.0, **COEFFICIENTS}
-        found = ByHand(dict.fromkeys(divisors, 0.0), divisors)
+        found = MoEReference(dict.fromkeys(divisors, 0.0), divisors)
         for i, sample in enumerate(batch):
             with routers(reference, None if replay is None else replay[i]) as seen, float64_everywhere():
                 outputs = reference.outputs(sample)
@@ -140,13 +140,13 @@ def recorded(lengths: tuple[int, ...], layers: int = 2, experts: int = 4) -> lis
     return [torch.rand(length, layers, experts, generator=generator).argsort(-1)[..., :2] for length in lengths]
 
 
-def with_replay(run: Running, experts: list[Tensor]) -> Any:
+def with_replay(run: CellEngine, experts: list[Tensor]) -> Any:
     """Return this rank's shard of the batch, with the experts to replay."""
     batch = [{**sample, "routed_experts": experts[i].int()} for i, sample in enumerate(run.samples())]
-    return as_input([batch[i] for i in run.mine], run.cell.case.form)
+    return as_input([batch[i] for i in run.local_indices], run.cell.case.form)
 
 
-def assert_terms(step: Any, expected: ByHand, divide_by: float | None = None, loss_weight: float = 1.0) -> None:
+def assert_terms(step: Any, expected: MoEReference, divide_by: float | None = None, loss_weight: float = 1.0) -> None:
     terms = {
         name: loss_weight * value / (expected.divisors[name] if divide_by is None else divide_by)
         for name, value in expected.loss.items()

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from areal.tests.grid.lift import float64_everywhere
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import FAMILIES, VOCAB, model_dir
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -51,7 +51,7 @@ def test_forward_and_backward_are_float64_throughout(family: str, recompute: boo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_it_float64_models_are_not_exact(family: str) -> None:
+def test_float64_models_are_inexact_without_float64_mode(family: str) -> None:
     """Two equivalent computations of the logits agree to float64 rounding inside the mode, and only to float32 rounding outside."""
     with float64_everywhere():
         exact = logits(load(family))
@@ -79,7 +79,7 @@ def _equivalent(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def test_torch_is_as_before_afterwards() -> None:
+def test_float64_mode_restores_torch() -> None:
     before = (
         torch.Tensor.to,
         torch.Tensor.float,

@@ -153,7 +153,7 @@ def push_and_be_killed(way: str, place: Path, stage: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", PUSHED)
 @pytest.mark.parametrize("stage", ["ready", "open", "bucket 0", "bucket 3", "staged", "committed"])
-def test_a_killed_trainer_leaves_the_old_version_serving(way: str, stage: str, place: Path) -> None:
+def test_killed_trainer_leaves_old_version_serving(way: str, stage: str, place: Path) -> None:
     process = start(push_and_be_killed, way, place, stage)
     module = filled(0)
     receiver = receiver_of(way, place, module)
@@ -196,7 +196,7 @@ def receive_and_be_killed(way: str, place: Path, name: str, at_bucket: int) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", PUSHED)
-def test_a_killed_receiver_is_named_and_the_others_go_on(way: str, place: Path, control: ControlPlane) -> None:
+def test_killed_receiver_is_named_and_others_continue(way: str, place: Path, control: ControlPlane) -> None:
     processes = [start(receive_and_be_killed, way, place, f"r{i}", 4 if i else -1) for i in range(2)]
     transport = transport_to(way, place, control, receivers=2)
     transport.send(ModuleSource(filled(1)), 1)
@@ -230,7 +230,7 @@ def receiving(receiver: WeightReceiver) -> tuple[threading.Thread, list[Any]]:
 
 
 @pytest.mark.parametrize("way", PUSHED)
-def test_a_receiver_that_does_not_answer_is_named_and_not_lost(way: str, place: Path, control: ControlPlane) -> None:
+def test_unresponsive_receiver_is_named_and_kept(way: str, place: Path, control: ControlPlane) -> None:
     transport = transport_to(way, place, control, timeout=1.0)
     module = filled(0)
     receiver = receiver_of(way, place, module)
@@ -249,7 +249,7 @@ def test_a_receiver_that_does_not_answer_is_named_and_not_lost(way: str, place: 
 
 
 @pytest.mark.parametrize("way", PUSHED)
-def test_nobody_there_is_said(way: str, place: Path, control: ControlPlane) -> None:
+def test_missing_peer_raises(way: str, place: Path, control: ControlPlane) -> None:
     transport = transport_to(way, place, control, timeout=0.2)
     with pytest.raises(RuntimeError, match=r"0 of 1 receivers have called .* within 0\.2 s"):
         transport.send(ModuleSource(filled(1)), 1)
@@ -259,9 +259,7 @@ def test_nobody_there_is_said(way: str, place: Path, control: ControlPlane) -> N
 
 
 @pytest.mark.parametrize("way", PUSHED)
-def test_weights_that_do_not_fit_are_refused_on_both_sides_and_break_nothing(
-    way: str, place: Path, control: ControlPlane
-) -> None:
+def test_mismatched_weights_raise_on_both_sides(way: str, place: Path, control: ControlPlane) -> None:
     transport = transport_to(way, place, control)
     module = filled(0)
     receiver = receiver_of(way, place, module)
@@ -294,7 +292,7 @@ def varied(seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("way", PUSHED)
-def test_no_bucket_is_overwritten_before_a_slow_receiver_has_read_it(
+def test_bucket_is_not_overwritten_before_slow_receiver_read_it(
     way: str, place: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = Staging.put
@@ -326,9 +324,7 @@ class Breaking:
 
 
 @pytest.mark.parametrize("way", [*PUSHED, "disk", "direct"])
-def test_a_source_that_breaks_off_leaves_the_old_version(
-    way: str, place: Path, tmp_path: Path, control: ControlPlane
-) -> None:
+def test_failing_source_leaves_old_version(way: str, place: Path, tmp_path: Path, control: ControlPlane) -> None:
     module = filled(0)
     receiver: WeightReceiver | None = None
     transport: Transport
@@ -364,7 +360,7 @@ def test_a_source_that_breaks_off_leaves_the_old_version(
 # ---- state left in the system
 
 
-def test_a_socket_of_a_dead_trainer_is_replaced_and_a_living_one_refused(place: Path, control: ControlPlane) -> None:
+def test_socket_of_dead_trainer_is_replaced_and_of_living_one_raises(place: Path, control: ControlPlane) -> None:
     process = start(push_and_be_killed, "ipc", place, "ready")
     wait_for(place / "socket")
     with pytest.raises(ValueError, match=r"address = '.*socket' cannot be listened at"):
@@ -376,7 +372,7 @@ def test_a_socket_of_a_dead_trainer_is_replaced_and_a_living_one_refused(place: 
         SharedMemoryTransport(control, "/tmp/" + "x" * 100)
 
 
-def test_shared_memory_has_no_name(place: Path, control: ControlPlane) -> None:
+def test_shared_memory_is_anonymous(place: Path, control: ControlPlane) -> None:
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
     transport, module = transport_to("ipc", place, control), filled(0)
     receiver = receiver_of("ipc", place, module)

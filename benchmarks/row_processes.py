@@ -45,7 +45,7 @@ class Turn:
 
 
 @dataclass
-class Contestant:
+class RowProcesses:
     """A row on a number of ranks. Its processes wait during the turns of other rows.
 
     Attributes:

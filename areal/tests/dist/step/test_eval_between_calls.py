@@ -7,7 +7,7 @@ import pytest
 from areal.api import OptimizerConfig
 from areal.tests.grid.compare import assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, all_layouts
-from areal.tests.grid.running import running
+from areal.tests.grid.cell_engine import start_cell
 
 OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
 CHOSEN = {
@@ -29,9 +29,9 @@ CELLS = [
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_evaluation_between_calls_changes_nothing(cell: Cell) -> None:
+def test_eval_between_calls_changes_nothing(cell: Cell) -> None:
     call = (cell.objective.loss_fn, cell.objective.weight_fn)
-    with running(cell, OPTIMIZER) as run:
+    with start_cell(cell, OPTIMIZER) as run:
         engine, reference = run.engine, run.reference()
         reference.make_optimizer(OPTIMIZER, total_steps=100)
         for seed in range(2):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, MicroBatchSpec, OptimizerConfig, TrainEngine, TrainEngineConfig
 from areal.engine.registry import create_engine
-from areal.tests.grid.lift import float64_everywhere
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.trainer.losses import (
     Aggregation,
@@ -119,7 +119,7 @@ def assert_equal(engine: TrainEngine, loss: float, model: Any, expected: Tensor)
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_aggregation_modes(engine: TrainEngine, plain: Any, name: str) -> None:
+def test_migration_aggregation_modes(engine: TrainEngine, plain: Any, name: str) -> None:
     formula, aggregation = MODES[name]
     there = There()
     objective = policy_objective(PPOClip(0.2, 0.2), aggregation)
@@ -129,7 +129,7 @@ def test_aggregation_modes(engine: TrainEngine, plain: Any, name: str) -> None:
     assert done.n_mbs > 1
 
 
-def test_a_constant_to_divide_by(engine: TrainEngine, plain: Any) -> None:
+def test_migration_constant_divisor(engine: TrainEngine, plain: Any) -> None:
     """Check verl's ``seq-mean-token-sum-norm``: token sums divided by the longest response, not by the number of sequences."""
     there = There()
     objective = policy_objective(PPOClip(0.2, 0.2), SequenceMeanOfSums())
@@ -138,7 +138,7 @@ def test_a_constant_to_divide_by(engine: TrainEngine, plain: Any) -> None:
     assert_equal(engine, done.loss, plain, expected)
 
 
-def test_a_mean_loss(engine: TrainEngine, plain: Any) -> None:
+def test_migration_mean_loss(engine: TrainEngine, plain: Any) -> None:
     there = There()
 
     def theirs(outputs: Any, batch: Any) -> Tensor:
@@ -152,7 +152,7 @@ def test_a_mean_loss(engine: TrainEngine, plain: Any) -> None:
     assert_equal(engine, done.loss, plain, expected)
 
 
-def test_log_probs_of_responses(engine: TrainEngine, plain: Any) -> None:
+def test_migration_response_logprobs(engine: TrainEngine, plain: Any) -> None:
     there = There()
     found = to_responses(engine.forward_batch(there.batch()), there.prompt_mask, there.response_mask)
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_log_probs_of_responses(engine: TrainEngine, plain: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_left_padding_and_labels(engine: TrainEngine, plain: Any) -> None:
+def test_migration_left_padding_and_labels(engine: TrainEngine, plain: Any) -> None:
     """Check the loss of a left-padded Hugging Face batch with ``labels``."""
     there = There()
     ids = torch.cat([there.prompts, there.responses], 1)

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from areal.api import SaveLoadMeta
-from areal.tests.harness.tiny import loss, mine, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import global_batch, local_batch, loss, same_bits, started, weights_of
 
 
-def assert_goes_on(path: str, chain: list[str], folder: Path, bound: float) -> None:
+def assert_resumes(path: str, chain: list[str], folder: Path, bound: float) -> None:
     """Load in each layout what the previous one saved, bit for bit, take a step and save; also resume each in plain data parallelism.
 
     Args:
@@ -27,15 +27,15 @@ def assert_goes_on(path: str, chain: list[str], folder: Path, bound: float) -> N
             if before is not None:
                 engine.load(SaveLoadMeta(folder / str(number - 1), weight_format="dcp"))
                 assert same_bits(weights_of(engine), before), name
-            engine.train_batch(mine(engine, ragged(number)), loss)
+            engine.train_batch(local_batch(engine, global_batch(number)), loss)
             engine.save(here)
             before = weights_of(engine)
-            engine.train_batch(mine(engine, ragged(number + 1)), loss)
+            engine.train_batch(local_batch(engine, global_batch(number + 1)), loss)
             went_on = weights_of(engine)
         with started(f"fsdp:d{dist.get_world_size()}", path=path) as engine:
             engine.load(here)
             assert same_bits(weights_of(engine), before), name
-            engine.train_batch(mine(engine, ragged(number + 1)), loss)
+            engine.train_batch(local_batch(engine, global_batch(number + 1)), loss)
             for key, weight in weights_of(engine).items():
                 change = (went_on[key] - before[key]).norm()
                 assert (weight - went_on[key]).norm() <= bound * change + 1e-6, (name, key)

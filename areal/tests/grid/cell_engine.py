@@ -11,19 +11,19 @@ from torch import Tensor
 
 from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
 from areal.engine.registry import create_engine
-from areal.tests.grid.cases import as_input, samples, share
+from areal.tests.grid.cases import as_input, dp_shard_indices, samples
+from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.layouts import Cell
-from areal.tests.grid.lift import float64_everywhere
 from areal.tests.grid.models import value_head
 from areal.tests.grid.reference import Reference, ReferenceStep
 from areal.tests.harness.world import cached
 
-STAND_STILL = OptimizerConfig(lr=0.0, gradient_clipping=None)
+ZERO_LR = OptimizerConfig(lr=0.0, gradient_clipping=None)
 """Optimizer whose steps do not change the weights."""
 
 
 @dataclass(frozen=True)
-class Running:
+class CellEngine:
     """A started engine of a cell."""
 
     cell: Cell
@@ -34,14 +34,14 @@ class Running:
         return samples(self.cell.case, top_targets=self.cell.objective.top_targets, seed=seed)
 
     @property
-    def mine(self) -> list[int]:
+    def local_indices(self) -> list[int]:
         """Indices of this rank's sequences in the global batch, in the order in which they are passed."""
-        return share(self.cell.case, self.engine.dp_rank, self.engine.dp_size)
+        return dp_shard_indices(self.cell.case, self.engine.dp_rank, self.engine.dp_size)
 
     def batch(self, seed: int = 0) -> Any:
         """Return this rank's shard in the caller's form."""
         everything = self.samples(seed)
-        return as_input([everything[i] for i in self.mine], self.cell.case.form)
+        return as_input([everything[i] for i in self.local_indices], self.cell.case.form)
 
     def reference(self) -> Reference:
         """Return a new reference with the same weights."""
@@ -62,7 +62,7 @@ class Running:
 
 
 @contextmanager
-def running(cell: Cell, optimizer: OptimizerConfig = STAND_STILL, total_steps: int = 100) -> Iterator[Running]:
+def start_cell(cell: Cell, optimizer: OptimizerConfig = ZERO_LR, total_steps: int = 100) -> Iterator[CellEngine]:
     """Start the engine of a cell and destroy it at the end, in float64 mode if the cell's dtype is float64."""
     engine = create_engine(cell.config(optimizer))
     with float64_everywhere() if cell.dtype == "float64" else nullcontext():
@@ -70,4 +70,4 @@ def running(cell: Cell, optimizer: OptimizerConfig = STAND_STILL, total_steps: i
         with engine:
             if cell.adapter is not None:
                 engine.adapters.load(engine.adapters.selected, cell.adapter)
-            yield Running(cell, engine)
+            yield CellEngine(cell, engine)

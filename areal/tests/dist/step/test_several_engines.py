@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs
 from areal.engine.registry import create_engine
-from areal.tests.harness.tiny import config, family_dir, layouts, loss, mine, process_groups, ragged, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, family_dir, layouts, loss, local_batch, process_groups, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import world
 
 STEPS = 50
@@ -43,7 +43,7 @@ def drifting(out: TokenOutputs, batch: Batch) -> Tensor:
 
 @pytest.mark.thorough
 @pytest.mark.world(2)
-def test_policy_reference_and_critic_work_together_without_a_leak() -> None:
+def test_policy_reference_and_critic_train_together_without_leak() -> None:
     groups = process_groups()
     with (
         started("fsdp:d2") as policy,
@@ -54,10 +54,10 @@ def test_policy_reference_and_critic_work_together_without_a_leak() -> None:
         used: list[float] = []
         values: list[float] = []
         for step in range(STEPS):
-            batch = ragged(step % 3)
+            batch = global_batch(step % 3)
             # Ranks of c2 have the same shard: its outputs cover the full batch on both.
             scored = [{**s, "reference": x} for s, x in zip(batch, reference.forward_batch(batch), strict=True)]
-            assert policy.train_batch(mine(policy, scored), drifting).update_successful
+            assert policy.train_batch(local_batch(policy, scored), drifting).update_successful
             values.append(critic.train_batch(batch, regression, outputs=("values",)).loss)
             if step % 10 == 9:
                 counts.append((process_groups(), len(live_tensors()), len(gc.get_objects()) // 1000))
@@ -76,28 +76,28 @@ def test_policy_reference_and_critic_work_together_without_a_leak() -> None:
 
 
 @pytest.mark.world(2)
-def test_engines_beside_one_another_do_not_touch_one_another() -> None:
+def test_several_engines_do_not_affect_each_other() -> None:
     with started("fsdp:d2") as alone:
         for seed in range(3):
-            alone.train_batch(mine(alone, ragged(seed)), loss)
+            alone.train_batch(local_batch(alone, global_batch(seed)), loss)
         expected = weights_of(alone)
     with started("fsdp:d2") as one, started("fsdp:c2", seed=7, init_from_scratch=True) as other:
         for seed in range(3):
-            other.train_batch(ragged(seed), loss)
-            one.train_batch(mine(one, ragged(seed)), loss)
-            other.forward_batch(ragged(seed))
+            other.train_batch(global_batch(seed), loss)
+            one.train_batch(local_batch(one, global_batch(seed)), loss)
+            other.forward_batch(global_batch(seed))
         assert same_bits(weights_of(one), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("backend", layouts(1, 2, but=("fsdp:c2",), also=("megatron:e2",)))
-def test_starting_and_destroying_again_and_again_leaves_nothing(backend: str, family: str) -> None:
+def test_repeated_initialize_and_destroy_do_not_leak(backend: str, family: str) -> None:
     groups: list[int] = []
     elements: list[int] = []
     files: list[int] = []
     for _ in range(4):
         with started(backend, path=family_dir("qwen3_moe" if "e2" in backend else family)) as engine:
-            engine.train_batch(mine(engine, ragged()), loss)
+            engine.train_batch(local_batch(engine, global_batch()), loss)
             model = weakref.ref(engine._parts.model)
         del engine
         assert model() is None
@@ -112,20 +112,20 @@ def test_starting_and_destroying_again_and_again_leaves_nothing(backend: str, fa
 
 
 @pytest.mark.world(1, 2)
-def test_destroy_may_be_called_twice_and_initialize_may_not() -> None:
+def test_destroy_is_idempotent_and_initialize_twice_raises() -> None:
     engine = create_engine(config(f"fsdp:d{world().size}"))
     engine.initialize(FinetuneSpec(total_train_steps=10))
     with pytest.raises(RuntimeError, match="already initialized"):
         engine.initialize(FinetuneSpec(total_train_steps=10))
-    assert engine.train_batch(mine(engine, ragged()), loss).update_successful
+    assert engine.train_batch(local_batch(engine, global_batch()), loss).update_successful
     engine.destroy()
     engine.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
-        engine.train_batch(ragged(), loss)
+        engine.train_batch(global_batch(), loss)
 
 
 @pytest.mark.world(1, 2)
-def test_an_error_in_the_context_destroys_the_engine_and_goes_on() -> None:
+def test_error_in_the_engine_context_destroys_and_propagates() -> None:
     groups, engine = process_groups(), create_engine(config(f"fsdp:d{world().size}"))
     engine.initialize(FinetuneSpec(total_train_steps=10))
     with pytest.raises(ZeroDivisionError), engine as entered:  # noqa: PT012
@@ -138,7 +138,7 @@ def test_an_error_in_the_context_destroys_the_engine_and_goes_on() -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:c2"])
-def test_who_is_who(backend: str) -> None:
+def test_rank_properties_of_an_engine(backend: str) -> None:
     with started(backend, optimizer=None) as engine:
         dims: dict[str, Any] = {"fsdp:d2": (world().rank, 2, True), "fsdp:c2": (0, 1, world().rank == 0)}
         assert (engine.dp_rank, engine.dp_size, engine.is_main) == dims[backend]
