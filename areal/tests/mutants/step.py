@@ -309,7 +309,7 @@ def skipped_step_advances(right: Function) -> Function:
 @mutant("areal.engine.fsdp.gradients:global_norm", SKIPPED)
 def step_not_skipped(right: Function) -> Function:
     """A gradient that is not finite is applied."""
-    return lambda parameters: torch.nan_to_num(right(parameters), nan=1.0, posinf=1.0)
+    return lambda *args: torch.nan_to_num(right(*args), nan=1.0, posinf=1.0)
 
 
 @mutant(
