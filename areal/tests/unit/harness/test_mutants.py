@@ -9,7 +9,7 @@ import torch
 
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
-from areal.tests.mutants.planting import Mutant, find_target, plant, traces
+from areal.tests.mutants.planting import find_target, plant, traces
 from areal.tests.mutants.registry import MUTANTS
 from areal.tests.mutants.run import files_of, find_test
 
@@ -28,14 +28,16 @@ def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
     return [item for module in modules for item in session.genitems(module)]
 
 
-@pytest.mark.parametrize("planted", MUTANTS.values(), ids=MUTANTS)
-def test_mutants_have_a_description_a_target_and_existing_tests(planted: Mutant, collected: list[pytest.Item]) -> None:
-    assert planted.says.endswith(".")
-    assert "\n" not in planted.says
-    owner, attribute = find_target(planted)
-    assert callable(planted.mutate(getattr(owner, attribute)))
-    for test in planted.tests:
-        find_test(test, collected)
+def test_mutants_have_a_description_a_target_and_existing_tests(collected: list[pytest.Item]) -> None:
+    for name, planted in MUTANTS.items():
+        assert planted.says.endswith("."), f"the docstring of {name} is not a sentence: {planted.says!r}"
+        assert "\n" not in planted.says, f"the docstring of {name} has several lines"
+        # The target exists, and the mutant makes a function from it.
+        owner, attribute = find_target(planted)
+        assert callable(planted.mutate(getattr(owner, attribute))), name
+        # Raises, naming the test, if pytest does not collect it.
+        for test in planted.tests:
+            find_test(test, collected)
 
 
 def test_plant_replaces_every_import_and_can_be_undone() -> None:

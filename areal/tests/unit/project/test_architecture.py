@@ -1,15 +1,15 @@
-"""The shape of the code: which way imports point, how long files are, and what stands only once."""
+"""Architecture: import direction, sizes of files, functions and folders, and unique definitions."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import areal
 import areal.api
@@ -38,7 +38,7 @@ def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of every module of ours that is imported."""
+    """Yield line and name of every imported module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -96,6 +96,39 @@ def test_files_have_at_most_400_lines() -> None:
     assert not long
 
 
+def test_folders_have_at_most_15_files() -> None:
+    """Modules below ``areal/``, tests included, without ``__init__.py``."""
+    files: dict[str, int] = defaultdict(int)
+    for path in ROOT.rglob("*.py"):
+        files[str(path.parent.relative_to(ROOT.parent))] += path.name != "__init__.py"
+    crowded = {folder: n for folder, n in files.items() if n > 15}
+    assert not crowded
+
+
+def test_init_of_each_folder_describes_it() -> None:
+    """The docstring begins with one sentence on what belongs to the folder."""
+    folders = {path.parent for path in ROOT.rglob("*.py")}
+    wrong = []
+    for folder in sorted(folders):
+        init = folder / "__init__.py"
+        docstring = ast.get_docstring(ast.parse(init.read_text())) if init.exists() else None
+        first_paragraph = (docstring or "").split("\n\n")[0]
+        if not re.search(r"\w[.:]", first_paragraph):
+            wrong.append(f"{init.relative_to(ROOT.parent)} begins with {first_paragraph!r}, not with a sentence")
+    assert not wrong
+
+
+def test_public_names_are_defined_once() -> None:
+    """Public functions and classes at the top level of modules, tests not included."""
+    files: dict[str, set[str]] = defaultdict(set)
+    for path, tree in trees(SOURCES):
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].add(str(path.relative_to(ROOT)))
+    repeated = {name: sorted(paths) for name, paths in files.items() if len(paths) > 1}
+    assert not repeated
+
+
 def test_functions_have_at_most_85_lines() -> None:
     long = [
         f"{path}:{node.lineno} {node.name}"
@@ -107,12 +140,12 @@ def test_functions_have_at_most_85_lines() -> None:
 
 
 def test_no_assert_outside_tests() -> None:
-    found = [f"{p}:{n.lineno}" for p, tree in trees(SOURCES) for n in ast.walk(tree) if isinstance(n, ast.Assert)]
-    assert not found
+    asserts = [f"{p}:{n.lineno}" for p, tree in trees(SOURCES) for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+    assert not asserts
 
 
 def test_no_import_inside_a_function() -> None:
-    found = [
+    wrong = [
         f"{path}:{inner.lineno}"
         for path, tree in trees(SOURCES)
         for node in ast.walk(tree)
@@ -120,21 +153,19 @@ def test_no_import_inside_a_function() -> None:
         for inner in ast.walk(node)
         if isinstance(inner, ast.Import | ast.ImportFrom)
     ]
-    assert not found
+    assert not wrong
 
 
-@pytest.mark.parametrize(
-    "verb", ["forward_backward_batch", "train_batch", "eval_batch", "forward_batch", "forward_backward"]
-)
-def test_each_verb_is_implemented_once(verb: str) -> None:
-    """Declared in the interface and written in the template; no engine overrides it."""
-    homes = [
-        str(path.relative_to(ROOT))
-        for path, tree in trees(SOURCES)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == verb
-    ]
-    assert sorted(homes) == ["api/engine.py", "engine/base.py"]
+def test_each_verb_is_implemented_once() -> None:
+    """The interface declares each verb and the base engine implements it; no engine overrides it."""
+    verbs = ("forward_backward_batch", "train_batch", "eval_batch", "forward_batch", "forward_backward")
+    files: dict[str, list[str]] = {verb: [] for verb in verbs}
+    for path, tree in trees(SOURCES):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name in files:
+                files[node.name].append(str(path.relative_to(ROOT)))
+    wrong = {verb: paths for verb, paths in files.items() if sorted(paths) != ["api/engine.py", "engine/base.py"]}
+    assert not wrong
 
 
 def test_base_engine_has_three_abstract_hooks() -> None:
@@ -158,7 +189,7 @@ def test_base_engine_signatures_equal_the_interface() -> None:
 
 
 def test_no_isinstance_on_engine_classes() -> None:
-    found = [
+    wrong = [
         f"{path}:{node.lineno}"
         for path, tree in trees(SOURCES)
         for node in ast.walk(tree)
@@ -166,11 +197,11 @@ def test_no_isinstance_on_engine_classes() -> None:
         and ast.unparse(node.func) in ("isinstance", "issubclass")
         and "Engine" in ast.unparse(node.args[1])
     ]
-    assert not found
+    assert not wrong
 
 
 def test_environment_variables_are_not_state() -> None:
-    """It is read where torchrun sets it, and written nowhere."""
+    """Environment variables are read where torchrun sets them, and never written."""
     readers, writes = set(), []
     for path, tree in trees(SOURCES):
         for node in ast.walk(tree):
@@ -182,30 +213,17 @@ def test_environment_variables_are_not_state() -> None:
     assert not writes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *["LossFn", "LossWeightFn", "ProcessOutputFn", "TrainEngine", "MicroBatch", "MicroBatchList", "TokenOutputs"],
-        *["StepOutput", "TrainEngineConfig", "OptimizerConfig", "FinetuneSpec", "SaveLoadMeta", "ParallelDims", "TopK"],
-        *[
-            "Metric",
-            "Batch",
-            "MicroBatchSpec",
-            "FSDPConfig",
-            "MegatronConfig",
-            "NamedTensor",
-            "OptimStats",
-            "Checkpointer",
-        ],
-    ],
-)
-def test_api_exports_public_names(name: str) -> None:
-    assert getattr(areal.api, name)
+def test_api_exports_public_names() -> None:
+    names = """
+        LossFn LossWeightFn ProcessOutputFn TrainEngine MicroBatch MicroBatchList TokenOutputs StepOutput
+        TrainEngineConfig OptimizerConfig FinetuneSpec SaveLoadMeta ParallelDims TopK Metric Batch MicroBatchSpec
+        FSDPConfig MegatronConfig NamedTensor OptimStats Checkpointer
+    """
+    assert not [name for name in names.split() if not hasattr(areal.api, name)]
 
 
-@pytest.mark.parametrize("name", areal.__all__)
-def test_package_exports_every_name_in_all(name: str) -> None:
-    assert getattr(areal, name)
+def test_package_exports_every_name_in_all() -> None:
+    assert not [name for name in areal.__all__ if not hasattr(areal, name)]
 
 
 def run(code: str) -> str:
