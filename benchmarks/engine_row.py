@@ -26,17 +26,17 @@ class EngineRow:
     can_forward = True
 
     def __init__(self, task: Task, engine: str, share_prefixes: bool) -> None:
-        part = task.mine()
+        workload = task.local_workload()
         config = TrainEngineConfig(
             path=task.model,
             backend=f"{engine}:d{task.ranks}",
             dtype=task.dtype,
             optimizer=OptimizerConfig(lr=task.lr, weight_decay=task.weight_decay, gradient_clipping=task.clip),
-            mb_spec=MicroBatchSpec(max_tokens_per_mb=part.max_tokens_per_mb, share_prefixes=share_prefixes),
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=workload.max_tokens_per_mb, share_prefixes=share_prefixes),
         )
         self.batch = [
             {"input_ids": ids, "weights": weights, "output_mask": trained}
-            for ids, weights, trained in zip(part.input_ids, part.weights, part.trained, strict=True)
+            for ids, weights, trained in zip(workload.input_ids, workload.weights, workload.trained, strict=True)
         ]
         self.engine = create_engine(config)
         self.engine.initialize(FinetuneSpec(total_train_steps=1_000_000))

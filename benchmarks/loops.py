@@ -44,31 +44,31 @@ def first_fit(workload: Workload) -> list[list[int]]:
 # ---- log-probs of a micro-batch, [T]: all its sequences concatenated, arbitrary at the last position of each
 
 
-def padded(model: PreTrainedModel, part: Workload) -> Tensor:
+def padded(model: PreTrainedModel, batch: Workload) -> Tensor:
     """Use right padding and logits of every position."""
-    ids = pad_sequence(list(part.input_ids), batch_first=True)
-    mask = pad_sequence([torch.ones_like(x) for x in part.input_ids], batch_first=True)
+    ids = pad_sequence(list(batch.input_ids), batch_first=True)
+    mask = pad_sequence([torch.ones_like(x) for x in batch.input_ids], batch_first=True)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     logprobs = -F.cross_entropy(logits.flatten(0, 1).float(), ids.roll(-1, 1).flatten(), reduction="none")
     return logprobs[mask.flatten().bool()]
 
 
-def stock(model: PreTrainedModel, part: Workload) -> Tensor:
+def stock(model: PreTrainedModel, batch: Workload) -> Tensor:
     """Use one row of all sequences; transformers derives the sequences from the positions, and builds a mask of ``T x T``."""
-    ids = torch.cat(part.input_ids)
-    positions = torch.cat([torch.arange(n) for n in part.lengths])
+    ids = torch.cat(batch.input_ids)
+    positions = torch.cat([torch.arange(n) for n in batch.lengths])
     logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
     return -F.cross_entropy(logits.float(), ids.roll(-1), reduction="none")
 
 
-def packed(model: PreTrainedModel, part: Workload, only_trained: bool = False) -> Tensor:
+def packed(model: PreTrainedModel, batch: Workload, only_trained: bool = False) -> Tensor:
     """Use one row of all sequences, attention per sequence, and logits in chunks that the backward recomputes."""
-    ids = torch.cat(part.input_ids)
-    positions = torch.cat([torch.arange(n) for n in part.lengths])
-    lengths = part.lengths
+    ids = torch.cat(batch.input_ids)
+    positions = torch.cat([torch.arange(n) for n in batch.lengths])
+    lengths = batch.lengths
     body = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths)
     hidden, targets = body.last_hidden_state[0], ids.roll(-1)
-    trained = torch.cat(part.trained)
+    trained = torch.cat(batch.trained)
     if only_trained:
         hidden, targets = hidden[trained], targets[trained]
 
@@ -128,9 +128,9 @@ class PlainRow:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.lr, weight_decay=task.weight_decay, fused=True
         )
-        self.mine = task.mine()
+        self.workload = task.local_workload()
         self.trained_tokens = task.everything().trained_tokens
-        self.parts = [(numbers, self.mine.take(numbers)) for numbers in loop.cut(self.mine)]
+        self.micro_batches = [(numbers, self.workload.take(numbers)) for numbers in loop.cut(self.workload)]
 
     def _precision(self) -> AbstractContextManager:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.task.dtype == "bfloat16")
@@ -138,10 +138,10 @@ class PlainRow:
     def step(self) -> tuple[float, float]:
         """See :class:`benchmarks.rows.Row`. The gradients are all-reduced as one tensor."""
         total = torch.zeros((), dtype=torch.float64)
-        for _, part in self.parts:
+        for _, batch in self.micro_batches:
             with self._precision():
-                logprobs = self.loop.logprobs(self.model, part)
-            loss = -(logprobs * torch.cat(part.weights)).sum() / self.trained_tokens
+                logprobs = self.loop.logprobs(self.model, batch)
+            loss = -(logprobs * torch.cat(batch.weights)).sum() / self.trained_tokens
             loss.backward()
             total += loss.detach()
         if self.task.ranks > 1:
@@ -160,10 +160,10 @@ class PlainRow:
     def forward(self) -> list[Tensor]:
         """See :class:`benchmarks.rows.Row`."""
         out: dict[int, Tensor] = {}
-        for numbers, part in self.parts:
+        for numbers, batch in self.micro_batches:
             with self._precision():
-                logprobs = self.loop.logprobs(self.model, part)
-            out.update(zip(numbers, logprobs.split(part.lengths), strict=True))
+                logprobs = self.loop.logprobs(self.model, batch)
+            out.update(zip(numbers, logprobs.split(batch.lengths), strict=True))
         return [out[i] for i in range(len(out))]
 
 

@@ -43,12 +43,12 @@ def engine_of(path: str, ranks: int, spec: MicroBatchSpec, layout: str = "d") ->
 def median_ms(work: Callable[[], object]) -> tuple[float, float]:
     """Return the median and least milliseconds of a call, after one warm-up call."""
     work()
-    found = []
+    result = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         work()
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found), min(found)
+        result.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(result), min(result)
 
 
 def large_batch() -> dict[str, Tensor]:
@@ -73,13 +73,13 @@ def main() -> None:
                 for ids, weights, trained in zip(workload.input_ids, workload.weights, workload.trained, strict=True)
             ]
             steps = [engine.train_batch(samples, weighted_nll, trained_tokens) for _ in range(ROUNDS)][1:]
-            shares = sorted(step.timings["data"] / step.seconds for step in steps)
+            fractions = sorted(step.timings["data"] / step.seconds for step in steps)
             if rank == 0:
-                own = statistics.median(shares)
+                own = statistics.median(fractions)
                 print(f"{ranks} ranks, {workload.tokens} tokens each: {own:.2%} of a step is the engine's own")
             ids = torch.randint(0, size.vocabulary, (64, 128), generator=torch.Generator().manual_seed(rank))
-            whole = [{"input_ids": row, "weights": torch.ones(128), "output_mask": torch.ones(128)} for row in ids]
-            speeds = [ranks * ids.numel() / engine.train_batch(whole, weighted_nll).seconds for _ in range(6)][1:]
+            full = [{"input_ids": row, "weights": torch.ones(128), "output_mask": torch.ones(128)} for row in ids]
+            speeds = [ranks * ids.numel() / engine.train_batch(full, weighted_nll).seconds for _ in range(6)][1:]
             if rank == 0:
                 low, high = min(speeds), max(speeds)
                 middle = statistics.median(speeds)

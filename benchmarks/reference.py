@@ -54,9 +54,9 @@ class Reference:
                 ("loss", losses[i], self.losses[i], LOSSES[dtype] * self.scale),
                 ("grad norm", grad_norms[i], self.grad_norms[i], NORMS[dtype] * self.grad_norms[i]),
             )
-            for name, found, expected, bound in pairs:
-                if not abs(found - expected) <= bound:  # NaN is wrong too
-                    return f"{name} of step {i + 1} is {found:.8g} instead of {expected:.8g}"
+            for name, actual, expected, bound in pairs:
+                if not abs(actual - expected) <= bound:  # NaN is wrong too
+                    return f"{name} of step {i + 1} is {actual:.8g} instead of {expected:.8g}"
         return None
 
     def wrong_forward(self, logprobs: Tensor, dtype: DType) -> str | None:
@@ -82,8 +82,8 @@ def reference(task: Task, cache: Path) -> Reference:
 
 def _compute(task: Task) -> Reference:
     row = PlainRow(task, LOOPS["reference"], torch.float64)
-    logprobs = torch.cat(row.forward())[torch.cat(row.mine.trained)]
-    weights = torch.cat(row.mine.weights)[torch.cat(row.mine.trained)]
+    logprobs = torch.cat(row.forward())[torch.cat(row.workload.trained)]
+    weights = torch.cat(row.workload.weights)[torch.cat(row.workload.trained)]
     steps = [row.step() for _ in range(STEPS)]
     return Reference(
         losses=[loss for loss, _ in steps],

@@ -141,11 +141,11 @@ class RowProcesses:
         self._processes, self._store = [], None
 
     def _gather(self, files: list[str]) -> Tensor:
-        whole = self.task.everything()
+        full = self.task.everything()
         out: dict[int, Tensor] = {}
         for rank, file in enumerate(files):
-            numbers = whole.share(rank, self.task.ranks)
-            sizes = [int(whole.trained[i].sum()) for i in numbers]
+            numbers = full.shard_indices(rank, self.task.ranks)
+            sizes = [int(full.trained[i].sum()) for i in numbers]
             out.update(zip(numbers, torch.from_numpy(np.load(file)).split(sizes), strict=True))
             Path(file).unlink()
         return torch.cat([out[i] for i in range(len(out))])

@@ -47,13 +47,13 @@ class Task:
 
     def everything(self) -> Workload:
         """The sequences of all ranks."""
-        whole = load(self.workload)
-        return whole if self.prompts is None else whole.first_groups(self.prompts)
+        full = load(self.workload)
+        return full if self.prompts is None else full.first_groups(self.prompts)
 
-    def mine(self) -> Workload:
+    def local_workload(self) -> Workload:
         """The sequences of this rank, in the order of the results of :meth:`Row.forward`."""
-        whole = self.everything()
-        return whole.take(whole.share(self.rank, self.ranks))
+        full = self.everything()
+        return full.take(full.shard_indices(self.rank, self.ranks))
 
 
 class Row(Protocol):
@@ -115,19 +115,23 @@ PEERS: tuple[RowSpec, ...] = (
 )
 
 
-def choose(parts: Sequence[str], peers: bool = False) -> list[RowSpec]:
-    """Return the rows whose name contains one of ``parts``, and always the hand-written loop; all rows if ``parts`` is empty.
+def choose(patterns: Sequence[str], peers: bool = False) -> list[RowSpec]:
+    """Return the rows whose name contains one of ``patterns``, and always the hand-written loop; all rows if ``patterns`` is empty.
 
     Raises:
         ValueError: no name contains a given string.
     """
     rows = [*ROWS, *(PEERS if peers else ())]
-    for part in parts:
-        if not any(part in row.label(1) for row in rows):
+    for pattern in patterns:
+        if not any(pattern in row.label(1) for row in rows):
             raise ValueError(
-                f"rows = {part!r}: it is in the name of no row; choose of {[row.label(1) for row in rows]}"
+                f"rows = {pattern!r}: it is in the name of no row; choose of {[row.label(1) for row in rows]}"
             )
-    return [row for row in rows if not parts or row.name == CEILING or any(part in row.label(1) for part in parts)]
+    return [
+        row
+        for row in rows
+        if not patterns or row.name == CEILING or any(pattern in row.label(1) for pattern in patterns)
+    ]
 
 
 def build(module: str, task: Task, options: dict[str, Any]) -> Row:

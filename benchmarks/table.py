@@ -67,10 +67,10 @@ class Entry:
 
 def entries(run: Run, kind: Kind) -> list[Entry]:
     """Return the rows of a table: by ranks, the fastest first, and last those that are wrong or did not run."""
-    found = [
+    result = [
         _entry(run, contestant, kind) for contestant in run.contestants if kind == "train" or contestant.can_forward
     ]
-    return sorted(found, key=lambda e: (e.ranks, e.wrong is not None, -e.ratio.median if e.ratio else 0.0))
+    return sorted(result, key=lambda e: (e.ranks, e.wrong is not None, -e.ratio.median if e.ratio else 0.0))
 
 
 def _turns(contestant: RowProcesses, kind: Kind) -> list[Turn]:
@@ -98,7 +98,7 @@ def _entry(run: Run, contestant: RowProcesses, kind: Kind) -> Entry:
     # A turn that began with only the row's persistent memory.
     cold = contestant.steps[1] if kind == "train" else contestant.forwards[0]
     speeds = [run.workload.tokens / turn.cpu_seconds for turn in turns]
-    share = FLOP[kind] * run.matrix_parameters * statistics.median(speeds) / statistics.median(run.gemm_rates)
+    gemm_share = FLOP[kind] * run.matrix_parameters * statistics.median(speeds) / statistics.median(run.gemm_rates)
     first = contestant.steps[:STEPS] if kind == "train" else []
     ceiling = next(c for c in run.contestants if c.spec.name == CEILING and c.task.ranks == ranks)
     alone = next((c for c in run.contestants if c.spec == contestant.spec and c.task.ranks == 1), None)
@@ -109,7 +109,7 @@ def _entry(run: Run, contestant: RowProcesses, kind: Kind) -> Entry:
         tokens_per_cpu_second=Spread.of(speeds),
         ratio=None if wrong else _ratio(ceiling, contestant, kind, "cpu_seconds"),
         wall_ratio=None if wrong or ranks == 1 or alone is None else _ratio(alone, contestant, kind, "wall_seconds"),
-        gemm_share=share,
+        gemm_share=gemm_share,
         peak_mb=cold.peak_mb,
         rise_mb=cold.rise_mb,
         losses=tuple(turn.loss for turn in first),

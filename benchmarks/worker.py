@@ -41,7 +41,7 @@ def obey(row: Row, task: Task, command: dict[str, Any], before_mb: float) -> dic
     if command["do"] == "forward":
         logprobs, taken = timed(row.forward, before_mb)
         if command.get("save"):
-            trained = zip(logprobs, task.mine().trained, strict=True)
+            trained = zip(logprobs, task.local_workload().trained, strict=True)
             np.save(command["save"], torch.cat([x.float()[mask] for x, mask in trained]).numpy())
         return taken
     raise ValueError(f"do = {command['do']!r}: say step, forward or quit")

@@ -95,7 +95,7 @@ class Workload:
             raise ValueError(f"prompts = {n}: the workload {self.name!r} has {there}; ask for 1 to {there}")
         return self.take([i for i, group in enumerate(self.groups) if group < n])
 
-    def share(self, rank: int, ranks: int) -> list[int]:
+    def shard_indices(self, rank: int, ranks: int) -> list[int]:
         """Return the indices of the sequences that ``rank`` trains on, ascending.
 
         Each group, longest first, goes to the rank with the fewest tokens so far.
@@ -151,8 +151,8 @@ def load(name: str) -> Workload:
 def ragged(sequences: int = 24, tokens: int = 3243, vocabulary: int = VOCABULARY, seed: int = 0) -> Workload:
     """Draw sequences of very different lengths, ``tokens`` in total. Every token is trained with weight 1."""
     random = np.random.RandomState(seed)  # numpy guarantees the stream of this generator
-    shares = random.lognormal(0.0, 0.6, sequences)
-    lengths = np.maximum(2, (shares / shares.sum() * tokens).astype(int))
+    sizes = random.lognormal(0.0, 0.6, sequences)
+    lengths = np.maximum(2, (sizes / sizes.sum() * tokens).astype(int))
     lengths[lengths.argmax()] += tokens - lengths.sum()
     return Workload(
         name="ragged",

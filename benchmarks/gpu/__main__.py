@@ -62,13 +62,13 @@ def main(settings: Settings) -> None:
     rate = matmul_rate(device, torch.bfloat16, 8192 if device.type == "cuda" else 256)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}: bf16 matmul {rate / 1e12:.3g} TFLOP/s", flush=True)
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "matmul": rate, "steps": [], "head": []}
+    result: dict[str, Any] = {"device": name, "torch": torch.__version__, "matmul": rate, "steps": [], "head": []}
     for shape_name in settings.shapes:
         for tokens in settings.tokens:
-            found["steps"] += steps(shape_name, tokens, settings, device, rate)
-    found["head"] = head(SHAPES[settings.shapes[-1]], max(settings.tokens), device)
+            result["steps"] += steps(shape_name, tokens, settings, device, rate)
+    result["head"] = head(SHAPES[settings.shapes[-1]], max(settings.tokens), device)
     settings.output.parent.mkdir(parents=True, exist_ok=True)
-    settings.output.write_text(json.dumps(found, indent=1))
+    settings.output.write_text(json.dumps(result, indent=1))
 
 
 def steps(name: str, tokens: int, settings: Settings, device: torch.device, rate: float) -> list[dict[str, Any]]:
@@ -121,10 +121,10 @@ def head(shape: Shape, tokens: int, device: torch.device) -> list[dict[str, Any]
     targets = torch.randint(0, shape.vocabulary, (tokens,), device=device)
 
     def chunked() -> None:
-        found = head_outputs(hidden, weight, targets, entropy=True)
-        assert found.logprobs is not None
-        assert found.entropy is not None
-        (found.logprobs + found.entropy).sum().backward()
+        result = head_outputs(hidden, weight, targets, entropy=True)
+        assert result.logprobs is not None
+        assert result.entropy is not None
+        (result.logprobs + result.entropy).sum().backward()
 
     def at_once() -> None:
         logprobs: Tensor = (hidden @ weight.t()).float().log_softmax(-1)

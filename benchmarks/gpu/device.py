@@ -20,14 +20,14 @@ def finish(device: torch.device) -> None:
 
 def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
     """Return the wall seconds of each of ``rounds`` calls, after one warm-up call."""
-    found = []
+    result = []
     for _ in range(rounds + 1):
         finish(device)
         start = time.perf_counter()
         work()
         finish(device)
-        found.append(time.perf_counter() - start)
-    return found[1:]
+        result.append(time.perf_counter() - start)
+    return result[1:]
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:

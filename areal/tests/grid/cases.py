@@ -158,8 +158,8 @@ def rows(restored: Any, lengths: Sequence[int]) -> list[Tensor]:
     Raises:
         AssertionError: padding is not zero.
     """
-    found = []
+    per_sequence = []
     for row, length in zip(restored, lengths, strict=True):
         assert not row[length:].any(), "outputs at padding must be 0"
-        found.append(row[:length])
-    return found
+        per_sequence.append(row[:length])
+    return per_sequence

@@ -10,7 +10,7 @@ from areal.api import NamedTensor, StepOutput
 from areal.tests.grid.reference import ReferenceStep
 
 
-def assert_tensors(found: Iterable[NamedTensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
+def assert_tensors(actual: Iterable[NamedTensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
     """Compare streamed tensors by name.
 
     The error of a tensor is its largest difference, relative to its largest entry or to a millionth of the largest entry of all.
@@ -20,7 +20,7 @@ def assert_tensors(found: Iterable[NamedTensor], expected: Mapping[str, Tensor],
     """
     largest = max(tensor.abs().max().item() for tensor in expected.values())
     errors: dict[str, float] = {}
-    for name, tensor in found:
+    for name, tensor in actual:
         assert name in expected, f"{name} is not in the model's files, which have {sorted(expected)}"
         assert name not in errors, f"{name} came twice"
         want = expected[name]
@@ -35,48 +35,52 @@ def assert_tensors(found: Iterable[NamedTensor], expected: Mapping[str, Tensor],
     return max(errors.values())
 
 
-def assert_rows(found: Sequence[Tensor], everyones: Sequence[Tensor], mine: Sequence[int], tolerance: float) -> float:
+def assert_rows(
+    actual: Sequence[Tensor], everyones: Sequence[Tensor], indices: Sequence[int], tolerance: float
+) -> float:
     """Compare the outputs of this rank's sequences.
 
     Args:
         everyones: reference outputs of the global batch; errors are relative to their largest entry.
-        mine: indices of this rank's sequences.
+        indices: indices of this rank's sequences.
 
     Returns:
         The largest error.
     """
-    expected = [everyones[i] for i in mine]
-    assert [list(row.shape) for row in found] == [list(row.shape) for row in expected]
-    assert not any(row.requires_grad for row in found)
+    expected = [everyones[i] for i in indices]
+    assert [list(row.shape) for row in actual] == [list(row.shape) for row in expected]
+    assert not any(row.requires_grad for row in actual)
     scale = max(row.abs().max().item() for row in everyones)
-    errors = [(row.cpu().double() - want).abs().max().item() / scale for row, want in zip(found, expected, strict=True)]
+    errors = [
+        (row.cpu().double() - want).abs().max().item() / scale for row, want in zip(actual, expected, strict=True)
+    ]
     assert max(errors) <= tolerance, f"errors by sequence: {[f'{error:.1e}' for error in errors]}"
     return max(errors)
 
 
-def assert_step(found: StepOutput, expected: ReferenceStep, tolerance: float) -> float:
+def assert_step(actual: StepOutput, expected: ReferenceStep, tolerance: float) -> float:
     """Compare loss, terms, weights and metrics. Returns the largest error."""
     names = (
         {"weight": "loss"}
         if list(expected.weights) == ["loss"]
         else {f"weight/{name}": name for name in expected.weights}
     )
-    pairs = {"loss": (found.loss, expected.loss)}
-    assert found.terms.keys() == expected.terms.keys()
-    pairs |= {f"terms[{name}]": (found.terms[name], term) for name, term in expected.terms.items()}
+    pairs = {"loss": (actual.loss, expected.loss)}
+    assert actual.terms.keys() == expected.terms.keys()
+    pairs |= {f"terms[{name}]": (actual.terms[name], term) for name, term in expected.terms.items()}
     metrics = {**expected.metrics, **{name: expected.weights[term] for name, term in names.items()}}
-    assert metrics.keys() <= found.metrics.keys(), f"metrics are {sorted(found.metrics)}, not {sorted(metrics)}"
-    pairs |= {f"metrics[{name}]": (found.metrics[name], metric) for name, metric in metrics.items()}
+    assert metrics.keys() <= actual.metrics.keys(), f"metrics are {sorted(actual.metrics)}, not {sorted(metrics)}"
+    pairs |= {f"metrics[{name}]": (actual.metrics[name], metric) for name, metric in metrics.items()}
     scale = max(1.0, *(abs(term) for term in expected.terms.values()))
     errors = {name: abs(a - b) / max(scale, abs(b)) for name, (a, b) in pairs.items()}
     wrong = {name: pairs[name] for name, error in errors.items() if not error <= tolerance}
-    assert not wrong, f"(found, expected) differ by more than {tolerance:.0e}: {wrong}"
+    assert not wrong, f"(actual, expected) differ by more than {tolerance:.0e}: {wrong}"
     return max(errors.values())
 
 
-def assert_number(found: float | None, expected: float, tolerance: float) -> float:
+def assert_number(actual: float | None, expected: float, tolerance: float) -> float:
     """Compare a positive number. Returns its relative error."""
-    assert found is not None
-    error = abs(found - expected) / abs(expected)
-    assert error <= tolerance, f"{found} is not {expected}: off by {error:.1e}"
+    assert actual is not None
+    error = abs(actual - expected) / abs(expected)
+    assert error <= tolerance, f"{actual} is not {expected}: off by {error:.1e}"
     return error

@@ -91,8 +91,8 @@ class Reference:
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample], names: Outputs) -> dict[str, list[Tensor]]:
         """Compute outputs by name, one tensor for each sample."""
-        found = [self.outputs(sample) for sample in samples]
-        return {name: [getattr(outputs, name) for outputs in found] for name in names}
+        per_sample = [self.outputs(sample) for sample in samples]
+        return {name: [getattr(outputs, name) for outputs in per_sample] for name in names}
 
     # ---- a step
 
@@ -132,14 +132,14 @@ class Reference:
                 for name, metric in reported.items():
                     metrics.setdefault(name, []).append(metric)
         terms = {name: scale[name] * value for name, value in sums.items()}
-        found = dict(self.named_gradients()) if gradients else {}
+        named = dict(self.named_gradients()) if gradients else {}
         return ReferenceStep(
             loss=math.fsum(terms.values()),
             terms=terms,
             weights=total,
             metrics={name: _reduce(values) for name, values in metrics.items()},
-            gradients=found,
-            grad_norm=math.sqrt(math.fsum(gradient.square().sum().item() for gradient in found.values())),
+            gradients=named,
+            grad_norm=math.sqrt(math.fsum(gradient.square().sum().item() for gradient in named.values())),
         )
 
     # ---- weights and gradients, under their names in files

@@ -67,7 +67,7 @@ def moe_reference(
         weight = sum(float(objective.weight_fn(one_sequence(sample))) for sample in batch)
         divisors = {"loss": weight, AUX_LOSS: float(len(batch)), Z_LOSS: float(sum(lengths))}
         factors = {"loss": 1.0, **COEFFICIENTS}
-        found = MoEReference(dict.fromkeys(divisors, 0.0), divisors)
+        actual = MoEReference(dict.fromkeys(divisors, 0.0), divisors)
         for i, sample in enumerate(batch):
             with routers(reference, None if replay is None else replay[i]) as seen, float64_everywhere():
                 outputs = reference.outputs(sample)
@@ -92,13 +92,13 @@ def moe_reference(
                 )
                 total.backward()
             for term_name, term in terms.items():
-                found.loss[term_name] += factors[term_name] * term.item()
-            found.experts.append(torch.stack([experts for _, experts in seen], 1))
-            found.logprobs.append(outputs.logprobs.detach())
-        every = torch.cat(found.experts)
-        found.load = torch.nn.functional.one_hot(every, SHAPES[cell.family][1]).sum((0, 2)).double()
-        found.gradients = dict(reference.named_gradients())
-        return found
+                actual.loss[term_name] += factors[term_name] * term.item()
+            actual.experts.append(torch.stack([experts for _, experts in seen], 1))
+            actual.logprobs.append(outputs.logprobs.detach())
+        every = torch.cat(actual.experts)
+        actual.load = torch.nn.functional.one_hot(every, SHAPES[cell.family][1]).sum((0, 2)).double()
+        actual.gradients = dict(reference.named_gradients())
+        return actual
 
     return cached(
         "moe", (cell.path, cell.case_name, cell.objective_name, divide_by, loss_weight, name if replay else ""), compute

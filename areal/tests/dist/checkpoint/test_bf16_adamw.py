@@ -35,14 +35,14 @@ def test_bf16_adamw_replicas_stay_equal_and_resume_bitwise(backend: str, tmp_pat
     with started(backend, **options) as engine:
         train(engine, range(5))
         expected = weights_of(engine)
-        held = {
+        local = {
             f"{name} {p.placements}": p.to_local().tolist() for name, p in engine._parts.model.named_parameters() if isinstance(p, DTensor)
         }
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, {key: rows for key, rows in held.items() if "norm" in key or backend == "fsdp:r2"})
+        actual: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(actual, {key: rows for key, rows in local.items() if "norm" in key or backend == "fsdp:r2"})
         if backend in ("fsdp:r2", "fsdp:t2"):
-            assert len(found[0]) >= 9
-            assert all(one == found[0] for one in found)
+            assert len(actual[0]) >= 9
+            assert all(one == actual[0] for one in actual)
         moments = optimizer_tensors(engine._parts.optimizer.inner)
         assert moments and all(moment.dtype is torch.bfloat16 for moment in moments)
     with started(backend, **options) as engine:

@@ -87,8 +87,8 @@ def test_hf_checkpoint_in_several_files_with_tokenizer(world_size: int, asynchro
         checkpointer.save(SaveLoadMeta(path, asynchronous=asynchronous))
         checkpointer.wait()
         expected = weights_of(engine)
-    found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
-    assert same_bits(found, expected)
+    actual = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+    assert same_bits(actual, expected)
     files = all_files(path)
     assert {"config.json", "tokenizer_config.json", "chat_template.jinja", "value_head.safetensors"} < set(files)
     assert "optimizer.pt" not in files
@@ -222,9 +222,9 @@ def test_async_save_is_published_during_training(tmp_path: Path) -> None:
         engine.save(SaveLoadMeta(tmp_path / "saved", weight_format="dcp", asynchronous=True))
         for seed in range(200):
             step(engine, seed)
-            found = [is_complete(tmp_path / "saved")] * 2
-            dist.all_gather_object(found, found[0])
-            if all(found):
+            result = [is_complete(tmp_path / "saved")] * 2
+            dist.all_gather_object(result, result[0])
+            if all(result):
                 return
         raise AssertionError("nobody waited for it, and it never came")
 

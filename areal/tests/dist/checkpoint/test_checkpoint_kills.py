@@ -97,8 +97,8 @@ def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | 
         return {name: tensor for file in files for name, tensor in load_file(file).items()}, None
     metadata = read_metadata(path)
     saved = metadata.state_dict_metadata
-    model = {name: found for name, found in saved.items() if not name.startswith(("optim.", "optimizer."))}
-    tensors = {name: torch.zeros(found.size) for name, found in model.items()}
+    model = {name: entry for name, entry in saved.items() if not name.startswith(("optim.", "optimizer."))}
+    tensors = {name: torch.zeros(entry.size) for name, entry in model.items()}
     read_tensors(path, metadata, tensors)
     return tensors, read_state(path / "state.pt")["version"]
 
@@ -119,11 +119,11 @@ def test_killed_rank_leaves_a_complete_checkpoint(
     tensors, version = read_back(tmp_path / "saved", weight_format)
     # Once every rank has reported, the first rank publishes even if another one dies.
     possible = {"published": (2,), "reported": (1, 2)}.get(stage, (1,))
-    found = next(iter(tensors.values())).flatten()[0].item()
-    assert found in possible
+    result = next(iter(tensors.values())).flatten()[0].item()
+    assert result in possible
     assert len(tensors) > 15
-    assert all((tensor == found).all() for tensor in tensors.values())
-    assert version in (None, found)
+    assert all((tensor == result).all() for tensor in tensors.values())
+    assert version in (None, result)
     (tmp_path / "survivor").unlink()
     discard(open_draft(tmp_path / "saved"))
     assert os.listdir(tmp_path) == ["saved"]

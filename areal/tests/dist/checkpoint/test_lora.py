@@ -62,7 +62,7 @@ def logprobs(engine: TrainEngine, seed: int = 0) -> list[Tensor]:
 
 def moments(engine: TrainEngine, name: str) -> dict[str, Tensor]:
     """Return this rank's shard of an adapter's optimizer state."""
-    return {spec.name: part.values.clone() for spec, part in engine.adapters[name].parts(with_optim=True)}
+    return {spec.name: shard.values.clone() for spec, shard in engine.adapters[name].parts(with_optim=True)}
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
@@ -162,8 +162,8 @@ def test_reading_gradients_then_accumulating_counts_each_once(backend: str) -> N
         engine.zero_grad()
         for batch in everything:
             engine.forward_backward(batch, loss, normalization="sum")
-            found = gradients_of(engine)
-        assert_tensors(iter(found.items()), expected, 1e-5)
+            actual = gradients_of(engine)
+        assert_tensors(iter(actual.items()), expected, 1e-5)
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
@@ -177,7 +177,7 @@ def test_adapter_round_trips_with_peft(backend: str, family: str, tmp_path: Path
         assert same_bits(of(engine), load_file(Path(theirs) / "adapter_model.safetensors"))
         train(engine, 1, 2)
         engine.adapters.save("theirs", tmp_path / "ours")
-        trained, found = of(engine), logprobs(engine)
+        trained, actual = of(engine), logprobs(engine)
         engine.save(SaveLoadMeta(tmp_path / "merged"))
         streamed = weights_of(engine)
     assert same_bits(load_file(tmp_path / "ours" / "adapter_model.safetensors"), trained)
@@ -186,7 +186,7 @@ def test_adapter_round_trips_with_peft(backend: str, family: str, tmp_path: Path
     assert ours.peft_config["default"].base_model_name_or_path == path
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     batch = mine_of(backend)
-    for one, expected in zip(batch, found, strict=True):
+    for one, expected in zip(batch, actual, strict=True):
         for other in (ours, merged):
             assert (scores(other, one) - expected).abs().max() < 2e-5
     plain = ours.merge_and_unload().state_dict()

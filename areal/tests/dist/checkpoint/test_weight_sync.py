@@ -193,8 +193,8 @@ def test_replica_equals_trainer_after_sync(layout: Layout, tmp_path: Path) -> No
         }
     for way, (weights, logprobs) in shown.items():
         assert same_bits(weights, expected), way
-        for found, want in zip(rows, [logprobs[i] for i in own], strict=True):
-            assert (found - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
+        for actual, want in zip(rows, [logprobs[i] for i in own], strict=True):
+            assert (actual - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, also=("fsdp:t2", "megatron:t2")))
@@ -217,9 +217,9 @@ def test_adapter_only_sync(backend: str, tmp_path: Path) -> None:
     for way, (weights, logprobs) in {**shown, **afar}.items():
         assert same_bits(weights, files | expected), way
         assert way in afar or len(logprobs) == len(rows)
-        for found, want in zip(rows, logprobs if way in shown else [], strict=way in shown):
-            assert (found - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
-    rows_of_first = [found[1][0] for found in afar.values()]
+        for actual, want in zip(rows, logprobs if way in shown else [], strict=way in shown):
+            assert (actual - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
+    rows_of_first = [actual[1][0] for actual in afar.values()]
     assert torch.equal(*rows_of_first)
 
 
@@ -241,8 +241,8 @@ def test_bfloat16_replica_of_float32_trainer(backend: str, tmp_path: Path) -> No
     for module in modules:
         weights, logprobs = looked_at(module, sequences)
         assert same_bits(weights, expected)
-        for found, want in zip(rows, logprobs, strict=True):
-            assert (found - want).abs().max() <= TOLERANCES["bfloat16"] * max(1.0, want.abs().max().item())
+        for actual, want in zip(rows, logprobs, strict=True):
+            assert (actual - want).abs().max() <= TOLERANCES["bfloat16"] * max(1.0, want.abs().max().item())
 
 
 @pytest.mark.parametrize("backend", layouts(2))

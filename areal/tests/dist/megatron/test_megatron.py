@@ -120,9 +120,9 @@ def test_pipeline_stages_of_unequal_depth(options: dict[str, int], layers: int, 
     with start_cell(cell("megatron:p2", dtype="float64", changes={"num_hidden_layers": layers}, **options)) as run:
         call = (run.cell.objective.loss_fn, run.cell.objective.weight_fn)
         expected, _ = run.expected()
-        held = [len(chunk.module.decoder.layers) for chunk in run.engine._parts.model]
+        depths = [len(chunk.module.decoder.layers) for chunk in run.engine._parts.model]
         first = options.get("first_stage_layers", layers - options.get("last_stage_layers", 0))
-        assert held == [first if run.engine.mesh["pp"].get_local_rank() == 0 else layers - first]
+        assert depths == [first if run.engine.mesh["pp"].get_local_rank() == 0 else layers - first]
         assert_step(run.engine.forward_backward(run.batch(), *call), expected, run.cell.tolerance)
         assert_tensors(run.engine.named_gradients(), expected.gradients, run.cell.tolerance)
 
@@ -210,13 +210,13 @@ def test_two_layouts_alternate_in_one_world(world_size: int) -> None:
     engines = {backend: create_engine(config(backend)) for backend in expected}
     for engine in engines.values():
         engine.initialize(FinetuneSpec(total_train_steps=1000))
-    found: dict[str, list[float]] = {backend: [] for backend in expected}
+    actual: dict[str, list[float]] = {backend: [] for backend in expected}
     for seed in range(3):
         for backend, engine in engines.items():
-            found[backend].append(engine.train_batch(local_batch(engine, global_batch(seed)), loss).loss)
+            actual[backend].append(engine.train_batch(local_batch(engine, global_batch(seed)), loss).loss)
     for engine in engines.values():
         engine.destroy()
-    assert found == expected
+    assert actual == expected
     assert not parallel_state.model_parallel_is_initialized()
 
 

@@ -99,8 +99,8 @@ def everything(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint in full, including optimizer state."""
     metadata = read_metadata(path)
     tensors = {
-        key: torch.full(found.size, torch.nan, dtype=found.properties.dtype)
-        for key, found in metadata.state_dict_metadata.items()
+        key: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
     }
     read_tensors(path, metadata, tensors)
     return tensors
@@ -192,9 +192,9 @@ def test_main_parameters_load_in_another_dtype(name: str, tmp_path: Path) -> Non
     with started("megatron:d2", path=model(), dtype=other, **others) as engine:
         engine.load(SaveLoadMeta(tmp_path / "run", DCP))
         engine.save(SaveLoadMeta(tmp_path / "again"))
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "hf"))
-    assert found["model.norm.weight"].dtype == torch.float32
-    assert same_bits(found, expected)
+    actual, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "hf"))
+    assert actual["model.norm.weight"].dtype == torch.float32
+    assert same_bits(actual, expected)
 
 
 def go_on(letters: str, read: str | None, write: str, seed: int, family: str) -> None:
@@ -247,31 +247,31 @@ def test_checkpoint_loads_in_megatron_core(letters: str, family: str, tmp_path: 
     with started(f"megatron:{letters}", path=model(family)) as engine:
         step(engine, 1)
         engine.save(SaveLoadMeta(tmp_path / "run", DCP))
-        found = dist_checkpointing.load_content_metadata(str(tmp_path / "run"))
-        metadata = {**found, "dp_cp_group": engine._parts.checkpointer._groups.dp_cp}
+        content = dist_checkpointing.load_content_metadata(str(tmp_path / "run"))
+        metadata = {**content, "dp_cp_group": engine._parts.checkpointer._groups.dp_cp}
         checkpointer = engine._parts.checkpointer
         own = checkpointer._chunks[0].module.sharded_state_dict(metadata=metadata)
         with torch.no_grad():
             asked = checkpointer._chained.sharded_state_dict(own, is_loading=True, metadata=metadata)
         state = dist_checkpointing.load({"optimizer": asked}, str(tmp_path / "run"))["optimizer"]
-        parts = checkpointer._chained.chained_optimizers
-        for i, part in enumerate(parts):
-            loaded = state[i] if len(parts) > 1 else state
-            kept = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+        optimizers = checkpointer._chained.chained_optimizers
+        for i, optimizer in enumerate(optimizers):
+            loaded = state[i] if len(optimizers) > 1 else state
+            kept = optimizer.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
             for name in ("param", "exp_avg", "exp_avg_sq"):
                 entries = loaded["param_state"].values()
                 flat = torch.cat([entry[name].flatten() for entry in entries])
                 buffers = [
                     buffer for key, by_dtype in kept.items() if isinstance(key, int) for buffer in by_dtype.values()
                 ]
-                held = torch.cat(
+                parameters = torch.cat(
                     [
                         buffers[at][name][start:stop]
-                        for at, buffer in enumerate(part.buffers)
+                        for at, buffer in enumerate(optimizer.buffers)
                         for start, stop, _ in buffer.param_index_map.values()
                     ]
                 )
-                assert torch.equal(flat, held)
+                assert torch.equal(flat, parameters)
                 assert flat.any()
             assert loaded["optimizer"]["param_groups"][0]["step"] == 1
 

@@ -61,9 +61,9 @@ def moe(**changes: Any) -> str:
 def saved(engine: TrainEngine, path: Path, **options: Any) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint in the Hugging Face format."""
     save_hf(engine, path, **options)
-    found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+    result = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
     dist.barrier()
-    return found
+    return result
 
 
 def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **options: Any) -> Saver:
@@ -93,8 +93,8 @@ def test_megatron_streams_and_saves_hf_files(layout: Layout, family: str, tmp_pa
         names = [name for name, _ in engine.named_tensors()]
     assert len(names) == len(set(names))
     assert names == cached("order", path, lambda: names)  # in every layout
-    places = [int(name.split(".")[2]) for name in names if ".layers." in name]
-    assert places == sorted(places)
+    layer_numbers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layer_numbers == sorted(layer_numbers)
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == ("model.norm.weight" if family in ("qwen3_tied", "smollm") else "lm_head.weight")
 
@@ -243,9 +243,9 @@ def test_megatron_hf_checkpoint_in_several_files(world_size: int, asynchronous: 
         saver = save_hf(engine, path, asynchronous=asynchronous, max_file_bytes=12_000)
         engine.train_batch(local_batch(engine, global_batch()), loss)
         saver.wait()
-    found = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+    result = {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
     head = load_file(Path(source) / "value_head.safetensors")
-    assert same_bits(found, on_disk(source) | head)
+    assert same_bits(result, on_disk(source) | head)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(on_disk(source))
     assert len(set(index["weight_map"].values())) > 5
@@ -268,9 +268,9 @@ def test_pending_gathered_weights_are_streamed(tmp_path: Path) -> None:
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}
     with started("megatron:d2", megatron=overlap, optimizer=ADAMW) as engine:
         engine.train_batch(local_batch(engine, global_batch()), loss)
-        found = saved(engine, tmp_path / "saved")
-        assert same_bits(found, weights_of(engine))
-        assert not same_bits(found, on_disk(model_dir("qwen3")))
+        result = saved(engine, tmp_path / "saved")
+        assert same_bits(result, weights_of(engine))
+        assert not same_bits(result, on_disk(model_dir("qwen3")))
         engine.train_batch(local_batch(engine, global_batch(1)), loss)
         engine._parts.weights.read(Path(model_dir("qwen3")))
         engine.eval_batch(local_batch(engine, global_batch()), loss)

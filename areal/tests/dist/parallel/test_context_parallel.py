@@ -53,11 +53,11 @@ def test_context_parallel_attention_equals_one_process(mode: str, heads: tuple[i
         *qkv, sinks = packed(tokens, heads, (4, dv), seed=i)
         up = torch.randn(tokens, heads[0], dv, dtype=torch.float64, generator=torch.Generator().manual_seed(99 + i))
 
-        whole = [x.clone().requires_grad_() for x in (*qkv, sinks)]
+        reference = [x.clone().requires_grad_() for x in (*qkv, sinks)]
         tail = (tokens - sum(seqlens),) if tokens > sum(seqlens) else ()
         kwargs = {"scale": 0.7, "window": window, "softcap": softcap}
         expected = packed_attention(
-            *whole[:3], Segments.of((*seqlens, *tail)), sinks=whole[3] if has_sinks else None, **kwargs
+            *reference[:3], Segments.of((*seqlens, *tail)), sinks=reference[3] if has_sinks else None, **kwargs
         )
         expected.backward(up)
 
@@ -66,12 +66,12 @@ def test_context_parallel_attention_equals_one_process(mode: str, heads: tuple[i
         out.backward(cp.shard(up))
 
         assert error(out, cp.shard(expected)) <= 1e-12
-        for mine, full in zip(local[:3], whole[:3], strict=True):
-            assert error(mine.grad, cp.shard(full.grad)) <= 1e-12
+        for ours, theirs in zip(local[:3], reference[:3], strict=True):
+            assert error(ours.grad, cp.shard(theirs.grad)) <= 1e-12
         if has_sinks:  # a parameter: gradients are summed over ranks
             total = local[3].grad.clone()
             dist.all_reduce(total)
-            assert error(total, whole[3].grad) <= 1e-12
+            assert error(total, reference[3].grad) <= 1e-12
 
 
 @pytest.mark.world(2, 4)
@@ -134,9 +134,9 @@ def test_mismatched_context_parallel_arguments_raise(mode: str) -> None:
 def test_positions_are_sharded_with_tokens() -> None:
     for mode in MODES:
         cp = ContextParallel(dist.group.WORLD, mode)
-        whole = TokenStream.of((2, 3, 1), 8).positions()
-        assert whole.tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
-        assert torch.equal(cp.gather(cp.shard(whole), 8), whole)
+        full = TokenStream.of((2, 3, 1), 8).positions()
+        assert full.tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
+        assert torch.equal(cp.gather(cp.shard(full), 8), full)
 
 
 @pytest.mark.world(2)
@@ -147,5 +147,5 @@ def test_one_layout_serves_layers_with_different_windows() -> None:
     q, k, v, _ = packed(32, (9, 3), (4, 4), seed=3)
     for window in (None, 4, None, 5):
         out = layout.attend(cp.shard(q), cp.shard(k), cp.shard(v), scale=0.5, window=window)
-        whole = packed_attention(q, k, v, Segments.of((20, 12)), scale=0.5, window=window)
-        assert error(out, cp.shard(whole)) <= 1e-12
+        full = packed_attention(q, k, v, Segments.of((20, 12)), scale=0.5, window=window)
+        assert error(out, cp.shard(full)) <= 1e-12

@@ -42,9 +42,9 @@ def test_expert_shards_load_stream_and_save(backend: str, family: str, tmp_path:
         engine.save(SaveLoadMeta(tmp_path / "saved"))
         assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), on_disk)
         layers, number = SHAPES[family]
-        found: Any = stacked_experts(engine._parts.model)
-        assert len(found) == layers
-        for experts in found:
+        result: Any = stacked_experts(engine._parts.model)
+        assert len(result) == layers
+        for experts in result:
             assert experts.num_experts * engine.dims.ep == number
             local, box = local_shard(experts.gate_up_proj)
             assert box[0].stop - box[0].start == experts.num_experts
@@ -83,9 +83,9 @@ def test_checkpoint_resumes_in_another_layout(chain: list[str], tmp_path: Path) 
 @pytest.mark.world(2)
 def test_random_weights_do_not_depend_on_layout() -> None:
     with started("fsdp:e2", init_from_scratch=True, seed=3, path=model_dir("qwen3_moe")) as engine:
-        found = weights_of(engine)
+        result = weights_of(engine)
     with started("fsdp:d2", init_from_scratch=True, seed=3, path=model_dir("qwen3_moe")) as engine:
-        assert same_bits(weights_of(engine), found)
+        assert same_bits(weights_of(engine), result)
 
 
 @pytest.mark.world(2)

@@ -66,14 +66,14 @@ CHANGES: dict[str, dict[str, Any]] = {"two": {}, "four": {"num_hidden_layers": 4
 
 def cells(cuts: dict[str, tuple[str, str, str]], *sizes: int) -> list[Any]:
     """Return every layout of these world sizes with the splits in turn, marked with its world; one rank gets all splits."""
-    found, turn = [], cycle(cuts)
+    params, turn = [], cycle(cuts)
     for size in sizes:
         for backend, how in LAYOUTS[size]:
             for name in cuts if size == 1 else [next(turn)]:
                 case, cut, options = cuts[name]
                 cell = Cell(layout(backend, how), "qwen3_moe", "nll", case, cut, options)
-                found.append(pytest.param(cell, id=f"{backend}-{how}-{name}", marks=pytest.mark.world(size)))
-    return found
+                params.append(pytest.param(cell, id=f"{backend}-{how}-{name}", marks=pytest.mark.world(size)))
+    return params
 
 
 # ---- balancing terms of the loss
@@ -116,8 +116,8 @@ def test_balancing_losses_accumulate_over_calls(cell: Cell, normalization: Any) 
     with start_cell(cell) as run:
         everything = run.samples()
         terms: dict[str, float] = {}
-        for part in (run.local_indices[:1], run.local_indices[1:]):
-            batch = as_input([everything[i] for i in part], "list")
+        for indices in (run.local_indices[:1], run.local_indices[1:]):
+            batch = as_input([everything[i] for i in indices], "list")
             step = run.engine.forward_backward(batch, *call, normalization=normalization, loss_weight=0.5)
             terms = {name: terms.get(name, 0.0) + value for name, value in step.terms.items()}
         assert terms == pytest.approx(
@@ -151,8 +151,8 @@ def test_custom_loop_omits_balancing_terms(backend: str) -> None:
             run.engine.forward_backward_batch(mbs, lambda out, mb: (cell.objective.loss_fn(out, mb.data)[0], None))
             return {name: tensor.clone() for name, tensor in run.engine.named_gradients()}
 
-    found, expected = gradients(cell), gradients(bare)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = gradients(cell), gradients(bare)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 # ---- replay and recording
@@ -170,8 +170,8 @@ def test_recorded_routing_is_replayed(cell: Cell) -> None:
         plain = moe_reference(cell)
         assert abs(expected.loss["loss"] - plain.loss["loss"]) > 1e-3, "replay must show"
         lengths = [cell.case.lengths[i] for i in run.local_indices]
-        found = rows(run.engine.forward_batch(batch), lengths)
-        assert_rows(found, expected.logprobs, run.local_indices, TOLERANCE)
+        actual = rows(run.engine.forward_batch(batch), lengths)
+        assert_rows(actual, expected.logprobs, run.local_indices, TOLERANCE)
         assert_terms(run.engine.forward_backward(batch, *call), expected)
         assert_tensors(run.engine.named_gradients(), expected.gradients, TOLERANCE)
 
@@ -182,9 +182,9 @@ def test_recorded_routing_is_replayed(cell: Cell) -> None:
 def test_routing_is_recorded(cell: Cell) -> None:
     with start_cell(cell) as run:
         lengths = [cell.case.lengths[i] for i in run.local_indices]
-        found = run.engine.forward_batch(run.batch(), outputs=("routed_experts", "logprobs"))
+        actual = run.engine.forward_batch(run.batch(), outputs=("routed_experts", "logprobs"))
         expected = moe_reference(cell)
-        for row, i in zip(rows(found["routed_experts"], lengths), run.local_indices, strict=True):
+        for row, i in zip(rows(actual["routed_experts"], lengths), run.local_indices, strict=True):
             assert torch.equal(row, expected.experts[i])
         replayed = recorded(cell.case.lengths)
         again = rows(run.engine.forward_batch(with_replay(run, replayed), outputs=("routed_experts",)), lengths)
@@ -222,8 +222,8 @@ def test_shared_prefix_counts_per_sequence_in_routers(backend: str, how: str) ->
         assert_terms(run.engine.forward_backward(batch, *call), replayed)
         assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
         if "p2" not in backend:
-            found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
-            for row, i in zip(rows(found, lengths), run.local_indices, strict=True):
+            actual = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+            for row, i in zip(rows(actual, lengths), run.local_indices, strict=True):
                 assert torch.equal(row, expected.experts[i])
 
 
@@ -251,8 +251,8 @@ def test_deepseek_routers_are_recorded(backend: str) -> None:
         assert_terms(run.engine.forward_backward(with_replay(run, experts), *call), replayed)
         assert_tensors(run.engine.named_gradients(), replayed.gradients, TOLERANCE)
         if "p2" not in backend:
-            found = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
-            for row, i in zip(rows(found, lengths), run.local_indices, strict=True):
+            actual = run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+            for row, i in zip(rows(actual, lengths), run.local_indices, strict=True):
                 assert torch.equal(row.sort(-1).values, expected.experts[i].sort(-1).values)
 
 
@@ -288,14 +288,14 @@ def test_invalid_replay_raises_on_every_rank(engine: str, wrong: str) -> None:
     change, message = WRONG[wrong]
     case = CASES["ragged"]
     with started(f"{engine}:d{world().size}", path=family_dir("qwen3_moe")) as run:
-        mine = dp_shard_indices(case, run.dp_rank, run.dp_size)
+        indices = dp_shard_indices(case, run.dp_rank, run.dp_size)
         experts, batch = recorded(case.lengths), samples(case)
         broken = run.dp_rank == run.dp_size - 1
-        passed = [{**batch[i], "routed_experts": change(experts[i]) if broken else experts[i]} for i in mine]
+        passed = [{**batch[i], "routed_experts": change(experts[i]) if broken else experts[i]} for i in indices]
         with pytest.raises(ValueError, match=message):
             run.forward_batch(passed)
-        good = [{**batch[i], "routed_experts": experts[i]} for i in mine]
-        assert len(run.forward_batch(good)) == len(mine)
+        good = [{**batch[i], "routed_experts": experts[i]} for i in indices]
+        assert len(run.forward_batch(good)) == len(indices)
 
 
 @pytest.mark.world(1)
@@ -331,6 +331,6 @@ def test_training_balances_the_load(backend: str) -> None:
     moe = {"aux_loss": 4.0, "statistics": True}
     with started(backend, path=family_dir("qwen3_moe"), moe=moe, optimizer=adam) as engine:
         batch, objective = samples(CASES["ragged"]), OBJECTIVES["nll"]
-        mine = batch[engine.dp_rank :: engine.dp_size]
-        steps = [engine.train_batch(mine, objective.loss_fn, objective.weight_fn) for _ in range(12)]
+        local = batch[engine.dp_rank :: engine.dp_size]
+        steps = [engine.train_batch(local, objective.loss_fn, objective.weight_fn) for _ in range(12)]
         assert steps[-1].terms[AUX_LOSS] < steps[0].terms[AUX_LOSS]

@@ -65,22 +65,22 @@ def test_stage_has_its_layers_and_broadcasts_results(schedule: str, tmp_path: Pa
     with started(layout(schedule), **given) as engine:
         chunks: Any = engine._parts.model
         assert all(isinstance(chunk, FSDPModule) for chunk in chunks)
-        held = {name for name, _ in chunks.own()}
-        places: list[Any] = [None, None]
-        dist.all_gather_object(places, held)
-        assert not places[0] & places[1]
-        assert len(places[0] | places[1]) == len(on_disk)
-        assert sum("layers" in name for name in places[0]) == sum("layers" in name for name in places[1])
+        local_names = {name for name, _ in chunks.own()}
+        names: list[Any] = [None, None]
+        dist.all_gather_object(names, local_names)
+        assert not names[0] & names[1]
+        assert len(names[0] | names[1]) == len(on_disk)
+        assert sum("layers" in name for name in names[0]) == sum("layers" in name for name in names[1])
         assert same_bits(weights_of(engine), on_disk)
         engine.save(SaveLoadMeta(tmp_path / "saved"))
         assert same_bits(load_file(tmp_path / "saved" / "model.safetensors"), on_disk)
 
         mbs = engine.microbatches(global_batch())
-        found = engine.forward_backward_batch(
+        result = engine.forward_backward_batch(
             mbs, lambda out, mb: (None, (mb.index, mb.sample_ids, out.logprobs.detach())), forward_only=True
         )
         everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, [(index, ids, x.tolist()) for index, ids, x in found])
+        dist.all_gather_object(everyone, [(index, ids, x.tolist()) for index, ids, x in result])
         assert everyone[0] == everyone[1]
         assert [index for index, *_ in everyone[0]] == [mb.index for mb in mbs.real]
         assert len(mbs.real) > 2
@@ -91,12 +91,12 @@ def test_pipeline_with_changing_lengths_and_tiny_batches() -> None:
     alone: dict[str, list[float]] = {}
     for backend in ("fsdp:d2", "fsdp:p2"):
         with started(backend, path=model_dir("qwen3", **DEEP), mb_spec=MicroBatchSpec(max_tokens_per_mb=64)) as engine:
-            found = []
+            result = []
             for seed, most in enumerate((38, 2, 17, 64, 5)):
                 batch = [{name: x[:most] if x.dim() else x for name, x in sample.items()} for sample in global_batch(seed)]
                 step = engine.train_batch(local_batch(engine, batch), loss)
-                found += [step.loss, step.grad_norm or 0.0]
-            alone[backend] = found
+                result += [step.loss, step.grad_norm or 0.0]
+            alone[backend] = result
     (_, first), (_, second) = alone.items()
     assert second == pytest.approx(first, rel=2e-4)
 
@@ -229,10 +229,10 @@ def test_checkpoint_resumes_in_another_layout(family: str, chain: list[str], tmp
 def test_random_weights_do_not_depend_on_stages() -> None:
     path = model_dir("qwen3_tied", **DEEP)
     with started("fsdp:p2v2", init_from_scratch=True, seed=3, path=path, fsdp={"pipeline_schedule": "ZBVZeroBubble"}) as one:
-        found = weights_of(one)
+        result = weights_of(one)
         one.train_batch(global_batch(), loss)
     with started("fsdp:d2", init_from_scratch=True, seed=3, path=path) as other:
-        assert same_bits(weights_of(other), found)
+        assert same_bits(weights_of(other), result)
 
 
 # ---- errors

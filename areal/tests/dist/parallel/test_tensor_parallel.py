@@ -38,16 +38,16 @@ def test_tensor_parallel_loads_streams_and_saves_hf_files(backend: str, family: 
         model: Any = engine._parts.model[0]
         assert all(isinstance(p, DTensor) and "tp" in str(p.device_mesh.mesh_dim_names) for p in model.parameters())
         assert (model.hf.lm_head.weight is model.hf.model.embed_tokens.weight) == (family == "qwen3_tied")
-        held = sum(local_shard(p)[0].numel() for p in model.parameters() if p.dim() == 2)
-        assert held * dist.get_world_size() == sum(p.numel() for p in model.parameters() if p.dim() == 2)
+        local_elements = sum(local_shard(p)[0].numel() for p in model.parameters() if p.dim() == 2)
+        assert local_elements * dist.get_world_size() == sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
 @pytest.mark.world(2)
 def test_random_weights_do_not_depend_on_layout() -> None:
     with started("fsdp:t2", init_from_scratch=True, seed=3) as engine:
-        found = weights_of(engine)
+        result = weights_of(engine)
     with started("fsdp:d2", init_from_scratch=True, seed=3) as engine:
-        assert same_bits(weights_of(engine), found)
+        assert same_bits(weights_of(engine), result)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_embedding_of_padding_token_is_not_trained() -> None:
         with started(backend, path=path) as engine:
             engine.forward_backward(batch, lambda out, b: -out.logprobs.sum())
             gradients.append({name: x.clone() for name, x in engine.named_gradients()})
-    rows = [found["model.embed_tokens.weight"] for found in gradients]
+    rows = [result["model.embed_tokens.weight"] for result in gradients]
     assert not rows[1][90].any()
     assert rows[1][4].any()
     assert torch.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-7)

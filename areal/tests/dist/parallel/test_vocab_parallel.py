@@ -41,9 +41,9 @@ def tensors(out: HeadOutputs) -> list[Tensor]:
 
 
 def scalar(out: list[Tensor]) -> Tensor:
-    parts = [x for x in out if x.is_floating_point()]
+    tensors = [x for x in out if x.is_floating_point()]
     return torch.stack(
-        [(x * torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)).sum() for x in parts]
+        [(x * torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape)).sum() for x in tensors]
     ).sum()
 
 
@@ -61,10 +61,10 @@ def check(
         assert same_on_all_ranks(g, group)
         torch.testing.assert_close(g, w, rtol=tol, atol=tol)
     expected = torch.autograd.grad(scalar(want), leaves)
-    found = torch.autograd.grad(scalar(got), leaves)
-    assert same_on_all_ranks(found[0], group)
-    torch.testing.assert_close(found[0], expected[0], rtol=tol, atol=tol)
-    for g, e in zip(found[1:], expected[1:], strict=True):
+    actual = torch.autograd.grad(scalar(got), leaves)
+    assert same_on_all_ranks(actual[0], group)
+    torch.testing.assert_close(actual[0], expected[0], rtol=tol, atol=tol)
+    for g, e in zip(actual[1:], expected[1:], strict=True):
         torch.testing.assert_close(g[rows], e[rows], rtol=tol, atol=tol)
         assert int(g.abs().sum(dim=tuple(range(1, g.ndim))).count_nonzero()) <= rows.stop - rows.start
 
@@ -147,16 +147,16 @@ def test_gathered_logits_equal_full_logits(split: str) -> None:
 @pytest.mark.world(4)
 def test_separate_vocab_groups_do_not_mix() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = dist.get_rank() // 2
-    hidden, weight, bias, targets, _ = make(torch.float64, None, seed=mine)
-    rows = block(EVEN, groups[mine])
+    group_index = dist.get_rank() // 2
+    hidden, weight, bias, targets, _ = make(torch.float64, None, seed=group_index)
+    rows = block(EVEN, groups[group_index])
     want = tensors(head_outputs(hidden, weight, targets, bias=bias, entropy=True))
     got = tensors(
         head_outputs(
-            hidden, weight[rows], targets, bias=bias[rows], entropy=True, chunk_size=3 + mine, group=groups[mine]
+            hidden, weight[rows], targets, bias=bias[rows], entropy=True, chunk_size=3 + group_index, group=groups[group_index]
         )
     )
-    check((hidden, weight, bias), rows, got, want, 1e-12, groups[mine])
+    check((hidden, weight, bias), rows, got, want, 1e-12, groups[group_index])
 
 
 @pytest.mark.world(2, 4)

@@ -88,7 +88,7 @@ def test_compiled_graphs_are_reused_for_many_lengths(
         pytest.skip("there is no C++ compiler, which inductor needs on the CPU")
     given = {"path": model_dir(family, num_hidden_layers=LAYERS), "mb_spec": MicroBatchSpec(), "optimizer": ZERO_LR, **changes}
     compiled = {**given, "fsdp": {**changes.get("fsdp", {}), "compile": True, "compile_backend": compiler}}
-    rng, found = random.Random(0), []
+    rng, actual = random.Random(0), []
     with counted() as new, started(backend, **given) as plain, started(backend, **compiled) as engine:
         for turn in range(22):
             everything = batch(rng, engine.dp_size)
@@ -97,9 +97,9 @@ def test_compiled_graphs_are_reused_for_many_lengths(
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=2e-4), turn
             value, expected = (each.eval_batch(local_batch(each, everything), loss) for each in (engine, plain))
             assert value.loss == pytest.approx(expected.loss, rel=2e-5, abs=2e-5), turn
-            found.append(new())
-    assert 0 < sum(found[:2]) < 2 * LAYERS
-    assert sum(found[2:]) <= MOST
+            actual.append(new())
+    assert 0 < sum(actual[:2]) < 2 * LAYERS
+    assert sum(actual[2:]) <= MOST
 
 
 # ---- one layer

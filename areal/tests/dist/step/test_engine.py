@@ -29,9 +29,9 @@ from areal.tests.harness.tiny import (
 from areal.tests.harness.world import world
 
 
-def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def relative(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the distance of two sets of gradients, relative to the norm of one."""
-    difference = sum((found[name].double() - expected[name].double()).square().sum() for name in expected)
+    difference = sum((actual[name].double() - expected[name].double()).square().sum() for name in expected)
     return (difference / sum(x.double().square().sum() for x in expected.values())).sqrt().item()
 
 
@@ -96,14 +96,14 @@ def test_unknown_family_trains(attention_dropout: float) -> None:
     path = gpt2_dir(attn_pdrop=attention_dropout)
     with started(f"fsdp:d{world().size}", path=path) as engine:
         expected = Reference(gpt2_dir()).step(global_batch(), loss, default_loss_weight)
-        found = engine.eval_batch(local_batch(engine, global_batch()), loss)
-        assert found.loss == pytest.approx(expected.loss, rel=2e-5)
+        actual = engine.eval_batch(local_batch(engine, global_batch()), loss)
+        assert actual.loss == pytest.approx(expected.loss, rel=2e-5)
         step = engine.train_batch(local_batch(engine, global_batch()), loss)
         assert step.update_successful
         if not attention_dropout:
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5)
         losses = [engine.train_batch(local_batch(engine, global_batch()), loss).loss for _ in range(5)]
-        assert losses[-1] < found.loss
+        assert losses[-1] < actual.loss
 
 
 # ---- options that do not change numbers
@@ -114,25 +114,25 @@ class Reductions(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = 0
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found += "c10d" in str(func) and "reduce_scatter" in str(func)
+        self.count += "c10d" in str(func) and "reduce_scatter" in str(func)
         return func(*args, **(kwargs or {}))
 
 
 # the other engines reduce once per step, independently of grad_sync
 @pytest.mark.parametrize("backend", layouts(2, engine="fsdp", but=("fsdp:p2",)))
 def test_gradients_are_reduced_per_call_or_per_micro_batch(backend: str) -> None:
-    found: dict[str, tuple[int, int, dict[str, Tensor]]] = {}
+    result: dict[str, tuple[int, int, dict[str, Tensor]]] = {}
     for when in ("call", "micro_batch"):
         with started(backend, grad_sync=when) as engine:
             mbs = engine.microbatches(local_batch(engine, global_batch()))
             with Reductions() as reductions:
                 engine.forward_backward(local_batch(engine, global_batch()), loss)
-            found[when] = reductions.found, len(mbs), gradients_of(engine)
+            result[when] = reductions.count, len(mbs), gradients_of(engine)
     groups = 3  # two layers and the root
-    (once, n, gradients), (each, _, same) = found["call"], found["micro_batch"]
+    (once, n, gradients), (each, _, same) = result["call"], result["micro_batch"]
     assert n > 1
     assert once == groups
     assert each == groups * n
@@ -222,9 +222,9 @@ def test_sgd_with_clipping_equals_torch() -> None:
             expected = reference.step(global_batch(seed), loss, default_loss_weight)
             norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
             inner.step()
-            found = engine.train_batch(local_batch(engine, global_batch(seed)), loss)
-            assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-            assert found.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+            actual = engine.train_batch(local_batch(engine, global_batch(seed)), loss)
+            assert actual.loss == pytest.approx(expected.loss, rel=1e-5)
+            assert actual.grad_norm == pytest.approx(norm.item(), rel=1e-5)
         assert relative(weights_of(engine), dict(reference.named_tensors())) < 1e-5
 
 
@@ -262,12 +262,12 @@ def test_bf16_unnormalized_sum_is_as_accurate_as_scaled_loss(backend: str) -> No
         step = engine.forward_backward(local_batch(engine, everything), loss)
         scaled = gradients_of(engine)
         engine.zero_grad()
-        for part in range(n):
-            engine.forward_backward(local_batch(engine, everything[part::n]), loss, normalization="sum")
+        for first in range(n):
+            engine.forward_backward(local_batch(engine, everything[first::n]), loss, normalization="sum")
         divided = {name: gradient / step.metrics["weight"] for name, gradient in gradients_of(engine).items()}
         assert all(gradient.dtype == torch.float32 for gradient in divided.values())
         assert length(divided) == pytest.approx(length(scaled), rel=2e-3)
-        errors = [relative(found, expected.gradients) for found in (divided, scaled)]
+        errors = [relative(actual, expected.gradients) for actual in (divided, scaled)]
         assert max(errors) < 5e-2
         assert errors[0] == pytest.approx(errors[1], abs=2e-3)
         assert relative(divided, scaled) < max(errors)

@@ -65,9 +65,9 @@ class Twins:
         """Check that no gradients are pending and that the next step equals that of the other engine."""
         with pytest.raises(RuntimeError, match="no gradient is pending"):
             self.engine.named_gradients()
-        found, expected = (engine.train_batch(self.batch(), loss) for engine in (self.engine, self.untouched))
-        assert (found.loss, found.grad_norm, found.lr) == (expected.loss, expected.grad_norm, expected.lr)
-        assert found.update_successful
+        actual, expected = (engine.train_batch(self.batch(), loss) for engine in (self.engine, self.untouched))
+        assert (actual.loss, actual.grad_norm, actual.lr) == (expected.loss, expected.grad_norm, expected.lr)
+        assert actual.update_successful
 
     def check_weights(self) -> None:
         """Check that both engines have the same weights."""
@@ -336,11 +336,11 @@ def test_loss_is_not_called_on_rank_without_weight(backend: str) -> None:
             calls += 1
             return loss(out, batch)
 
-        part = local_batch(engine, global_batch())
+        batch = local_batch(engine, global_batch())
         weightless = engine.dp_rank == engine.dp_size - 1 and engine.dp_size > 1
         if weightless:
-            part = [{**sample, "loss_mask": sample["loss_mask"] * 0} for sample in part]
-        step = engine.train_batch(part, counting)
+            batch = [{**sample, "loss_mask": sample["loss_mask"] * 0} for sample in batch]
+        step = engine.train_batch(batch, counting)
         assert step.update_successful
         has_losses = engine.mesh["pp"].get_local_rank() == engine.dims.pp - 1
         assert (calls > 0) == (has_losses and not weightless)

@@ -16,17 +16,17 @@ from areal.tests.harness.world import world
 def plain_logprobs(path: str, samples: list[Sample]) -> list[Tensor]:
     """Compute log-probs of the next tokens with transformers, one sequence at a time; 0 at the last position."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    found = []
+    result = []
     for sample in samples:
         ids = sample["input_ids"]
         logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-        found.append(torch.cat([logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]))
-    return found
+        result.append(torch.cat([logprobs[:-1].gather(1, ids[1:, None])[:, 0], torch.zeros(1)]))
+    return result
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    errors = [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    errors = [(a - b).abs().max().item() for a, b in zip(actual, expected, strict=True)]
     assert max(errors) <= 1e-4, f"by sequence: {errors}"
 
 
@@ -75,9 +75,9 @@ def test_eval_disables_dropout_and_restores_it(backend: str) -> None:
         batch = local_batch(engine, global_batch())
 
         def trained() -> float:
-            found = engine.forward_backward(batch, loss).loss
+            result = engine.forward_backward(batch, loss).loss
             engine.zero_grad()
-            return found
+            return result
 
         before = trained()
         assert_same(engine.forward_batch(batch), plain_logprobs(path, batch))

@@ -34,8 +34,8 @@ def test_every_verb_agrees_with_the_reference(cell: Cell) -> None:
 
         loss = assert_step(engine.eval_batch(batch, *call, outputs=objective.outputs), expected, tolerance)
 
-        found = engine.forward_batch(batch, outputs=objective.outputs)
-        by_name = found if len(objective.outputs) > 1 else {objective.outputs[0]: found}
+        actual = engine.forward_batch(batch, outputs=objective.outputs)
+        by_name = actual if len(objective.outputs) > 1 else {objective.outputs[0]: actual}
         lengths = [cell.case.lengths[i] for i in run.local_indices]
         outputs = max(
             assert_rows(rows(by_name[name], lengths), expected_outputs[name], run.local_indices, tolerance)

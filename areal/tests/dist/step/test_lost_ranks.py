@@ -112,14 +112,14 @@ def test_single_rank_recovers_from_out_of_memory(backend: str, options: dict[str
             assert "lower mb_spec.max_tokens_per_mb" in str(caught.value)
             with pytest.raises(RuntimeError, match="no gradient is pending"):
                 engine.named_gradients()
-            found, expected = engine.train_batch(global_batch(), loss), untouched.train_batch(global_batch(), loss)
-            assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm), f"after the {where}"
+            actual, expected = engine.train_batch(global_batch(), loss), untouched.train_batch(global_batch(), loss)
+            assert (actual.loss, actual.grad_norm) == (expected.loss, expected.grad_norm), f"after the {where}"
         assert same_bits(weights_of(engine), weights_of(untouched))
         fails = mlp_that(engine, no_memory, on_call=0)
         with pytest.raises(RuntimeError, match="out of memory in micro-batch 0"), fails:
             engine.forward_batch(global_batch())
-        found = engine.forward_batch(global_batch())
-        assert all(map(torch.equal, found, untouched.forward_batch(global_batch())))
+        actual = engine.forward_batch(global_batch())
+        assert all(map(torch.equal, actual, untouched.forward_batch(global_batch())))
 
 
 @pytest.mark.parametrize("backend", layouts(2, also=("fsdp:p2",)))
@@ -152,8 +152,8 @@ def test_model_error_on_one_rank_raises_on_all_ranks(
     assert time.monotonic() - start < 1
     engine.destroy()
     with started(backend) as successor:
-        found = successor.train_batch(local_batch(successor, global_batch()), loss)
-        assert (found.loss, found.grad_norm) == (expected.loss, expected.grad_norm)
+        actual = successor.train_batch(local_batch(successor, global_batch()), loss)
+        assert (actual.loss, actual.grad_norm) == (expected.loss, expected.grad_norm)
     assert process_groups() == groups
 
 

@@ -30,14 +30,14 @@ class Largest(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = 0
+        self.elements = 0
         self.by = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.numel() > self.found:
-                self.found, self.by = x.numel(), f"{func} -> {list(x.shape)}"
+            if isinstance(x, Tensor) and x.numel() > self.elements:
+                self.elements, self.by = x.numel(), f"{func} -> {list(x.shape)}"
         return out
 
 
@@ -80,11 +80,11 @@ def test_step_never_allocates_full_logits() -> None:
         for name, verb in verbs.items():
             with mock.patch("areal.utils.functional.logprobs._default_chunk", return_value=128), Largest() as largest:
                 verb()
-            assert largest.found >= LARGE_VOCAB * 32, f"{name}: the embedding at least was to be seen"
-            assert largest.found < tokens * LARGE_VOCAB // 2, f"{name}: {largest.by}"
+            assert largest.elements >= LARGE_VOCAB * 32, f"{name}: the embedding at least was to be seen"
+            assert largest.elements < tokens * LARGE_VOCAB // 2, f"{name}: {largest.by}"
         with Largest() as largest:
             engine.forward_batch(long, outputs=("logits",))
-        assert largest.found >= tokens * LARGE_VOCAB, "the measure sees logits where they are asked for"
+        assert largest.elements >= tokens * LARGE_VOCAB, "the measure sees logits where they are asked for"
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
@@ -103,7 +103,7 @@ def test_kept_and_recomputed_logits_give_equal_results(backend: str) -> None:
 # Megatron-Core's stages send each other tensor shapes and read them on the host.
 @pytest.mark.parametrize("backend", layouts(1, 2, but=("megatron:p2",)))
 def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
-    found: dict[int, dict[str, Counter[str]]] = {}
+    result: dict[int, dict[str, Counter[str]]] = {}
     for n_mbs in (2, 4):
         with started(backend, mb_spec={"n_mbs": n_mbs}) as engine:
             batch = local_batch(engine, [*global_batch(0), *global_batch(1)])
@@ -112,16 +112,16 @@ def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
                 "eval": lambda e=engine, b=batch: e.eval_batch(b, loss),
                 "forward": lambda e=engine, b=batch: e.forward_batch(b),
             }
-            found[n_mbs] = {}
+            result[n_mbs] = {}
             for name, verb in verbs.items():
                 verb()  # AdamW allocates its state in the first step
                 with counted_waits() as waits:
                     step = verb()
-                found[n_mbs][name] = waits
+                result[n_mbs][name] = waits
                 if name == "train":
                     assert step.n_mbs == n_mbs
-    for name, waits in found[4].items():
-        assert waits == found[2][name], f"{name}: {waits} with four micro-batches, {found[2][name]} with two"
+    for name, waits in result[4].items():
+        assert waits == result[2][name], f"{name}: {waits} with four micro-batches, {result[2][name]} with two"
         assert backend != "fsdp:d1" or waits.total() <= 4, f"{name}: {waits}"
 
 
@@ -140,9 +140,9 @@ def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
         "grads": [x for x in grads if x is not None],
         "optimizer": [x for each in optimizers for state in each.state.values() for x in state.values() if x.dim()],
     }
-    local = {kind: [x.to_local() if isinstance(x, DTensor) else x for x in found] for kind, found in tensors.items()}
-    storages = {kind: {s._cdata: s for s in (x.untyped_storage() for x in found)} for kind, found in local.items()}
-    return {kind: sum(storage.nbytes() for storage in found.values()) for kind, found in storages.items()}
+    local = {kind: [x.to_local() if isinstance(x, DTensor) else x for x in values] for kind, values in tensors.items()}
+    storages = {kind: {s._cdata: s for s in (x.untyped_storage() for x in values)} for kind, values in local.items()}
+    return {kind: sum(storage.nbytes() for storage in unique.values()) for kind, unique in storages.items()}
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
@@ -176,12 +176,12 @@ def test_step_reports_onload(backend: str) -> None:
     with started(backend) as engine:
         batch = local_batch(engine, global_batch())
         assert "onloaded_bytes" not in engine.train_batch(batch, loss).metrics
-        held = bytes_on_device(engine)
+        on_device = bytes_on_device(engine)
         engine.offload()
         params = engine.eval_batch(batch, loss).metrics["onloaded_bytes"]
         rest = engine.train_batch(batch, loss).metrics["onloaded_bytes"]
         assert "onloaded_bytes" not in engine.eval_batch(batch, loss).metrics
-        here = torch.tensor([float(held["params"]), float(sum(held.values()))])
+        here = torch.tensor([float(on_device["params"]), float(sum(on_device.values()))])
         torch.distributed.all_reduce(here)
         assert [params, params + rest] == here.tolist()
 
@@ -222,8 +222,8 @@ def test_each_kind_of_tensor_is_offloaded_separately(backend: str) -> None:
         before = bytes_on_device(engine)
         for kind in before:
             engine.offload(**{other: other == kind for other in before})
-            found = bytes_on_device(engine)
-            assert found == {**before, kind: 0}
+            result = bytes_on_device(engine)
+            assert result == {**before, kind: 0}
             engine.onload(**{other: other == kind for other in before})
             assert bytes_on_device(engine) == before
 

@@ -23,11 +23,11 @@ def expected_outputs(samples: list[Sample], head: Tensor | None, temperature: fl
         return [reference.outputs(sample) for sample in samples]
 
 
-def close(found: Tensor, expected: Tensor | None) -> None:
+def close(actual: Tensor, expected: Tensor | None) -> None:
     assert expected is not None
-    assert found.shape == expected.shape
-    assert not found.requires_grad
-    assert (found.double() - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
+    assert actual.shape == expected.shape
+    assert not actual.requires_grad
+    assert (actual.double() - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, 4))
@@ -37,15 +37,15 @@ def test_every_output_equals_transformers(backend: str, form: str) -> None:
         samples = local_batch(engine, global_batch())
         lengths = [len(sample["input_ids"]) for sample in samples]
         head = weights_of(engine)["value_head.weight"]
-        found = engine.forward_batch(as_input(samples, form), outputs=EVERYTHING)
-        assert list(found) == ["logprobs", "entropy", "values", "logits", "hidden", "topk"]
-        by_row = {name: rows(found[name], lengths) for name in ("logprobs", "entropy", "values", "logits", "hidden")}
+        actual = engine.forward_batch(as_input(samples, form), outputs=EVERYTHING)
+        assert list(actual) == ["logprobs", "entropy", "values", "logits", "hidden", "topk"]
+        by_row = {name: rows(actual[name], lengths) for name in ("logprobs", "entropy", "values", "logits", "hidden")}
         for i, expected in enumerate(expected_outputs(samples, head)):
             for name, value in by_row.items():
                 close(value[i], getattr(expected, name))
             assert by_row["logprobs"][i][-1] == 0.0
             best = expected.logits.log_softmax(-1).topk(5)
-            ids, logprobs = rows(found["topk"].ids, lengths)[i], rows(found["topk"].logprobs, lengths)[i]
+            ids, logprobs = rows(actual["topk"].ids, lengths)[i], rows(actual["topk"].logprobs, lengths)[i]
             close(logprobs, best.values)
             close(expected.logits.log_softmax(-1).gather(-1, ids), best.values)
         alone = engine.forward_batch(as_input(samples, form), outputs=("entropy",))
@@ -76,10 +76,10 @@ def test_temperature_from_config_or_per_sequence(backend: str) -> None:
         samples = local_batch(engine, global_batch())
         own = [{**sample, "temperature": torch.tensor(0.25 + 0.5 * i)} for i, sample in enumerate(samples)]
         for batch in (samples, own):
-            found = engine.forward_batch(batch, outputs=("logprobs", "entropy", "logits"))
+            actual = engine.forward_batch(batch, outputs=("logprobs", "entropy", "logits"))
             for i, expected in enumerate(expected_outputs(batch, None, temperature=0.5)):
-                for name in found:
-                    close(found[name][i], getattr(expected, name))
+                for name in actual:
+                    close(actual[name][i], getattr(expected, name))
 
         def nll(out: TokenOutputs, batch: dict) -> Tensor:
             return -out.logprobs.sum()
@@ -88,9 +88,9 @@ def test_temperature_from_config_or_per_sequence(backend: str) -> None:
             return torch.ones(())
 
         total = -sum(out.logprobs.sum() for out in expected_outputs(own, None))
-        found = engine.global_sum(torch.tensor(total.item())).item()
+        actual = engine.global_sum(torch.tensor(total.item())).item()
         step = engine.eval_batch(own, nll, one)
-        assert step.loss * step.metrics["weight"] == pytest.approx(found, rel=1e-5)
+        assert step.loss * step.metrics["weight"] == pytest.approx(actual, rel=1e-5)
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
@@ -102,8 +102,8 @@ def test_multiple_targets_per_position(backend: str) -> None:
             targets = torch.randint(0, VOCAB, (len(sample["input_ids"]), 3), generator=generator)
             targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
             samples.append({"input_ids": sample["input_ids"], "target_ids": targets})
-        found = engine.forward_batch(samples)
-        for row, sample, expected in zip(found, samples, expected_outputs(samples, None), strict=True):
+        actual = engine.forward_batch(samples)
+        for row, sample, expected in zip(actual, samples, expected_outputs(samples, None), strict=True):
             close(row, expected.logprobs)
             assert not row[sample["target_ids"] == -100].any()
 
@@ -118,20 +118,20 @@ def test_output_mask_zeros_unwanted_positions_only(backend: str) -> None:
             sample["loss_mask"] = mask * (torch.arange(len(mask)) % 3 == 0) * (i > 0)
         asked = [where_trained(sample) for sample in samples]
         names = ("logprobs", "entropy", TopK(3))
-        whole, found = engine.forward_batch(samples, outputs=names), engine.forward_batch(asked, outputs=names)
+        full, actual = engine.forward_batch(samples, outputs=names), engine.forward_batch(asked, outputs=names)
         for i, sample in enumerate(asked):
             wanted = sample["output_mask"]
-            for all_of, some in zip(each_of(whole, i), each_of(found, i), strict=True):
+            for all_of, some in zip(each_of(full, i), each_of(actual, i), strict=True):
                 assert torch.allclose(some[wanted].double(), all_of[wanted].double(), rtol=1e-5, atol=1e-6)
                 assert not some[~wanted].any()
         assert any(sample["output_mask"].any() for sample in asked)
         assert_same_gradient(engine, samples, asked)
 
 
-def each_of(found: dict, sample: int) -> list[Tensor]:
+def each_of(result: dict, sample: int) -> list[Tensor]:
     """Return log-probs, entropy, and the log-probs and ids of top-k of one sample."""
-    top = found["topk"]
-    return [found["logprobs"][sample], found["entropy"][sample], top.logprobs[sample], top.ids[sample]]
+    top = result["topk"]
+    return [result["logprobs"][sample], result["entropy"][sample], top.logprobs[sample], top.ids[sample]]
 
 
 def assert_same_gradient(engine: TrainEngine, *batches: list[Sample]) -> None:
@@ -173,17 +173,17 @@ def test_overlong_sequences_are_dropped_or_packed_alone(backend: str) -> None:
     ):
         # Separate shards, so that both engines get the same sequences where none is dropped.
         mine_of = [sample for sample in local_batch(engine, everything) if len(sample["input_ids"]) <= 20]
-        found, expected = engine.eval_batch(local_batch(engine, everything), loss), other.eval_batch(mine_of, loss)
-        assert found.metrics["dropped_sequences"] == len(everything) - len(kept)
-        assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in kept)
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        actual, expected = engine.eval_batch(local_batch(engine, everything), loss), other.eval_batch(mine_of, loss)
+        assert actual.metrics["dropped_sequences"] == len(everything) - len(kept)
+        assert actual.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in kept)
+        assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
         restored = engine.forward_batch(local_batch(engine, everything))
         dropped = [
             x for x, sample in zip(restored, local_batch(engine, everything), strict=True) if len(sample["input_ids"]) > 20
         ]
         assert all(len(x) > 20 and not x.any() for x in dropped)
-    with started(backend, mb_spec={"max_tokens_per_mb": 20, "overlong": "alone"}) as alone, started(backend) as whole:
+    with started(backend, mb_spec={"max_tokens_per_mb": 20, "overlong": "alone"}) as alone, started(backend) as full:
         batch = local_batch(alone, everything)
-        found, expected = alone.eval_batch(batch, loss), whole.eval_batch(batch, loss)
-        assert found.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in everything)
-        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        actual, expected = alone.eval_batch(batch, loss), full.eval_batch(batch, loss)
+        assert actual.n_tokens == expected.n_tokens == sum(len(sample["input_ids"]) for sample in everything)
+        assert actual.loss == pytest.approx(expected.loss, rel=1e-5)

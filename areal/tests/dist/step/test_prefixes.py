@@ -53,10 +53,10 @@ def run(way: str, spec: MicroBatchSpec) -> tuple[dict[str, Any], dict[str, Tenso
     backend, options = settings(way)
     with float64_everywhere(), started(backend, value_head=True, mb_spec=spec, **options) as engine:
         batch = local_batch(engine, masked())
-        found = engine.forward_batch(batch, outputs=EVERYTHING)
+        result = engine.forward_batch(batch, outputs=EVERYTHING)
         engine.forward_backward(batch, everything, outputs=EVERYTHING, normalization="sum")
         lengths = [(mb.n_tokens, mb.padded_length) for mb in engine.microbatches(batch).real]
-        return found, gradients_of(engine), lengths
+        return result, gradients_of(engine), lengths
 
 
 def marked(way: str) -> Any:

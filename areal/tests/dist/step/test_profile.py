@@ -96,11 +96,11 @@ def test_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
     with started(backend) as engine, started(backend) as plain:
         batch = local_batch(engine, global_batch())
         losses = [plain.train_batch(batch, loss).loss for _ in range(3)]
-        found = [engine.train_batch(batch, loss).loss]
+        result = [engine.train_batch(batch, loss).loss]
         with engine.profile(tmp_path / "new" / "folder"):
             step = engine.train_batch(batch, loss)
-        found += [step.loss, engine.train_batch(batch, loss).loss]
-        assert found == losses
+        result += [step.loss, engine.train_batch(batch, loss).loss]
+        assert result == losses
         engine.forward_backward(batch, loss)
         gradients = sum(x.numel() * x.element_size() for x in gradients_of(engine).values())
         engine.control.gather(None)
@@ -113,7 +113,7 @@ def test_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
     content = json.loads((folder / f"memory-rank{rank}.json").read_text())
     phases = {phase.split(" ")[0] for _, _, phase in content["points"]}
     assert phases >= {"data", "forward", "backward", "optimizer"}
-    peak = max(held for _, held, _ in content["points"])
+    peak = max(allocated for _, allocated, _ in content["points"])
     assert content["peak"]["bytes"] == peak
     if backend == "fsdp:d1":  # in other layouts a rank has only a shard of them, or they are in preallocated buffers
         assert peak >= gradients
@@ -126,10 +126,10 @@ def test_profile_nests_reductions_and_schedule(tmp_path: Path) -> None:
         with engine.profile(tmp_path, memory=False):
             step = engine.train_batch(global_batch(), loss)
     assert not list(tmp_path.glob("memory*"))
-    found = ranges_in(tmp_path / "trace-rank0.json.gz")
+    result = ranges_in(tmp_path / "trace-rank0.json.gz")
 
     def spans(name: str) -> list[tuple[float, float]]:
-        return [(event["ts"], event["ts"] + event["dur"]) for event in found if event["name"] == name]
+        return [(event["ts"], event["ts"] + event["dur"]) for event in result if event["name"] == name]
 
     (last,) = spans(f"backward mb {step.n_mbs - 1}")
     assert sum(last[0] <= begin and end <= last[1] for begin, end in spans("reduce")) >= 3

@@ -64,10 +64,10 @@ def test_policy_reference_and_critic_train_together_without_leak() -> None:
                 used.append(memory())
         assert values[-1] < 0.9 * values[2], "the critic has learnt nothing"
         # A leak of one tensor per step would add 40 by the last count; pytest itself holds a varying few.
-        found, *_, last = counts
-        assert last[0] == found[0], f"process groups: {counts}"
-        assert last[1] - found[1] < 10, f"live tensors: {counts}"
-        assert last[2] - found[2] <= 1, f"thousands of objects: {counts}"
+        actual, *_, last = counts
+        assert last[0] == actual[0], f"process groups: {counts}"
+        assert last[1] - actual[1] < 10, f"live tensors: {counts}"
+        assert last[2] - actual[2] <= 1, f"thousands of objects: {counts}"
         assert used[-1] - used[1] < 16, f"resident MiB: {used}"
         models = [weakref.ref(engine._parts.model) for engine in (policy, reference, critic)]
     gc.collect()

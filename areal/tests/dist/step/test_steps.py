@@ -110,8 +110,8 @@ def test_accumulated_calls_equal_one_batch(cell: Cell, normalization: Normalizat
             divide_by = 1.0 if normalization == "sum" else float(normalization)
             expected = reference.step(run.samples(), *call, divide_by=divide_by)
             losses = [
-                run.engine.forward_backward(part, *call, outputs=objective.outputs, normalization=normalization).loss
-                for part in in_parts(run, 3)
+                run.engine.forward_backward(batch, *call, outputs=objective.outputs, normalization=normalization).loss
+                for batch in split_over_calls(run, 3)
             ]
             assert sum(losses) == pytest.approx(expected.loss, rel=cell.tolerance)
         gradients = assert_tensors(run.engine.named_gradients(), expected.gradients, cell.tolerance)
@@ -123,17 +123,17 @@ def test_accumulated_calls_equal_one_batch(cell: Cell, normalization: Normalizat
     record(TABLE, f"calls by {normalization}, {cell}", gradients=f"{gradients:.0e}", weights=f"{weights:.0e}")
 
 
-def in_parts(run: CellEngine, n: int) -> list[Any]:
+def split_over_calls(run: CellEngine, n: int) -> list[Any]:
     """Split this rank's shard over ``n`` calls; a rank that has too few sequences passes weightless ones."""
     everything = run.samples()
-    parts = []
-    for part in range(n):
-        chosen = [everything[i] for i in run.local_indices[part::n]]
+    batches = []
+    for first in range(n):
+        chosen = [everything[i] for i in run.local_indices[first::n]]
         if not chosen:
             spare = everything[run.local_indices[0]]
             chosen = [{**spare, "loss_mask": spare["loss_mask"] * 0}]
-        parts.append(as_input(chosen, run.cell.case.form))
-    return parts
+        batches.append(as_input(chosen, run.cell.case.form))
+    return batches
 
 
 LOOPS = cells(family="qwen2", objective_name="nll", case_name="starved", cut="tokens24")
@@ -163,8 +163,8 @@ def test_custom_loop_equals_train_batch(cell: Cell) -> None:
         gradients = assert_tensors(run.engine.named_gradients(), expected.gradients, cell.tolerance)
 
         losses = [result["loss"] for result in results]
-        mine = sum(losses[1:], losses[0]).double()
-        assert run.engine.global_sum(mine).item() == pytest.approx(expected.loss, rel=cell.tolerance)
+        local_loss = sum(losses[1:], losses[0]).double()
+        assert run.engine.global_sum(local_loss).item() == pytest.approx(expected.loss, rel=cell.tolerance)
         restored = mbs.restore([{key: result[key] for key in ("logprobs", "length")} for result in results])
         lengths = [cell.case.lengths[i] for i in run.local_indices]
         assert restored["length"].tolist() == lengths

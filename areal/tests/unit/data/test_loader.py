@@ -19,9 +19,9 @@ def loaders(n: int, dp_size: int, **kwargs: Any) -> list[ShardedLoader]:
 
 
 def global_batches(ranks: list[ShardedLoader]) -> Iterator[list[int]]:
-    for parts in zip(*ranks, strict=True):
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        yield [sample for part in parts for sample in part]
+    for shards in zip(*ranks, strict=True):
+        assert max(map(len, shards)) - min(map(len, shards)) <= 1
+        yield [sample for shard in shards for sample in shard]
 
 
 @settings(deadline=None)
@@ -130,9 +130,9 @@ def test_loader_balances_cost_over_ranks() -> None:
     """Balance one long sample among short ones: the global batches do not change, and no rank gets far more cost than another."""
     costs = [1.0 + 63 * (i % 8 == 0) for i in range(64)]
     plain, dealt = (loaders(64, 2, batch_size=16, seed=5, costs=c) for c in (None, costs))
-    for batch, parts in zip(global_batches(plain), zip(*dealt, strict=True), strict=True):
-        assert sorted(batch) == sorted(i for part in parts for i in part)
-        sums = [sum(costs[i] for i in part) for part in parts]
+    for batch, shards in zip(global_batches(plain), zip(*dealt, strict=True), strict=True):
+        assert sorted(batch) == sorted(i for shard in shards for i in shard)
+        sums = [sum(costs[i] for i in shard) for shard in shards]
         long = sum(costs[i] > 1 for i in batch)
         assert max(sums) - min(sums) <= (64 if long % 2 else 1)
 
@@ -140,11 +140,11 @@ def test_loader_balances_cost_over_ranks() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=30), st.integers(1, 6))
 def test_balanced_shards_are_complete_and_even(costs: list[float], n: int) -> None:
-    shares = deal(costs, n)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
-    assert len(shares) == n
-    assert all(shares) or len(costs) < n
-    sums = [sum(costs[i] for i in share) for share in shares]
+    shards = deal(costs, n)
+    assert sorted(i for shard in shards for i in shard) == list(range(len(costs)))
+    assert len(shards) == n
+    assert all(shards) or len(costs) < n
+    sums = [sum(costs[i] for i in shard) for shard in shards]
     assert max(sums) - min(sums) <= max(costs) * (1 + 1e-9)
 
 

@@ -33,7 +33,7 @@ def check(tree: PrefixTree, samples: list[list[int]]) -> None:
     assert len(tree) == sum(tree.own) == len(beginnings(samples))
     packed = [tuple(ids[: n + 1]) for ids in samples for n in range(len(ids))]
     stream = [packed[i] for i in tree.tokens]
-    assert [stream[place] for place in tree.places] == packed
+    assert [stream[index] for index in tree.places] == packed
     branches = TokenStream.of([len(ids) for ids in samples], len(tree) + 3, tree)
     assert branches.positions().tolist() == [len(beginning) - 1 for beginning in stream] + [0, 1, 2]
     ends = list(accumulate(branches.own))
@@ -41,7 +41,7 @@ def check(tree: PrefixTree, samples: list[list[int]]) -> None:
     assert padding.tolist() == [len(tree), len(tree) + 1, len(tree) + 2]
     for own, end, path in zip(tree.own, ends, paths, strict=False):
         last = stream[end - 1]
-        assert [stream[place] for place in path] == [last[: n + 1] for n in range(len(last))]
+        assert [stream[index] for index in path] == [last[: n + 1] for n in range(len(last))]
         assert path[-own:].tolist() == list(range(end - own, end))
 
 

@@ -73,10 +73,10 @@ class Run:
     gradients: list[Tensor]
 
 
-def run(how: Any, share: float = 1.0) -> Run:
+def run(how: Any, fraction: float = 1.0) -> Run:
     torch.manual_seed(0)
     layers = [Layer() for _ in range(LAYERS)]
-    recompute_layers(layers, how, share)
+    recompute_layers(layers, how, fraction)
     x = torch.randn(1, TOKENS, WIDTH)
     with Alive([p for layer in layers for p in layer.parameters()]) as alive:
         for layer in layers:
@@ -103,7 +103,7 @@ def test_checkpointing_modes_save_memory_and_recompute_as_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "calls"), [(0.5, [1, 2, 1, 2]), (0.25, [1, 1, 1, 2]), (0.75, [1, 2, 2, 2]), (1.0, [2, 2, 2, 2])]
+    ("fraction", "calls"), [(0.5, [1, 2, 1, 2]), (0.25, [1, 1, 1, 2]), (0.75, [1, 2, 2, 2]), (1.0, [2, 2, 2, 2])]
 )
-def test_fraction_of_checkpointed_layers_is_spread_evenly(share: float, calls: list[int]) -> None:
-    assert run("full", share).calls == calls
+def test_fraction_of_checkpointed_layers_is_spread_evenly(fraction: float, calls: list[int]) -> None:
+    assert run("full", fraction).calls == calls

@@ -205,18 +205,18 @@ def test_drafts_of_dead_processes_are_removed(tmp_path: Path) -> None:
     dead = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
-    mine = open_draft(tmp_path / "other").name
+    own_draft = open_draft(tmp_path / "other").name
     pid = re.compile(rf"-{os.getpid()}-")
-    of_dead = pid.sub(f"-{int(dead.stdout)}-", mine)
-    of_living = pid.sub(f"-{os.getppid()}-", mine)
-    elsewhere = mine.replace(module.socket.gethostname(), "elsewhere.example")
+    of_dead = pid.sub(f"-{int(dead.stdout)}-", own_draft)
+    of_living = pid.sub(f"-{os.getppid()}-", own_draft)
+    elsewhere = own_draft.replace(module.socket.gethostname(), "elsewhere.example")
     old_elsewhere = elsewhere + "1"
     for name in (of_dead, of_living, elsewhere, old_elsewhere):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     os.utime(tmp_path / old_elsewhere, (0, 0))
     discard(open_draft(tmp_path / "checkpoint"))
-    assert set(hidden(tmp_path)) == {mine, of_living, elsewhere}
+    assert set(hidden(tmp_path)) == {own_draft, of_living, elsewhere}
     discard(open_draft(tmp_path / "other"))
     assert set(hidden(tmp_path)) == {of_living}
 

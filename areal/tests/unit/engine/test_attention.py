@@ -90,8 +90,8 @@ def test_kernel_equals_naive_attention_and_its_gradients(
     out = packed_attention(*tensors[:3], segments(lengths), **options)
     up = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     assert (out - expected).abs().max() <= 1e-12
-    for mine, theirs in zip(torch.autograd.grad(out, used, up), torch.autograd.grad(expected, used, up), strict=True):
-        assert (mine - theirs).abs().max() <= 1e-12
+    for ours, theirs in zip(torch.autograd.grad(out, used, up), torch.autograd.grad(expected, used, up), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12
 
 
 def test_kernel_passes_gradcheck() -> None:
@@ -150,18 +150,18 @@ def test_keys_shared_by_several_segments(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     paths = [torch.arange(5), torch.tensor([0, 1, 2, 5, 6]), torch.tensor([0, 1, 2, 5, 7, 8, 9])]
     q, k, v = (torch.randn(10, heads, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    own, whole, index = (5, 2, 3), [len(path) for path in paths], torch.cat(paths)
+    own, full, index = (5, 2, 3), [len(path) for path in paths], torch.cat(paths)
     up = torch.randn(10, 4, 4, dtype=torch.float64, generator=generator)
-    found = [x.clone().requires_grad_() for x in (q, k, v)]
+    actual = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = [x.clone().requires_grad_() for x in (q, k, v)]
-    shared = packed_attention(*found, Segments.of(own, whole, keys=index), scale=0.5, window=window)
+    shared = packed_attention(*actual, Segments.of(own, full, keys=index), scale=0.5, window=window)
     copies = (expected[1][index], expected[2][index])
-    apart = packed_attention(expected[0], *copies, Segments.of(own, whole), scale=0.5, window=window)
+    apart = packed_attention(expected[0], *copies, Segments.of(own, full), scale=0.5, window=window)
     assert torch.equal(shared, apart)
     shared.backward(up)
     apart.backward(up)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, atol=1e-14, rtol=1e-14)
+    for ours, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.grad, other.grad, atol=1e-14, rtol=1e-14)
 
 
 def test_gradient_of_shared_key_is_summed_in_float32() -> None:

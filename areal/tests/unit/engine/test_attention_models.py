@@ -110,8 +110,8 @@ def test_packed_equals_one_sequence_at_a_time(family: str, checkpointing: bool) 
     # inputs.
     assert (out - expected).abs().max() <= 1e-6 * expected.abs().max()
     largest = max(p.grad.abs().max().item() for p in stock.parameters() if p.grad is not None)
-    for (name, mine), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
-        assert (mine.grad - theirs.grad).abs().max() <= 1e-6 * largest, name
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).abs().max() <= 1e-6 * largest, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

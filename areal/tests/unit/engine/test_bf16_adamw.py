@@ -56,14 +56,14 @@ def long_run(optimizer_of: Any) -> tuple[float, Tensor]:
 def test_long_run_of_small_updates_tracks_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**OPTIONS, "lr": 2e-3, "weight_decay": 0.0}
     exact, exact_second = long_run(lambda p: torch.optim.AdamW(p, **options))
-    found, found_second = long_run(lambda p: BFloat16AdamW(p, **options))
+    actual, found_second = long_run(lambda p: BFloat16AdamW(p, **options))
     monkeypatch.setattr(bf16_adamw, "_round", lambda out, value, generator: out.copy_(value))
     _, nearest_second = long_run(lambda p: BFloat16AdamW(p, **options))
 
     def error(second: Tensor) -> float:
         return float((second - exact_second).norm() / exact_second.norm())
 
-    assert found == pytest.approx(exact, rel=0.1)
+    assert actual == pytest.approx(exact, rel=0.1)
     assert error(found_second) < 0.1
     assert error(nearest_second) > 3 * error(found_second)  # rounding to nearest would leave the value unchanged
 

@@ -65,8 +65,8 @@ def reference(
 
 def named(outputs: HeadOutputs) -> dict[str, Tensor]:
     topk = None if outputs.topk is None else outputs.topk.logprobs
-    found = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "topk": topk}
-    return {name: x for name, x in found.items() if x is not None}
+    result = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "topk": topk}
+    return {name: x for name, x in result.items() if x is not None}
 
 
 def scalar(outputs: dict[str, Tensor]) -> Tensor:

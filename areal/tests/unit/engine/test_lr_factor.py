@@ -25,12 +25,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_lr_factor_equals_reference(schedule: Any, options: dict[str, Any]) -> None:
     config = OptimizerConfig(lr=1.0, lr_scheduler=schedule, decay_ratio=0.5, **options)
     reference = learning_rate(config, STEPS)
-    found = [lr_factor(step, config, STEPS) for step in range(STEPS + 4)]
-    assert found == pytest.approx([reference(step) for step in range(STEPS + 4)], abs=1e-12)
-    assert all(0 <= factor <= 1 for factor in found)
+    actual = [lr_factor(step, config, STEPS) for step in range(STEPS + 4)]
+    assert actual == pytest.approx([reference(step) for step in range(STEPS + 4)], abs=1e-12)
+    assert all(0 <= factor <= 1 for factor in actual)
 
 
 def test_lr_factor_of_linear_schedule() -> None:
     config = OptimizerConfig(lr_scheduler="linear", warmup_steps=2, min_lr_ratio=0.2)
-    found = [lr_factor(step, config, 10) for step in range(12)]
-    assert found == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2])
+    result = [lr_factor(step, config, 10) for step in range(12)]
+    assert result == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2])

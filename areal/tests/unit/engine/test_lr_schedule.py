@@ -30,23 +30,23 @@ def test_constant_schedule() -> None:
 
 def test_linear_schedule() -> None:
     assert factors(lr_scheduler="linear") == pytest.approx([max(0.0, 1 - i / TOTAL) for i in range(TOTAL + 3)])
-    found = factors(lr_scheduler="linear", warmup_steps=5, min_lr_ratio=0.2)
-    assert found[5:] == pytest.approx([0.2 + 0.8 * max(0.0, 1 - i / 15) for i in range(18)])
+    result = factors(lr_scheduler="linear", warmup_steps=5, min_lr_ratio=0.2)
+    assert result[5:] == pytest.approx([0.2 + 0.8 * max(0.0, 1 - i / 15) for i in range(18)])
 
 
 def test_cosine_schedule() -> None:
-    found = factors(lr_scheduler="cosine", warmup_steps=4, min_lr_ratio=0.1)
+    result = factors(lr_scheduler="cosine", warmup_steps=4, min_lr_ratio=0.1)
     after = [0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, i / 16))) / 2 for i in range(19)]
-    assert found[4:] == pytest.approx(after)
-    assert found[12] == pytest.approx(0.55)
+    assert result[4:] == pytest.approx(after)
+    assert result[12] == pytest.approx(0.55)
 
 
 def test_wsd_schedule_is_constant_then_decays() -> None:
-    found = factors(lr_scheduler="wsd", warmup_steps=2, decay_ratio=0.25, min_lr_ratio=0.5)
-    assert found[:2] == [0.5, 1.0]
-    assert found[2:16] == [1.0] * 14
-    assert found[16:21] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5])
-    assert found[21:] == [0.5, 0.5]
+    result = factors(lr_scheduler="wsd", warmup_steps=2, decay_ratio=0.25, min_lr_ratio=0.5)
+    assert result[:2] == [0.5, 1.0]
+    assert result[2:16] == [1.0] * 14
+    assert result[16:21] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5])
+    assert result[21:] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("scheduler", ["linear", "cosine", "wsd"])

@@ -51,8 +51,8 @@ def test_half_precision_router_logits_are_summed_in_float32() -> None:
 
 def test_expert_load_is_summed_over_stages_and_ranks() -> None:
     total = RoutingSums()
-    for part in (RoutingSums({}, {0: [4.0, 0.0]}), RoutingSums({}, {0: [2.0, 2.0], 1: [1.0, 0.0]})):
-        total.merge(part)
+    for sums in (RoutingSums({}, {0: [4.0, 0.0]}), RoutingSums({}, {0: [2.0, 2.0], 1: [1.0, 0.0]})):
+        total.merge(sums)
     assert total.loads == {0: [6.0, 2.0], 1: [1.0, 0.0]}
     assert total.metrics() == {
         "moe/load_max_over_mean": 1.75,

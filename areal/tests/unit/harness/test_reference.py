@@ -49,9 +49,9 @@ def test_reference_loss_and_gradients_equal_transformers(family: str) -> None:
         (torch.stack(losses).sum() / sum(predicted)).backward()
     assert step.weights == {"loss": float(sum(predicted))}
     assert step.loss == pytest.approx(sum(losses).item() / sum(predicted), rel=1e-12)
-    mine, theirs = dict(reference.model.named_parameters()), dict(model.named_parameters())
+    ours, theirs = dict(reference.model.named_parameters()), dict(model.named_parameters())
     largest = max(parameter.grad.abs().max() for parameter in theirs.values())
-    assert all((mine[name].grad - theirs[name].grad).abs().max() < 1e-12 * largest for name in theirs)
+    assert all((ours[name].grad - theirs[name].grad).abs().max() < 1e-12 * largest for name in theirs)
     assert step.grad_norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)), rel=1e-12)
 
 
@@ -87,11 +87,11 @@ def test_reference_learning_rates() -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_dp_ranks_get_uneven_shards(case: Case, dp_size: int) -> None:
-    shares = [dp_shard_indices(case, rank, dp_size) for rank in range(dp_size)]
-    assert sorted(chain.from_iterable(shares)) == list(range(len(case.lengths)))
-    assert all(shares)
-    assert dp_size == 1 or len({len(chosen) for chosen in shares}) > 1
-    for chosen in shares:
+    shards = [dp_shard_indices(case, rank, dp_size) for rank in range(dp_size)]
+    assert sorted(chain.from_iterable(shards)) == list(range(len(case.lengths)))
+    assert all(shards)
+    assert dp_size == 1 or len({len(chosen) for chosen in shards}) > 1
+    for chosen in shards:
         batch = samples(case)
         padded = as_input([batch[i] for i in chosen], "padded")
         lengths = [case.lengths[i] for i in chosen]

@@ -88,13 +88,13 @@ def test_weights_are_nonzero_only_at_response_predictions() -> None:
 
 def test_groups_are_not_split_over_ranks() -> None:
     rl = workloads.load("rl")
-    shares = [rl.share(rank, 2) for rank in range(2)]
-    assert sorted(shares[0] + shares[1]) == list(range(128))
-    assert not {rl.groups[i] for i in shares[0]} & {rl.groups[i] for i in shares[1]}
-    tokens = [rl.take(share).tokens for share in shares]
+    shards = [rl.shard_indices(rank, 2) for rank in range(2)]
+    assert sorted(shards[0] + shards[1]) == list(range(128))
+    assert not {rl.groups[i] for i in shards[0]} & {rl.groups[i] for i in shards[1]}
+    tokens = [rl.take(shard).tokens for shard in shards]
     assert max(tokens) < 1.1 * min(tokens)
     with pytest.raises(ValueError, match=r"ranks = 17.*16 groups"):
-        rl.share(0, 17)
+        rl.shard_indices(0, 17)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,9 +127,9 @@ def test_wrong_benchmark_row_is_detected(tasks: dict[str, Task], references: dic
     exact = references["ragged"]
     good = LOOPS["stock"]
 
-    def joined(model, part):
+    def joined(model, batch):
         """Attend over all sequences as one, as a mask of ones does."""
-        return good.logprobs(model, replace(part, input_ids=(torch.cat(part.input_ids),)))
+        return good.logprobs(model, replace(batch, input_ids=(torch.cat(batch.input_ids),)))
 
     row = PlainRow(tasks["ragged"], Loop(good.cut, joined))
     assert exact.wrong_step(*zip(*(row.step() for _ in range(STEPS)), strict=True), "float32")
@@ -212,9 +212,9 @@ def test_gpu_benchmark_runs_on_cpu_with_tiny_shape(tmp_path: Path) -> None:
             gpu_command.main(settings)
         return
     gpu_command.main(settings)
-    found = json.loads(output.read_text())
-    assert [entry["row"] for entry in found["steps"]] == ["tiny areal fsdp:d1", "tiny plain transformers"]
-    assert all(entry["mfu"] > 0 for entry in found["steps"])
-    assert [entry["head"] for entry in found["head"]] == ["chunked", "all logits"]
+    result = json.loads(output.read_text())
+    assert [entry["row"] for entry in result["steps"]] == ["tiny areal fsdp:d1", "tiny plain transformers"]
+    assert all(entry["mfu"] > 0 for entry in result["steps"])
+    assert [entry["head"] for entry in result["head"]] == ["chunked", "all logits"]
     with pytest.raises(ValueError, match="there are"):
         gpu_command.main(dataclasses.replace(settings, shapes=("9B",)))

@@ -123,13 +123,15 @@ def test_every_page_is_linked_from_the_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [("a\n```python\nx = 1\n```\nb\n```sh\nmake test\n```\n", [(3, "x = 1\n")]), ("```toml\n[a]\n```\n", [])],
 )
-def test_code_blocks_are_extracted_with_line_numbers(tmp_path: Path, text: str, found: list[tuple[int, str]]) -> None:
+def test_code_blocks_are_extracted_with_line_numbers(
+    tmp_path: Path, text: str, expected: list[tuple[int, str]]
+) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    assert blocks(page, "python") == found
+    assert blocks(page, "python") == expected
 
 
 def test_heading_anchors_match_link_targets(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def test_example_loss_covers_answer_and_end_of_turn(examples, tokenizer, task):
         sample = chat.sample(problem)
         assert tokenizer.decode(trained_tokens(sample)) == problem.answer + CLOSE
         assert set(sample["loss_mask"].tolist()) == {0.0, 1.0}
-        whole = tokenizer.decode(sample["input_ids"])
-        assert whole.startswith(f"{OPEN}system\nAnswer with just the number.{CLOSE}\n{OPEN}user\n{problem.question}")
-        assert whole.endswith(f"{OPEN}assistant\n{problem.answer}{CLOSE}")
+        full = tokenizer.decode(sample["input_ids"])
+        assert full.startswith(f"{OPEN}system\nAnswer with just the number.{CLOSE}\n{OPEN}user\n{problem.question}")
+        assert full.endswith(f"{OPEN}assistant\n{problem.answer}{CLOSE}")
 
 
 def test_example_generation_prompt_equals_training_prompt(examples, tokenizer, task):
@@ -87,8 +87,8 @@ def test_example_tokenizer_without_template_uses_plain_text(examples, tokenizer,
     base = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token=UNKNOWN, eos_token=CLOSE)
     chat = examples["chat"].ChatFormat(base, "Be brief.")
     problem = task.train[0]
-    whole = base.decode(chat.sample(problem)["input_ids"])
-    assert whole == f"Be brief.\n{problem.question}\nAnswer: {problem.answer}{CLOSE}"
+    full = base.decode(chat.sample(problem)["input_ids"])
+    assert full == f"Be brief.\n{problem.question}\nAnswer: {problem.answer}{CLOSE}"
     assert base.decode(trained_tokens(chat.sample(problem))) == f" {problem.answer}{CLOSE}"
 
 

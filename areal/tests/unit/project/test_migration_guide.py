@@ -51,8 +51,8 @@ class There:
         for prompt, response, length, answered in zip(self.prompts, self.responses, PROMPTS, RESPONSES, strict=True):
             ids = torch.cat([prompt[P - length :], response[:answered]])
             scores = model(ids[None], use_cache=False).logits[0].log_softmax(-1)
-            found = scores[length - 1 : -1].gather(1, ids[length:, None]).squeeze(1)
-            rows.append(torch.cat([found, found.new_zeros(R - answered)]))
+            result = scores[length - 1 : -1].gather(1, ids[length:, None]).squeeze(1)
+            rows.append(torch.cat([result, result.new_zeros(R - answered)]))
         return torch.stack(rows)
 
     def clipped(self, logprobs: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ def assert_equal(engine: TrainEngine, loss: float, model: Any, expected: Tensor)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-9)
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = dict(engine.named_gradients())
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
+    actual = dict(engine.named_gradients())
+    assert actual.keys() == wanted.keys()
+    for name, gradient in actual.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-8, atol=1e-11)
     engine.zero_grad()
 
@@ -154,10 +154,10 @@ def test_migration_mean_loss(engine: TrainEngine, plain: Any) -> None:
 
 def test_migration_response_logprobs(engine: TrainEngine, plain: Any) -> None:
     there = There()
-    found = to_responses(engine.forward_batch(there.batch()), there.prompt_mask, there.response_mask)
+    actual = to_responses(engine.forward_batch(there.batch()), there.prompt_mask, there.response_mask)
     with torch.no_grad():
         expected = there.logprobs(plain)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_migration_left_padding_and_labels(engine: TrainEngine, plain: Any) -> None:

@@ -73,8 +73,8 @@ def test_partial_updates_are_applied_after_newest_full_version(tmp_path: Path, c
         meta = transport.send(ModuleSource(filled(version)), version, select=lambda name, part=part: part in name)
         assert (meta.kind, meta.n_tensors) == ("selected", 2)
     assert receiver.receive(0) == 3
-    found = {name: float(value.unique()) for name, value in module.named_parameters()}
-    assert found == {name: 2 if "q_proj" in name else 3 if "k_proj" in name else 1 for name in found}
+    result = {name: float(value.unique()) for name, value in module.named_parameters()}
+    assert result == {name: 2 if "q_proj" in name else 3 if "k_proj" in name else 1 for name in result}
 
 
 def test_version_is_a_model_directory(tmp_path: Path, control: ControlPlane) -> None:

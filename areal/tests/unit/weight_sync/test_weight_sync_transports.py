@@ -78,7 +78,7 @@ def control() -> Iterator[ControlPlane]:
 
 
 @pytest.fixture
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def socket_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a directory with a short path, for sockets."""
     folder = Path(f"/tmp/areal-ws-{os.getpid()}-{time.monotonic_ns()}")
     folder.mkdir(mode=0o700)
@@ -88,23 +88,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder.rmdir()
 
 
-def transport_to(way: str, place: Path, control: ControlPlane, **options: Any) -> Transport:
+def transport_to(way: str, socket_dir: Path, control: ControlPlane, **options: Any) -> Transport:
     options = {"bucket_bytes": BUCKET, "timeout": 30.0, **options}
     if way == "ipc":
-        return SharedMemoryTransport(control, place / "socket", **options)
+        return SharedMemoryTransport(control, socket_dir / "socket", **options)
     made = BroadcastTransport(control, **options)
     assert made.address is not None
-    (place / "partial").write_text(str(made.address[1]))
-    (place / "partial").rename(place / "port")
+    (socket_dir / "partial").write_text(str(made.address[1]))
+    (socket_dir / "partial").rename(socket_dir / "port")
     return made
 
 
-def receiver_of(way: str, place: Path, module: nn.Module, **options: Any) -> WeightReceiver:
+def receiver_of(way: str, socket_dir: Path, module: nn.Module, **options: Any) -> WeightReceiver:
     options = {"timeout": 30.0, **options}
     if way == "ipc":
-        return SharedMemoryReceiver(place / "socket", module, **options)
-    wait_for(place / "port")
-    return BroadcastReceiver(("127.0.0.1", int((place / "port").read_text())), module, **options)
+        return SharedMemoryReceiver(socket_dir / "socket", module, **options)
+    wait_for(socket_dir / "port")
+    return BroadcastReceiver(("127.0.0.1", int((socket_dir / "port").read_text())), module, **options)
 
 
 def wait_for(path: Path) -> None:
@@ -140,11 +140,11 @@ def dying(stage: str, armed: list[bool]) -> Observe:
 # ---- push
 
 
-def push_and_be_killed(way: str, place: Path, stage: str) -> None:
+def push_and_be_killed(way: str, socket_dir: Path, stage: str) -> None:
     torch.set_num_threads(1)
     init_default_group()
     armed: list[bool] = []
-    transport = transport_to(way, place, ControlPlane(), observe=dying(stage, armed))
+    transport = transport_to(way, socket_dir, ControlPlane(), observe=dying(stage, armed))
     transport.send(ModuleSource(filled(1)), 1)
     armed.append(True)
     transport.send(ModuleSource(filled(2)), 2)
@@ -153,10 +153,10 @@ def push_and_be_killed(way: str, place: Path, stage: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", PUSHED)
 @pytest.mark.parametrize("stage", ["ready", "open", "bucket 0", "bucket 3", "staged", "committed"])
-def test_killed_trainer_leaves_old_version_serving(way: str, stage: str, place: Path) -> None:
-    process = start(push_and_be_killed, way, place, stage)
+def test_killed_trainer_leaves_old_version_serving(way: str, stage: str, socket_dir: Path) -> None:
+    process = start(push_and_be_killed, way, socket_dir, stage)
     module = filled(0)
-    receiver = receiver_of(way, place, module)
+    receiver = receiver_of(way, socket_dir, module)
     assert receiver.version is None
     assert receiver.receive(60.0) == 1
     assert (number(module), receiver.version) == (1, 1)
@@ -172,7 +172,7 @@ def test_killed_trainer_leaves_old_version_serving(way: str, stage: str, place: 
     assert ended(process) == -signal.SIGKILL
 
 
-def receive_and_be_killed(way: str, place: Path, name: str, at_bucket: int) -> None:
+def receive_and_be_killed(way: str, socket_dir: Path, name: str, at_bucket: int) -> None:
     """Receive versions until the trainer ends and record the served weights, or exit at a bucket of the second version."""
     torch.set_num_threads(1)
     buckets: list[str] = []
@@ -185,20 +185,20 @@ def receive_and_be_killed(way: str, place: Path, name: str, at_bucket: int) -> N
             buckets.clear()
 
     module = filled(0)
-    receiver = receiver_of(way, place, module, observe=die)
+    receiver = receiver_of(way, socket_dir, module, observe=die)
     versions = []
     try:
         while True:
             versions.append(receiver.receive(60.0))
     except PeerLostError:
-        (place / name).write_text(f"{versions} {number(module):g} {receiver.version}")
+        (socket_dir / name).write_text(f"{versions} {number(module):g} {receiver.version}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", PUSHED)
-def test_killed_receiver_is_named_and_others_continue(way: str, place: Path, control: ControlPlane) -> None:
-    processes = [start(receive_and_be_killed, way, place, f"r{i}", 4 if i else -1) for i in range(2)]
-    transport = transport_to(way, place, control, receivers=2)
+def test_killed_receiver_is_named_and_others_continue(way: str, socket_dir: Path, control: ControlPlane) -> None:
+    processes = [start(receive_and_be_killed, way, socket_dir, f"r{i}", 4 if i else -1) for i in range(2)]
+    transport = transport_to(way, socket_dir, control, receivers=2)
     transport.send(ModuleSource(filled(1)), 1)
     began = time.monotonic()
     gone = rf"receiver \S+:{processes[1].pid} is gone.*version 2 was not sent; receivers keep what they have"
@@ -209,9 +209,9 @@ def test_killed_receiver_is_named_and_others_continue(way: str, place: Path, con
     transport.send(ModuleSource(filled(3)), 3)
     transport.close()
     transport.close()
-    wait_for(place / "r0")
+    wait_for(socket_dir / "r0")
     assert [ended(process) for process in processes] == [0, -signal.SIGKILL]
-    assert (place / "r0").read_text() == "[1, 3] 3 3"
+    assert (socket_dir / "r0").read_text() == "[1, 3] 3 3"
 
 
 def receiving(receiver: WeightReceiver) -> tuple[threading.Thread, list[Any]]:
@@ -230,10 +230,10 @@ def receiving(receiver: WeightReceiver) -> tuple[threading.Thread, list[Any]]:
 
 
 @pytest.mark.parametrize("way", PUSHED)
-def test_unresponsive_receiver_is_named_and_kept(way: str, place: Path, control: ControlPlane) -> None:
-    transport = transport_to(way, place, control, timeout=1.0)
+def test_unresponsive_receiver_is_named_and_kept(way: str, socket_dir: Path, control: ControlPlane) -> None:
+    transport = transport_to(way, socket_dir, control, timeout=1.0)
     module = filled(0)
-    receiver = receiver_of(way, place, module)
+    receiver = receiver_of(way, socket_dir, module)
     assert not receiver.pending()
     with pytest.raises(RuntimeError, match=rf"receiver \S+:{os.getpid()} does not answer \(awaited: ready\)"):
         transport.send(ModuleSource(filled(1)), 1)
@@ -249,20 +249,20 @@ def test_unresponsive_receiver_is_named_and_kept(way: str, place: Path, control:
 
 
 @pytest.mark.parametrize("way", PUSHED)
-def test_missing_peer_raises(way: str, place: Path, control: ControlPlane) -> None:
-    transport = transport_to(way, place, control, timeout=0.2)
+def test_missing_peer_raises(way: str, socket_dir: Path, control: ControlPlane) -> None:
+    transport = transport_to(way, socket_dir, control, timeout=0.2)
     with pytest.raises(RuntimeError, match=r"0 of 1 receivers have called .* within 0\.2 s"):
         transport.send(ModuleSource(filled(1)), 1)
     transport.close()
     with pytest.raises(PeerLostError, match=r"no trainer listens at .* after 0\.2 s"):
-        receiver_of(way, place, filled(0), timeout=0.2)
+        receiver_of(way, socket_dir, filled(0), timeout=0.2)
 
 
 @pytest.mark.parametrize("way", PUSHED)
-def test_mismatched_weights_raise_on_both_sides(way: str, place: Path, control: ControlPlane) -> None:
-    transport = transport_to(way, place, control)
+def test_mismatched_weights_raise_on_both_sides(way: str, socket_dir: Path, control: ControlPlane) -> None:
+    transport = transport_to(way, socket_dir, control)
     module = filled(0)
-    receiver = receiver_of(way, place, module)
+    receiver = receiver_of(way, socket_dir, module)
     for version, source, message in (
         (1, filled(1, "llama"), r"q_norm"),
         (2, filled(1, "qwen3_tied"), r"did not send 'lm_head\.weight'"),
@@ -293,7 +293,7 @@ def varied(seed: int) -> nn.Module:
 
 @pytest.mark.parametrize("way", PUSHED)
 def test_bucket_is_not_overwritten_before_slow_receiver_read_it(
-    way: str, place: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    way: str, socket_dir: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = Staging.put
 
@@ -302,8 +302,8 @@ def test_bucket_is_not_overwritten_before_slow_receiver_read_it(
         put(staging, piece, values)
 
     monkeypatch.setattr(Staging, "put", slowly)
-    transport, source, module = transport_to(way, place, control), varied(1), filled(0)
-    receiver = receiver_of(way, place, module)
+    transport, source, module = transport_to(way, socket_dir, control), varied(1), filled(0)
+    receiver = receiver_of(way, socket_dir, module)
     thread, came = receiving(receiver)
     transport.send(ModuleSource(source), 1)
     thread.join()
@@ -324,7 +324,7 @@ class Breaking:
 
 
 @pytest.mark.parametrize("way", [*PUSHED, "disk", "direct"])
-def test_failing_source_leaves_old_version(way: str, place: Path, tmp_path: Path, control: ControlPlane) -> None:
+def test_failing_source_leaves_old_version(way: str, socket_dir: Path, tmp_path: Path, control: ControlPlane) -> None:
     module = filled(0)
     receiver: WeightReceiver | None = None
     transport: Transport
@@ -336,8 +336,8 @@ def test_failing_source_leaves_old_version(way: str, place: Path, tmp_path: Path
             DiskReceiver(tmp_path / "w", module),
         )
     else:
-        transport, receiver = transport_to(way, place, control), None
-        receiver = receiver_of(way, place, module)
+        transport, receiver = transport_to(way, socket_dir, control), None
+        receiver = receiver_of(way, socket_dir, module)
     thread, came = receiving(receiver) if receiver is not None else (None, [])
     for source, version in ((filled(1), 1), (None, 2), (filled(3), 3)):
         if source is None:
@@ -360,22 +360,22 @@ def test_failing_source_leaves_old_version(way: str, place: Path, tmp_path: Path
 # ---- state left in the system
 
 
-def test_socket_of_dead_trainer_is_replaced_and_of_living_one_raises(place: Path, control: ControlPlane) -> None:
-    process = start(push_and_be_killed, "ipc", place, "ready")
-    wait_for(place / "socket")
+def test_socket_of_dead_trainer_is_replaced_and_of_living_one_raises(socket_dir: Path, control: ControlPlane) -> None:
+    process = start(push_and_be_killed, "ipc", socket_dir, "ready")
+    wait_for(socket_dir / "socket")
     with pytest.raises(ValueError, match=r"address = '.*socket' cannot be listened at"):
-        SharedMemoryTransport(control, place / "socket")
+        SharedMemoryTransport(control, socket_dir / "socket")
     process.kill()
     ended(process)
-    SharedMemoryTransport(control, place / "socket", observe=ignore).close()
+    SharedMemoryTransport(control, socket_dir / "socket", observe=ignore).close()
     with pytest.raises(ValueError, match="too long for a socket"):
         SharedMemoryTransport(control, "/tmp/" + "x" * 100)
 
 
-def test_shared_memory_is_anonymous(place: Path, control: ControlPlane) -> None:
+def test_shared_memory_is_anonymous(socket_dir: Path, control: ControlPlane) -> None:
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-    transport, module = transport_to("ipc", place, control), filled(0)
-    receiver = receiver_of("ipc", place, module)
+    transport, module = transport_to("ipc", socket_dir, control), filled(0)
+    receiver = receiver_of("ipc", socket_dir, module)
     thread, _ = receiving(receiver)
     transport.send(ModuleSource(filled(1)), 1)
     thread.join()
