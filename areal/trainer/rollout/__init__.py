@@ -1,1 +1,1 @@
-"""Rollouts: prompts are sent to generation, episodes are scored, and trajectories come back as training batches."""
+"""Rollouts: sampled sequences with their log-probs and weight versions, and a runner that plays episodes."""

@@ -56,7 +56,7 @@ def long_run(optimizer_of: Any) -> tuple[float, Tensor]:
 def test_long_run_of_small_updates_tracks_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**OPTIONS, "lr": 2e-3, "weight_decay": 0.0}
     exact, exact_second = long_run(lambda p: torch.optim.AdamW(p, **options))
-    actual, found_second = long_run(lambda p: BFloat16AdamW(p, **options))
+    actual, actual_second = long_run(lambda p: BFloat16AdamW(p, **options))
     monkeypatch.setattr(bf16_adamw, "_round", lambda out, value, generator: out.copy_(value))
     _, nearest_second = long_run(lambda p: BFloat16AdamW(p, **options))
 
@@ -64,8 +64,8 @@ def test_long_run_of_small_updates_tracks_float32(monkeypatch: pytest.MonkeyPatc
         return float((second - exact_second).norm() / exact_second.norm())
 
     assert actual == pytest.approx(exact, rel=0.1)
-    assert error(found_second) < 0.1
-    assert error(nearest_second) > 3 * error(found_second)  # rounding to nearest would leave the value unchanged
+    assert error(actual_second) < 0.1
+    assert error(nearest_second) > 3 * error(actual_second)  # rounding to nearest would leave the value unchanged
 
 
 def test_rounding_noise_depends_on_seed_step_and_shard() -> None:

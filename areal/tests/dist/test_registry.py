@@ -16,7 +16,7 @@ from areal.tests.dist.step.test_grid import test_every_verb_agrees_with_the_refe
 from areal.tests.grid.layouts import Cell, Layout, all_layouts
 from areal.tests.grid.models import model_dir
 
-PAGE = Path(__file__).parents[4] / "docs" / "adding-an-engine.md"
+PAGE = Path(__file__).parents[3] / "docs" / "adding-an-engine.md"
 PACKAGE, NAME = "separate_engine", "replica"
 
 
