@@ -52,12 +52,12 @@ def layout_table(names: list[str] | None = None) -> str:
     """
     chosen = engine_names() if names is None else names
     engines = {name: engine_class(name) for name in chosen}
-    rows = [["letter", "", *(f"`{name}`" for name in engines)], ["---"] * (2 + len(engines))]
+    rows = [["letter", "parallelism", *(f"`{name}`" for name in engines)], ["---"] * (2 + len(engines))]
     for letter, meaning in LETTERS.items():
         has = ["yes" if letter in _letters(engine) else "" for engine in engines.values()]
         rows.append([f"`{letter}`", meaning, *has])
     hybrid = ["yes" if {"e", "t"} <= _letters(engine) else "" for engine in engines.values()]
-    rows.append(["`(attn:…\\|ffn:…)`", "experts laid out apart from attention", *hybrid])
+    rows.append(["`(attn:…\\|ffn:…)`", "another layout for experts than for attention", *hybrid])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

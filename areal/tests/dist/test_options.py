@@ -141,7 +141,7 @@ def attention(engine: TrainEngine) -> list[Any]:
 
 
 def schedule(engine: TrainEngine) -> list[Any]:
-    return [engine._kind.name]
+    return [engine._schedule_spec.name]
 
 
 def splits(engine: TrainEngine) -> list[Any]:
@@ -237,7 +237,7 @@ OPTIONS: dict[str, Option] = {
     "fsdp.attention": Option("rows", attention),
     "fsdp.compile": Option(True, compiled),
     "fsdp.compile_backend": Option(
-        "aot_eager", "dist/step/test_compile.py::test_twenty_lengths*plain*", {"fsdp.compile": True}
+        "aot_eager", "dist/step/test_compile.py::test_compiled_graphs_are_reused_for_many_lengths*plain*", {"fsdp.compile": True}
     ),
     "megatron.sequence_parallel": Option(False, splits, layout="t2"),
     "megatron.context_parallel": Option("gather_kv", splits, layout="c2"),
