@@ -114,14 +114,14 @@ def test_a_run_goes_on_from_its_checkpoint(backend: str, staleness: int, tmp_pat
     plan = Plan(groups=4, group_size=4, max_staleness=staleness)
     kept = Checkpoints(tmp_path, every=3)
     with policy(backend) as engine:
-        whole, _ = run(engine, plan, 4, checkpoints=kept)
+        full, _ = run(engine, plan, 4, checkpoints=kept)
     with policy(backend) as engine:
         rest, trainer = run(engine, plan, 4, checkpoints=kept)
         assert trainer.step == 4
         assert engine.version == 4
     assert len(rest.steps) == 1
     names = ("rollout/reward", "rollout/staleness", "actor/loss", "actor/grad_norm")
-    assert [rest[name][0] for name in names] == pytest.approx([whole[name][3] for name in names], rel=1e-4, abs=1e-6)
+    assert [rest[name][0] for name in names] == pytest.approx([full[name][3] for name in names], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.world(2)

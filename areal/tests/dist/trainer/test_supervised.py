@@ -76,15 +76,15 @@ def test_sft_learns_and_resumes(backend: str, tmp_path: Path) -> None:
             trainer.train(steps)
             return curve, trainer
 
-    whole, trainer = run(12, None)
+    full, trainer = run(12, None)
     assert trainer.step == 12
-    assert whole["train/loss"][-1] < 0.9 * whole["train/loss"][0]
+    assert full["train/loss"][-1] < 0.9 * full["train/loss"][0]
     kept = Checkpoints(tmp_path, every=5)
     run(7, kept)
     assert kept.steps(["model"]) == [5]
     rest, trainer = run(12, kept)
     assert trainer.step == 12
-    assert rest["train/loss"] == pytest.approx(whole["train/loss"][5:], rel=1e-5)
+    assert rest["train/loss"] == pytest.approx(full["train/loss"][5:], rel=1e-5)
 
 
 @pytest.mark.world(2)

@@ -57,9 +57,9 @@ def test_total_and_weight_are_those_of_the_formula(name: str) -> None:
 def test_junk_outside_the_mask_reaches_neither_total_nor_gradient(name: str) -> None:
     aggregation, total, _ = CASES[name]
     dirty = LOSS.masked_fill(MASK == 0, math.nan).requires_grad_()
-    found = aggregation.total(dirty, batch())
-    found.backward()
-    assert found.item() == pytest.approx(total, rel=1e-12)
+    actual = aggregation.total(dirty, batch())
+    actual.backward()
+    assert actual.item() == pytest.approx(total, rel=1e-12)
     assert dirty.grad is not None
     assert not dirty.grad[MASK == 0].any()
     assert torch.autograd.gradcheck(lambda x: aggregation.total(x, batch()), (LOSS.clone().requires_grad_(),))
@@ -86,8 +86,8 @@ def test_without_a_mask_every_target_counts() -> None:
 
 def test_half_precision_is_summed_in_float32() -> None:
     for aggregation, _, _ in CASES.values():
-        found = aggregation.total(LOSS.bfloat16(), batch(WEIGHTS.bfloat16()))
-        assert found.dtype in (torch.float32, torch.float64)
+        actual = aggregation.total(LOSS.bfloat16(), batch(WEIGHTS.bfloat16()))
+        assert actual.dtype in (torch.float32, torch.float64)
         assert aggregation.weight(batch(WEIGHTS.bfloat16())).dtype in (torch.float32, torch.float64)
 
 

@@ -56,11 +56,11 @@ def test_each_token_has_the_divergence_of_the_formula(case: str) -> None:
 def test_over_the_whole_vocabulary_it_is_the_divergence_and_over_k_tokens_at_most_that(fn) -> None:
     student = STUDENT.clone().requires_grad_()
     a, b = (TEACHER, student) if fn is forward_kl_loss else (student, TEACHER)
-    whole = (a.exp() * (a - b)).sum(-1) * MASK
-    found = fn(student, TEACHER, FULL, MASK)
-    torch.testing.assert_close(found.per_token, whole)
+    full = (a.exp() * (a - b)).sum(-1) * MASK
+    actual = fn(student, TEACHER, FULL, MASK)
+    torch.testing.assert_close(actual.per_token, full)
     part = fn(P, Q, IDS, MASK).per_token
-    assert (part <= whole + 1e-12).all()
+    assert (part <= full + 1e-12).all()
     assert (part[MASK > 0] > 0).all()
     assert not fn(Q, Q, IDS, MASK).per_token.any()
 
@@ -81,10 +81,10 @@ def test_nothing_left_over_in_float32_makes_no_nan(fn) -> None:
 def test_junk_outside_the_mask_or_without_a_target_reaches_nothing(fn, junk: float) -> None:
     outside = (MASK == 0)[:, None] | (IDS < 0)
     leaf = P.masked_fill(outside, junk).requires_grad_()
-    found = fn(leaf, Q.masked_fill(outside, junk), IDS, MASK)
-    found.per_token.sum().backward()
+    actual = fn(leaf, Q.masked_fill(outside, junk), IDS, MASK)
+    actual.per_token.sum().backward()
     clean = fn(P, Q, IDS, MASK)
-    for x, y in zip(found, clean, strict=True):
+    for x, y in zip(actual, clean, strict=True):
         torch.testing.assert_close(x.detach(), y, rtol=0, atol=0)
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
@@ -104,15 +104,15 @@ def test_a_teacher_may_give_a_token_nothing() -> None:
 
 
 def test_masses_are_those_of_the_k_tokens() -> None:
-    found = forward_kl_loss(P, Q, IDS, MASK)
-    for x, mass in ((Q, found.teacher_mass), (P, found.student_mass)):
+    actual = forward_kl_loss(P, Q, IDS, MASK)
+    for x, mass in ((Q, actual.teacher_mass), (P, actual.student_mass)):
         torch.testing.assert_close(mass, (x.exp() * (IDS >= 0)).sum(-1) * MASK)
 
 
 def test_an_objective_is_the_mean_over_trained_tokens() -> None:
-    found = step(distill_objective(), samples(k=3), n_mbs=2)
-    assert found.metrics["distill/kl"] > 0
-    assert 0 < found.metrics["distill/student_mass"] < 1
+    actual = step(distill_objective(), samples(k=3), n_mbs=2)
+    assert actual.metrics["distill/kl"] > 0
+    assert 0 < actual.metrics["distill/student_mass"] < 1
     with pytest.raises(ValueError, match=r"target_ids has shape .* \[T, K\]"):
         step(distill_objective(), samples())
 

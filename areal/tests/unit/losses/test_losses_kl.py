@@ -80,11 +80,11 @@ def test_values_of_k1_and_k3_are_unbiased_and_that_of_k2_is_not() -> None:
 def test_expected_gradients_are_those_of_the_table() -> None:
     """On-policy: k1: 0, k2: that of the reverse KL, k3: that of the forward KL."""
     on_policy = LOGITS.log_softmax(0)
-    found = {name: expected_gradient(KLTerm(1.0, name), on_policy) for name in KL_ESTIMATORS}
-    torch.testing.assert_close(found["k1"], torch.zeros(4, dtype=torch.float64))
-    torch.testing.assert_close(found["k2"], gradient_of_kl("reverse"))
-    torch.testing.assert_close(found["k3"], gradient_of_kl("forward"))
-    assert not torch.allclose(found["k3"], gradient_of_kl("reverse"), atol=1e-3)
+    actual = {name: expected_gradient(KLTerm(1.0, name), on_policy) for name in KL_ESTIMATORS}
+    torch.testing.assert_close(actual["k1"], torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(actual["k2"], gradient_of_kl("reverse"))
+    torch.testing.assert_close(actual["k3"], gradient_of_kl("forward"))
+    assert not torch.allclose(actual["k3"], gradient_of_kl("reverse"), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])

@@ -44,13 +44,13 @@ def test_weights_are_those_of_the_formula(level: str, mode: str, floor: float) -
         bounded = min(max(rho, floor), CAP) if mode == "truncate" else rho * inside
         expected.append(bounded if m else 0.0)
         cut.append(bool(m) and not inside)
-    found = importance_weights(TRAINER, ROLLOUT, MASK, CU, level=level, mode=mode, cap=CAP, floor=floor)
-    torch.testing.assert_close(found.weights, torch.tensor(expected, dtype=torch.float64))
-    assert found.truncated.tolist() == cut
+    actual = importance_weights(TRAINER, ROLLOUT, MASK, CU, level=level, mode=mode, cap=CAP, floor=floor)
+    torch.testing.assert_close(actual.weights, torch.tensor(expected, dtype=torch.float64))
+    assert actual.truncated.tolist() == cut
     assert 0 < sum(cut) < MASK.sum()
     junk = [x.masked_fill(MASK == 0, math.nan) for x in (TRAINER, ROLLOUT)]
     again = importance_weights(*junk, MASK, CU, level=level, mode=mode, cap=CAP, floor=floor)
-    assert torch.equal(again.weights, found.weights)
+    assert torch.equal(again.weights, actual.weights)
 
 
 def test_weights_have_no_gradient_and_far_ones_are_finite() -> None:
@@ -61,26 +61,26 @@ def test_weights_have_no_gradient_and_far_ones_are_finite() -> None:
 
 
 def test_statistics_are_those_of_the_formulas() -> None:
-    found = compare_logprobs(TRAINER, ROLLOUT, MASK, CU)
+    actual = compare_logprobs(TRAINER, ROLLOUT, MASK, CU)
     for t, m in enumerate(MASK.tolist()):
         d = (TRAINER[t] - ROLLOUT[t]).item() * m
-        assert found.k1[t].item() == pytest.approx(-d)
-        assert found.k3[t].item() == pytest.approx(math.exp(d) - 1 - d)
-        assert found.ratio[t].item() == pytest.approx(math.exp(d))
+        assert actual.k1[t].item() == pytest.approx(-d)
+        assert actual.k3[t].item() == pytest.approx(math.exp(d) - 1 - d)
+        assert actual.ratio[t].item() == pytest.approx(math.exp(d))
     for i, (start, end) in enumerate(rows()):
         trained = [t for t in range(start, end) if MASK[t]]
         nll = [-sum(x[t].item() for t in trained) / max(len(trained), 1) for x in (TRAINER, ROLLOUT)]
-        assert found.log_perplexity_gap[i].item() == pytest.approx(nll[0] - nll[1])
-        assert found.perplexity_gap[i].item() == pytest.approx(math.exp(nll[0]) - math.exp(nll[1]))
+        assert actual.log_perplexity_gap[i].item() == pytest.approx(nll[0] - nll[1])
+        assert actual.perplexity_gap[i].item() == pytest.approx(math.exp(nll[0]) - math.exp(nll[1]))
 
 
 def test_metrics_leave_out_what_is_not_trained() -> None:
-    found = compare_logprobs(TRAINER, ROLLOUT, MASK, CU)
-    metrics = mismatch_metrics(found, MASK, CU)
+    actual = compare_logprobs(TRAINER, ROLLOUT, MASK, CU)
+    metrics = mismatch_metrics(actual, MASK, CU)
     assert metrics["mismatch/k1"].value == pytest.approx(((ROLLOUT - TRAINER) * MASK).sum() / MASK.sum())
     assert metrics["mismatch/ratio_max"].value == (TRAINER - ROLLOUT).exp()[MASK > 0].max()
     assert metrics["mismatch/perplexity_gap"].weight == 4
-    assert metrics["mismatch/perplexity_gap"].value == pytest.approx(found.perplexity_gap.sum() / 4)
+    assert metrics["mismatch/perplexity_gap"].value == pytest.approx(actual.perplexity_gap.sum() / 4)
 
 
 def test_equal_logprobs_have_no_mismatch() -> None:

@@ -96,22 +96,22 @@ def assert_same(a: Step, b: Step) -> None:
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_the_cut_of_a_batch_does_not_show(name: str) -> None:
-    whole = step(ALIKE[name], samples())
+    full = step(ALIKE[name], samples())
     for n_mbs in (2, 3, 8):
-        assert_same(step(ALIKE[name], samples(), n_mbs=n_mbs), whole)
+        assert_same(step(ALIKE[name], samples(), n_mbs=n_mbs), full)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_cut_of_pairs_does_not_show(name: str) -> None:
-    whole = step(PAIRS[name], samples())
+    full = step(PAIRS[name], samples())
     for n_mbs in (2, 4):
-        assert_same(step(PAIRS[name], samples(), n_mbs=n_mbs, granularity=2), whole)
+        assert_same(step(PAIRS[name], samples(), n_mbs=n_mbs, granularity=2), full)
 
 
 @pytest.mark.parametrize("name", TOP)
 def test_the_cut_of_top_k_targets_does_not_show(name: str) -> None:
-    whole = step(TOP[name], samples(k=3))
-    assert_same(step(TOP[name], samples(k=3), n_mbs=3), whole)
+    full = step(TOP[name], samples(k=3))
+    assert_same(step(TOP[name], samples(k=3), n_mbs=3), full)
 
 
 PER_TOKEN = ("advantages", "returns", "old_values", "old_logprobs", "rollout_logprobs", "ref_logprobs", "now_logprobs")
@@ -163,13 +163,13 @@ def test_recipes_are_the_formulas_of_the_papers() -> None:
         "dapo": sum(map(sum, higher)) / sum(masks),
         "ppo": sum(map(sum, plain)) / sum(masks),
     }
-    found = {
+    actual = {
         "grpo": grpo_objective(),
         "dr_grpo": dr_grpo_objective(max_tokens=9),
         "dapo": dapo_objective(),
         "ppo": ppo_objective(),
     }
-    for name, objective in found.items():
+    for name, objective in actual.items():
         assert step(objective, batch, n_mbs=3).loss == pytest.approx(expected[name], rel=1e-6), name
     assert len({round(value, 6) for value in expected.values()}) == 4
 
@@ -181,9 +181,9 @@ def test_decoupled_ppo_is_the_clip_times_a_capped_weight() -> None:
             rho = math.exp((s["old_logprobs"][t] - s["rollout_logprobs"][t]).item())
             total += loss * (rho if rho <= 1.1 else 0.0)
             weight += s["loss_mask"][t].item()
-    found = step(decoupled_ppo_objective(cap=1.1), batch, n_mbs=2)
-    assert found.loss == pytest.approx(total / weight, rel=1e-6)
-    assert 0 < found.metrics["mismatch/truncated"] < 1
+    actual = step(decoupled_ppo_objective(cap=1.1), batch, n_mbs=2)
+    assert actual.loss == pytest.approx(total / weight, rel=1e-6)
+    assert 0 < actual.metrics["mismatch/truncated"] < 1
 
 
 def test_other_recipes_are_their_parts() -> None:
@@ -275,9 +275,9 @@ def token_average(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, di
 
 def test_a_mean_loss_is_a_sum_and_skips_what_weighs_nothing() -> None:
     """One of eight micro-batches is untrained."""
-    whole = step(mean_loss(token_average), samples())
-    assert_same(step(mean_loss(token_average), samples(), n_mbs=8), whole)
-    assert whole.loss == pytest.approx(step(sft_objective(), samples()).loss, rel=1e-6)
+    full = step(mean_loss(token_average), samples())
+    assert_same(step(mean_loss(token_average), samples(), n_mbs=8), full)
+    assert full.loss == pytest.approx(step(sft_objective(), samples()).loss, rel=1e-6)
 
 
 def test_a_mean_loss_of_several_terms_has_a_weight_for_each() -> None:
@@ -289,9 +289,9 @@ def test_a_mean_loss_of_several_terms_has_a_weight_for_each() -> None:
         return {"a": batch["loss_mask"].sum(), "b": torch.tensor(float(len(batch["loss_mask"])))}
 
     objective = mean_loss(terms, weights)
-    whole, cut = step(objective, samples()), step(objective, samples(), n_mbs=8)
-    assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
-    torch.testing.assert_close(cut.gradients, whole.gradients)
+    full, cut = step(objective, samples()), step(objective, samples(), n_mbs=8)
+    assert cut.loss == pytest.approx(full.loss, rel=1e-6)
+    torch.testing.assert_close(cut.gradients, full.gradients)
     with pytest.raises(ValueError, match=r"returned \['a', 'b'\] and its weight a scalar"):
         mean_loss(terms, default_loss_weight).loss_fn(TokenOutputs(logprobs=logprobs(1)), batch_of())
 

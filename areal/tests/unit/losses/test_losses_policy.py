@@ -112,9 +112,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_token_has_the_loss_of_the_formula(name: str) -> None:
-    found = CASES[name].loss(NEW, OLD, ADVANTAGES, MASK).per_token
-    torch.testing.assert_close(found, torch.tensor(CASES[name].expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
-    assert not found[MASK == 0].any()
+    actual = CASES[name].loss(NEW, OLD, ADVANTAGES, MASK).per_token
+    torch.testing.assert_close(actual, torch.tensor(CASES[name].expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    assert not actual[MASK == 0].any()
 
 
 def test_the_cases_reach_every_branch() -> None:
@@ -154,11 +154,11 @@ def test_stopped_gradients_are_those_of_the_papers() -> None:
     expected = tokens(lambda n, o, a: -min(max(math.exp(n - o), 0.7), 1.4) * a)
     torch.testing.assert_close(gradient("cispo", NEW, OLD, ADVANTAGES), torch.tensor(expected, dtype=torch.float64))
 
-    def held(trained: list[int], t: int) -> float:
+    def kept(trained: list[int], t: int) -> float:
         s, a = ratio_of(trained), ADVANTAGES[t].item()
         return 0.0 if (a > 0 and s > 1.15) or (a < 0 and s < 0.9) else -s * a
 
-    expected = sequences(held)
+    expected = sequences(kept)
     assert 0.0 in [expected[t] for t in range(len(MASK)) if MASK[t]]
     torch.testing.assert_close(
         gradient("gspo_token", NEW, OLD, ADVANTAGES), torch.tensor(expected, dtype=torch.float64)
@@ -176,14 +176,14 @@ def test_both_forms_of_gspo_agree_on_equal_advantages() -> None:
     advantages = torch.repeat_interleave(per_sequence, CU.diff())
     batch = batch_of()
     for old in (OLD, NEW):
-        found = []
+        actual = []
         for name in ("gspo", "gspo_token", "pg"):
             new = NEW.clone().requires_grad_()
             loss = SequenceMean().total(CASES[name].loss(new, old, advantages, MASK).per_token, batch)
             loss.backward()
-            found.append((loss.detach(), new.grad))
-        torch.testing.assert_close(found[0], found[1])
-    torch.testing.assert_close(found[0][1], found[2][1])
+            actual.append((loss.detach(), new.grad))
+        torch.testing.assert_close(actual[0], actual[1])
+    torch.testing.assert_close(actual[0][1], actual[2][1])
 
 
 def test_without_bounds_a_clip_is_importance_sampling() -> None:
@@ -221,10 +221,10 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(name: st
 def test_half_precision_is_computed_in_float32_and_float64_stays(name: str) -> None:
     fn = CASES[name].loss
     half = [x.bfloat16() for x in (NEW, OLD, ADVANTAGES)]
-    found = fn(*half, MASK.bool()).per_token
-    assert found.dtype == torch.float32
+    actual = fn(*half, MASK.bool()).per_token
+    assert actual.dtype == torch.float32
     assert fn(NEW, OLD, ADVANTAGES, MASK).per_token.dtype == torch.float64
-    assert torch.equal(found, fn(*(x.float() for x in half), MASK.float()).per_token)
+    assert torch.equal(actual, fn(*(x.float() for x in half), MASK.float()).per_token)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dro")])

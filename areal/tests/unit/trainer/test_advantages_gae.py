@@ -63,10 +63,10 @@ def expected(rows: Rows, gamma: float, lam: float, bootstrap: bool) -> tuple[Ten
     return torch.tensor(advantages, dtype=torch.float64), torch.tensor(returns, dtype=torch.float64)
 
 
-def close(found: Tensor, want: Tensor, tolerance: float = 1e-11) -> None:
-    assert found.shape == want.shape
-    assert torch.equal(found == 0, want == 0)  # nothing where there is no action
-    assert (found - want).abs().max().item() <= tolerance * (1 + want.abs().max().item()) if found.numel() else True
+def close(actual: Tensor, want: Tensor, tolerance: float = 1e-11) -> None:
+    assert actual.shape == want.shape
+    assert torch.equal(actual == 0, want == 0)  # nothing where there is no action
+    assert (actual - want).abs().max().item() <= tolerance * (1 + want.abs().max().item()) if actual.numel() else True
 
 
 DISCOUNTS = st.sampled_from([0.0, 0.3, 0.95, 0.999, 1.0])
@@ -78,10 +78,10 @@ def test_packed_gae_is_the_loop(lengths: list[int], seed: int, gamma: float, lam
     rows = rows_of(lengths, seed)
     after = torch.stack([row["after"] for row in rows]) if bootstrap else None
     inputs = [packed(rows, key) for key in ("rewards", "values", "mask")]
-    found = gae(*inputs, bounds_of(lengths), gamma=gamma, lam=lam, bootstrap=after)
+    actual = gae(*inputs, bounds_of(lengths), gamma=gamma, lam=lam, bootstrap=after)
     want = expected(rows, gamma, lam, bootstrap)
-    close(found.advantages, want[0])
-    close(found.returns, want[1])
+    close(actual.advantages, want[0])
+    close(actual.returns, want[1])
 
 
 @settings(deadline=None, max_examples=60)
@@ -91,10 +91,10 @@ def test_padded_gae_is_packed_gae(lengths: list[int], seed: int, gamma: float, l
     after = torch.stack([row["after"] for row in rows]) if bootstrap else None
     rewards, mask = (pad([row[key] for row in rows], width=25)[0] for key in ("rewards", "mask"))
     values, real = pad([row["values"] for row in rows], value=float("nan"), width=25)
-    found = gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=after)
+    actual = gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=after)
     want = expected(rows, gamma, lam, bootstrap)
-    for name, flat in zip(found._fields, want, strict=True):
-        padded = getattr(found, name)
+    for name, flat in zip(actual._fields, want, strict=True):
+        padded = getattr(actual, name)
         assert not padded[~real].any()
         close(padded[real], flat)
 
@@ -109,18 +109,18 @@ def test_what_stands_between_actions_is_as_if_it_were_not_there(gamma: float) ->
     with_gaps = gae(*inputs, bounds_of([40, 1, 17]), gamma=gamma, lam=0.8)
     without = gae(*[x[acts] for x in inputs], bounds_of(closed), gamma=gamma, lam=0.8)
     assert 0 < int(acts.sum()) < len(acts)
-    for found, want in zip(with_gaps, without, strict=True):
-        assert torch.equal(found[acts], want)
-        assert not found[~acts].any()
+    for actual, want in zip(with_gaps, without, strict=True):
+        assert torch.equal(actual[acts], want)
+        assert not actual[~acts].any()
 
 
 def test_by_hand() -> None:
     # Two actions with a tool's output between, then the end: delta = (0 + .5 * 4 - 2, 3 - 4) = (0, -1).
     rewards, values = torch.tensor([0.0, 0.0, 3.0, 0.0]), torch.tensor([2.0, 99.0, 4.0, 7.0])
     mask, bounds = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 4])
-    found = gae(rewards, values, mask, bounds, gamma=0.5, lam=0.5)
-    assert found.advantages.tolist() == [-0.25, 0.0, -1.0, 0.0]
-    assert found.returns.tolist() == [1.75, 0.0, 3.0, 0.0]
+    actual = gae(rewards, values, mask, bounds, gamma=0.5, lam=0.5)
+    assert actual.advantages.tolist() == [-0.25, 0.0, -1.0, 0.0]
+    assert actual.returns.tolist() == [1.75, 0.0, 3.0, 0.0]
     cut_off = gae(rewards, values, mask, bounds, gamma=0.5, lam=0.5, bootstrap=torch.tensor([7.0]))
     assert cut_off.advantages.tolist() == [-0.25 + 0.25 * 3.5, 0.0, 2.5, 0.0]
 
@@ -129,10 +129,10 @@ def test_a_bad_number_stays_in_its_sequence() -> None:
     rows = rows_of([9, 30, 12], seed=1, share=1.0)
     rows[1]["values"][20] = float("nan")
     inputs = [packed(rows, key) for key in ("rewards", "values", "mask")]
-    found = gae(*inputs, bounds_of([9, 30, 12]), gamma=1.0, lam=1.0).advantages
-    assert found[:9].isfinite().all()
-    assert found[39:].isfinite().all()
-    assert found[9:30].isnan().all()
+    actual = gae(*inputs, bounds_of([9, 30, 12]), gamma=1.0, lam=1.0).advantages
+    assert actual[:9].isfinite().all()
+    assert actual[39:].isfinite().all()
+    assert actual[9:30].isnan().all()
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.999, 1.0), (0.0, 1.0), (1.0, 0.0)])
@@ -141,9 +141,9 @@ def test_long_sequences_keep_the_precision_of_their_dtype(gamma: float, lam: flo
     lengths = [32768, 3, 5000]
     rows = rows_of(lengths, seed=5, share=0.9, dtype=dtype)
     inputs = [packed(rows, key) for key in ("rewards", "values", "mask")]
-    found = gae(*inputs, bounds_of(lengths), gamma=gamma, lam=lam)
-    for name, want in zip(found._fields, expected(rows, gamma, lam, bootstrap=False), strict=True):
-        it = getattr(found, name)
+    actual = gae(*inputs, bounds_of(lengths), gamma=gamma, lam=lam)
+    for name, want in zip(actual._fields, expected(rows, gamma, lam, bootstrap=False), strict=True):
+        it = getattr(actual, name)
         assert it.dtype == dtype
         # One rounding of the result; the sums themselves cost a few units of float64.
         bound = torch.finfo(dtype).eps / 2 * want.abs() + 1e-11 * (1 + want.abs().max())
@@ -153,16 +153,16 @@ def test_long_sequences_keep_the_precision_of_their_dtype(gamma: float, lam: flo
 def test_half_precision_comes_back_as_float32() -> None:
     rows = rows_of([50, 20], seed=2, dtype=torch.bfloat16)
     inputs = [packed(rows, key) for key in ("rewards", "values", "mask")]
-    found = gae(*inputs, bounds_of([50, 20]), gamma=0.99, lam=0.95)
-    assert (found.advantages.dtype, found.returns.dtype) == (torch.float32, torch.float32)
-    assert (found.advantages.double() - expected(rows, 0.99, 0.95, False)[0]).abs().max() < 1e-5
+    actual = gae(*inputs, bounds_of([50, 20]), gamma=0.99, lam=0.95)
+    assert (actual.advantages.dtype, actual.returns.dtype) == (torch.float32, torch.float32)
+    assert (actual.advantages.double() - expected(rows, 0.99, 0.95, False)[0]).abs().max() < 1e-5
 
 
 def test_advantages_are_constants() -> None:
     values = torch.randn(6, requires_grad=True)
-    found = gae(torch.ones(6), values, torch.ones(6), torch.tensor([0, 2, 6]), gamma=1.0, lam=0.9)
-    assert not found.advantages.requires_grad
-    assert not found.returns.requires_grad
+    actual = gae(torch.ones(6), values, torch.ones(6), torch.tensor([0, 2, 6]), gamma=1.0, lam=0.9)
+    assert not actual.advantages.requires_grad
+    assert not actual.returns.requires_grad
 
 
 @settings(deadline=None, max_examples=60)

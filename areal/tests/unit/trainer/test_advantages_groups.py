@@ -51,9 +51,9 @@ def std(numbers: list[Fraction], ddof: int) -> float:
     return math.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - ddof))
 
 
-def check(found: Tensor, want: list[float], equal: list[bool]) -> None:
-    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
-    assert all(x == 0 for x, same in zip(found.tolist(), equal, strict=True) if same)
+def check(actual: Tensor, want: list[float], equal: list[bool]) -> None:
+    torch.testing.assert_close(actual, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+    assert all(x == 0 for x, same in zip(actual.tolist(), equal, strict=True) if same)
 
 
 @settings(deadline=None)
@@ -86,19 +86,19 @@ def test_dr_grpo_and_rloo_are_their_formulas(members: list[tuple[int, float]]) -
 @pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
 def test_a_group_of_one_and_equal_rewards_say_nothing(estimator: Any) -> None:
     rewards = torch.tensor([5.0, 0.1, 0.1, 0.1, 0.0, 1.0])
-    found = estimator(rewards, Groups.local(torch.tensor([9, 4, 4, 4, 2, 2])))
-    assert found.dtype == torch.float32
-    assert not found[:4].any()
-    assert found[4] < 0 < found[5]
+    actual = estimator(rewards, Groups.local(torch.tensor([9, 4, 4, 4, 2, 2])))
+    assert actual.dtype == torch.float32
+    assert not actual[:4].any()
+    assert actual[4] < 0 < actual[5]
     assert estimator(torch.tensor([0, 1, 1]), Groups.local(torch.zeros(3, dtype=torch.int32))).dtype == torch.float32
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e8, -1e12])
 def test_a_large_mean_takes_nothing_from_the_spread(offset: float) -> None:
     x = torch.arange(1000, dtype=torch.float64).remainder(7) + offset
-    found = normalize(x, eps=0.0)
+    actual = normalize(x, eps=0.0)
     want = (x - offset - (x - offset).mean()) / (x - offset).std()
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12 + 1e-15 * abs(offset))
+    torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12 + 1e-15 * abs(offset))
 
 
 @pytest.mark.parametrize("n", [1, 3, 207269, 10**6])
@@ -133,10 +133,10 @@ def test_normalisation_is_over_what_the_mask_keeps(entries: list[tuple[float, fl
     x[mask == 0] = float("nan")
     kept = [Fraction(value) for value, keep in entries if keep]
     spread = std(kept, ddof) + 1e-3 if scale else 1.0
-    found = normalize(x, mask, ddof=ddof, eps=1e-3, scale=scale)
+    actual = normalize(x, mask, ddof=ddof, eps=1e-3, scale=scale)
     want = [float(Fraction(v) - sum(kept) / len(kept)) / spread if keep else 0.0 for v, keep in entries]
-    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-    assert not found[mask == 0].any()
+    torch.testing.assert_close(actual, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert not actual[mask == 0].any()
 
 
 def test_normalisation_by_group_of_tokens_and_of_padded_rows() -> None:
@@ -144,12 +144,12 @@ def test_normalisation_by_group_of_tokens_and_of_padded_rows() -> None:
     lengths, keys = [3, 5, 2, 4], torch.tensor([8, 1, 8, 1])
     x, mask = torch.randn(14, generator=generator), torch.rand(14, generator=generator) < 0.8
     bounds = torch.tensor([0, 3, 8, 10, 14])
-    found = normalize(x, mask, groups=Groups.local(keys).of_tokens(bounds))
+    actual = normalize(x, mask, groups=Groups.local(keys).of_tokens(bounds))
     token_keys = keys.repeat_interleave(torch.tensor(lengths))
     for key in (1, 8):
         mine = (token_keys == key) & mask
         want = (x[mine] - x[mine].mean()) / x[mine].std()
-        torch.testing.assert_close(found[mine], want)
+        torch.testing.assert_close(actual[mine], want)
     padded, real = pad(list(x.split(lengths)), value=float("nan"))
     batch = normalize(padded, real)
     assert batch.shape == padded.shape
@@ -172,8 +172,8 @@ def test_reinforce_plus_plus_is_the_papers_formula() -> None:
     rewards = torch.zeros(13, dtype=torch.float64)
     rewards[[2, 8, 11]] = torch.tensor(outcome, dtype=torch.float64)
     cut = torch.tensor(bounds)
-    found = reinforce_plus_plus(kl_penalized(rewards, kl, mask, coef=beta), mask, cut, eps=0.0)
-    torch.testing.assert_close(found, want)
+    actual = reinforce_plus_plus(kl_penalized(rewards, kl, mask, coef=beta), mask, cut, eps=0.0)
+    torch.testing.assert_close(actual, want)
     rows = [pad(list(x.split(lengths)))[0] for x in (rewards, kl, mask)]
     padded = reinforce_plus_plus(kl_penalized(*rows, coef=beta), rows[2], eps=0.0)
     torch.testing.assert_close(torch.cat([row[:n] for row, n in zip(padded, lengths, strict=True)]), want)
@@ -188,8 +188,8 @@ def test_reinforce_plus_plus_with_baseline_normalises_over_tokens() -> None:
     mean, spread = statistics.fmean(kept), statistics.stdev(kept)
     want = torch.tensor([(a - mean) / spread if m else 0.0 for a, m in zip(tokens, mask, strict=True)])
     bounds = torch.tensor([0, 2, 5, 6, 8, 10])
-    found = reinforce_plus_plus_baseline(rewards, Groups.local(keys), mask, bounds)
-    torch.testing.assert_close(found, want)
+    actual = reinforce_plus_plus_baseline(rewards, Groups.local(keys), mask, bounds)
+    torch.testing.assert_close(actual, want)
 
 
 def test_moments_are_there_to_be_used() -> None:

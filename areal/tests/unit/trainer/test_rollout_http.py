@@ -115,17 +115,17 @@ def test_a_stop_token_ends_an_answer_and_no_other_token_does(
     make: Callable[..., HTTPRollout], server: Process, kind: str
 ) -> None:
     rollout = make(server)
-    (whole,) = run(rollout.generate(PROMPT, Sampling(20, 0)))
-    stop = whole.tokens[12]
+    (full,) = run(rollout.generate(PROMPT, Sampling(20, 0)))
+    stop = full.tokens[12]
     (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(stop,))))
-    assert answer.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
     # The server ends it at its end-of-sequence token.
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, whole.tokens[0], None]]}
-    choice = {"finish_reason": "stop", "token_ids": [whole.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, full.tokens[0], None]]}
+    choice = {"finish_reason": "stop", "token_ids": [full.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
     server.can(GENERATE[kind], body={"meta_info": meta} if kind == "sglang" else {"choices": [choice]})
     (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(VOCAB - 1,))))
-    assert answer.tokens == whole.tokens
+    assert answer.tokens == full.tokens
     assert answer.logprobs[0] == -1.5
     assert answer.finish_reason == "length"
 

@@ -107,10 +107,10 @@ def test_a_request_without_a_seed_gets_one_from_the_engine() -> None:
 
 def test_a_stop_token_ends_an_answer_and_belongs_to_it() -> None:
     with rollout() as engine:
-        (whole,) = run(engine.generate(PROMPT, Sampling(20, seed=0)))
-        stop = whole.tokens[6]
+        (full,) = run(engine.generate(PROMPT, Sampling(20, seed=0)))
+        stop = full.tokens[6]
         (answer,) = run(engine.generate(PROMPT, Sampling(20, seed=0, stop_token_ids=(stop, VOCAB + 5))))
-    assert answer.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
 
 
@@ -219,7 +219,7 @@ def test_close_gives_what_there_is_and_frees_everything() -> None:
 
 def test_a_cancelled_task_frees_its_place() -> None:
     replica = model()
-    started, whole = after_forwards(replica, 5), after_forwards(replica, 100)
+    started, full = after_forwards(replica, 5), after_forwards(replica, 100)
     with rollout(replica, max_requests=1) as engine:
 
         async def generate() -> Completion:
@@ -236,7 +236,7 @@ def test_a_cancelled_task_frees_its_place() -> None:
             return answer
 
         assert len(asyncio.run(generate()).tokens) == 5
-        assert not whole.is_set()
+        assert not full.is_set()
 
 
 SCRIPT = """

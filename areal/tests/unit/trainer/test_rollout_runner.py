@@ -59,11 +59,11 @@ def tokens(groups: list[Any]) -> list[tuple[int, list[tuple[int, ...]]]]:
 
 def batches(n: int, plan: Plan, client: Any = None, **options: Any) -> list[Any]:
     with running(client or Client(), episode(), plan, **options) as runner:
-        found = []
+        actual = []
         for trained in range(n):
             runner.advance(trained)
-            found.append(tokens(runner.next_batch(timeout=20)))
-        return found
+            actual.append(tokens(runner.next_batch(timeout=20)))
+        return actual
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -134,11 +134,11 @@ def test_a_failed_or_slow_episode_is_counted() -> None:
 def test_a_group_that_is_not_kept_gives_its_place_to_the_next(staleness: int) -> None:
     plan = Plan(groups=2, max_staleness=staleness, shuffle=False)
     with running(Client(), episode(), plan, keep=lambda group: group[0].group % 3 != 0) as runner:
-        found = []
+        actual = []
         for step in range(4):
             runner.advance(step)
-            found.append([group.index for group in runner.next_batch(timeout=20)])
-    assert found == [[1, 2], [4, 5], [7, 8], [10, 11]]
+            actual.append([group.index for group in runner.next_batch(timeout=20)])
+    assert actual == [[1, 2], [4, 5], [7, 8], [10, 11]]
 
 
 def test_what_the_caller_got_wrong_is_raised() -> None:
@@ -159,7 +159,7 @@ def test_what_the_caller_got_wrong_is_raised() -> None:
 def test_a_run_goes_on_from_its_state(staleness: int) -> None:
     """Groups not consumed yet are in the state; nothing is played twice or left out."""
     plan = Plan(groups=3, group_size=2, max_staleness=staleness, max_concurrent=4)
-    whole = batches(6, plan)
+    full = batches(6, plan)
     client = Client(lambda: 0.01)
     with running(client, episode(), plan) as runner:
         first = []
@@ -177,7 +177,7 @@ def test_a_run_goes_on_from_its_state(staleness: int) -> None:
         for trained in range(3, 6):
             runner.advance(trained)
             rest.append(tokens(runner.next_batch(timeout=20)))
-    assert [*first, *rest] == whole
+    assert [*first, *rest] == full
     assert fourth == rest[0]
     waiting = [protocol.Sequence.of_state(each) for group in state["waiting"] for each in group["sequences"]]
     done = {int(sequence.segments[1].tokens[1]) for sequence in waiting}
@@ -247,19 +247,19 @@ def test_a_report_counts_what_was_played() -> None:
         Group(2, ()),
     ]
     report = RolloutReport(groups, max_tokens=20, version=5)
-    found = report.reduce(lambda x: x)
+    actual = report.reduce(lambda x: x)
     assert len(report.samples) == 3
-    assert found["rollout/reward"] == pytest.approx(2 / 3)
-    assert found["rollout/reward_std"] == pytest.approx((2 / 9) ** 0.5)
-    assert found["rollout/tokens"] == 4
-    assert found["rollout/staleness"] == 1
-    assert found["rollout/truncated"] == pytest.approx(1 / 3)
-    assert found["rollout/flat_groups"] == pytest.approx(2 / 3)
-    assert (found["rollout/failed"], found["rollout/overlong"], found["rollout/sequences"]) == (1, 1, 3)
-    assert found["rollout/turns"] == 3
+    assert actual["rollout/reward"] == pytest.approx(2 / 3)
+    assert actual["rollout/reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert actual["rollout/tokens"] == 4
+    assert actual["rollout/staleness"] == 1
+    assert actual["rollout/truncated"] == pytest.approx(1 / 3)
+    assert actual["rollout/flat_groups"] == pytest.approx(2 / 3)
+    assert (actual["rollout/failed"], actual["rollout/overlong"], actual["rollout/sequences"]) == (1, 1, 3)
+    assert actual["rollout/turns"] == 3
     fewer = RolloutReport(groups, max_tokens=20, version=5, skip_flat=True)
     assert [int(sample["group_ids"]) for sample in fewer.samples] == [int(groups[0].sequences[0].group)] * 2
-    assert fewer.reduce(lambda x: x) == found
+    assert fewer.reduce(lambda x: x) == actual
     with pytest.raises(RuntimeError, match="1 failed, 0 were too long; on this rank the first error was KeyError: x"):
         RolloutReport([Group(0, (), failed=1, error="KeyError: x")], None, 0).reduce(lambda x: x)
 
@@ -267,7 +267,7 @@ def test_a_report_counts_what_was_played() -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 3)])
 def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int) -> None:
     plan = Plan(groups=4, group_size=2, max_staleness=1)
-    whole = batches(5, plan)
+    full = batches(5, plan)
     states = []
     for rank in range(before):
         with running(Client(), episode(), plan, rank=rank, size=before) as runner:
@@ -280,12 +280,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int) -> 
     for rank in range(after):
         with running(Client(), episode(), plan, rank=rank, size=after) as runner:
             set_runner_state(runner, states)
-            found = []
+            actual = []
             for trained in range(2, 5):
                 runner.advance(trained)
-                found.append(tokens(runner.next_batch(timeout=20)))
-            rest.append(found)
-    assert [sorted(group for share in rest for group in share[step]) for step in range(3)] == whole[2:]
+                actual.append(tokens(runner.next_batch(timeout=20)))
+            rest.append(actual)
+    assert [sorted(group for share in rest for group in share[step]) for step in range(3)] == full[2:]
 
 
 def test_replaced_groups_cannot_go_to_other_ranks() -> None:
@@ -306,8 +306,8 @@ def test_disagreement_is_over_the_tokens_of_the_policy() -> None:
             "rollout_logprobs": torch.tensor([0.0, -1.5, -1.0, 0.0]),
         }
     ]
-    found = disagreement(samples, lambda x: x)
-    assert found["rollout/logprob_error"] == pytest.approx(0.75)
+    actual = disagreement(samples, lambda x: x)
+    assert actual["rollout/logprob_error"] == pytest.approx(0.75)
     k3 = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1) - 1 + 1)) / 2
-    assert found["rollout/logprob_k3"] == pytest.approx(k3)
+    assert actual["rollout/logprob_k3"] == pytest.approx(k3)
     assert disagreement([], lambda x: x) == {"rollout/logprob_error": 0.0, "rollout/logprob_k3": 0.0}
