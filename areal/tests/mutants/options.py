@@ -7,7 +7,7 @@ from typing import Any
 from areal.tests.mutants.planting import Function, mutant
 
 REFUSED = "dist/test_options.py::test_an_option_that_an_engine_does_not_support_is_refused[{}]"
-UNDECLARED = "unit/engine/test_parallel_dims_and_config.py::test_options_that_an_engine_does_not_declare_are_refused*"
+UNDECLARED = "unit/engine/test_parallel_dims_and_config.py::test_options_that_an_engine_does_not_declare_are_refused[*value_head*]"
 
 
 @mutant("areal.engine.options:_unsupported", UNDECLARED)
