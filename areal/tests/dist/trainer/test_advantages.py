@@ -81,7 +81,7 @@ def close(actual: Tensor, want: Tensor) -> None:
 @pytest.mark.world(1, 2, 4)
 @IDLE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_group_relative_advantages_are_those_of_the_whole(dtype: torch.dtype, idle: bool) -> None:
+def test_group_advantages_equal_global_batch(dtype: torch.dtype, idle: bool) -> None:
     batch = Everything(idle)
     sequences, _ = batch.mine()
     rewards = batch.rewards.to(dtype)
@@ -100,7 +100,7 @@ def test_group_relative_advantages_are_those_of_the_whole(dtype: torch.dtype, id
 @pytest.mark.world(1, 2, 4)
 @IDLE
 @pytest.mark.parametrize("scale", [True, False])
-def test_normalisation_is_that_of_the_whole(scale: bool, idle: bool) -> None:
+def test_normalization_equals_global_batch(scale: bool, idle: bool) -> None:
     batch = Everything(idle)
     sequences, tokens = batch.mine()
     x, mask = batch.values[tokens], batch.mask[tokens]
@@ -118,7 +118,7 @@ def test_normalisation_is_that_of_the_whole(scale: bool, idle: bool) -> None:
 
 @pytest.mark.world(1, 2, 4)
 @IDLE
-def test_reinforce_plus_plus_is_that_of_the_whole(idle: bool) -> None:
+def test_reinforce_plus_plus_equals_global_batch(idle: bool) -> None:
     batch = Everything(idle)
     sequences, tokens = batch.mine()
     mask, bounds = batch.mask[tokens], batch.my_bounds(sequences)
@@ -134,7 +134,7 @@ def test_reinforce_plus_plus_is_that_of_the_whole(idle: bool) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_reward_that_is_not_finite_raises_on_every_rank() -> None:
+def test_non_finite_reward_raises_on_every_rank() -> None:
     rewards = torch.tensor([1.0, float("nan") if world().rank == 0 else 2.0])
     groups = Groups.over_ranks(torch.tensor([world().rank, 2]), 3, sum_over_ranks)
     with pytest.raises(ValueError, match="group 2 has numbers that are not finite"):
@@ -145,7 +145,7 @@ def test_a_reward_that_is_not_finite_raises_on_every_rank() -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:c2"])
-def test_an_engine_brings_the_sum(backend: str) -> None:
+def test_engine_global_sum_counts_each_sequence_once(backend: str) -> None:
     """Ranks of one data-parallel coordinate have the same sequences, which count once."""
     rewards, keys = torch.tensor([0.0, 1.0, 1.0, 0.5]), torch.tensor([0, 1, 0, 1])
     want = grpo(rewards, Groups.local(keys))

@@ -19,7 +19,7 @@ CASES = [pytest.param(backend, marks=pytest.mark.world(size)) for size, names in
 
 
 @pytest.mark.parametrize("backend", CASES)
-def test_the_losses_are_those_in_the_golden_file(backend: str) -> None:
+def test_losses_equal_golden_file(backend: str) -> None:
     expected = loss_curve.golden()
     assert expected[-1] < 0.9 * expected[0], "nothing is learned"
     settings = config(backend, path=model_dir(loss_curve.FAMILY), optimizer=loss_curve.OPTIMIZER)
@@ -37,5 +37,5 @@ def test_the_losses_are_those_in_the_golden_file(backend: str) -> None:
     assert error < 1e-4
 
 
-def test_the_golden_file_is_the_reference() -> None:
+def test_golden_file_equals_reference() -> None:
     assert loss_curve.compute() == pytest.approx(loss_curve.golden(), rel=1e-9)

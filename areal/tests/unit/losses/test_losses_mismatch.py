@@ -37,7 +37,7 @@ def ratios(level: str) -> list[float]:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("floor", [0.0, FLOOR])
-def test_weights_are_those_of_the_formula(level: str, mode: str, floor: float) -> None:
+def test_weights_equal_formula(level: str, mode: str, floor: float) -> None:
     expected, cut = [], []
     for rho, m in zip(ratios(level), MASK.tolist(), strict=True):
         inside = floor <= rho <= CAP
@@ -53,14 +53,14 @@ def test_weights_are_those_of_the_formula(level: str, mode: str, floor: float) -
     assert torch.equal(again.weights, actual.weights)
 
 
-def test_weights_have_no_gradient_and_far_ones_are_finite() -> None:
+def test_weights_have_no_gradient_and_are_finite() -> None:
     leaf = TRAINER.clone().requires_grad_()
     assert not importance_weights(leaf, ROLLOUT, MASK, CU).weights.requires_grad
     far = importance_weights(TRAINER + 1e5, ROLLOUT, MASK, CU, level="sequence", cap=math.inf)
     assert far.weights.isfinite().all()
 
 
-def test_statistics_are_those_of_the_formulas() -> None:
+def test_statistics_equal_formulas() -> None:
     actual = compare_logprobs(TRAINER, ROLLOUT, MASK, CU)
     for t, m in enumerate(MASK.tolist()):
         d = (TRAINER[t] - ROLLOUT[t]).item() * m
@@ -74,7 +74,7 @@ def test_statistics_are_those_of_the_formulas() -> None:
         assert actual.perplexity_gap[i].item() == pytest.approx(math.exp(nll[0]) - math.exp(nll[1]))
 
 
-def test_metrics_leave_out_what_is_not_trained() -> None:
+def test_metrics_cover_trained_tokens_only() -> None:
     actual = compare_logprobs(TRAINER, ROLLOUT, MASK, CU)
     metrics = mismatch_metrics(actual, MASK, CU)
     assert metrics["mismatch/k1"].value == pytest.approx(((ROLLOUT - TRAINER) * MASK).sum() / MASK.sum())
@@ -92,15 +92,15 @@ def test_equal_logprobs_have_no_mismatch() -> None:
         assert torch.equal(importance_weights(TRAINER, TRAINER, MASK, CU, level=level).weights, MASK)
 
 
-def test_a_correction_reads_the_logprobs_that_it_names() -> None:
+def test_correction_reads_selected_logprobs() -> None:
     batch = batch_of(rollout_logprobs=ROLLOUT, old_logprobs=TRAINER)
     now = logprobs(5)
     for trainer, logs in (("old_logprobs", TRAINER), ("logprobs", now)):
         weights, metrics = MismatchCorrection(cap=CAP, trainer=trainer)(now, batch)
         expected = importance_weights(logs, ROLLOUT, MASK, CU, cap=CAP)
         assert torch.equal(weights, expected.weights)
-        share = expected.truncated.sum() / MASK.sum()
-        assert metrics["mismatch/truncated"].value == pytest.approx(share)
+        fraction = expected.truncated.sum() / MASK.sum()
+        assert metrics["mismatch/truncated"].value == pytest.approx(fraction)
     with pytest.raises(ValueError, match=r"rollout_logprobs.*sampled"):
         MismatchCorrection()(now, batch_of(old_logprobs=TRAINER))
 
@@ -116,6 +116,6 @@ def test_a_correction_reads_the_logprobs_that_it_names() -> None:
         ({"trainer": "new"}, "trainer = 'new'"),
     ],
 )
-def test_a_wrong_option_is_named(options: dict, field: str) -> None:
+def test_invalid_options_raise(options: dict, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         MismatchCorrection(**options)

@@ -42,7 +42,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_pair_has_the_loss_of_the_formula(name: str) -> None:
+def test_preference_loss_equals_formula(name: str) -> None:
     fn, formula = FORMULAS[name]
     expected = [formula(c, r) for c, r in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
     torch.testing.assert_close(fn(CHOSEN, REJECTED), torch.tensor(expected, dtype=torch.float64))
@@ -58,7 +58,7 @@ def log_ratio(sample: dict[str, torch.Tensor]) -> float:
     )
 
 
-def test_dpo_and_ipo_are_means_over_pairs_that_can_be_compared() -> None:
+def test_dpo_and_ipo_are_means_over_trained_pairs() -> None:
     """The fourth sequence is untrained: the second pair weighs nothing."""
     batch = samples()
     pairs = [(log_ratio(batch[i]), log_ratio(batch[i + 1])) for i in (0, 4, 6)]
@@ -74,7 +74,7 @@ def test_dpo_and_ipo_are_means_over_pairs_that_can_be_compared() -> None:
     assert not actual.gradients["logprobs"][3].any()
 
 
-def test_a_policy_equal_to_its_reference_has_a_loss_of_log_two() -> None:
+def test_dpo_loss_of_policy_equal_to_reference_is_log_two() -> None:
     batch = [sample | {"ref_logprobs": sample["now_logprobs"]} for sample in samples()]
     actual = step(dpo_objective(beta=0.3), batch)
     assert actual.loss == pytest.approx(math.log(2))
@@ -84,7 +84,7 @@ def test_a_policy_equal_to_its_reference_has_a_loss_of_log_two() -> None:
     torch.testing.assert_close(actual.gradients["logprobs"][longest][:-1], expected)
 
 
-def test_junk_outside_the_mask_does_not_reach_dpo() -> None:
+def test_masked_tokens_do_not_affect_dpo() -> None:
     dirty = []
     for sample in samples():
         outside = sample["loss_mask"] == 0
@@ -96,7 +96,7 @@ def test_junk_outside_the_mask_does_not_reach_dpo() -> None:
     torch.testing.assert_close(actual.gradients, clean.gradients, rtol=0, atol=0)
 
 
-def test_a_reward_is_the_value_at_the_last_token() -> None:
+def test_reward_is_value_at_last_token() -> None:
     batch = samples()
     last = [sample["now_values"][-1].item() for sample in batch]
     pairs = list(zip(last[0::2], last[1::2], strict=True))
@@ -111,7 +111,7 @@ def test_a_reward_is_the_value_at_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("objective", [dpo_objective(), reward_objective()], ids=["dpo", "reward"])
-def test_a_split_pair_is_an_error_before_the_model_runs(objective) -> None:
+def test_split_pair_raises_in_weight_and_loss(objective) -> None:
     keys = {"loss_mask": torch.ones(6), "target_ids": torch.ones(6).long()}
     odd = Batch(keys, torch.tensor([0, 2, 4, 6], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"3 sequences.*granularity = 2"):
@@ -130,7 +130,7 @@ def test_a_split_pair_is_an_error_before_the_model_runs(objective) -> None:
                 objective.weight_fn(batch)
 
 
-def test_packing_that_splits_pairs_is_found_by_their_ids() -> None:
+def test_packing_that_splits_pairs_raises() -> None:
     with pytest.raises(ValueError, match="granularity = 2"):
         step(dpo_objective(), samples(), n_mbs=4, granularity=1)
 
@@ -144,12 +144,12 @@ def test_packing_that_splits_pairs_is_found_by_their_ids() -> None:
         (lambda: reward_objective(center_coef=-1.0), "center_coef = -1.0"),
     ],
 )
-def test_a_wrong_option_is_named(make, field: str) -> None:
+def test_invalid_options_raise(make, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         make()
 
 
-def test_a_missing_reference_is_named() -> None:
+def test_missing_reference_logprobs_raise() -> None:
     cut = torch.tensor([0, 7, 14], dtype=torch.int32)
     batch = Batch({"loss_mask": torch.ones(14), "target_ids": torch.ones(14)}, cut)
     with pytest.raises(ValueError, match=r"ref_logprobs.*reference model"):

@@ -14,7 +14,7 @@ V, OLD, RETURNS = values(1), values(1) + values(2, scale=0.4), values(3)
 
 
 @pytest.mark.parametrize("clip", [None, 0.0, 0.2, 1e6])
-def test_a_value_has_the_loss_of_the_formula(clip: float | None) -> None:
+def test_value_loss_equals_formula(clip: float | None) -> None:
     expected, clipped = [], []
     for v, old, ret, m in zip(V.tolist(), OLD.tolist(), RETURNS.tolist(), MASK.tolist(), strict=True):
         plain = (v - ret) ** 2
@@ -33,12 +33,12 @@ def test_a_value_has_the_loss_of_the_formula(clip: float | None) -> None:
         )
 
 
-def test_an_infinite_clip_is_none() -> None:
+def test_huge_clip_equals_no_clip() -> None:
     wide = value_loss(V, RETURNS, MASK, old_values=OLD, clip=1e6).per_token
     torch.testing.assert_close(wide, value_loss(V, RETURNS, MASK).per_token)
 
 
-def test_junk_outside_the_mask_reaches_neither_loss_nor_gradient() -> None:
+def test_masked_tokens_do_not_affect_loss_or_gradient() -> None:
     for junk in (math.nan, math.inf):
         dirty = [x.masked_fill(MASK == 0, junk) for x in (V, RETURNS, OLD)]
         leaf = dirty[0].requires_grad_()
@@ -62,7 +62,7 @@ def test_value_metrics_give_the_explained_variance() -> None:
     assert actual["value/value"] == pytest.approx(v.mean().item())
 
 
-def test_value_options_and_keys_are_checked() -> None:
+def test_invalid_value_options_and_missing_keys_raise() -> None:
     with pytest.raises(ValueError, match=r"clip = -1.0"):
         value_objective(clip=-1.0)
     with pytest.raises(ValueError, match="needs old_values"):
@@ -73,7 +73,7 @@ def test_value_options_and_keys_are_checked() -> None:
     assert step(value_objective(clip=None), less).loss > 0
 
 
-def test_cross_entropy_is_weighted() -> None:
+def test_cross_entropy_is_weighted_by_the_mask() -> None:
     total = weight = plain = 0.0
     count = 0
     for s in samples():
@@ -89,7 +89,7 @@ def test_cross_entropy_is_weighted() -> None:
     assert abs(plain / count - total / weight) > 1e-4
 
 
-def test_without_a_mask_every_target_is_trained() -> None:
+def test_missing_mask_trains_every_target() -> None:
     bare = [{k: x for k, x in s.items() if k != "loss_mask"} for s in samples()]
     targets = torch.cat([s["now_logprobs"][:-1] for s in bare])
     assert step(sft_objective(), bare, n_mbs=3).loss == pytest.approx(-targets.mean().item())

@@ -67,7 +67,7 @@ def batches(n: int, plan: Plan, client: Any = None, **options: Any) -> list[Any]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_nothing_is_staler_than_allowed(staleness: int) -> None:
+def test_staleness_is_bounded(staleness: int) -> None:
     """Groups that take any time at all start no earlier than the bound, and as early as it lets them."""
     rng, started = random.Random(0), {}
     plan = Plan(groups=4, group_size=2, max_staleness=staleness, shuffle=False)
@@ -92,15 +92,15 @@ def test_nothing_is_staler_than_allowed(staleness: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_any_number_of_ranks_plays_the_same(size: int) -> None:
+def test_groups_do_not_depend_on_number_of_ranks(size: int) -> None:
     plan = Plan(groups=4, group_size=3, seed=7)
-    shares = [batches(6, plan, rank=rank, size=size) for rank in range(size)]
-    together = [sorted(group for share in shares for group in share[step]) for step in range(6)]
+    per_rank = [batches(6, plan, rank=rank, size=size) for rank in range(size)]
+    together = [sorted(group for steps in per_rank for group in steps[step]) for step in range(6)]
     assert together == batches(6, plan)
     assert len({seed for step in together for _, group in step for _, seed in group}) == 6 * 4 * 3
 
 
-def test_items_come_once_an_epoch_in_an_order_of_its_own() -> None:
+def test_items_come_once_per_epoch_in_new_order() -> None:
     played = [group[0][0] for step in batches(6, Plan(groups=5)) for _, group in step]
     epochs = [played[i : i + 10] for i in range(0, 30, 10)]
     assert all(sorted(epoch) == ITEMS for epoch in epochs)
@@ -109,7 +109,7 @@ def test_items_come_once_an_epoch_in_an_order_of_its_own() -> None:
     assert in_order == ITEMS
 
 
-def test_a_failed_or_slow_episode_is_counted() -> None:
+def test_failed_and_timed_out_episodes_are_counted() -> None:
     def reward(item: int, answer: Completion) -> Any:
         if item == 3:
             raise KeyError("no such answer")
@@ -131,7 +131,7 @@ def test_a_failed_or_slow_episode_is_counted() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_group_that_is_not_kept_gives_its_place_to_the_next(staleness: int) -> None:
+def test_filtered_groups_are_replaced(staleness: int) -> None:
     plan = Plan(groups=2, max_staleness=staleness, shuffle=False)
     with running(Client(), episode(), plan, keep=lambda group: group[0].group % 3 != 0) as runner:
         actual = []
@@ -141,7 +141,7 @@ def test_a_group_that_is_not_kept_gives_its_place_to_the_next(staleness: int) ->
     assert actual == [[1, 2], [4, 5], [7, 8], [10, 11]]
 
 
-def test_what_the_caller_got_wrong_is_raised() -> None:
+def test_keep_errors_and_invalid_arguments_raise() -> None:
     def keep(group: list[protocol.Sequence]) -> bool:
         raise ZeroDivisionError("no spread")
 
@@ -156,7 +156,7 @@ def test_what_the_caller_got_wrong_is_raised() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_goes_on_from_its_state(staleness: int) -> None:
+def test_runner_resumes_from_state(staleness: int) -> None:
     """Groups not consumed yet are in the state; nothing is played twice or left out."""
     plan = Plan(groups=3, group_size=2, max_staleness=staleness, max_concurrent=4)
     full = batches(6, plan)
@@ -184,7 +184,7 @@ def test_a_run_goes_on_from_its_state(staleness: int) -> None:
     assert not done & {seed for _, seed in again.asked}
 
 
-def test_closing_ends_what_is_played_and_what_waits() -> None:
+def test_close_cancels_running_episodes() -> None:
     ended = []
 
     class Endless:
@@ -205,7 +205,7 @@ def test_closing_ends_what_is_played_and_what_waits() -> None:
     runner.close()
 
 
-def test_a_sequence_becomes_a_sample() -> None:
+def test_sequence_converts_to_training_sample() -> None:
     completion = Completion((7, 8, 9), (-0.5, -1.5, -2.5), (3, 3, 4), "length")
     sample = protocol.Sequence.single([5, 6], completion, reward=0.25).sample()
     assert sample["input_ids"].tolist() == [5, 6, 7, 8, 9]
@@ -216,7 +216,7 @@ def test_a_sequence_becomes_a_sample() -> None:
     assert sample["truncated"].item() is True
 
 
-def test_what_is_wrong_with_a_sequence_fails_its_episode() -> None:
+def test_invalid_sequence_fails_its_episode() -> None:
     wrong = {
         1: {"reward": float("nan")},
         2: {"segments": (Segment([5], trainable=False),)},
@@ -236,7 +236,7 @@ def test_what_is_wrong_with_a_sequence_fails_its_episode() -> None:
         assert word in str(group.error)
 
 
-def test_a_report_counts_what_was_played() -> None:
+def test_report_computes_rollout_metrics() -> None:
     def sequence(reward: float, tokens: int, version: int, **fields: Any) -> protocol.Sequence:
         completion = Completion(tuple(range(3, 3 + tokens)), (-1.0,) * tokens, (version,) * tokens, "stop")
         return replace(protocol.Sequence.single([1, 2], completion, reward), **fields)
@@ -265,7 +265,7 @@ def test_a_report_counts_what_was_played() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 3)])
-def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int) -> None:
+def test_runner_resumes_on_another_number_of_ranks(before: int, after: int) -> None:
     plan = Plan(groups=4, group_size=2, max_staleness=1)
     full = batches(5, plan)
     states = []
@@ -285,10 +285,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int) -> 
                 runner.advance(trained)
                 actual.append(tokens(runner.next_batch(timeout=20)))
             rest.append(actual)
-    assert [sorted(group for share in rest for group in share[step]) for step in range(3)] == full[2:]
+    assert [sorted(group for steps in rest for group in steps[step]) for step in range(3)] == full[2:]
 
 
-def test_replaced_groups_cannot_go_to_other_ranks() -> None:
+def test_replaced_groups_cannot_be_resharded() -> None:
     plan = Plan(groups=2, shuffle=False)
     with running(Client(), episode(), plan, keep=lambda group: group[0].group != 0) as runner:
         runner.advance(0)
@@ -298,7 +298,7 @@ def test_replaced_groups_cannot_go_to_other_ranks() -> None:
         set_runner_state(runner, states)
 
 
-def test_disagreement_is_over_the_tokens_of_the_policy() -> None:
+def test_disagreement_covers_policy_tokens_only() -> None:
     samples = [
         {
             "loss_mask": torch.tensor([0.0, 1.0, 1.0, 0.0]),
