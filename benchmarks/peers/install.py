@@ -20,7 +20,7 @@ HOME = Path("runs/peers")
 PACKAGES: dict[str, tuple[str, ...]] = {
     "trl": ("trl",),
     "verl": ("verl",),
-    "torchtitan": ("torchtitan", "triton"),  # verl imports it, and a CPU build of torch does not install it
+    "torchtitan": ("torchtitan", "triton"),  # torchtitan imports it, and a CPU build of torch does not install it
 }
 """Packages to install for each peer."""
 

@@ -168,7 +168,9 @@ class MegatronEngine(BaseTrainEngine):
         """Describe what was applied, for the log."""
         config = self.config
         replicas = groups.dp_cp.size()
-        sharding = f"optimizer state over {replicas} ranks" if distributed(config) else f"none, {replicas} replicas"
+        # Adapters have their own optimizer, with replicated state.
+        sharded = distributed(config) and config.optimizer is not None and config.lora is None
+        sharding = f"optimizer state over {replicas} ranks" if sharded else f"none, {replicas} replicas"
         if self.dims.ep > 1:
             sharding += f", experts over {self.dims.ep} ranks"
         if sequence_parallel(self.dims, config):

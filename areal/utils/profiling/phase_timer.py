@@ -70,12 +70,12 @@ class PhaseTimer:
             self._phase = outer
             self._mark(outer)
 
-    def timed(self, name: str, half: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap one half of a micro-batch, ``half(value, mb, ...)``, so that its time counts as the phase ``name``."""
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of a micro-batch, ``function(value, mb, ...)``, so that its time counts as the phase ``name``."""
 
         def timed(value: Any, mb: MicroBatch, *args: Any, **options: Any) -> Any:
             with self.phase(name, mb.index):
-                return half(value, mb, *args, **options)
+                return function(value, mb, *args, **options)
 
         return timed
 
