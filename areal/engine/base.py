@@ -216,6 +216,8 @@ class BaseTrainEngine(EngineState):
         self._onload_for_step(grads=not forward_only)
         if state is not None:
             components.gradients.before_backward()
+            # A reduction that was complete is not any more, even if this call is interrupted.
+            state.set(accumulated=state.accumulated)
 
         # Run the model. An error of the model may be on this rank alone, while its peers wait in a collective.
         faults = Faults()

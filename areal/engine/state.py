@@ -96,17 +96,19 @@ class EngineState(TrainEngine):
         seed_everything(self.config.seed + self.dp_rank)
 
         # The model, the optimizer and the other components. A failure on one rank raises on all.
-        def build() -> None:
+        def build() -> str:
             self._components = self._build(spec)
+            logs = self.control.rank == 0 and logger.isEnabledFor(logging.INFO)
+            return self._applied() if logs else ""
 
         try:
-            self.control.attempt(build, "the engine was not built")
+            applied = self.control.attempt(build, "the engine was not built")
         except Exception:
             self._teardown("it was not built: make another")
             self.control.close()
             raise
-        if self.control.rank == 0 and logger.isEnabledFor(logging.INFO):
-            logger.info("%s", self._applied())
+        if applied:
+            logger.info("%s", applied)
 
     def destroy(self) -> None:
         try:
