@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/dpo.py --backend fsdp:d2
     torchrun --nproc-per-node 8 examples/dpo.py --backend megatron:d2t4 --model path/or/hub-name --lr 1e-6
 
-Leaves model/ in the output directory.
+The run writes model/ to the output directory. The default model is the tiny one, whose tokenizer
+examples/smollm.py writes.
 """
 
 from __future__ import annotations
