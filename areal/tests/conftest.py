@@ -137,10 +137,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     tables: dict[str, list[tuple[str, dict[str, str]]]] = {}
-    reports = [report for found in terminalreporter.stats.values() for report in found]
+    reports = [report for group in terminalreporter.stats.values() for report in group]
     for report in reports:
         if getattr(report, "when", None) == "call":
-            for _, (table, row, columns) in filter(lambda found: found[0] == RECORD, report.user_properties):
+            for _, (table, row, columns) in filter(lambda entry: entry[0] == RECORD, report.user_properties):
                 tables.setdefault(table, []).append((row, columns))
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         return
@@ -167,7 +167,7 @@ def _call_in_pool(item: pytest.Function, size: int, kwargs: dict[str, Any], limi
         for rank in range(size):
             item.add_report_section("call", f"output of rank {rank}", pool.output(rank))
         pytest.fail(failure, pytrace=False)
-    item.user_properties += [(RECORD, found) for found in answers[0].records]
+    item.user_properties += [(RECORD, record) for record in answers[0].records]
     if answers[0].status == "skipped":
         pytest.skip(answers[0].text)
     if answers[0].status == "xfailed":
@@ -188,7 +188,7 @@ def _call_here(item: pytest.Function, kwargs: dict[str, Any], limit: float) -> N
     except (Exception, outcomes.Failed) as failed:
         mine, error = Outcome("failed", format_exception()), failed
     everyone = ranks.gather(mine, timeout=limit + 120)
-    item.user_properties += [(RECORD, found) for found in take_records()]
+    item.user_properties += [(RECORD, record) for record in take_records()]
     if len({outcome.status for outcome in everyone}) == 1 and mine.status != "failed":
         if error is not None:
             raise error

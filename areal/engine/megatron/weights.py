@@ -97,10 +97,10 @@ class MegatronWeights:
         # Of several ranks with the same slice, the first one streams it.
         owner: dict[SliceKey, int] = {}
         for rank in dist.get_process_group_ranks(self._group):
-            for _, _, places, _ in entries_by_rank[rank]:
-                for place in places:
-                    owner.setdefault(place, rank)
-        self._owned = {place for place, rank in owner.items() if rank == control.rank}
+            for _, _, keys, _ in entries_by_rank[rank]:
+                for key in keys:
+                    owner.setdefault(key, rank)
+        self._owned = {key for key, rank in owner.items() if rank == control.rank}
         # A fused parameter contains several tensors: find the parameters of a tensor quickly.
         self._params_by_name: dict[str, list[LocalParameter]] = {}
         for local_param in untied:

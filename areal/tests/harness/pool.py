@@ -249,11 +249,11 @@ def _describe(answers: Mapping[int, Answer]) -> str:
             continue
         said.setdefault((answers[rank].status, answers[rank].text), []).append(rank)
     order = {"died": 0, "failed": 1, "stuck": 2}
-    parts = []
+    messages = []
     for (status, text), ranks in sorted(said.items(), key=lambda entry: (order.get(entry[0][0], 3), entry[1])):
         names = "rank" + ("s " if len(ranks) > 1 else " ") + ", ".join(map(str, ranks))
-        parts.append(f"{names} of {len(answers)} {status}" + (f":\n{text}" if text else ""))
-    return "\n\n".join(parts)
+        messages.append(f"{names} of {len(answers)} {status}" + (f":\n{text}" if text else ""))
+    return "\n\n".join(messages)
 
 
 def _tail(text: str, lines: int) -> str:

@@ -1,6 +1,7 @@
 """The tests that ``.ci/run`` leaves to ``make test``: the marker ``thorough``, set by rules over all tests that were collected.
 
-1. Four ranks run three training steps on every layout. Other properties of a step are shown on two ranks (:data:`PRODUCTS`).
+1. Four ranks run three training steps on every product of two kinds of parallelism. Further layouts of four ranks (:data:`FOUR_RANKS`) and
+   other properties of a step (:data:`PRODUCTS`) are shown on two ranks.
 2. Of further schedules of a pipeline, only the three steps.
 3. Of the grid, all cells in float64, and one cell in a lower precision for each layout: rounding differs by layout, errors show in float64.
 4. Of a test on ranks with several parametrizations, combinations in which each value occurs. The others are their product.
@@ -29,14 +30,25 @@ PRODUCTS = (
 )
 """Tests whose cases on four ranks are thorough."""
 
+FOUR_RANKS = (
+    *("fsdp:c4", "fsdp:d4", "fsdp:p4", "megatron:c4"),  # one kind of parallelism
+    *("fsdp:c2t2-gather_kv", "fsdp:d2c2-gather_kv"),  # the second mode of a product
+    *("fsdp:r2c2", "fsdp:r2e2"),  # replicas of what ``r2d2`` and the layouts of two ranks show
+)
+"""Layouts of four ranks whose three training steps are thorough."""
+
 STEPS = "three_steps"
 """The test that runs three training steps on every layout."""
 
 SCHEDULES = ("fsdp:p2-GPipe", "fsdp:p2v2-Interleaved1F1B")
 """Pipeline schedules that are thorough except in the three steps."""
 
-ELSEWHERE = ("megatron:p2-hf",)
-"""Saves that are killed while the code of the FSDP engine writes."""
+ELSEWHERE = (
+    "megatron:p2-hf",  # saves that are killed while the code of the FSDP engine writes
+    "test_killed_server_raises_within_the_deadline[vllm]",
+    "test_requests_fail_over_from_killed_server[sglang]",
+)
+"""Single tests whose code the test of another engine or server runs as well."""
 
 
 def mark_thorough(items: Sequence[pytest.Item]) -> None:
@@ -80,7 +92,7 @@ def _is_further_layout(item: pytest.Item) -> bool:
     if size in marker.kwargs.get("thorough", ()):
         return True
     if STEPS in name:
-        return False
+        return any(each in name for each in FOUR_RANKS)
     return any(each in name for each in SCHEDULES) or (size == 4 and any(each in name for each in PRODUCTS))
 
 

@@ -226,11 +226,11 @@ def megatron_heads_not_grouped(right: Function) -> Function:
 def megatron_experts_take_turns(right: Function) -> Function:
     """Experts are numbered as if they were assigned to expert-parallel ranks in turn."""
 
-    def wrong(found: Any, chunk: nn.Module) -> Any:
-        numbers = right(found, chunk)
-        if "j" in found:
+    def wrong(actual: Any, chunk: nn.Module) -> Any:
+        numbers = right(actual, chunk)
+        if "j" in actual:
             ranks = chunk.pg_collection.ep
-            numbers["j"] = int(found["j"]) * ranks.size() + ranks.rank()
+            numbers["j"] = int(actual["j"]) * ranks.size() + ranks.rank()
         return numbers
 
     return wrong
@@ -240,12 +240,12 @@ def megatron_experts_take_turns(right: Function) -> Function:
 def megatron_virtual_stages_in_a_row(right: Function) -> Function:
     """Layers are numbered as if the model chunks of a rank were consecutive."""
 
-    def wrong(found: Any, chunk: nn.Module) -> Any:
-        numbers = right(found, chunk)
-        if "i" in found:
+    def wrong(actual: Any, chunk: nn.Module) -> Any:
+        numbers = right(actual, chunk)
+        if "i" in actual:
             chunks = chunk.config.virtual_pipeline_model_parallel_size
-            place = chunk.pg_collection.pp.rank() * chunks + chunk.vp_stage
-            numbers["i"] = place * len(chunk.decoder.layers) + int(found["i"])
+            position = chunk.pg_collection.pp.rank() * chunks + chunk.vp_stage
+            numbers["i"] = position * len(chunk.decoder.layers) + int(actual["i"])
         return numbers
 
     return wrong
@@ -255,9 +255,9 @@ def megatron_virtual_stages_in_a_row(right: Function) -> Function:
 def megatron_stages_swapped(right: Function) -> Function:
     """Layers are counted from the last one."""
 
-    def wrong(found: Any, chunk: nn.Module) -> Any:
-        numbers = right(found, chunk)
-        if "i" in found:
+    def wrong(actual: Any, chunk: nn.Module) -> Any:
+        numbers = right(actual, chunk)
+        if "i" in actual:
             numbers["i"] = chunk.config.num_layers - 1 - numbers["i"]
         return numbers
 

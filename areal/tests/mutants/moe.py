@@ -29,8 +29,8 @@ def recomputed_layer_counted_twice(right: Function) -> Function:
     def wrong(self: Any, mb: Any, layer: int, *args: Any) -> Any:
         before = self._values.get((mb.index, layer), {})
         total = right(self, mb, layer, *args)
-        found = self._values[mb.index, layer]
-        self._values[mb.index, layer] = {name: value + before.get(name, 0) for name, value in found.items()}
+        values = self._values[mb.index, layer]
+        self._values[mb.index, layer] = {name: value + before.get(name, 0) for name, value in values.items()}
         return total
 
     return wrong

@@ -70,12 +70,12 @@ def a_shared_token_counts_once(right: Function) -> Function:
     """The gradient of the balancing loss counts a shared token only once."""
 
     def wrong(self: Any, x: Tensor) -> Tensor:
-        whole = right(self, x)
+        all_tokens = right(self, x)
         tree = self.mb.tree
         if tree is None:
-            return whole
-        first = torch.zeros(len(whole), dtype=torch.bool).index_fill(0, tree.tokens, True)
-        return torch.where(first[:, None], whole, whole.detach())
+            return all_tokens
+        first = torch.zeros(len(all_tokens), dtype=torch.bool).index_fill(0, tree.tokens, True)
+        return torch.where(first[:, None], all_tokens, all_tokens.detach())
 
     return wrong
 
@@ -83,4 +83,4 @@ def a_shared_token_counts_once(right: Function) -> Function:
 @mutant("areal.utils.data.prefixes:_integers", EXPERTS.format("fsdp:d1", ""))
 def routing_is_not_told_apart(right: Function) -> Function:
     """Tokens that are routed to different experts are shared."""
-    return lambda parts: right(parts[:1])
+    return lambda tensors: right(tensors[:1])

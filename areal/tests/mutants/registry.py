@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import areal.tests.mutants.lora
 import areal.tests.mutants.moe
+import areal.tests.mutants.options
 import areal.tests.mutants.pipeline
 import areal.tests.mutants.prefixes
 import areal.tests.mutants.step

@@ -269,9 +269,9 @@ def unharmed(engine: TrainEngine) -> Iterator[None]:
 
 def by_hand(engine: TrainEngine, **options: Any) -> FSDPCheckpointer:
     """Return a checkpointer for an engine, with options that the engine does not expose."""
-    parts = engine._components
+    components = engine._components
     options = {"source": model_dir("qwen3"), **options}
-    return FSDPCheckpointer(parts.model, parts.optimizer, engine, engine.control, **options)
+    return FSDPCheckpointer(components.model, components.optimizer, engine, engine.control, **options)
 
 
 def flip(file: Path) -> None:

@@ -44,12 +44,12 @@ KILLS = [
 
 def watched(engine: TrainEngine, path: str, observe: Observe) -> EngineCheckpointer:
     """Return a checkpointer for an engine that reports its stages and writes small files."""
-    parts = engine._components
-    made: Any = parts.checkpointer
+    components = engine._components
+    made: Any = components.checkpointer
     options: dict[str, Any] = {"observe": observe, "max_file_bytes": 12_000}
     if isinstance(made, FSDPCheckpointer):
-        return FSDPCheckpointer(parts.model, parts.optimizer, engine, engine.control, path, **options)
-    own = (made._chunks, made._chained, parts.optimizer, parts.weights, made._groups, parts.vocab_size)
+        return FSDPCheckpointer(components.model, components.optimizer, engine, engine.control, path, **options)
+    own = (made._chunks, made._chained, components.optimizer, components.weights, made._groups, components.vocab_size)
     return type(made)(*own, engine, engine.control, path, **options)
 
 
@@ -138,8 +138,8 @@ def save_with_four(folder: str, stage: str) -> None:
 
     path = model_dir("qwen3")
     with started("fsdp:d4", path=path) as engine:
-        parts = engine._components
-        checkpointer = FSDPCheckpointer(parts.model, parts.optimizer, engine, engine.control, path, observe=die)
+        components = engine._components
+        checkpointer = FSDPCheckpointer(components.model, components.optimizer, engine, engine.control, path, observe=die)
         start = time.monotonic()
         try:
             checkpointer.save(SaveLoadMeta(Path(folder) / "saved"))

@@ -130,9 +130,9 @@ def test_named_tensors_keep_any_bits(backend: str, dtype: str) -> None:
     }
     bits["model.norm.weight"][:2] = torch.tensor([-0.0, float("nan")])
     with started(backend, path=moe(), dtype=dtype, optimizer=None) as engine:
-        for held in engine._components.weights.local_params:
-            for part in held.slices(held.parameter.detach().view(-1).view(integers)):
-                part.values.copy_(bits[part.name].view(integers)[part.box])
+        for local_param in engine._components.weights.local_params:
+            for piece in local_param.slices(local_param.parameter.detach().view(-1).view(integers)):
+                piece.values.copy_(bits[piece.name].view(integers)[piece.box])
         assert same_bits(weights_of(engine), bits)
 
 

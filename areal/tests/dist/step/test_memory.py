@@ -130,10 +130,10 @@ def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
     """Return the bytes in storages of weights, gradients and optimizer state."""
-    parts = engine._components  # not exposed by the public interface
-    inner, params = parts.optimizer.inner, list(parts.model.parameters())
+    components = engine._components  # not exposed by the public interface
+    inner, params = components.optimizer.inner, list(components.model.parameters())
     chained = getattr(inner, "chained", None)  # Megatron-Core's gradient buffers
-    optimizers = [inner] if chained is None else [part.optimizer for part in chained.chained_optimizers]
+    optimizers = [inner] if chained is None else [wrapper.optimizer for wrapper in chained.chained_optimizers]
     grads = [getattr(p, "main_grad", p.grad) for p in params]
     tensors = {
         "params": params,

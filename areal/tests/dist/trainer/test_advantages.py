@@ -72,22 +72,22 @@ class Everything:
         return Groups.over_ranks(self.keys[sequences], N_GROUPS, sum_over_ranks)
 
 
-def close(found: Tensor, want: Tensor) -> None:
+def close(actual: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(
-        found.double(), want.double(), rtol=1e-12 if want.dtype == torch.float64 else 2e-7, atol=1e-12
+        actual.double(), want.double(), rtol=1e-12 if want.dtype == torch.float64 else 2e-7, atol=1e-12
     )
 
 
 @pytest.mark.world(1, 2, 4)
 @IDLE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_group_relative_advantages_are_those_of_the_whole(dtype: torch.dtype, idle: bool) -> None:
+def test_group_advantages_equal_global_batch(dtype: torch.dtype, idle: bool) -> None:
     batch = Everything(idle)
     sequences, _ = batch.mine()
     rewards = batch.rewards.to(dtype)
-    whole, mine = Groups.local(batch.keys), batch.groups(sequences)
+    full, mine = Groups.local(batch.keys), batch.groups(sequences)
     for estimator in (grpo, dr_grpo, rloo):
-        want = estimator(rewards, whole)
+        want = estimator(rewards, full)
         assert want.any()
         close(estimator(rewards[sequences], mine), want[sequences])
         assert not want[batch.keys == 0].any()
@@ -100,17 +100,17 @@ def test_group_relative_advantages_are_those_of_the_whole(dtype: torch.dtype, id
 @pytest.mark.world(1, 2, 4)
 @IDLE
 @pytest.mark.parametrize("scale", [True, False])
-def test_normalisation_is_that_of_the_whole(scale: bool, idle: bool) -> None:
+def test_normalization_equals_global_batch(scale: bool, idle: bool) -> None:
     batch = Everything(idle)
     sequences, tokens = batch.mine()
     x, mask = batch.values[tokens], batch.mask[tokens]
     assert bool(len(x)) == (world().rank < batch.shares)
-    found = normalize(x, mask, scale=scale, sum_over_ranks=sum_over_ranks)
-    close(found, normalize(batch.values, batch.mask, scale=scale)[tokens])
+    actual = normalize(x, mask, scale=scale, sum_over_ranks=sum_over_ranks)
+    close(actual, normalize(batch.values, batch.mask, scale=scale)[tokens])
     mine = batch.groups(sequences).of_tokens(batch.my_bounds(sequences))
     by_group = normalize(x, mask, scale=scale, groups=mine)
-    whole = Groups.local(batch.keys).of_tokens(batch.bounds)
-    close(by_group, normalize(batch.values, batch.mask, scale=scale, groups=whole)[tokens])
+    full = Groups.local(batch.keys).of_tokens(batch.bounds)
+    close(by_group, normalize(batch.values, batch.mask, scale=scale, groups=full)[tokens])
     moments = Groups.whole_batch(x, sum_over_ranks).moments(x, mask)
     for table in (moments.count, moments.mean, moments.squares):
         same_everywhere(table)
@@ -118,23 +118,23 @@ def test_normalisation_is_that_of_the_whole(scale: bool, idle: bool) -> None:
 
 @pytest.mark.world(1, 2, 4)
 @IDLE
-def test_reinforce_plus_plus_is_that_of_the_whole(idle: bool) -> None:
+def test_reinforce_plus_plus_equals_global_batch(idle: bool) -> None:
     batch = Everything(idle)
     sequences, tokens = batch.mine()
     mask, bounds = batch.mask[tokens], batch.my_bounds(sequences)
     want = reinforce_plus_plus(batch.values, batch.mask, batch.bounds, gamma=0.9)
-    found = reinforce_plus_plus(batch.values[tokens], mask, bounds, gamma=0.9, sum_over_ranks=sum_over_ranks)
-    close(found, want[tokens])
+    actual = reinforce_plus_plus(batch.values[tokens], mask, bounds, gamma=0.9, sum_over_ranks=sum_over_ranks)
+    close(actual, want[tokens])
     rewards = batch.rewards.double()
     want = reinforce_plus_plus_baseline(rewards, Groups.local(batch.keys), batch.mask, batch.bounds)
-    found = reinforce_plus_plus_baseline(
+    actual = reinforce_plus_plus_baseline(
         rewards[sequences], batch.groups(sequences), mask, bounds, sum_over_ranks=sum_over_ranks
     )
-    close(found, want[tokens])
+    close(actual, want[tokens])
 
 
 @pytest.mark.world(2)
-def test_a_reward_that_is_not_finite_raises_on_every_rank() -> None:
+def test_non_finite_reward_raises_on_every_rank() -> None:
     rewards = torch.tensor([1.0, float("nan") if world().rank == 0 else 2.0])
     groups = Groups.over_ranks(torch.tensor([world().rank, 2]), 3, sum_over_ranks)
     with pytest.raises(ValueError, match="group 2 has numbers that are not finite"):
@@ -145,12 +145,12 @@ def test_a_reward_that_is_not_finite_raises_on_every_rank() -> None:
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:c2"])
-def test_an_engine_brings_the_sum(backend: str) -> None:
+def test_engine_global_sum_counts_each_sequence_once(backend: str) -> None:
     """Ranks of one data-parallel coordinate have the same sequences, which count once."""
     rewards, keys = torch.tensor([0.0, 1.0, 1.0, 0.5]), torch.tensor([0, 1, 0, 1])
     want = grpo(rewards, Groups.local(keys))
     with started(backend, optimizer=None) as engine:
         mine = slice(engine.dp_rank, None, engine.dp_size)
-        found = grpo(rewards[mine], Groups.over_ranks(keys[mine], 2, engine.global_sum))
-        close(found, want[mine])
+        actual = grpo(rewards[mine], Groups.over_ranks(keys[mine], 2, engine.global_sum))
+        close(actual, want[mine])
         close(normalize(rewards[mine], sum_over_ranks=engine.global_sum), normalize(rewards)[mine])

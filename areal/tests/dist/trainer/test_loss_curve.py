@@ -19,23 +19,23 @@ CASES = [pytest.param(backend, marks=pytest.mark.world(size)) for size, names in
 
 
 @pytest.mark.parametrize("backend", CASES)
-def test_the_losses_are_those_in_the_golden_file(backend: str) -> None:
+def test_losses_equal_golden_file(backend: str) -> None:
     expected = loss_curve.golden()
     assert expected[-1] < 0.9 * expected[0], "nothing is learned"
     settings = config(backend, path=model_dir(loss_curve.FAMILY), optimizer=loss_curve.OPTIMIZER)
     with create_engine(settings) as engine:
         engine.initialize(FinetuneSpec(total_train_steps=loss_curve.STEPS))
         mine = dp_shard_indices(loss_curve.CASE, engine.dp_rank, engine.dp_size)
-        found = []
+        actual = []
         for step in range(loss_curve.STEPS):
             everything = loss_curve.batch(step)
             objective = loss_curve.OBJECTIVE
             step_output = engine.train_batch([everything[i] for i in mine], objective.loss_fn, objective.weight_fn)
-            found.append(step_output.loss)
-    error = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
-    record("loss curves of 20 steps", backend, first=f"{found[0]:.4f}", last=f"{found[-1]:.4f}", error=f"{error:.0e}")
+            actual.append(step_output.loss)
+    error = max(abs(a - b) / b for a, b in zip(actual, expected, strict=True))
+    record("loss curves of 20 steps", backend, first=f"{actual[0]:.4f}", last=f"{actual[-1]:.4f}", error=f"{error:.0e}")
     assert error < 1e-4
 
 
-def test_the_golden_file_is_the_reference() -> None:
+def test_golden_file_equals_reference() -> None:
     assert loss_curve.compute() == pytest.approx(loss_curve.golden(), rel=1e-9)

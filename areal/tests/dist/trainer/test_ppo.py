@@ -69,7 +69,7 @@ def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.world(2)
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_grpo_learns_from_what_older_weights_wrote(staleness: int) -> None:
+def test_grpo_learns_from_stale_rollouts(staleness: int) -> None:
     plan = Plan(groups=6, group_size=4, max_staleness=staleness)
     with policy("fsdp:d2") as engine:
         curve, _ = run(engine, plan, STEPS)
@@ -109,23 +109,23 @@ def test_ppo_with_a_critic_learns(world_size: int) -> None:
 
 @pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:p2",)))
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_goes_on_from_its_checkpoint(backend: str, staleness: int, tmp_path: Path) -> None:
+def test_training_resumes_from_checkpoint(backend: str, staleness: int, tmp_path: Path) -> None:
     """With rollouts that wait: they are in the checkpoint, with the versions that made them."""
     plan = Plan(groups=4, group_size=4, max_staleness=staleness)
     kept = Checkpoints(tmp_path, every=3)
     with policy(backend) as engine:
-        whole, _ = run(engine, plan, 4, checkpoints=kept)
+        full, _ = run(engine, plan, 4, checkpoints=kept)
     with policy(backend) as engine:
         rest, trainer = run(engine, plan, 4, checkpoints=kept)
         assert trainer.step == 4
         assert engine.version == 4
     assert len(rest.steps) == 1
     names = ("rollout/reward", "rollout/staleness", "actor/loss", "actor/grad_norm")
-    assert [rest[name][0] for name in names] == pytest.approx([whole[name][3] for name in names], rel=1e-4, abs=1e-6)
+    assert [rest[name][0] for name in names] == pytest.approx([full[name][3] for name in names], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.world(2)
-def test_the_reference_is_refreshed(tmp_path: Path) -> None:
+def test_refresh_reference_copies_policy_weights(tmp_path: Path) -> None:
     with policy("fsdp:d2") as engine, policy("fsdp:d2", optimizer=None) as reference, played(engine, PLAN) as rollout:
         trainer = grpo_trainer(engine, rollout.runner, rollout.sync, reference=reference)
         trainer.train(2)
@@ -137,7 +137,7 @@ def test_the_reference_is_refreshed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:t2", "megatron:p2")))
-def test_adapters_learn_and_their_model_is_the_reference(backend: str) -> None:
+def test_adapters_learn_with_base_model_as_reference(backend: str) -> None:
     """As with a second engine for the reference; the rollout gets merged weights."""
     lora, curves = LoRAConfig(rank=8, alpha=64), []
     for alone in (True, False):

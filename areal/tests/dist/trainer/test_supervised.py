@@ -76,19 +76,19 @@ def test_sft_learns_and_resumes(backend: str, tmp_path: Path) -> None:
             trainer.train(steps)
             return curve, trainer
 
-    whole, trainer = run(12, None)
+    full, trainer = run(12, None)
     assert trainer.step == 12
-    assert whole["train/loss"][-1] < 0.9 * whole["train/loss"][0]
+    assert full["train/loss"][-1] < 0.9 * full["train/loss"][0]
     kept = Checkpoints(tmp_path, every=5)
     run(7, kept)
     assert kept.steps(["model"]) == [5]
     rest, trainer = run(12, kept)
     assert trainer.step == 12
-    assert rest["train/loss"] == pytest.approx(whole["train/loss"][5:], rel=1e-5)
+    assert rest["train/loss"] == pytest.approx(full["train/loss"][5:], rel=1e-5)
 
 
 @pytest.mark.world(2)
-def test_the_second_step_is_profiled_and_all_are_timed(tmp_path: Path) -> None:
+def test_second_step_is_profiled_and_every_step_timed(tmp_path: Path) -> None:
     curve = Curve()
     with started("fsdp:d2") as engine:
         trainer = sft_trainer(engine, loader(engine, Texts()), tracker=curve, profile=tmp_path / "profile")
@@ -105,7 +105,7 @@ def test_the_second_step_is_profiled_and_all_are_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.world(1)
-def test_every_step_is_told_of_and_may_end_the_run() -> None:
+def test_after_step_sees_every_step_and_can_stop_training() -> None:
     written, told = io.StringIO(), list[float]()
     with started("fsdp:d1") as engine, contextlib.redirect_stderr(written):
         trainer = sft_trainer(engine, loader(engine, Texts()), tracker=ConsoleTracker(["train/loss", "nothing"]))
@@ -119,7 +119,7 @@ def test_every_step_is_told_of_and_may_end_the_run() -> None:
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_a_reward_model_learns_which_answer_is_better(backend: str) -> None:
+def test_reward_model_learns_preferences(backend: str) -> None:
     curve = Curve()
     with started(backend, value_head=True, mb_spec=PAIRS) as engine:
         trainer = reward_trainer(engine, loader(engine, Preferences()), tracker=curve)
@@ -134,7 +134,7 @@ def test_a_reward_model_learns_which_answer_is_better(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_dpo_moves_away_from_the_reference(backend: str) -> None:
+def test_dpo_learns_preferences_and_keeps_reference_fixed(backend: str) -> None:
     curve, still = Curve(), {}
     with started(backend, mb_spec=PAIRS) as engine, started(backend, mb_spec=PAIRS, optimizer=None) as reference:
         before = {name: tensor.clone() for name, tensor in reference.named_tensors()}
@@ -148,7 +148,7 @@ def test_dpo_moves_away_from_the_reference(backend: str) -> None:
 
 
 @pytest.mark.world(1)
-def test_what_would_be_wrong_is_refused() -> None:
+def test_invalid_configuration_raises() -> None:
     with started("fsdp:d1") as engine:
         with pytest.raises(ValueError, match="value_head = False"):
             reward_trainer(engine, loader(engine, Preferences()))

@@ -166,12 +166,12 @@ def test_sharded_verification_covers_every_file(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
     damage_value(path)
-    assert [is_verified(path, part) for part in range(3)].count(False) == 1
+    assert [is_verified(path, shard) for shard in range(3)].count(False) == 1
 
 
-def is_verified(path: Path, part: int) -> bool:
+def is_verified(path: Path, shard: int) -> bool:
     try:
-        verify(path, shard=part, shards=3)
+        verify(path, shard=shard, shards=3)
     except ValueError:
         return False
     return True

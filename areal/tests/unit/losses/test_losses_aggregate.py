@@ -46,7 +46,7 @@ def batch(weights: torch.Tensor = WEIGHTS) -> Batch:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_total_and_weight_are_those_of_the_formula(name: str) -> None:
+def test_total_and_weight_equal_formula(name: str) -> None:
     aggregation, total, weight = CASES[name]
     assert aggregation.total(LOSS, batch()).item() == pytest.approx(total, rel=1e-12)
     assert aggregation.weight(batch()).item() == pytest.approx(weight, rel=1e-6)
@@ -54,19 +54,19 @@ def test_total_and_weight_are_those_of_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_junk_outside_the_mask_reaches_neither_total_nor_gradient(name: str) -> None:
+def test_masked_tokens_do_not_affect_total_or_gradient(name: str) -> None:
     aggregation, total, _ = CASES[name]
     dirty = LOSS.masked_fill(MASK == 0, math.nan).requires_grad_()
-    found = aggregation.total(dirty, batch())
-    found.backward()
-    assert found.item() == pytest.approx(total, rel=1e-12)
+    actual = aggregation.total(dirty, batch())
+    actual.backward()
+    assert actual.item() == pytest.approx(total, rel=1e-12)
     assert dirty.grad is not None
     assert not dirty.grad[MASK == 0].any()
     assert torch.autograd.gradcheck(lambda x: aggregation.total(x, batch()), (LOSS.clone().requires_grad_(),))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_untrained_batch_weighs_nothing(name: str) -> None:
+def test_untrained_batch_has_zero_weight(name: str) -> None:
     empty = Batch(
         {"loss_mask": torch.zeros(14), "target_ids": torch.ones(14), "group_tokens": torch.zeros(5)},
         CU,
@@ -75,7 +75,7 @@ def test_an_untrained_batch_weighs_nothing(name: str) -> None:
     assert CASES[name][0].total(LOSS, empty) == 0
 
 
-def test_without_a_mask_every_target_counts() -> None:
+def test_missing_mask_counts_every_target() -> None:
     targets = torch.where(MASK != 0, 3, -100)
     for ids in (targets, torch.stack([targets, torch.full_like(targets, -100)], -1)):
         plain = Batch({"target_ids": ids}, CU)
@@ -86,17 +86,17 @@ def test_without_a_mask_every_target_counts() -> None:
 
 def test_half_precision_is_summed_in_float32() -> None:
     for aggregation, _, _ in CASES.values():
-        found = aggregation.total(LOSS.bfloat16(), batch(WEIGHTS.bfloat16()))
-        assert found.dtype in (torch.float32, torch.float64)
+        actual = aggregation.total(LOSS.bfloat16(), batch(WEIGHTS.bfloat16()))
+        assert actual.dtype in (torch.float32, torch.float64)
         assert aggregation.weight(batch(WEIGHTS.bfloat16())).dtype in (torch.float32, torch.float64)
 
 
 @pytest.mark.parametrize("length", [0, -3, math.inf, math.nan])
-def test_a_length_is_positive(length: float) -> None:
+def test_invalid_fixed_length_raises(length: float) -> None:
     with pytest.raises(ValueError, match=r"FixedLength.length = "):
         FixedLength(length)
 
 
-def test_a_missing_group_is_named() -> None:
+def test_missing_group_tokens_raise() -> None:
     with pytest.raises(ValueError, match=r"group_tokens.*sum of loss_mask"):
         GroupTokenMean().weight(Batch({"loss_mask": MASK}, CU))

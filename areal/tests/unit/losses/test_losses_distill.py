@@ -39,7 +39,7 @@ def expected(direction: str, *, rest: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("case", ["forward", "forward_without_rest", "reverse"])
-def test_each_token_has_the_divergence_of_the_formula(case: str) -> None:
+def test_distill_loss_equals_formula(case: str) -> None:
     rest = case != "forward_without_rest"
     direction = case.split("_")[0]
 
@@ -53,20 +53,20 @@ def test_each_token_has_the_divergence_of_the_formula(case: str) -> None:
 
 
 @pytest.mark.parametrize("fn", [forward_kl_loss, reverse_kl_loss])
-def test_over_the_whole_vocabulary_it_is_the_divergence_and_over_k_tokens_at_most_that(fn) -> None:
+def test_top_k_divergence_is_bounded_by_full_vocabulary(fn) -> None:
     student = STUDENT.clone().requires_grad_()
     a, b = (TEACHER, student) if fn is forward_kl_loss else (student, TEACHER)
-    whole = (a.exp() * (a - b)).sum(-1) * MASK
-    found = fn(student, TEACHER, FULL, MASK)
-    torch.testing.assert_close(found.per_token, whole)
-    part = fn(P, Q, IDS, MASK).per_token
-    assert (part <= whole + 1e-12).all()
-    assert (part[MASK > 0] > 0).all()
+    full = (a.exp() * (a - b)).sum(-1) * MASK
+    actual = fn(student, TEACHER, FULL, MASK)
+    torch.testing.assert_close(actual.per_token, full)
+    top_k = fn(P, Q, IDS, MASK).per_token
+    assert (top_k <= full + 1e-12).all()
+    assert (top_k[MASK > 0] > 0).all()
     assert not fn(Q, Q, IDS, MASK).per_token.any()
 
 
 @pytest.mark.parametrize("fn", [forward_kl_loss, reverse_kl_loss])
-def test_nothing_left_over_in_float32_makes_no_nan(fn) -> None:
+def test_zero_remaining_mass_in_float32_is_finite(fn) -> None:
     leaf = STUDENT.float().requires_grad_()
     loss = fn(leaf, TEACHER.bfloat16(), FULL, MASK).per_token
     loss.sum().backward()
@@ -78,20 +78,20 @@ def test_nothing_left_over_in_float32_makes_no_nan(fn) -> None:
 
 @pytest.mark.parametrize("fn", [forward_kl_loss, reverse_kl_loss])
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-def test_junk_outside_the_mask_or_without_a_target_reaches_nothing(fn, junk: float) -> None:
+def test_masked_and_missing_targets_do_not_affect_loss(fn, junk: float) -> None:
     outside = (MASK == 0)[:, None] | (IDS < 0)
     leaf = P.masked_fill(outside, junk).requires_grad_()
-    found = fn(leaf, Q.masked_fill(outside, junk), IDS, MASK)
-    found.per_token.sum().backward()
+    actual = fn(leaf, Q.masked_fill(outside, junk), IDS, MASK)
+    actual.per_token.sum().backward()
     clean = fn(P, Q, IDS, MASK)
-    for x, y in zip(found, clean, strict=True):
+    for x, y in zip(actual, clean, strict=True):
         torch.testing.assert_close(x.detach(), y, rtol=0, atol=0)
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
     assert not leaf.grad[outside].any()
 
 
-def test_a_teacher_may_give_a_token_nothing() -> None:
+def test_zero_teacher_probability_is_finite() -> None:
     """The limit of ``q log q`` is 0."""
     q = Q.clone()
     q[1, 0] = -math.inf
@@ -103,16 +103,16 @@ def test_a_teacher_may_give_a_token_nothing() -> None:
     assert leaf.grad.isfinite().all()
 
 
-def test_masses_are_those_of_the_k_tokens() -> None:
-    found = forward_kl_loss(P, Q, IDS, MASK)
-    for x, mass in ((Q, found.teacher_mass), (P, found.student_mass)):
+def test_masses_sum_top_k_probabilities() -> None:
+    actual = forward_kl_loss(P, Q, IDS, MASK)
+    for x, mass in ((Q, actual.teacher_mass), (P, actual.student_mass)):
         torch.testing.assert_close(mass, (x.exp() * (IDS >= 0)).sum(-1) * MASK)
 
 
-def test_an_objective_is_the_mean_over_trained_tokens() -> None:
-    found = step(distill_objective(), samples(k=3), n_mbs=2)
-    assert found.metrics["distill/kl"] > 0
-    assert 0 < found.metrics["distill/student_mass"] < 1
+def test_distill_objective_metrics_and_target_shape() -> None:
+    actual = step(distill_objective(), samples(k=3), n_mbs=2)
+    assert actual.metrics["distill/kl"] > 0
+    assert 0 < actual.metrics["distill/student_mass"] < 1
     with pytest.raises(ValueError, match=r"target_ids has shape .* \[T, K\]"):
         step(distill_objective(), samples())
 
@@ -121,12 +121,12 @@ def test_an_objective_is_the_mean_over_trained_tokens() -> None:
     ("options", "field"),
     [({"direction": "sideways"}, "direction = 'sideways'"), ({"direction": "reverse", "rest": False}, "rest = False")],
 )
-def test_a_wrong_option_is_named(options: dict, field: str) -> None:
+def test_invalid_options_raise(options: dict, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         distill_objective(**options)
 
 
-def test_the_batch_has_rows_of_every_kind() -> None:
+def test_batch_has_missing_targets() -> None:
     assert len(CU) == 6
     assert (IDS < 0).any()
     assert MASK[4] == 1

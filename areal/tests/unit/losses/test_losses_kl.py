@@ -20,7 +20,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_an_estimate_is_that_of_the_formula(name: KLEstimator) -> None:
+def test_estimate_equals_formula(name: KLEstimator) -> None:
     expected = [FORMULAS[name]((r - n).item()) if m else 0.0 for n, r, m in zip(NEW, REF, MASK, strict=True)]
     fn = KL_ESTIMATORS[name]
     torch.testing.assert_close(fn(NEW, REF, MASK), torch.tensor(expected, dtype=torch.float64))
@@ -31,7 +31,7 @@ def test_an_estimate_is_that_of_the_formula(name: KLEstimator) -> None:
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_junk_outside_the_mask_reaches_nothing(name: KLEstimator) -> None:
+def test_masked_tokens_do_not_affect_estimate(name: KLEstimator) -> None:
     fn = KL_ESTIMATORS[name]
     for junk in (math.nan, math.inf, -math.inf):
         dirty = NEW.masked_fill(MASK == 0, junk).requires_grad_()
@@ -69,7 +69,7 @@ def expected_gradient(term: KLTerm, sampler: Tensor) -> Tensor:
     return logits.grad
 
 
-def test_values_of_k1_and_k3_are_unbiased_and_that_of_k2_is_not() -> None:
+def test_k1_and_k3_are_unbiased_and_k2_is_biased() -> None:
     p = LOGITS.log_softmax(0)
     means = {name: (p.exp() * fn(p, OTHER, torch.ones(4))).sum() for name, fn in KL_ESTIMATORS.items()}
     torch.testing.assert_close(means["k1"], kl(p, OTHER))
@@ -77,30 +77,30 @@ def test_values_of_k1_and_k3_are_unbiased_and_that_of_k2_is_not() -> None:
     assert abs(means["k2"] - kl(p, OTHER)) > 1e-3
 
 
-def test_expected_gradients_are_those_of_the_table() -> None:
+def test_expected_on_policy_gradient_of_each_estimator() -> None:
     """On-policy: k1: 0, k2: that of the reverse KL, k3: that of the forward KL."""
     on_policy = LOGITS.log_softmax(0)
-    found = {name: expected_gradient(KLTerm(1.0, name), on_policy) for name in KL_ESTIMATORS}
-    torch.testing.assert_close(found["k1"], torch.zeros(4, dtype=torch.float64))
-    torch.testing.assert_close(found["k2"], gradient_of_kl("reverse"))
-    torch.testing.assert_close(found["k3"], gradient_of_kl("forward"))
-    assert not torch.allclose(found["k3"], gradient_of_kl("reverse"), atol=1e-3)
+    actual = {name: expected_gradient(KLTerm(1.0, name), on_policy) for name in KL_ESTIMATORS}
+    torch.testing.assert_close(actual["k1"], torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(actual["k2"], gradient_of_kl("reverse"))
+    torch.testing.assert_close(actual["k3"], gradient_of_kl("forward"))
+    assert not torch.allclose(actual["k3"], gradient_of_kl("reverse"), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
 @pytest.mark.parametrize("sampler", [LOGITS.log_softmax(0), SAMPLER], ids=["on_policy", "off_policy"])
-def test_with_the_ratio_k1_and_k3_have_the_gradient_of_the_reverse_kl(name: KLEstimator, sampler: Tensor) -> None:
+def test_weighted_k1_and_k3_have_reverse_kl_gradient(name: KLEstimator, sampler: Tensor) -> None:
     term = KLTerm(1.0, name, importance_weighted=True)
     torch.testing.assert_close(expected_gradient(term, sampler), gradient_of_kl("reverse"))
 
 
-def test_a_term_is_its_coefficient_times_the_estimate() -> None:
+def test_term_equals_coefficient_times_estimate() -> None:
     torch.testing.assert_close(KLTerm(0.3).per_token(NEW, REF, MASK, None), 0.3 * kl_k3(NEW, REF, MASK))
     with pytest.raises(ValueError, match="importance_weighted"):
         KLTerm(0.3, importance_weighted=True).per_token(NEW, REF, MASK, None)
 
 
-def test_far_from_the_reference_k3_is_finite_and_still_pulls_back() -> None:
+def test_k3_far_from_reference_is_finite_with_gradient() -> None:
     """The slope is 1 if the policy is likelier than the reference by e**100."""
     new = torch.tensor([-1.0, -101.0], requires_grad=True)
     loss = kl_k3(new, torch.tensor([-101.0, -1.0]), torch.ones(2))
@@ -115,12 +115,12 @@ def test_far_from_the_reference_k3_is_finite_and_still_pulls_back() -> None:
     [({"coef": -0.1}, "coef"), ({"coef": math.nan}, "coef"), ({"coef": 1.0, "estimator": "k4"}, "k4")]
     + [({"coef": 1.0, "old": "olds"}, "olds")],
 )
-def test_a_wrong_option_is_named(options: dict, field: str) -> None:
+def test_invalid_options_raise(options: dict, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         KLTerm(**options)
 
 
-def test_the_mask_has_every_kind_of_sequence() -> None:
+def test_mask_has_empty_and_long_sequences() -> None:
     sums = [MASK[a:b].sum().item() for a, b in zip(CU[:-1].tolist(), CU[1:].tolist(), strict=True)]
     assert 0 in sums
     assert max(sums) > 2

@@ -95,23 +95,23 @@ def assert_same(a: Step, b: Step) -> None:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_the_cut_of_a_batch_does_not_show(name: str) -> None:
-    whole = step(ALIKE[name], samples())
+def test_loss_does_not_depend_on_micro_batches(name: str) -> None:
+    full = step(ALIKE[name], samples())
     for n_mbs in (2, 3, 8):
-        assert_same(step(ALIKE[name], samples(), n_mbs=n_mbs), whole)
+        assert_same(step(ALIKE[name], samples(), n_mbs=n_mbs), full)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_cut_of_pairs_does_not_show(name: str) -> None:
-    whole = step(PAIRS[name], samples())
+def test_pair_loss_does_not_depend_on_micro_batches(name: str) -> None:
+    full = step(PAIRS[name], samples())
     for n_mbs in (2, 4):
-        assert_same(step(PAIRS[name], samples(), n_mbs=n_mbs, granularity=2), whole)
+        assert_same(step(PAIRS[name], samples(), n_mbs=n_mbs, granularity=2), full)
 
 
 @pytest.mark.parametrize("name", TOP)
-def test_the_cut_of_top_k_targets_does_not_show(name: str) -> None:
-    whole = step(TOP[name], samples(k=3))
-    assert_same(step(TOP[name], samples(k=3), n_mbs=3), whole)
+def test_distill_loss_does_not_depend_on_micro_batches(name: str) -> None:
+    full = step(TOP[name], samples(k=3))
+    assert_same(step(TOP[name], samples(k=3), n_mbs=3), full)
 
 
 PER_TOKEN = ("advantages", "returns", "old_values", "old_logprobs", "rollout_logprobs", "ref_logprobs", "now_logprobs")
@@ -130,7 +130,7 @@ def dirty(batch: list[dict[str, torch.Tensor]], junk: float) -> list[dict[str, t
 
 @pytest.mark.parametrize("name", [name for name in ALIKE if "TokenMean" in name or "corrected" in name])
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
-def test_junk_outside_the_mask_reaches_nothing(name: str, junk: float) -> None:
+def test_masked_tokens_do_not_affect_loss_or_gradient(name: str, junk: float) -> None:
     clean, soiled = step(ALIKE[name], samples()), step(ALIKE[name], dirty(samples(), junk), n_mbs=2)
     assert_same(soiled, clean)
     for rows in soiled.gradients.values():
@@ -150,7 +150,7 @@ def token_terms(sample: dict[str, torch.Tensor], low: float, high: float, kl: fl
     return out
 
 
-def test_recipes_are_the_formulas_of_the_papers() -> None:
+def test_recipes_equal_formulas_of_papers() -> None:
     batch = samples()
     masks = [s["loss_mask"][:-1].sum().item() for s in batch]
     trained = [i for i, m in enumerate(masks) if m]
@@ -163,30 +163,30 @@ def test_recipes_are_the_formulas_of_the_papers() -> None:
         "dapo": sum(map(sum, higher)) / sum(masks),
         "ppo": sum(map(sum, plain)) / sum(masks),
     }
-    found = {
+    actual = {
         "grpo": grpo_objective(),
         "dr_grpo": dr_grpo_objective(max_tokens=9),
         "dapo": dapo_objective(),
         "ppo": ppo_objective(),
     }
-    for name, objective in found.items():
+    for name, objective in actual.items():
         assert step(objective, batch, n_mbs=3).loss == pytest.approx(expected[name], rel=1e-6), name
     assert len({round(value, 6) for value in expected.values()}) == 4
 
 
-def test_decoupled_ppo_is_the_clip_times_a_capped_weight() -> None:
+def test_decoupled_ppo_equals_clip_times_capped_weight() -> None:
     batch, total, weight = samples(), 0.0, 0.0
     for s in batch:
         for t, loss in enumerate(token_terms(s, 0.2, 0.2, 0.0)):
             rho = math.exp((s["old_logprobs"][t] - s["rollout_logprobs"][t]).item())
             total += loss * (rho if rho <= 1.1 else 0.0)
             weight += s["loss_mask"][t].item()
-    found = step(decoupled_ppo_objective(cap=1.1), batch, n_mbs=2)
-    assert found.loss == pytest.approx(total / weight, rel=1e-6)
-    assert 0 < found.metrics["mismatch/truncated"] < 1
+    actual = step(decoupled_ppo_objective(cap=1.1), batch, n_mbs=2)
+    assert actual.loss == pytest.approx(total / weight, rel=1e-6)
+    assert 0 < actual.metrics["mismatch/truncated"] < 1
 
 
-def test_other_recipes_are_their_parts() -> None:
+def test_recipes_equal_explicit_policy_objectives() -> None:
     pairs = [
         (gspo_objective(), policy_objective(GSPO(3e-4, 4e-4), SequenceMean())),
         (cispo_objective(), policy_objective(CISPO(math.inf, 4.0), TokenMean())),
@@ -196,11 +196,11 @@ def test_other_recipes_are_their_parts() -> None:
             policy_objective(DRO(0.2, sequence=True, old="ref_logprobs"), SequenceMeanOfSums()),
         ),
     ]
-    for recipe, parts in pairs:
-        assert_same(step(recipe, samples()), step(parts, samples()))
+    for recipe, explicit in pairs:
+        assert_same(step(recipe, samples()), step(explicit, samples()))
 
 
-def test_entropy_is_a_bonus_and_a_metric() -> None:
+def test_entropy_bonus_and_metric() -> None:
     bare = step(ppo_objective(), samples())
     seen = step(ppo_objective(report_entropy=True), samples())
     paid = step(ppo_objective(entropy_coef=0.5), samples())
@@ -223,7 +223,7 @@ def test_entropy_is_a_bonus_and_a_metric() -> None:
         (policy_objective(PPOClip(), correction=MismatchCorrection()), "rollout_logprobs", "sampled"),
     ],
 )
-def test_a_missing_key_is_named_with_its_source(objective: Objective, key: str, source: str) -> None:
+def test_missing_key_raises_with_its_source(objective: Objective, key: str, source: str) -> None:
     keys = {name: logprobs(2) for name in PER_TOKEN}
     batch = batch_of(**keys)
     less = Batch({name: batch[name] for name in batch if name not in (key, "cu_seqlens", "meta")}, batch.cu_seqlens)
@@ -232,7 +232,7 @@ def test_a_missing_key_is_named_with_its_source(objective: Objective, key: str, 
         objective.loss_fn(TokenOutputs(logprobs=logprobs(1)), less)
 
 
-def test_a_wrong_shape_or_output_is_named() -> None:
+def test_wrong_shape_or_missing_output_raises() -> None:
     batch = batch_of(old_logprobs=logprobs(1)[1:], advantages=logprobs(2))
     with pytest.raises(ValueError, match=r"old_logprobs.*\(13,\).*\(14,\)"):
         ppo_objective().loss_fn(TokenOutputs(logprobs=logprobs(1)), batch)
@@ -260,7 +260,7 @@ def test_a_wrong_shape_or_output_is_named() -> None:
         ),
     ],
 )
-def test_a_wrong_option_is_named_when_the_objective_is_made(make, field: str) -> None:
+def test_invalid_options_raise_at_creation(make, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         make()
 
@@ -273,14 +273,14 @@ def token_average(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, di
     return mean, {"mean": Metric(mean, weight=mask.sum()), "tokens": Metric(mask.sum(), reduce="sum")}
 
 
-def test_a_mean_loss_is_a_sum_and_skips_what_weighs_nothing() -> None:
+def test_mean_loss_skips_untrained_micro_batches() -> None:
     """One of eight micro-batches is untrained."""
-    whole = step(mean_loss(token_average), samples())
-    assert_same(step(mean_loss(token_average), samples(), n_mbs=8), whole)
-    assert whole.loss == pytest.approx(step(sft_objective(), samples()).loss, rel=1e-6)
+    full = step(mean_loss(token_average), samples())
+    assert_same(step(mean_loss(token_average), samples(), n_mbs=8), full)
+    assert full.loss == pytest.approx(step(sft_objective(), samples()).loss, rel=1e-6)
 
 
-def test_a_mean_loss_of_several_terms_has_a_weight_for_each() -> None:
+def test_mean_loss_weights_each_term_separately() -> None:
     def terms(outputs: TokenOutputs, batch: Batch) -> dict[str, torch.Tensor]:
         mask = batch["loss_mask"]
         return {"a": (outputs.logprobs * mask).sum() / mask.sum(), "b": outputs.logprobs.mean()}
@@ -289,9 +289,9 @@ def test_a_mean_loss_of_several_terms_has_a_weight_for_each() -> None:
         return {"a": batch["loss_mask"].sum(), "b": torch.tensor(float(len(batch["loss_mask"])))}
 
     objective = mean_loss(terms, weights)
-    whole, cut = step(objective, samples()), step(objective, samples(), n_mbs=8)
-    assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
-    torch.testing.assert_close(cut.gradients, whole.gradients)
+    full, cut = step(objective, samples()), step(objective, samples(), n_mbs=8)
+    assert cut.loss == pytest.approx(full.loss, rel=1e-6)
+    torch.testing.assert_close(cut.gradients, full.gradients)
     with pytest.raises(ValueError, match=r"returned \['a', 'b'\] and its weight a scalar"):
         mean_loss(terms, default_loss_weight).loss_fn(TokenOutputs(logprobs=logprobs(1)), batch_of())
 

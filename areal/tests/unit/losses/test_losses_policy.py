@@ -111,13 +111,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_token_has_the_loss_of_the_formula(name: str) -> None:
-    found = CASES[name].loss(NEW, OLD, ADVANTAGES, MASK).per_token
-    torch.testing.assert_close(found, torch.tensor(CASES[name].expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
-    assert not found[MASK == 0].any()
+def test_policy_loss_equals_formula(name: str) -> None:
+    actual = CASES[name].loss(NEW, OLD, ADVANTAGES, MASK).per_token
+    torch.testing.assert_close(actual, torch.tensor(CASES[name].expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    assert not actual[MASK == 0].any()
 
 
-def test_the_cases_reach_every_branch() -> None:
+def test_cases_cover_every_clip_branch() -> None:
     """Both bounds and the dual one act somewhere; otherwise the formulas above prove nothing about them."""
     for name in ("ppo", "clip_higher", "dual_clip", "cispo", "gspo", "gspo_token"):
         stats = CASES[name].loss(NEW, OLD, ADVANTAGES, MASK).stats
@@ -137,7 +137,7 @@ def test_the_cases_reach_every_branch() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.stops_gradient])
-def test_the_gradient_is_that_of_the_value(name: str) -> None:
+def test_gradient_equals_numerical_gradient(name: str) -> None:
     fn = CASES[name].loss
     assert torch.autograd.gradcheck(lambda x: fn(x, OLD, ADVANTAGES, MASK).per_token, (NEW.clone().requires_grad_(),))
 
@@ -149,16 +149,16 @@ def gradient(name: str, new: Tensor, old: Tensor, advantages: Tensor, mask: Tens
     return new.grad
 
 
-def test_stopped_gradients_are_those_of_the_papers() -> None:
+def test_stop_gradient_losses_have_gradients_of_the_papers() -> None:
     """CISPO: minus the clipped ratio times A. GSPO-token: minus the sequence's ratio times A, unless the clip holds it."""
     expected = tokens(lambda n, o, a: -min(max(math.exp(n - o), 0.7), 1.4) * a)
     torch.testing.assert_close(gradient("cispo", NEW, OLD, ADVANTAGES), torch.tensor(expected, dtype=torch.float64))
 
-    def held(trained: list[int], t: int) -> float:
+    def kept(trained: list[int], t: int) -> float:
         s, a = ratio_of(trained), ADVANTAGES[t].item()
         return 0.0 if (a > 0 and s > 1.15) or (a < 0 and s < 0.9) else -s * a
 
-    expected = sequences(held)
+    expected = sequences(kept)
     assert 0.0 in [expected[t] for t in range(len(MASK)) if MASK[t]]
     torch.testing.assert_close(
         gradient("gspo_token", NEW, OLD, ADVANTAGES), torch.tensor(expected, dtype=torch.float64)
@@ -166,27 +166,27 @@ def test_stopped_gradients_are_those_of_the_papers() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gspo"])
-def test_at_a_ratio_of_one_the_gradient_is_that_of_the_policy_gradient(name: str) -> None:
+def test_gradient_at_ratio_one_equals_policy_gradient(name: str) -> None:
     torch.testing.assert_close(gradient(name, OLD, OLD, ADVANTAGES), -ADVANTAGES * MASK, rtol=1e-12, atol=0)
 
 
-def test_both_forms_of_gspo_agree_on_equal_advantages() -> None:
+def test_gspo_equals_gspo_token_for_equal_advantages() -> None:
     """In value and gradient, under the mean over sequences; and at a ratio of one with the policy gradient."""
     per_sequence = values(9, len(CU) - 1)
     advantages = torch.repeat_interleave(per_sequence, CU.diff())
     batch = batch_of()
     for old in (OLD, NEW):
-        found = []
+        actual = []
         for name in ("gspo", "gspo_token", "pg"):
             new = NEW.clone().requires_grad_()
             loss = SequenceMean().total(CASES[name].loss(new, old, advantages, MASK).per_token, batch)
             loss.backward()
-            found.append((loss.detach(), new.grad))
-        torch.testing.assert_close(found[0], found[1])
-    torch.testing.assert_close(found[0][1], found[2][1])
+            actual.append((loss.detach(), new.grad))
+        torch.testing.assert_close(actual[0], actual[1])
+    torch.testing.assert_close(actual[0][1], actual[2][1])
 
 
-def test_without_bounds_a_clip_is_importance_sampling() -> None:
+def test_unbounded_clip_equals_importance_sampling() -> None:
     plain = importance_sampling_loss(NEW, OLD, ADVANTAGES, MASK).per_token
     open_clip = ppo_clip_loss(NEW, OLD, ADVANTAGES, MASK, clip_low=INF, clip_high=INF)
     assert torch.equal(open_clip.per_token, plain)
@@ -194,7 +194,7 @@ def test_without_bounds_a_clip_is_importance_sampling() -> None:
     assert not open_clip.stats.clipped_low.any()  # type: ignore[union-attr]
 
 
-def test_special_cases_fall_together() -> None:
+def test_special_cases_reduce_to_simpler_losses() -> None:
     ones = torch.arange(len(MASK) + 1, dtype=torch.int32)
     ppo = ppo_clip_loss(NEW, OLD, ADVANTAGES, MASK).per_token
     for fn in (gspo_loss, gspo_token_loss):
@@ -209,7 +209,7 @@ def test_special_cases_fall_together() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("junk", [math.nan, INF, -INF])
-def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(name: str, junk: float) -> None:
+def test_masked_tokens_do_not_affect_loss_or_gradient(name: str, junk: float) -> None:
     fn = CASES[name].loss
     dirty = [x.masked_fill(MASK == 0, junk) for x in (NEW, OLD, ADVANTAGES)]
     assert torch.equal(fn(*dirty, MASK).per_token, fn(NEW, OLD, ADVANTAGES, MASK).per_token)
@@ -218,17 +218,17 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(name: st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_half_precision_is_computed_in_float32_and_float64_stays(name: str) -> None:
+def test_half_precision_upcasts_to_float32_and_float64_stays(name: str) -> None:
     fn = CASES[name].loss
     half = [x.bfloat16() for x in (NEW, OLD, ADVANTAGES)]
-    found = fn(*half, MASK.bool()).per_token
-    assert found.dtype == torch.float32
+    actual = fn(*half, MASK.bool()).per_token
+    assert actual.dtype == torch.float32
     assert fn(NEW, OLD, ADVANTAGES, MASK).per_token.dtype == torch.float64
-    assert torch.equal(found, fn(*(x.float() for x in half), MASK.float()).per_token)
+    assert torch.equal(actual, fn(*(x.float() for x in half), MASK.float()).per_token)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dro")])
-def test_a_huge_log_ratio_stays_finite(name: str) -> None:
+def test_extreme_log_ratio_gives_finite_loss(name: str) -> None:
     far = OLD.clone()
     far[1], far[4] = -1e4, 1e4
     loss = CASES[name].loss(NEW.float(), far.float(), ADVANTAGES.float(), MASK)

@@ -42,7 +42,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_pair_has_the_loss_of_the_formula(name: str) -> None:
+def test_preference_loss_equals_formula(name: str) -> None:
     fn, formula = FORMULAS[name]
     expected = [formula(c, r) for c, r in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
     torch.testing.assert_close(fn(CHOSEN, REJECTED), torch.tensor(expected, dtype=torch.float64))
@@ -58,60 +58,60 @@ def log_ratio(sample: dict[str, torch.Tensor]) -> float:
     )
 
 
-def test_dpo_and_ipo_are_means_over_pairs_that_can_be_compared() -> None:
+def test_dpo_and_ipo_are_means_over_trained_pairs() -> None:
     """The fourth sequence is untrained: the second pair weighs nothing."""
     batch = samples()
     pairs = [(log_ratio(batch[i]), log_ratio(batch[i + 1])) for i in (0, 4, 6)]
-    found = step(dpo_objective(beta=0.3, label_smoothing=SMOOTH), batch, n_mbs=2, granularity=2)
-    assert found.weight == 3
-    assert found.loss == pytest.approx(sum(dpo(c - r) for c, r in pairs) / 3)
-    assert found.metrics["preference/accuracy"] == pytest.approx(sum(c > r for c, r in pairs) / 3)
-    assert found.metrics["preference/margin"] == pytest.approx(sum(0.3 * (c - r) for c, r in pairs) / 3)
-    assert found.metrics["preference/chosen_reward"] == pytest.approx(sum(0.3 * c for c, _ in pairs) / 3)
+    actual = step(dpo_objective(beta=0.3, label_smoothing=SMOOTH), batch, n_mbs=2, granularity=2)
+    assert actual.weight == 3
+    assert actual.loss == pytest.approx(sum(dpo(c - r) for c, r in pairs) / 3)
+    assert actual.metrics["preference/accuracy"] == pytest.approx(sum(c > r for c, r in pairs) / 3)
+    assert actual.metrics["preference/margin"] == pytest.approx(sum(0.3 * (c - r) for c, r in pairs) / 3)
+    assert actual.metrics["preference/chosen_reward"] == pytest.approx(sum(0.3 * c for c, _ in pairs) / 3)
     ipo = step(ipo_objective(beta=0.3), batch, n_mbs=4, granularity=2)
     assert ipo.loss == pytest.approx(sum((c - r - 1 / 0.6) ** 2 for c, r in pairs) / 3)
-    assert not found.gradients["logprobs"][2].any()
-    assert not found.gradients["logprobs"][3].any()
+    assert not actual.gradients["logprobs"][2].any()
+    assert not actual.gradients["logprobs"][3].any()
 
 
-def test_a_policy_equal_to_its_reference_has_a_loss_of_log_two() -> None:
+def test_dpo_loss_of_policy_equal_to_reference_is_log_two() -> None:
     batch = [sample | {"ref_logprobs": sample["now_logprobs"]} for sample in samples()]
-    found = step(dpo_objective(beta=0.3), batch)
-    assert found.loss == pytest.approx(math.log(2))
+    actual = step(dpo_objective(beta=0.3), batch)
+    assert actual.loss == pytest.approx(math.log(2))
     longest = max(range(0, 8), key=lambda i: len(batch[i]["loss_mask"]) * (i % 2 == 0))
     trained = batch[longest]["loss_mask"][:-1]
     expected = -0.3 / 2 / 3 * trained * (longest != 2)
-    torch.testing.assert_close(found.gradients["logprobs"][longest][:-1], expected)
+    torch.testing.assert_close(actual.gradients["logprobs"][longest][:-1], expected)
 
 
-def test_junk_outside_the_mask_does_not_reach_dpo() -> None:
+def test_masked_tokens_do_not_affect_dpo() -> None:
     dirty = []
     for sample in samples():
         outside = sample["loss_mask"] == 0
         keys = ("now_logprobs", "ref_logprobs")
         dirty.append(sample | {key: sample[key].masked_fill(outside, math.nan) for key in keys})
-    found, clean = step(dpo_objective(), dirty), step(dpo_objective(), samples())
-    assert found.loss == clean.loss
-    assert found.metrics == clean.metrics
-    torch.testing.assert_close(found.gradients, clean.gradients, rtol=0, atol=0)
+    actual, clean = step(dpo_objective(), dirty), step(dpo_objective(), samples())
+    assert actual.loss == clean.loss
+    assert actual.metrics == clean.metrics
+    torch.testing.assert_close(actual.gradients, clean.gradients, rtol=0, atol=0)
 
 
-def test_a_reward_is_the_value_at_the_last_token() -> None:
+def test_reward_is_value_at_last_token() -> None:
     batch = samples()
     last = [sample["now_values"][-1].item() for sample in batch]
     pairs = list(zip(last[0::2], last[1::2], strict=True))
-    found = step(reward_objective(), batch, n_mbs=2, granularity=2)
-    assert found.weight == 4
-    assert found.loss == pytest.approx(sum(-log_sigmoid(c - r) for c, r in pairs) / 4)
-    assert found.metrics["preference/accuracy"] == pytest.approx(sum(c > r for c, r in pairs) / 4)
-    for row in found.gradients["values"]:
+    actual = step(reward_objective(), batch, n_mbs=2, granularity=2)
+    assert actual.weight == 4
+    assert actual.loss == pytest.approx(sum(-log_sigmoid(c - r) for c, r in pairs) / 4)
+    assert actual.metrics["preference/accuracy"] == pytest.approx(sum(c > r for c, r in pairs) / 4)
+    for row in actual.gradients["values"]:
         assert not row[:-1].any()
         assert row[-1] != 0
     assert last_token(torch.arange(6), torch.tensor([0, 2, 5, 6], dtype=torch.int32)).tolist() == [1, 4, 5]
 
 
 @pytest.mark.parametrize("objective", [dpo_objective(), reward_objective()], ids=["dpo", "reward"])
-def test_a_split_pair_is_an_error_before_the_model_runs(objective) -> None:
+def test_split_pair_raises_in_weight_and_loss(objective) -> None:
     keys = {"loss_mask": torch.ones(6), "target_ids": torch.ones(6).long()}
     odd = Batch(keys, torch.tensor([0, 2, 4, 6], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"3 sequences.*granularity = 2"):
@@ -130,7 +130,7 @@ def test_a_split_pair_is_an_error_before_the_model_runs(objective) -> None:
                 objective.weight_fn(batch)
 
 
-def test_packing_that_splits_pairs_is_found_by_their_ids() -> None:
+def test_packing_that_splits_pairs_raises() -> None:
     with pytest.raises(ValueError, match="granularity = 2"):
         step(dpo_objective(), samples(), n_mbs=4, granularity=1)
 
@@ -144,12 +144,12 @@ def test_packing_that_splits_pairs_is_found_by_their_ids() -> None:
         (lambda: reward_objective(center_coef=-1.0), "center_coef = -1.0"),
     ],
 )
-def test_a_wrong_option_is_named(make, field: str) -> None:
+def test_invalid_options_raise(make, field: str) -> None:
     with pytest.raises(ValueError, match=field):
         make()
 
 
-def test_a_missing_reference_is_named() -> None:
+def test_missing_reference_logprobs_raise() -> None:
     cut = torch.tensor([0, 7, 14], dtype=torch.int32)
     batch = Batch({"loss_mask": torch.ones(14), "target_ids": torch.ones(14)}, cut)
     with pytest.raises(ValueError, match=r"ref_logprobs.*reference model"):

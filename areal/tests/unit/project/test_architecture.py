@@ -59,8 +59,8 @@ def test_imports_point_one_way() -> None:
         if layer is None:
             continue
         for line, module in imported(tree):
-            parts = module.split(".")
-            if parts[0] == "areal" and len(parts) > 1 and LAYERS.get(parts[1], 9) > layer:
+            names = module.split(".")
+            if names[0] == "areal" and len(names) > 1 and LAYERS.get(names[1], 9) > layer:
                 wrong.append(f"{path}:{line} imports {module}")
     assert not wrong
 

@@ -51,14 +51,14 @@ def std(numbers: list[Fraction], ddof: int) -> float:
     return math.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - ddof))
 
 
-def check(found: Tensor, want: list[float], equal: list[bool]) -> None:
-    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
-    assert all(x == 0 for x, same in zip(found.tolist(), equal, strict=True) if same)
+def check(actual: Tensor, want: list[float], equal: list[bool]) -> None:
+    torch.testing.assert_close(actual, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+    assert all(x == 0 for x, same in zip(actual.tolist(), equal, strict=True) if same)
 
 
 @settings(deadline=None)
 @given(MEMBERS, st.sampled_from([0, 1]), st.sampled_from([0.0, 1e-6, 0.1]))
-def test_grpo_is_its_formula(members: list[tuple[int, float]], ddof: int, eps: float) -> None:
+def test_grpo_equals_formula(members: list[tuple[int, float]], ddof: int, eps: float) -> None:
     want, equal = [], []
     for i, (_, reward) in enumerate(members):
         group = group_of(members, i)
@@ -71,7 +71,7 @@ def test_grpo_is_its_formula(members: list[tuple[int, float]], ddof: int, eps: f
 
 @settings(deadline=None)
 @given(MEMBERS)
-def test_dr_grpo_and_rloo_are_their_formulas(members: list[tuple[int, float]]) -> None:
+def test_dr_grpo_and_rloo_equal_formulas(members: list[tuple[int, float]]) -> None:
     from_mean, from_others, equal = [], [], []
     for i, (_, reward) in enumerate(members):
         group, others = group_of(members, i), others_of(members, i)
@@ -84,26 +84,26 @@ def test_dr_grpo_and_rloo_are_their_formulas(members: list[tuple[int, float]]) -
 
 
 @pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
-def test_a_group_of_one_and_equal_rewards_say_nothing(estimator: Any) -> None:
+def test_single_member_or_equal_rewards_give_zero_advantage(estimator: Any) -> None:
     rewards = torch.tensor([5.0, 0.1, 0.1, 0.1, 0.0, 1.0])
-    found = estimator(rewards, Groups.local(torch.tensor([9, 4, 4, 4, 2, 2])))
-    assert found.dtype == torch.float32
-    assert not found[:4].any()
-    assert found[4] < 0 < found[5]
+    actual = estimator(rewards, Groups.local(torch.tensor([9, 4, 4, 4, 2, 2])))
+    assert actual.dtype == torch.float32
+    assert not actual[:4].any()
+    assert actual[4] < 0 < actual[5]
     assert estimator(torch.tensor([0, 1, 1]), Groups.local(torch.zeros(3, dtype=torch.int32))).dtype == torch.float32
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e8, -1e12])
-def test_a_large_mean_takes_nothing_from_the_spread(offset: float) -> None:
+def test_normalization_is_accurate_at_large_mean(offset: float) -> None:
     x = torch.arange(1000, dtype=torch.float64).remainder(7) + offset
-    found = normalize(x, eps=0.0)
+    actual = normalize(x, eps=0.0)
     want = (x - offset - (x - offset).mean()) / (x - offset).std()
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12 + 1e-15 * abs(offset))
+    torch.testing.assert_close(actual, want, rtol=1e-12, atol=1e-12 + 1e-15 * abs(offset))
 
 
 @pytest.mark.parametrize("n", [1, 3, 207269, 10**6])
 @pytest.mark.parametrize("value", [0.1, -1e9 / 3, 0.0, 0.35526675833930643])
-def test_equal_numbers_have_no_spread_however_many_they_are(n: int, value: float) -> None:
+def test_equal_values_have_zero_variance(n: int, value: float) -> None:
     x = torch.full((n,), value, dtype=torch.float64)
     assert not normalize(x, eps=0.0).any()
     moments = Groups.whole_batch(x).moments(x)
@@ -111,7 +111,7 @@ def test_equal_numbers_have_no_spread_however_many_they_are(n: int, value: float
     assert moments.mean.item() == pytest.approx(value, rel=3e-16)
 
 
-def test_what_rounding_leaves_of_equal_rewards_is_not_divided_by() -> None:
+def test_rounding_of_equal_rewards_gives_zero_advantage() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(400, generator=generator, dtype=torch.float64)
     sizes = torch.randint(2, 80, (400,), generator=generator)
@@ -127,36 +127,36 @@ def test_what_rounding_leaves_of_equal_rewards_is_not_divided_by() -> None:
     st.sampled_from([0, 1]),
     st.booleans(),
 )
-def test_normalisation_is_over_what_the_mask_keeps(entries: list[tuple[float, float]], ddof: int, scale: bool) -> None:
+def test_normalization_covers_masked_values_only(entries: list[tuple[float, float]], ddof: int, scale: bool) -> None:
     x = torch.tensor([value for value, _ in entries], dtype=torch.float64)
     mask = torch.tensor([keep for _, keep in entries])
     x[mask == 0] = float("nan")
     kept = [Fraction(value) for value, keep in entries if keep]
     spread = std(kept, ddof) + 1e-3 if scale else 1.0
-    found = normalize(x, mask, ddof=ddof, eps=1e-3, scale=scale)
+    actual = normalize(x, mask, ddof=ddof, eps=1e-3, scale=scale)
     want = [float(Fraction(v) - sum(kept) / len(kept)) / spread if keep else 0.0 for v, keep in entries]
-    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-    assert not found[mask == 0].any()
+    torch.testing.assert_close(actual, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    assert not actual[mask == 0].any()
 
 
-def test_normalisation_by_group_of_tokens_and_of_padded_rows() -> None:
+def test_normalization_by_token_group_and_of_padded_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths, keys = [3, 5, 2, 4], torch.tensor([8, 1, 8, 1])
     x, mask = torch.randn(14, generator=generator), torch.rand(14, generator=generator) < 0.8
     bounds = torch.tensor([0, 3, 8, 10, 14])
-    found = normalize(x, mask, groups=Groups.local(keys).of_tokens(bounds))
+    actual = normalize(x, mask, groups=Groups.local(keys).of_tokens(bounds))
     token_keys = keys.repeat_interleave(torch.tensor(lengths))
     for key in (1, 8):
         mine = (token_keys == key) & mask
         want = (x[mine] - x[mine].mean()) / x[mine].std()
-        torch.testing.assert_close(found[mine], want)
+        torch.testing.assert_close(actual[mine], want)
     padded, real = pad(list(x.split(lengths)), value=float("nan"))
     batch = normalize(padded, real)
     assert batch.shape == padded.shape
     torch.testing.assert_close(batch[real], normalize(x))
 
 
-def test_reinforce_plus_plus_is_the_papers_formula() -> None:
+def test_reinforce_plus_plus_equals_formula_of_paper() -> None:
     beta, lengths = 0.2, [4, 6, 3]
     generator = torch.Generator().manual_seed(1)
     kl = torch.randn(13, generator=generator, dtype=torch.float64)
@@ -172,14 +172,14 @@ def test_reinforce_plus_plus_is_the_papers_formula() -> None:
     rewards = torch.zeros(13, dtype=torch.float64)
     rewards[[2, 8, 11]] = torch.tensor(outcome, dtype=torch.float64)
     cut = torch.tensor(bounds)
-    found = reinforce_plus_plus(kl_penalized(rewards, kl, mask, coef=beta), mask, cut, eps=0.0)
-    torch.testing.assert_close(found, want)
+    actual = reinforce_plus_plus(kl_penalized(rewards, kl, mask, coef=beta), mask, cut, eps=0.0)
+    torch.testing.assert_close(actual, want)
     rows = [pad(list(x.split(lengths)))[0] for x in (rewards, kl, mask)]
     padded = reinforce_plus_plus(kl_penalized(*rows, coef=beta), rows[2], eps=0.0)
     torch.testing.assert_close(torch.cat([row[:n] for row, n in zip(padded, lengths, strict=True)]), want)
 
 
-def test_reinforce_plus_plus_with_baseline_normalises_over_tokens() -> None:
+def test_reinforce_plus_plus_baseline_normalizes_over_tokens() -> None:
     rewards, keys = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0]), torch.tensor([0, 1, 0, 1, 1])
     lengths, mask = [2, 3, 1, 2, 2], torch.tensor([1, 1, 1, 0, 1, 1, 0, 1, 1, 1])
     centred = [0.5, -1 / 3, -0.5, 2 / 3, -1 / 3]
@@ -188,11 +188,11 @@ def test_reinforce_plus_plus_with_baseline_normalises_over_tokens() -> None:
     mean, spread = statistics.fmean(kept), statistics.stdev(kept)
     want = torch.tensor([(a - mean) / spread if m else 0.0 for a, m in zip(tokens, mask, strict=True)])
     bounds = torch.tensor([0, 2, 5, 6, 8, 10])
-    found = reinforce_plus_plus_baseline(rewards, Groups.local(keys), mask, bounds)
-    torch.testing.assert_close(found, want)
+    actual = reinforce_plus_plus_baseline(rewards, Groups.local(keys), mask, bounds)
+    torch.testing.assert_close(actual, want)
 
 
-def test_moments_are_there_to_be_used() -> None:
+def test_group_mean_and_batch_std_can_be_combined() -> None:
     # The mean of the group and the spread of the batch, as some have it.
     rewards, keys = torch.tensor([0.0, 1.0, 4.0, 8.0]), torch.tensor([0, 0, 1, 1])
     deviation, moments = Groups.local(keys).deviations(rewards)
@@ -203,7 +203,7 @@ def test_moments_are_there_to_be_used() -> None:
     assert (deviation / batch).shape == rewards.shape
 
 
-def test_advantages_of_groups_are_constants() -> None:
+def test_group_advantages_have_no_gradient() -> None:
     x = torch.randn(4, requires_grad=True)
     assert not grpo(x, Groups.local(torch.zeros(4, dtype=torch.int64))).requires_grad
     assert not normalize(x).requires_grad
@@ -230,6 +230,6 @@ ONES = torch.ones(3)
         (lambda: normalize(torch.tensor([1.0, float("inf")])), r"group 0 has numbers that are not finite .*inf"),
     ],
 )
-def test_what_is_wrong_is_named(call: Any, message: str) -> None:
+def test_invalid_arguments_raise(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

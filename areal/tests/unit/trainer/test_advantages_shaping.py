@@ -31,7 +31,7 @@ def bounds_of(lengths: list[int]) -> Tensor:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=9), min_size=1, max_size=6))
-def test_every_form_gives_each_action_the_number_of_its_sequence(weights: list[list[float]]) -> None:
+def test_sequence_values_broadcast_to_actions_in_every_format(weights: list[list[float]]) -> None:
     masks = [torch.tensor(row) for row in weights]
     x = torch.arange(1.0, 1 + len(masks), dtype=torch.float64)
     want = [[x[i].item() if w else 0.0 for w in row] for i, row in enumerate(weights)]
@@ -45,13 +45,13 @@ def test_every_form_gives_each_action_the_number_of_its_sequence(weights: list[l
     assert [row.tolist() for row in split(to_tokens(x, packed, bounds), bounds)] == want
     assert [row.tolist() for row in split(at_last_action(x, packed, bounds), bounds)] == last
     padded, real = pad(masks, width=10)
-    for found, rows in ((to_tokens(x, padded), want), (at_last_action(x, padded), last)):
-        assert found.dtype == torch.float64
-        assert not found[~real].any()
-        assert found[real].tolist() == [x for row in rows for x in row]
+    for actual, rows in ((to_tokens(x, padded), want), (at_last_action(x, padded), last)):
+        assert actual.dtype == torch.float64
+        assert not actual[~real].any()
+        assert actual[real].tolist() == [x for row in rows for x in row]
 
 
-def test_they_align_with_what_the_builders_make() -> None:
+def test_broadcast_values_align_with_segment_samples() -> None:
     turn = [Segment([1, 2, 3], False), Segment([4, 5], True), Segment([6], False), Segment([7], True)]
     sample = from_segments(turn)
     advantages = to_samples(torch.tensor([0.5]), [sample["loss_mask"]])
@@ -72,7 +72,7 @@ def test_they_align_with_what_the_builders_make() -> None:
         (lambda: split(torch.ones(5), bounds_of([4])), r"does not cut a tensor of \[5\]"),
     ],
 )
-def test_shapes_that_do_not_agree_are_named(call: Any, message: str) -> None:
+def test_mismatched_shapes_raise(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -80,23 +80,23 @@ def test_shapes_that_do_not_agree_are_named(call: Any, message: str) -> None:
 # ---- shaping
 
 
-def test_overlong_responses_lose_reward_on_a_straight_line() -> None:
+def test_overlong_penalty_is_linear_in_length() -> None:
     lengths = torch.tensor([1, 60, 61, 70, 80, 99, 100, 101, 5000])
-    found = overlong_penalty(lengths, max_length=100, cache_length=40)
-    assert found.tolist() == pytest.approx([0, 0, -1 / 40, -10 / 40, -20 / 40, -39 / 40, -1, -1, -1])
-    assert found.dtype == torch.float32
+    actual = overlong_penalty(lengths, max_length=100, cache_length=40)
+    assert actual.tolist() == pytest.approx([0, 0, -1 / 40, -10 / 40, -20 / 40, -39 / 40, -1, -1, -1])
+    assert actual.dtype == torch.float32
     doubled = overlong_penalty(lengths, max_length=100, cache_length=40, factor=2.0)
-    assert torch.equal(doubled, 2 * found)
+    assert torch.equal(doubled, 2 * actual)
     assert overlong_penalty(torch.tensor([99, 100]), max_length=100, cache_length=1).tolist() == [0, -1]
     assert overlong_penalty(torch.tensor([25]), max_length=100, cache_length=100).tolist() == [-0.25]
 
 
-def test_the_kl_penalty_is_taken_where_there_are_actions() -> None:
+def test_kl_penalty_applies_only_to_actions() -> None:
     rewards, mask = torch.tensor([0.0, 0.0, 1.0, 0.0]), torch.tensor([1, 0, 1, 0])
     kl = torch.tensor([0.5, float("nan"), -0.25, 7.0], dtype=torch.float64, requires_grad=True)
-    found = kl_penalized(rewards, kl, mask, coef=0.1)
-    torch.testing.assert_close(found, torch.tensor([-0.05, 0.0, 1.025, 0.0], dtype=torch.float64))
-    assert not found.requires_grad
+    actual = kl_penalized(rewards, kl, mask, coef=0.1)
+    torch.testing.assert_close(actual, torch.tensor([-0.05, 0.0, 1.025, 0.0], dtype=torch.float64))
+    assert not actual.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,6 @@ def test_the_kl_penalty_is_taken_where_there_are_actions() -> None:
         (lambda: kl_penalized(torch.ones(3), torch.ones(3), torch.ones(3), coef=-0.1), r"coef = -0.1"),
     ],
 )
-def test_arguments_out_of_range_are_named(call: Any, message: str) -> None:
+def test_invalid_shaping_arguments_raise(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -81,9 +81,7 @@ def make(kind: str, tmp_path: Path) -> Iterator[Callable[..., HTTPRollout]]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_a_plain_forward(
-    make: Callable[..., HTTPRollout], server: Process, temperature: float
-) -> None:
+def test_logprobs_equal_plain_forward(make: Callable[..., HTTPRollout], server: Process, temperature: float) -> None:
     rollout = make(server, version=4)
     first, again, other = run(*(rollout.generate(PROMPT, Sampling(20, temperature, seed=seed)) for seed in (5, 5, 6)))
     assert len(first.tokens) == 20
@@ -93,7 +91,7 @@ def test_logprobs_are_those_of_a_plain_forward(
     assert_drawn_from(replica(), first, temperature)
 
 
-def test_top_p_and_top_k_are_of_the_distribution_or_refused(
+def test_truncated_sampling_renormalizes_logprobs_or_raises(
     make: Callable[..., HTTPRollout], server: Process, kind: str
 ) -> None:
     rollout, sampling = make(server), Sampling(20, top_k=3, seed=1)
@@ -105,32 +103,32 @@ def test_top_p_and_top_k_are_of_the_distribution_or_refused(
         return
     (answer,) = run(rollout.generate(PROMPT, sampling))
     top = plain(replica(), PROMPT, answer.tokens).topk(3)
-    place = (top.indices == torch.tensor(answer.tokens)[:, None]).int().argmax(-1, keepdim=True)
+    rank = (top.indices == torch.tensor(answer.tokens)[:, None]).int().argmax(-1, keepdim=True)
     torch.testing.assert_close(
-        torch.tensor(answer.logprobs), top.values.log_softmax(-1).gather(1, place)[:, 0], rtol=0, atol=1e-5
+        torch.tensor(answer.logprobs), top.values.log_softmax(-1).gather(1, rank)[:, 0], rtol=0, atol=1e-5
     )
 
 
-def test_a_stop_token_ends_an_answer_and_no_other_token_does(
+def test_only_requested_stop_tokens_end_a_completion(
     make: Callable[..., HTTPRollout], server: Process, kind: str
 ) -> None:
     rollout = make(server)
-    (whole,) = run(rollout.generate(PROMPT, Sampling(20, 0)))
-    stop = whole.tokens[12]
+    (full,) = run(rollout.generate(PROMPT, Sampling(20, 0)))
+    stop = full.tokens[12]
     (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(stop,))))
-    assert answer.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
     # The server ends it at its end-of-sequence token.
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, whole.tokens[0], None]]}
-    choice = {"finish_reason": "stop", "token_ids": [whole.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, full.tokens[0], None]]}
+    choice = {"finish_reason": "stop", "token_ids": [full.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
     server.can(GENERATE[kind], body={"meta_info": meta} if kind == "sglang" else {"choices": [choice]})
     (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(VOCAB - 1,))))
-    assert answer.tokens == whole.tokens
+    assert answer.tokens == full.tokens
     assert answer.logprobs[0] == -1.5
     assert answer.finish_reason == "length"
 
 
-def test_an_update_brings_new_weights(make: Callable[..., HTTPRollout], servers: list[Process], tmp_path: Path) -> None:
+def test_update_loads_new_weights(make: Callable[..., HTTPRollout], servers: list[Process], tmp_path: Path) -> None:
     rollout = make(*servers)
     for version in (1, 2, 3):
         rollout.update(weights(version), version)
@@ -145,7 +143,7 @@ def test_an_update_brings_new_weights(make: Callable[..., HTTPRollout], servers:
     ]
 
 
-def test_an_answer_goes_on_across_an_update(
+def test_generation_continues_across_an_update(
     make: Callable[..., HTTPRollout], servers: list[Process], kind: str
 ) -> None:
     rollout = make(*servers, version=3)
@@ -172,7 +170,7 @@ def test_an_answer_goes_on_across_an_update(
     assert bool(seeds & {0, 1, 2, 3}) == (kind == "sglang")  # of vLLM, the same seed draws the same numbers again
 
 
-def test_a_request_that_does_not_come_back_for_an_update_is_made_anew(
+def test_undrained_request_is_restarted_after_update(
     make: Callable[..., HTTPRollout], server: Process, kind: str
 ) -> None:
     rollout = make(server, drain_seconds=0.3)
@@ -185,9 +183,7 @@ def test_a_request_that_does_not_come_back_for_an_update_is_made_anew(
     assert_drawn_from(replica(1), answer)
 
 
-def test_a_killed_server_is_named_within_the_deadline(
-    make: Callable[..., HTTPRollout], doomed: Process, kind: str
-) -> None:
+def test_killed_server_raises_within_the_deadline(make: Callable[..., HTTPRollout], doomed: Process, kind: str) -> None:
     rollout = make(doomed, deadline=2)
     doomed.tell(step_seconds=0.1)
     background = Background(rollout.generate(PROMPT, Sampling(100)))
@@ -199,7 +195,7 @@ def test_a_killed_server_is_named_within_the_deadline(
     assert time.monotonic() - start < 6
 
 
-def test_another_server_takes_over_from_one_that_was_killed(
+def test_requests_fail_over_from_killed_server(
     make: Callable[..., HTTPRollout], server: Process, doomed: Process, kind: str
 ) -> None:
     rollout = make(doomed, server)
@@ -215,7 +211,9 @@ def test_another_server_takes_over_from_one_that_was_killed(
         make(doomed, server, update_seconds=1, drain_seconds=1).update(weights(1), 1)
 
 
-def test_a_server_that_hangs_is_named(make: Callable[..., HTTPRollout], servers: list[Process], kind: str) -> None:
+def test_hanging_server_raises_or_fails_over(
+    make: Callable[..., HTTPRollout], servers: list[Process], kind: str
+) -> None:
     servers[0].can(GENERATE[kind], body="late", delay=4, times=3)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"{servers[0].url}{GENERATE[kind]}: no answer within"):
@@ -237,7 +235,7 @@ def test_a_server_that_hangs_is_named(make: Callable[..., HTTPRollout], servers:
         (302, RuntimeError, 1),
     ],
 )
-def test_only_what_may_be_retried_is(
+def test_only_server_errors_are_retried(
     make: Callable[..., HTTPRollout],
     server: Process,
     kind: str,
@@ -256,7 +254,7 @@ def test_only_what_may_be_retried_is(
     assert server.calls(GENERATE[kind]) == calls
 
 
-def test_a_reply_that_does_not_fit_is_refused(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+def test_malformed_reply_raises(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     rollout = make(server)
     for body, words in BAD_REPLIES[kind]:
         server.can(GENERATE[kind], body=body)
@@ -270,7 +268,7 @@ def test_a_reply_that_does_not_fit_is_refused(make: Callable[..., HTTPRollout], 
 
 
 @pytest.mark.parametrize("step", ["pause", "load"])
-def test_an_update_that_does_not_reach_every_server_says_what_serves(
+def test_partial_update_raises_with_server_versions(
     make: Callable[..., HTTPRollout], servers: list[Process], kind: str, step: str
 ) -> None:
     rollout = make(*servers)
@@ -292,7 +290,7 @@ def test_an_update_that_does_not_reach_every_server_says_what_serves(
     assert bad.calls(GENERATE[kind]) >= 2
 
 
-def test_no_server_with_known_weights_is_an_error(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+def test_no_server_with_known_weights_raises(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     rollout = make(server)
     if kind == "sglang":
         rollout.update(weights(1), 1)
@@ -308,9 +306,7 @@ def test_no_server_with_known_weights_is_an_error(make: Callable[..., HTTPRollou
     assert answer.versions == (2,) * 3
 
 
-def test_weights_that_cannot_be_written_leave_the_old_ones(
-    make: Callable[..., HTTPRollout], server: Process, kind: str
-) -> None:
+def test_failed_weight_write_keeps_old_weights(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     rollout, read = make(server), []
 
     def tensors() -> Iterator[NamedTensor]:
@@ -327,7 +323,7 @@ def test_weights_that_cannot_be_written_leave_the_old_ones(
     assert server.calls(PAUSE[kind]) == 0
 
 
-def test_a_cancelled_task_ends_its_request(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+def test_cancelled_task_aborts_its_request(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     rollout = make(server)
     server.tell(step_seconds=0.1)
 
@@ -345,7 +341,7 @@ def test_a_cancelled_task_ends_its_request(make: Callable[..., HTTPRollout], ser
     assert len(run(rollout.generate(PROMPT, Sampling(4)))[0].tokens) == 4
 
 
-def test_closing_ends_what_is_under_way(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     rollout = make(server)
     server.tell(step_seconds=0.05)
     background = Background(rollout.generate(PROMPT, Sampling(100)))
@@ -364,7 +360,7 @@ def test_closing_ends_what_is_under_way(make: Callable[..., HTTPRollout], server
     assert "rollout-http" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_what_cannot_be_is_refused_at_once(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+def test_invalid_arguments_raise(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     with pytest.raises(ValueError, match="prompt_ids is empty"):
         run(make(server).generate([], Sampling(3)))
     for servers, options, words in (

@@ -32,7 +32,7 @@ from areal.trainer.rollout.protocol import Completion, Sampling
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_logprobs_are_those_of_a_plain_forward(family: str) -> None:
+def test_logprobs_equal_plain_forward(family: str) -> None:
     replica = tiny_model(FAMILIES[family](), 0).eval()
     with rollout(replica, version=4) as engine:
         asked = [Sampling(25, s.temperature, s.top_p, s.top_k, seed=i) for i, s in enumerate(WAYS)]
@@ -49,7 +49,7 @@ def test_logprobs_are_those_of_a_plain_forward(family: str) -> None:
     [{}, {"max_requests": 3}, {"max_batch_tokens": 24}, {"cache_tokens": CONTEXT, "page_size": 4}],
     ids=["all-at-once", "few-at-once", "split-prompts", "full-cache"],
 )
-def test_an_answer_does_not_depend_on_what_runs_beside_it(
+def test_completion_does_not_depend_on_concurrent_requests(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_back: list[str] = []
@@ -71,7 +71,7 @@ def test_an_answer_does_not_depend_on_what_runs_beside_it(
     assert bool(put_back) == ("cache_tokens" in options)
 
 
-def test_a_prompt_is_read_once() -> None:
+def test_shared_prompt_is_prefilled_once() -> None:
     replica, read = model(), []
     replica.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -83,7 +83,7 @@ def test_a_prompt_is_read_once() -> None:
     assert sum(read) == 41 + 3 * 9 + 4
 
 
-def test_who_waits_for_a_prompt_goes_on_when_its_reader_is_cancelled() -> None:
+def test_waiting_request_survives_cancelled_prefill() -> None:
     with rollout() as engine:
 
         async def generate() -> Completion:
@@ -96,7 +96,7 @@ def test_who_waits_for_a_prompt_goes_on_when_its_reader_is_cancelled() -> None:
         assert not engine._waiting
 
 
-def test_a_request_without_a_seed_gets_one_from_the_engine() -> None:
+def test_request_without_seed_gets_engine_seed() -> None:
     answers = []
     for seed in (1, 1, 2):
         with rollout(seed=seed) as engine:
@@ -105,16 +105,16 @@ def test_a_request_without_a_seed_gets_one_from_the_engine() -> None:
     assert len({*answers[0], *answers[2]}) == 4
 
 
-def test_a_stop_token_ends_an_answer_and_belongs_to_it() -> None:
+def test_stop_token_ends_completion_and_is_included() -> None:
     with rollout() as engine:
-        (whole,) = run(engine.generate(PROMPT, Sampling(20, seed=0)))
-        stop = whole.tokens[6]
+        (full,) = run(engine.generate(PROMPT, Sampling(20, seed=0)))
+        stop = full.tokens[6]
         (answer,) = run(engine.generate(PROMPT, Sampling(20, seed=0, stop_token_ids=(stop, VOCAB + 5))))
-    assert answer.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
 
 
-def test_several_event_loops_at_once() -> None:
+def test_concurrent_event_loops_get_correct_completions() -> None:
     answers: dict[int, Completion] = {}
     with rollout() as engine:
 
@@ -139,7 +139,7 @@ def test_several_event_loops_at_once() -> None:
         ([1] * 100, Sampling(CONTEXT - 99), "max_context = 160"),
     ],
 )
-def test_requests_that_cannot_be_served(prompt: list[int], sampling: Sampling, match: str) -> None:
+def test_invalid_requests_raise(prompt: list[int], sampling: Sampling, match: str) -> None:
     with rollout() as engine:
         with pytest.raises(ValueError, match=match):
             run(engine.generate(prompt, sampling))
@@ -156,12 +156,12 @@ def test_requests_that_cannot_be_served(prompt: list[int], sampling: Sampling, m
         ({"cache_tokens": CONTEXT - 1}, "cache_tokens = 159"),
     ],
 )
-def test_sizes_that_do_not_fit(options: dict[str, int], match: str) -> None:
+def test_invalid_sizes_raise(options: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         rollout(**options)
 
 
-def test_a_failure_of_the_generating_thread_reaches_all_that_wait() -> None:
+def test_generation_thread_error_fails_all_requests() -> None:
     replica = model()
     started = after_forwards(replica, 5)
 
@@ -187,7 +187,7 @@ def test_a_failure_of_the_generating_thread_reaches_all_that_wait() -> None:
         assert tensors.ended
 
 
-def test_close_gives_what_there_is_and_frees_everything() -> None:
+def test_close_returns_partial_completions_and_frees_memory() -> None:
     threads, replica = threading.active_count(), model()
     started = after_forwards(replica, 10)
     engine = rollout(replica, max_requests=1)
@@ -217,9 +217,9 @@ def test_close_gives_what_there_is_and_frees_everything() -> None:
     assert tensors.ended
 
 
-def test_a_cancelled_task_frees_its_place() -> None:
+def test_cancelled_request_frees_its_slot() -> None:
     replica = model()
-    started, whole = after_forwards(replica, 5), after_forwards(replica, 100)
+    started, full = after_forwards(replica, 5), after_forwards(replica, 100)
     with rollout(replica, max_requests=1) as engine:
 
         async def generate() -> Completion:
@@ -236,7 +236,7 @@ def test_a_cancelled_task_frees_its_place() -> None:
             return answer
 
         assert len(asyncio.run(generate()).tokens) == 5
-        assert not whole.is_set()
+        assert not full.is_set()
 
 
 SCRIPT = """
@@ -246,11 +246,11 @@ raise SystemExit(3)
 """
 
 
-def test_a_process_ends_without_a_close() -> None:
+def test_process_exits_without_close() -> None:
     assert subprocess.run([sys.executable, "-c", SCRIPT], timeout=200, check=False).returncode == 3
 
 
-def test_transformers_still_has_what_is_relied_on() -> None:
+def test_transformers_internals_in_use_exist() -> None:
     """Each name here is used in a way that its documentation does not promise."""
     with rollout() as engine:
         run(engine.generate(PROMPT, Sampling(2)))

@@ -59,15 +59,15 @@ def tokens(groups: list[Any]) -> list[tuple[int, list[tuple[int, ...]]]]:
 
 def batches(n: int, plan: Plan, client: Any = None, **options: Any) -> list[Any]:
     with running(client or Client(), episode(), plan, **options) as runner:
-        found = []
+        actual = []
         for trained in range(n):
             runner.advance(trained)
-            found.append(tokens(runner.next_batch(timeout=20)))
-        return found
+            actual.append(tokens(runner.next_batch(timeout=20)))
+        return actual
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_nothing_is_staler_than_allowed(staleness: int) -> None:
+def test_staleness_is_bounded(staleness: int) -> None:
     """Groups that take any time at all start no earlier than the bound, and as early as it lets them."""
     rng, started = random.Random(0), {}
     plan = Plan(groups=4, group_size=2, max_staleness=staleness, shuffle=False)
@@ -92,15 +92,15 @@ def test_nothing_is_staler_than_allowed(staleness: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_any_number_of_ranks_plays_the_same(size: int) -> None:
+def test_groups_do_not_depend_on_number_of_ranks(size: int) -> None:
     plan = Plan(groups=4, group_size=3, seed=7)
-    shares = [batches(6, plan, rank=rank, size=size) for rank in range(size)]
-    together = [sorted(group for share in shares for group in share[step]) for step in range(6)]
+    per_rank = [batches(6, plan, rank=rank, size=size) for rank in range(size)]
+    together = [sorted(group for steps in per_rank for group in steps[step]) for step in range(6)]
     assert together == batches(6, plan)
     assert len({seed for step in together for _, group in step for _, seed in group}) == 6 * 4 * 3
 
 
-def test_items_come_once_an_epoch_in_an_order_of_its_own() -> None:
+def test_items_come_once_per_epoch_in_new_order() -> None:
     played = [group[0][0] for step in batches(6, Plan(groups=5)) for _, group in step]
     epochs = [played[i : i + 10] for i in range(0, 30, 10)]
     assert all(sorted(epoch) == ITEMS for epoch in epochs)
@@ -109,7 +109,7 @@ def test_items_come_once_an_epoch_in_an_order_of_its_own() -> None:
     assert in_order == ITEMS
 
 
-def test_a_failed_or_slow_episode_is_counted() -> None:
+def test_failed_and_timed_out_episodes_are_counted() -> None:
     def reward(item: int, answer: Completion) -> Any:
         if item == 3:
             raise KeyError("no such answer")
@@ -131,17 +131,17 @@ def test_a_failed_or_slow_episode_is_counted() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_group_that_is_not_kept_gives_its_place_to_the_next(staleness: int) -> None:
+def test_filtered_groups_are_replaced(staleness: int) -> None:
     plan = Plan(groups=2, max_staleness=staleness, shuffle=False)
     with running(Client(), episode(), plan, keep=lambda group: group[0].group % 3 != 0) as runner:
-        found = []
+        actual = []
         for step in range(4):
             runner.advance(step)
-            found.append([group.index for group in runner.next_batch(timeout=20)])
-    assert found == [[1, 2], [4, 5], [7, 8], [10, 11]]
+            actual.append([group.index for group in runner.next_batch(timeout=20)])
+    assert actual == [[1, 2], [4, 5], [7, 8], [10, 11]]
 
 
-def test_what_the_caller_got_wrong_is_raised() -> None:
+def test_keep_errors_and_invalid_arguments_raise() -> None:
     def keep(group: list[protocol.Sequence]) -> bool:
         raise ZeroDivisionError("no spread")
 
@@ -156,10 +156,10 @@ def test_what_the_caller_got_wrong_is_raised() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_goes_on_from_its_state(staleness: int) -> None:
+def test_runner_resumes_from_state(staleness: int) -> None:
     """Groups not consumed yet are in the state; nothing is played twice or left out."""
     plan = Plan(groups=3, group_size=2, max_staleness=staleness, max_concurrent=4)
-    whole = batches(6, plan)
+    full = batches(6, plan)
     client = Client(lambda: 0.01)
     with running(client, episode(), plan) as runner:
         first = []
@@ -177,14 +177,14 @@ def test_a_run_goes_on_from_its_state(staleness: int) -> None:
         for trained in range(3, 6):
             runner.advance(trained)
             rest.append(tokens(runner.next_batch(timeout=20)))
-    assert [*first, *rest] == whole
+    assert [*first, *rest] == full
     assert fourth == rest[0]
     waiting = [protocol.Sequence.of_state(each) for group in state["waiting"] for each in group["sequences"]]
     done = {int(sequence.segments[1].tokens[1]) for sequence in waiting}
     assert not done & {seed for _, seed in again.asked}
 
 
-def test_closing_ends_what_is_played_and_what_waits() -> None:
+def test_close_cancels_running_episodes() -> None:
     ended = []
 
     class Endless:
@@ -205,7 +205,7 @@ def test_closing_ends_what_is_played_and_what_waits() -> None:
     runner.close()
 
 
-def test_a_sequence_becomes_a_sample() -> None:
+def test_sequence_converts_to_training_sample() -> None:
     completion = Completion((7, 8, 9), (-0.5, -1.5, -2.5), (3, 3, 4), "length")
     sample = protocol.Sequence.single([5, 6], completion, reward=0.25).sample()
     assert sample["input_ids"].tolist() == [5, 6, 7, 8, 9]
@@ -216,7 +216,7 @@ def test_a_sequence_becomes_a_sample() -> None:
     assert sample["truncated"].item() is True
 
 
-def test_what_is_wrong_with_a_sequence_fails_its_episode() -> None:
+def test_invalid_sequence_fails_its_episode() -> None:
     wrong = {
         1: {"reward": float("nan")},
         2: {"segments": (Segment([5], trainable=False),)},
@@ -236,7 +236,7 @@ def test_what_is_wrong_with_a_sequence_fails_its_episode() -> None:
         assert word in str(group.error)
 
 
-def test_a_report_counts_what_was_played() -> None:
+def test_report_computes_rollout_metrics() -> None:
     def sequence(reward: float, tokens: int, version: int, **fields: Any) -> protocol.Sequence:
         completion = Completion(tuple(range(3, 3 + tokens)), (-1.0,) * tokens, (version,) * tokens, "stop")
         return replace(protocol.Sequence.single([1, 2], completion, reward), **fields)
@@ -247,27 +247,27 @@ def test_a_report_counts_what_was_played() -> None:
         Group(2, ()),
     ]
     report = RolloutReport(groups, max_tokens=20, version=5)
-    found = report.reduce(lambda x: x)
+    actual = report.reduce(lambda x: x)
     assert len(report.samples) == 3
-    assert found["rollout/reward"] == pytest.approx(2 / 3)
-    assert found["rollout/reward_std"] == pytest.approx((2 / 9) ** 0.5)
-    assert found["rollout/tokens"] == 4
-    assert found["rollout/staleness"] == 1
-    assert found["rollout/truncated"] == pytest.approx(1 / 3)
-    assert found["rollout/flat_groups"] == pytest.approx(2 / 3)
-    assert (found["rollout/failed"], found["rollout/overlong"], found["rollout/sequences"]) == (1, 1, 3)
-    assert found["rollout/turns"] == 3
+    assert actual["rollout/reward"] == pytest.approx(2 / 3)
+    assert actual["rollout/reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert actual["rollout/tokens"] == 4
+    assert actual["rollout/staleness"] == 1
+    assert actual["rollout/truncated"] == pytest.approx(1 / 3)
+    assert actual["rollout/flat_groups"] == pytest.approx(2 / 3)
+    assert (actual["rollout/failed"], actual["rollout/overlong"], actual["rollout/sequences"]) == (1, 1, 3)
+    assert actual["rollout/turns"] == 3
     fewer = RolloutReport(groups, max_tokens=20, version=5, skip_flat=True)
     assert [int(sample["group_ids"]) for sample in fewer.samples] == [int(groups[0].sequences[0].group)] * 2
-    assert fewer.reduce(lambda x: x) == found
+    assert fewer.reduce(lambda x: x) == actual
     with pytest.raises(RuntimeError, match="1 failed, 0 were too long; on this rank the first error was KeyError: x"):
         RolloutReport([Group(0, (), failed=1, error="KeyError: x")], None, 0).reduce(lambda x: x)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 3)])
-def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int) -> None:
+def test_runner_resumes_on_another_number_of_ranks(before: int, after: int) -> None:
     plan = Plan(groups=4, group_size=2, max_staleness=1)
-    whole = batches(5, plan)
+    full = batches(5, plan)
     states = []
     for rank in range(before):
         with running(Client(), episode(), plan, rank=rank, size=before) as runner:
@@ -280,15 +280,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(before: int, after: int) -> 
     for rank in range(after):
         with running(Client(), episode(), plan, rank=rank, size=after) as runner:
             set_runner_state(runner, states)
-            found = []
+            actual = []
             for trained in range(2, 5):
                 runner.advance(trained)
-                found.append(tokens(runner.next_batch(timeout=20)))
-            rest.append(found)
-    assert [sorted(group for share in rest for group in share[step]) for step in range(3)] == whole[2:]
+                actual.append(tokens(runner.next_batch(timeout=20)))
+            rest.append(actual)
+    assert [sorted(group for steps in rest for group in steps[step]) for step in range(3)] == full[2:]
 
 
-def test_replaced_groups_cannot_go_to_other_ranks() -> None:
+def test_replaced_groups_cannot_be_resharded() -> None:
     plan = Plan(groups=2, shuffle=False)
     with running(Client(), episode(), plan, keep=lambda group: group[0].group != 0) as runner:
         runner.advance(0)
@@ -298,7 +298,7 @@ def test_replaced_groups_cannot_go_to_other_ranks() -> None:
         set_runner_state(runner, states)
 
 
-def test_disagreement_is_over_the_tokens_of_the_policy() -> None:
+def test_disagreement_covers_policy_tokens_only() -> None:
     samples = [
         {
             "loss_mask": torch.tensor([0.0, 1.0, 1.0, 0.0]),
@@ -306,8 +306,8 @@ def test_disagreement_is_over_the_tokens_of_the_policy() -> None:
             "rollout_logprobs": torch.tensor([0.0, -1.5, -1.0, 0.0]),
         }
     ]
-    found = disagreement(samples, lambda x: x)
-    assert found["rollout/logprob_error"] == pytest.approx(0.75)
+    actual = disagreement(samples, lambda x: x)
+    assert actual["rollout/logprob_error"] == pytest.approx(0.75)
     k3 = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1) - 1 + 1)) / 2
-    assert found["rollout/logprob_k3"] == pytest.approx(k3)
+    assert actual["rollout/logprob_k3"] == pytest.approx(k3)
     assert disagreement([], lambda x: x) == {"rollout/logprob_error": 0.0, "rollout/logprob_k3": 0.0}

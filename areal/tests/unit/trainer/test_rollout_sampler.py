@@ -41,7 +41,7 @@ def by_transformers(row: Tensor, sampling: Sampling) -> Tensor:
     return warpers(None, row.double().unsqueeze(0))[0].log_softmax(-1)
 
 
-def test_distributions_are_those_of_transformers_row_by_row() -> None:
+def test_sampling_distributions_equal_transformers() -> None:
     x = logits(len(WAYS))
     ours = log_probs(x, WAYS)
     assert ours.dtype == torch.float32
@@ -50,21 +50,21 @@ def test_distributions_are_those_of_transformers_row_by_row() -> None:
         assert torch.equal(ours[i], log_probs(x[i : i + 1], [sampling])[0])
 
 
-def test_greedy_rows_are_at_temperature_one_and_whole() -> None:
+def test_greedy_logprobs_ignore_temperature_top_k_and_top_p() -> None:
     x = logits(2)
     ours = log_probs(x, [Sampling(temperature=0, top_k=2, top_p=0.1), Sampling(temperature=0.5)])
     torch.testing.assert_close(ours[0], x[0].log_softmax(-1))
     torch.testing.assert_close(ours[1], (2 * x[1]).log_softmax(-1))
 
 
-def test_ties_with_the_last_kept_token_are_kept() -> None:
+def test_top_k_and_top_p_keep_ties() -> None:
     x = torch.tensor([[0.0, 1.0, 1.0, 3.0, -1.0]]).repeat(2, 1)
     kept = log_probs(x, [Sampling(top_k=2), Sampling(top_p=0.8)]).isfinite()
     assert kept.tolist() == [[False, True, True, True, False]] * 2
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 16, 17, 30])
-def test_draws_follow_the_distribution(vocab: int) -> None:
+def test_sampled_tokens_follow_the_distribution(vocab: int) -> None:
     count = 60_000
     logprobs = log_probs(logits(1, vocab, seed=vocab), [Sampling(top_k=20)])
     noise = torch.from_numpy(Request(Sampling(), seed=vocab).noise(count * noise_size(vocab))).view(count, -1)
@@ -75,7 +75,7 @@ def test_draws_follow_the_distribution(vocab: int) -> None:
     assert seen[p == 0].sum() == 0
 
 
-def test_a_small_change_of_the_distribution_changes_few_draws() -> None:
+def test_small_change_of_logits_changes_few_samples() -> None:
     count, x = 20_000, logits(1, 400)
     noise = torch.from_numpy(Request(Sampling(), seed=3).noise(count * noise_size(400))).view(count, -1)
     before, after = (log_probs(y, [Sampling()]) for y in (x, x + 0.02 * logits(1, 400, seed=1)))
@@ -88,7 +88,7 @@ def test_a_small_change_of_the_distribution_changes_few_draws() -> None:
     assert 0 < changed < 3 * variation
 
 
-def test_noise_belongs_to_seed_and_position() -> None:
+def test_noise_is_determined_by_seed_and_position() -> None:
     first, again, other = Request(Sampling(), 5), Request(Sampling(), 5), Request(Sampling(), 6)
     assert np.array_equal(first.noise(7), again.noise(7))
     second = first.noise(7)
@@ -100,16 +100,16 @@ def test_noise_belongs_to_seed_and_position() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64 + 1])
-def test_any_integer_is_a_seed(seed: int) -> None:
+def test_integer_seed_wraps_to_64_bits(seed: int) -> None:
     assert np.array_equal(Request(Sampling(), seed).noise(4), Request(Sampling(), seed % 2**64).noise(4))
 
 
 @pytest.mark.parametrize("bit", [0, 31, 32, 63])
-def test_all_bits_of_a_seed_count(bit: int) -> None:
+def test_every_seed_bit_changes_the_noise(bit: int) -> None:
     assert not np.array_equal(Request(Sampling(), 2**bit).noise(4), Request(Sampling(), 0).noise(4))
 
 
-def test_an_answer_says_why_it_ended() -> None:
+def test_completion_reports_finish_reason() -> None:
     request = Request(Sampling(stop_token_ids=(4,)), 0, [3, 4], [-0.5, -1.0], [0, 1])
     assert request.completion().finish_reason == "stop"
     assert Request(Sampling(), 0, [3, 4], [-0.5, -1.0], [0, 1]).completion().finish_reason == "length"
@@ -124,7 +124,7 @@ def future(name: str, has_new_token: bool = True) -> Any:
     )
 
 
-def test_rows_belong_to_the_requests_that_get_a_token() -> None:
+def test_sampler_assigns_rows_to_requests_with_a_new_token() -> None:
     sampler = RequestSampler(version=3)
     requests = {name: Request(Sampling(temperature=temperature), 1) for name, temperature in [("a", 0), ("c", 1.0)]}
     for name, request in requests.items():
@@ -142,7 +142,7 @@ def test_rows_belong_to_the_requests_that_get_a_token() -> None:
     assert torch.equal(scores[[1, 3]], x[[1, 3]])
 
 
-def test_outdated_requests_offer_nothing_to_others() -> None:
+def test_outdated_requests_do_not_share_cache_blocks() -> None:
     sampler = RequestSampler(version=0)
     sampler.keep_private(["old"])
     batch = [future("old", False), future("new")]
@@ -150,7 +150,7 @@ def test_outdated_requests_offer_nothing_to_others() -> None:
     assert [request.complete_blocks for request in batch] == [{}, {"full_attention": 1}]
 
 
-def test_broken_weights_are_named() -> None:
+def test_non_finite_logits_raise_with_weight_version() -> None:
     sampler = RequestSampler(version=7)
     sampler.add("a", Request(Sampling(), 0))
     sampler.prepare_tensor_args([future("a")], torch.empty(0))

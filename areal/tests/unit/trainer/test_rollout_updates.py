@@ -28,7 +28,7 @@ from areal.trainer.rollout.sampler import log_probs
 from areal.weight_sync.apply import ModuleSource
 
 
-def test_an_update_in_the_middle_of_an_answer() -> None:
+def test_update_during_generation_switches_weights() -> None:
     replica, sampling = model(), Sampling(100, temperature=0.7, seed=0)
     half = after_forwards(replica, 30)
     with rollout(replica) as engine:
@@ -66,7 +66,7 @@ def mixed_logprobs(prompt: Sequence[int], tokens: Sequence[int], switch: int, sa
     return log_probs(logits, [sampling] * len(tokens)).gather(1, torch.tensor([[t] for t in tokens])).squeeze(1)
 
 
-def test_prompts_are_not_kept_across_an_update() -> None:
+def test_update_invalidates_cached_prompts() -> None:
     with rollout() as engine:
         run(engine.generate(PROMPT, Sampling(5)))
         engine.update(weights(1), 1)  # idle
@@ -85,7 +85,7 @@ def spoiled(at: int) -> Reading:
     )
 
 
-def test_an_update_that_does_not_fit_leaves_the_old_weights_serving() -> None:
+def test_mismatched_update_keeps_old_weights() -> None:
     with rollout() as engine:
         tensors = spoiled(0)
         with pytest.raises(ValueError, match="the replica"):
@@ -96,7 +96,7 @@ def test_an_update_that_does_not_fit_leaves_the_old_weights_serving() -> None:
     assert_logprobs(answer, plain_logprobs(model(0), PROMPT, answer.tokens, Sampling()))
 
 
-def test_an_update_that_breaks_off_fails_what_is_under_way_until_a_whole_one() -> None:
+def test_partial_update_fails_requests_until_complete_update() -> None:
     replica = model()
     started = after_forwards(replica, 5)
     with rollout(replica) as engine:
@@ -130,7 +130,7 @@ def adapted(seed: int) -> PreTrainedModel:
     return replica.eval()
 
 
-def test_an_adapter_alone_is_updated() -> None:
+def test_adapter_only_update() -> None:
     new = adapted(1)
     tensors = [named for named in ModuleSource(new).named_tensors() if ".lora_" in named.name]
     assert len(tensors) == 2 * 2 * 2

@@ -69,8 +69,8 @@ def test_partial_updates_are_applied_after_newest_full_version(tmp_path: Path, c
     module = filled(0)
     transport, receiver = DiskTransport(control, tmp_path / "w", keep=4), DiskReceiver(tmp_path / "w", module)
     transport.send(ModuleSource(filled(1)), 1)
-    for version, part in ((2, "q_proj"), (3, "k_proj")):
-        meta = transport.send(ModuleSource(filled(version)), version, select=lambda name, part=part: part in name)
+    for version, layer in ((2, "q_proj"), (3, "k_proj")):
+        meta = transport.send(ModuleSource(filled(version)), version, select=lambda name, layer=layer: layer in name)
         assert (meta.kind, meta.n_tensors) == ("selected", 2)
     assert receiver.receive(0) == 3
     result = {name: float(value.unique()) for name, value in module.named_parameters()}
