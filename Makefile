@@ -27,29 +27,29 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
 
-help: ## Say what there is to make.
+help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 demo: $(MODEL) ## Teach a real model arithmetic by reinforcement learning.
 	OMP_NUM_THREADS=$(CORES) $(BIN)/torchrun --standalone $(GRPO) --output runs/demo --max-p-value 0.01
 
-demo-seeds: $(MODEL) ## The same with three seeds, and with shuffled rewards, from which nothing can be learned.
+demo-seeds: $(MODEL) ## Run the demo with three seeds, and with shuffled rewards, from which nothing can be learned.
 	for seed in 0 1 2; do \
 	  $(RUN) 1 $(GRPO) --output runs/control-$$seed --seed $$seed --shuffle-rewards --min-p-value 0.01 & \
 	  $(RUN) 1 $(GRPO) --output runs/demo-$$seed --seed $$seed --max-p-value 0.01 && wait $$! || exit 1; \
 	done
 
-demo-sft: $(MODEL) ## Fine-tune it on right answers alone.
+demo-sft: $(MODEL) ## Fine-tune the demo's model on right answers only.
 	$(SFT) --backend fsdp:d2 --output runs/demo-sft --steps 40 --max-train-seconds 140 --batch-size 40 \
 	  --max-tokens-per-mb 512 --min-loss-fall 0.2 --accuracy-must-rise
 
-demo-short: $(MODEL) ## A little of both.
+demo-short: $(MODEL) ## Run a few steps of SFT and of GRPO.
 	$(SFT) --backend fsdp:d2 --output runs/short-sft --plain --system "" --steps 2 --batch-size 24 \
 	  --max-tokens-per-mb 512 --eval-size 32 --min-loss-fall 0.2
 	$(RUN) 2 examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
 	  --plain --system "" --steps 1 --groups 4 --group-size 4 --eval-size 32
 
-demo-layouts: $(MODEL) $(VENV)/.test ## Data, context, tensor and pipeline parallel, and a Megatron pipeline, in float32: the same losses.
+demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one on Megatron, in float32.
 	$(RUN) 2 $(CURVE) --backend fsdp:d2 --output runs/demo-d2
 	$(RUN) 2 $(CURVE) --backend fsdp:c2 --output runs/demo-c2 $(SAME)
 	$(RUN) 3 $(CURVE) --backend fsdp:t3 --output runs/demo-t3 $(SAME)
@@ -67,27 +67,27 @@ lint: $(VENV)/.test ## Check style, format and types.
 docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-mutants: $(VENV)/.test ## Plant bugs one at a time and see that the tests catch each.
+test-mutants: $(VENV)/.test ## Plant bugs one at a time and check that the tests catch each.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS)
 
-bench: $(VENV)/.test ## Measure a training step and a forward beside plain loops.
+bench: $(VENV)/.test ## Measure a training step and a forward, and compare them with plain loops.
 	$(BENCH) --workload ragged --ranks 1 2 --rounds 5 $(BENCH_ARGS)
 	$(BENCH) --workload rl --prompts $(BENCH_PROMPTS) --ranks 1 2 --rounds 3 $(BENCH_ARGS)
 
-bench-overhead: $(VENV)/.test ## Measure what an engine takes for itself, on one rank and on two.
+bench-overhead: $(VENV)/.test ## Measure the engine's own overhead, on one rank and on two.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
 	$(RUN) 2 -m benchmarks.overhead
 
 bench-gpu: $(VENV)/.test ## Measure training steps of Qwen3 shapes on a GPU.
 	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
 
-bench-peers: $(VENV)/.test ## The same with TRL, verl and torchtitan, where they install.
+bench-peers: $(VENV)/.test ## Measure TRL, verl and torchtitan too, if they install.
 	$(BIN)/python -m benchmarks.peers.install
 	$(BENCH) --workload ragged --peers --rounds 5 $(BENCH_ARGS)
 
-setup: $(VENV)/.test $(VENV)/.demo $(VENV)/.docs ## Make the virtual environment and nothing else.
+setup: $(VENV)/.test $(VENV)/.demo $(VENV)/.docs ## Make the virtual environment only.
 
-clean: ## Remove what runs and tools left; the virtual environment stays.
+clean: ## Remove files of runs and tools; keep the virtual environment.
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

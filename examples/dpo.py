@@ -1,10 +1,11 @@
 """Direct preference optimisation on pairs of answers.
 
+    python examples/smollm.py runs/SmolLM2-135M-Instruct
     python examples/tiny.py runs/tiny
     torchrun --nproc-per-node 2 examples/dpo.py --backend fsdp:d2
     torchrun --nproc-per-node 8 examples/dpo.py --backend megatron:d2t4 --model path/or/hub-name --lr 1e-6
 
-Leaves model/ in the output directory.
+The run writes model/ to the output directory.
 """
 
 from __future__ import annotations

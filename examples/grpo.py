@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/grpo.py --backend fsdp:d2
     torchrun --nproc-per-node 2 examples/grpo.py --backend megatron:p2 --task simple_equations
 
-Every rank answers a slice of the problems with a replica of the model. The engine trains on all answers, on any layout.
-The same seed gives the same problems and the same sampling noise on any layout.
+Every rank answers a slice of the problems with a replica of the model, and the engine trains on all answers. The same
+seed gives the same problems and the same sampling noise on any layout.
 
-The run leaves curves.json, curves.png, event files for TensorBoard and model/ (for transformers' from_pretrained) in the output directory. Its
-exit code is 1 if the conditions of --max-p-value or --min-p-value are not met.
+The run writes curves.json, curves.png, event files for TensorBoard and model/ (for transformers' from_pretrained) to the
+output directory. The exit code is 1 if the condition of --max-p-value or --min-p-value is not met.
 """
 
 from __future__ import annotations

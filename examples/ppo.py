@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/ppo.py --backend fsdp:d2 --group-size 1 --groups 64
 
-The critic is a second engine: the model after the warm-up, with a value head. Leaves what grpo.py leaves.
+The critic is a second engine: the model after the warm-up, with a value head. The run writes the same files as grpo.py.
 """
 
 from __future__ import annotations

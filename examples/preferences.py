@@ -20,7 +20,7 @@ class PreferenceConfig(TaskConfig):
     """One run on pairs."""
 
     model: str = "runs/tiny"
-    """Model directory or hub name."""
+    """Model directory or hub name. examples/tiny.py writes the default."""
     steps: int = 20
     """Optimizer steps."""
     batch_size: int = 16
@@ -30,7 +30,7 @@ class PreferenceConfig(TaskConfig):
     lr: float = 1e-3
     """Learning rate of AdamW; about 1e-6 to 1e-5 for a pretrained model."""
     max_tokens_per_mb: int = 1024
-    """Tokens in a packed micro-batch."""
+    """Maximum tokens in a packed micro-batch."""
     seed: int = 0
     """Seed of the problems."""
     output: Path = Path("runs/preferences")

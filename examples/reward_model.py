@@ -1,10 +1,11 @@
 """A reward model from pairs of answers.
 
+    python examples/smollm.py runs/SmolLM2-135M-Instruct
     python examples/tiny.py runs/tiny
     torchrun --nproc-per-node 2 examples/reward_model.py --backend fsdp:d2
     torchrun --nproc-per-node 8 examples/reward_model.py --backend fsdp:d8 --model path/or/hub-name --lr 1e-5
 
-Leaves model/ in the output directory, with the value head in a separate file.
+The run writes model/ to the output directory, with the value head in a separate file.
 """
 
 from __future__ import annotations

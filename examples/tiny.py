@@ -1,5 +1,6 @@
-"""A tiny model with random weights and a real tokenizer: for trying a script within a minute.
+"""A tiny model with random weights and a real tokenizer, to try a script within a minute.
 
+python examples/smollm.py runs/SmolLM2-135M-Instruct
 python examples/tiny.py runs/tiny --tokenizer runs/SmolLM2-135M-Instruct
 """
 
@@ -17,7 +18,7 @@ def write_tiny(path: Path, /, tokenizer: str = "runs/SmolLM2-135M-Instruct", see
 
     Args:
         path: directory to write.
-        tokenizer: directory or hub name of its tokenizer.
+        tokenizer: directory or hub name of a model with the tokenizer.
         seed: seed of the weights.
     """
     words = AutoTokenizer.from_pretrained(tokenizer)

@@ -43,7 +43,9 @@ class Verdict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0 when every mutant was caught."""
-    parser = argparse.ArgumentParser(prog="python -m areal.tests.mutants", description="Plant bugs; see who notices.")
+    parser = argparse.ArgumentParser(
+        prog="python -m areal.tests.mutants", description="Plant bugs one at a time; check that the tests catch each."
+    )
     parser.add_argument("names", nargs="*", metavar="name", help="mutants to plant; all by default")
     parser.add_argument("--list", action="store_true", help="only list the mutants")
     parser.add_argument(
