@@ -1,4 +1,4 @@
-"""What users hold: configurations, dataclasses, protocols and the engine interface."""
+"""Public interface: configurations, dataclasses, protocols and the engine interface."""
 
 from areal.api.adapters import Adapters
 from areal.api.batch import (

@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
 
 from areal.api.batch import TokenOutputs
 from areal.api.config import FinetuneSpec, MegatronConfig, torch_dtype
@@ -74,19 +75,7 @@ class MegatronEngine(BaseTrainEngine):
         _prepare_process()
         # One chunk for each pipeline stage of this rank, wrapped in Megatron-Core's gradient buffers.
         megatron = transformer_config(hf, self.dims, config)
-        chunks = [
-            PackedGPT(
-                hf,
-                megatron,
-                groups,
-                vp_stage=number if self.dims.vpp > 1 else None,
-                value_head=config.value_head,
-                fp32_head=config.fp32_head,
-                keep_bytes=config.kept_logits_bytes,
-                adapted=config.lora is not None,
-            ).to(self.device)
-            for number in range(self.dims.vpp)
-        ]
+        chunks = self._build_chunks(hf, megatron, groups)
         trained = self._wrap(chunks, megatron, groups)
         weights = MegatronWeights(
             chunks,
@@ -163,6 +152,25 @@ class MegatronEngine(BaseTrainEngine):
         """Close the process groups, after releasing the reference that this engine has to them."""
         self._gradients = None
         groups.close()
+
+    def _build_chunks(
+        self, hf: PretrainedConfig, megatron: TransformerConfig, groups: ProcessGroupCollection
+    ) -> list[PackedGPT]:
+        """Build the model of each of this rank's pipeline stages, without weights."""
+        config = self.config
+        return [
+            PackedGPT(
+                hf,
+                megatron,
+                groups,
+                vp_stage=number if self.dims.vpp > 1 else None,
+                value_head=config.value_head,
+                fp32_head=config.fp32_head,
+                keep_bytes=config.kept_logits_bytes,
+                adapted=config.lora is not None,
+            ).to(self.device)
+            for number in range(self.dims.vpp)
+        ]
 
     def _describe(self, cp: ContextParallel, groups: ProcessGroupCollection) -> dict[str, str]:
         """Describe what was applied, for the log."""
