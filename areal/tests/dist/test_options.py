@@ -18,7 +18,7 @@ from areal.engine.fsdp.parallelize import transformer_layers
 from areal.engine.registry import create_engine
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import family_dir, loss, local_batch, global_batch, started
-from areal.tests.mutants.finding import TESTS, find_test
+from areal.tests.mutants.finding import TESTS, collect_files, find_test
 
 ENGINES = ("fsdp", "megatron")
 
@@ -331,14 +331,8 @@ def test_every_option_is_in_the_table() -> None:
 
 
 def test_tests_that_show_an_effect_exist(request: pytest.FixtureRequest) -> None:
-    session, tests = request.session, [option.see for option in OPTIONS.values() if isinstance(option.see, str)]
-    files = [TESTS / name for name in sorted({test.split("::")[0] for test in tests})]
-    for file in files:
-        request.config.pluginmanager._loadconftestmodules(
-            file, request.config.getoption("importmode"), request.config.rootpath, consider_namespace_packages=False
-        )
-    modules = [pytest.Module.from_parent(session, path=file) for file in files]
-    items = [item for module in modules for item in session.genitems(module)]
+    tests = [option.see for option in OPTIONS.values() if isinstance(option.see, str)]
+    items = collect_files(request, {str(TESTS / test.split("::")[0]) for test in tests})
     for test in tests:
         find_test(test, items)
 

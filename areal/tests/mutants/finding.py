@@ -21,6 +21,19 @@ def files_of(mutants: Iterable[Mutant]) -> set[str]:
     return {str(TESTS / name) for name in names}
 
 
+def collect_files(request: pytest.FixtureRequest, files: Iterable[str]) -> list[pytest.Item]:
+    """Collect every test in these files, independently of the selection of the session."""
+    session, config = request.session, request.config
+    paths = [Path(file) for file in sorted(files)]
+    # otherwise the hooks of conftest.py are not loaded for directories outside this session's arguments
+    for path in paths:
+        config.pluginmanager._loadconftestmodules(
+            path, config.getoption("importmode"), config.rootpath, consider_namespace_packages=False
+        )
+    modules = [pytest.Module.from_parent(session, path=path) for path in paths]
+    return [item for module in modules for item in session.genitems(module)]
+
+
 def find_test(test: str | Mapping[str, str], items: Iterable[pytest.Item]) -> pytest.Function:
     """Return the first collected test that a mutant names.
 

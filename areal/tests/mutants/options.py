@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from areal.tests.mutants.planting import Function, mutant
 
 REFUSED = "dist/test_options.py::test_an_option_that_an_engine_does_not_support_is_refused[{}]"
@@ -19,8 +17,4 @@ def unsupported_options_ignored(right: Function) -> Function:
 @mutant("areal.engine.options:_changed", REFUSED.format("megatron-fsdp.compile"))
 def foreign_sections_ignored(right: Function) -> Function:
     """Options in the section of another engine have no effect and raise no error."""
-
-    def wrong(name: str, section: Any) -> Any:
-        return iter(())
-
-    return wrong
+    return lambda name, section: iter(())

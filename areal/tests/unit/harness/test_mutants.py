@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
 from areal.tests.harness.selection import STEPS, mark_thorough
-from areal.tests.mutants.finding import files_of, find_test
+from areal.tests.mutants.finding import collect_files, files_of, find_test
 from areal.tests.mutants.planting import find_target, plant, traces
 from areal.tests.mutants.registry import MUTANTS
 
@@ -18,15 +16,7 @@ from areal.tests.mutants.registry import MUTANTS
 @pytest.fixture(scope="module")
 def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
     """Collect every test in the files that mutants name, independently of the selection of this session."""
-    session, config = request.session, request.config
-    files = [Path(file) for file in sorted(files_of(MUTANTS.values()))]
-    # otherwise the hooks of conftest.py are not loaded for directories outside this session's arguments
-    for file in files:
-        config.pluginmanager._loadconftestmodules(
-            file, config.getoption("importmode"), config.rootpath, consider_namespace_packages=False
-        )
-    modules = [pytest.Module.from_parent(session, path=file) for file in files]
-    return [item for module in modules for item in session.genitems(module)]
+    return collect_files(request, files_of(MUTANTS.values()))
 
 
 def test_mutants_have_a_description_a_target_and_existing_tests(collected: list[pytest.Item]) -> None:
