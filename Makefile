@@ -25,7 +25,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -58,6 +58,9 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 
 test: $(VENV)/.test ## Run the tests.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-lowest: $(VENV)-lowest/.test ## Run the tests with the oldest release that pyproject.toml allows of each dependency.
+	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal -m "not thorough" $(PYTEST_ARGS)
 
 lint: $(VENV)/.test ## Check style, format and types.
 	$(BIN)/ruff check .
@@ -104,6 +107,12 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[demo,docs,megatron,test]'
+	touch $@
+
+$(VENV)-lowest/.test: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install uv
+	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest --resolution lowest-direct -e '.[demo,docs,megatron,test]'
 	touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python

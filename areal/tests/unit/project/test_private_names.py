@@ -1,0 +1,148 @@
+"""The private and undocumented names of other packages that the library uses, and the releases that changed them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PACKAGE = Path(__file__).parents[3]
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_MODULE = "torch.distributed.fsdp:FSDPModule"
+_STAGE = "torch.distributed.pipelining:PipelineStage"
+
+# Name -> where it is defined, and the first release of torch that has it and the first that does not have it any more.
+# All were read in torch 2.11.0, 2.12.0 and 2.13.0.
+_ALWAYS = ((0, 0), (99, 0))
+TORCH_NAMES: dict[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
+    # FSDP2
+    "_get_fsdp_state": (_MODULE, *_ALWAYS),
+    "_fsdp_param_group": (_STATE, *_ALWAYS),  # 2.12 made it a property: the only group of a module
+    "_fsdp_param_groups": (_STATE, (2, 12), (99, 0)),
+    "_unsharded_param": (_PARAM, *_ALWAYS),
+    "fsdp_params": (_GROUP, *_ALWAYS),
+    "post_backward": (_GROUP, *_ALWAYS),
+    "finalize_backward": (_GROUP, *_ALWAYS),
+    "reduce_grads": (_GROUP, *_ALWAYS),
+    "unsharded_accumulated_grad": (_PARAM, *_ALWAYS),
+    "accumulate_unsharded_grad_if_needed": (_PARAM, *_ALWAYS),
+    "to_accumulated_grad_if_needed": (_PARAM, *_ALWAYS),
+    "reset_iter_state": (_MODULE, (2, 13), (99, 0)),  # before, a failed micro-batch ends the engine
+    # pipelines
+    "forward_maybe_with_nosync": (_STAGE, *_ALWAYS),
+    "perform_reduce_grad": (_STAGE, *_ALWAYS),
+    "_post_metadata_inference_cleanup": (_STAGE, (2, 12), (99, 0)),
+    "_validate_fwd_outputs": (_STAGE, (0, 0), (2, 12)),
+    # process groups and tensors
+    "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", *_ALWAYS),
+    "all_gather_single": ("torch.distributed", (2, 13), (99, 0)),
+    "_local_tensor": ("torch.distributed.tensor:DTensor", *_ALWAYS),
+    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", *_ALWAYS),
+    "_is_view": ("torch:Tensor", *_ALWAYS),
+    "_foreach_mul_": ("torch", *_ALWAYS),
+    "_foreach_norm": ("torch", *_ALWAYS),
+    # modules
+    "_apply": ("torch.nn:Module", *_ALWAYS),
+    "_parameters": ("torch.nn:Module", *_ALWAYS),
+    "_buffers": ("torch.nn:Module", *_ALWAYS),
+    "_forward_pre_hooks": ("torch.nn:Module", *_ALWAYS),
+    "_non_persistent_buffers_set": ("torch.nn:Module", *_ALWAYS),
+    # tools
+    "_pytree": ("torch.utils", *_ALWAYS),
+    "_device_constructors": ("torch.utils._device", *_ALWAYS),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", *_ALWAYS),
+    "_dynamo": ("torch", *_ALWAYS),
+    "_profiler_enabled": ("torch.autograd", *_ALWAYS),
+    "_dump_snapshot": ("torch.cuda.memory", *_ALWAYS),
+    "_record_memory_history": ("torch.cuda.memory", *_ALWAYS),
+    # operations whose results selective checkpointing keeps
+    "_grouped_mm": ("torch:ops.aten", *_ALWAYS),
+    "_flash_attention_forward": ("torch:ops.aten", *_ALWAYS),
+    "_scaled_dot_product_cudnn_attention": ("torch:ops.aten", *_ALWAYS),
+    "_scaled_dot_product_efficient_attention": ("torch:ops.aten", *_ALWAYS),
+    "_scaled_dot_product_flash_attention": ("torch:ops.aten", *_ALWAYS),
+    "_scaled_dot_product_flash_attention_for_cpu": ("torch:ops.aten", *_ALWAYS),
+}
+
+# Private names of transformers, Megatron-Core and the standard library. The tests of their users fail without them.
+OTHER_NAMES = {
+    *("_attn_implementation", "_init_weights", "_is_hf_initialized"),
+    *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),
+    *("_extra_state", "_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer", "_get_model_param_range_map"),
+    *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
+    "_getframe",
+}
+
+
+def test_private_names_of_other_packages_are_listed() -> None:
+    used = _private_names()
+    listed = {name for name in TORCH_NAMES if name.startswith("_")} | OTHER_NAMES
+    undeclared = {name: files for name, files in used.items() if name not in listed}
+    assert not undeclared, f"list these names with their releases: {undeclared}"
+    sources = "\n".join(path.read_text() for path in _sources())
+    unused = [name for name in (*TORCH_NAMES, *OTHER_NAMES) if not re.search(rf"\b{name}\b", sources)]
+    assert not unused, f"no source uses these names any more: {unused}"
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_listed_names_of_torch_exist_in_their_releases(name: str) -> None:
+    where, first, last = TORCH_NAMES[name]
+    assert _defines(where, name) == (first <= TORCH < last), f"torch {torch.__version__}: {where}.{name}"
+
+
+def _defines(where: str, name: str) -> bool:
+    """Return whether a module, or a class by its attributes or its source, defines ``name``."""
+    module, _, path = where.partition(":")
+    owner = importlib.import_module(module)
+    for step in path.split(".") if path else ():
+        owner = getattr(owner, step)
+    if hasattr(owner, name) or not inspect.isclass(owner) or owner.__module__ not in sys.modules:
+        return hasattr(owner, name)
+    # Attributes of instances exist in the source of the module only.
+    source = inspect.getsource(sys.modules[owner.__module__])
+    return re.search(rf"\bself\.{name}\b", source) is not None
+
+
+def _sources() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if "tests" not in path.relative_to(PACKAGE).parts]
+
+
+def _private_names() -> dict[str, set[str]]:
+    """Return the private names that the library reads and does not define itself, with the files that use each."""
+    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in _sources()}
+    own, used = set(), dict[str, set[str]]()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.id if isinstance(node, ast.Name) else node.attr)
+    # Names that torch calls on our subclasses, and slots, count as names of the other package.
+    own -= TORCH_NAMES.keys()
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            for name in _external_names(node):
+                if name.startswith("_") and not name.startswith("__") and name not in own:
+                    used.setdefault(name, set()).add(file)
+    return used
+
+
+def _external_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("areal"):
+        return [alias.name for alias in node.names]
+    # The names of getattr, hasattr and setattr.
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr"):
+        return [str(x.value) for x in node.args[1:2] if isinstance(x, ast.Constant)]
+    return []
