@@ -25,7 +25,7 @@ from areal.api.config import (
     TrainEngineConfig,
 )
 from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weight
-from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.weights import (
@@ -52,6 +52,7 @@ __all__ = [
     "FinetuneSpec",
     "LoRAConfig",
     "LossFn",
+    "LossObjective",
     "LossTerms",
     "LossWeightFn",
     "MegatronConfig",

@@ -13,6 +13,7 @@ from torch import Tensor
 from areal.api.batch import Metric, OutputName, StepOutput, TokenOutputs, TopK
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.loss_arguments import ReadOutputs, naming_missing_outputs
 from areal.engine.moe.balance_loss import RoutingSums
 
 LOSS = "loss"
@@ -171,7 +172,9 @@ class LossStep:
         # Losses may divide by their weight: do not call them without one.
         if not any(weights.values()):
             return None, LossResult()
-        returned = self._loss_fn(outputs, mb.data)
+        read = ReadOutputs(**vars(outputs))
+        with naming_missing_outputs(read):
+            returned = self._loss_fn(read, mb.data)
         metrics: dict[str, Metric] = {}
         if isinstance(returned, tuple):
             returned, metrics = returned

@@ -45,7 +45,9 @@ class Updates:
         epochs: passes over the batch.
         minibatches: optimizer steps per pass.
         recompute_logprobs: compute ``old_logprobs`` with the engine before the first step. Otherwise the rollout's log-probs are used. That
-            saves a forward pass, but keeps the rollout's rounding (and staleness) in the ratio.
+            saves a forward pass, but keeps the rollout's rounding (and staleness) in the ratio, and ``rollout/logprob_error`` is not
+            measured. A correction of the mismatch then needs the log-probs of the update's own forward; see
+            :class:`~areal.trainer.losses.MismatchCorrection`.
         max_tokens: longest sequence to train on; ``None`` for no limit. Longer ones are left out and counted.
         skip_flat: do not train on groups whose rewards are all equal. Their group-relative advantages are 0, but they cost as much compute
             as other groups. They still count in the reported rewards; a KL penalty does not see them.
@@ -99,7 +101,7 @@ class PPOTrainer:
         step: number of batches trained on.
 
     Raises:
-        ValueError: engines are on different data-parallel layouts.
+        ValueError: engines are on different data-parallel layouts, or the objective needs log-probs that ``updates`` does not compute.
     """
 
     def __init__(
@@ -126,6 +128,11 @@ class PPOTrainer:
         self.estimator = estimator or GroupRelative()
         self.reference, self.critic = reference, critic
         self.updates = updates or Updates()
+        if not self.updates.recompute_logprobs and "old_logprobs" in objective.recomputed:
+            raise ValueError(
+                "Updates.recompute_logprobs = False: the objective's MismatchCorrection would compare the rollout's log-probs with themselves: "
+                "set it to True, or with one update per batch take PPOClip(old='logprobs') and MismatchCorrection(trainer='logprobs')"
+            )
         self.step = 0
         # Version that the rollout engine has; None before the first sync.
         self._synced: int | None = None
@@ -166,7 +173,9 @@ class PPOTrainer:
         timer.lap("wait")
         # 2. Everything that the objective reads.
         samples = self.score(report.samples)
-        scalars |= disagreement(samples, self.engine.global_sum)
+        # A copy of the rollout's log-probs says nothing about the trainer.
+        if self.updates.recompute_logprobs:
+            scalars |= disagreement(samples, self.engine.global_sum)
         timer.lap("score")
         # 3. Optimizer steps.
         with self._profile.step(self.engine):
@@ -226,9 +235,7 @@ class PPOTrainer:
         if not self.engine.global_sum(trained).item():
             return {"actor/empty": 1.0}
         for name, engine, objective in jobs:
-            output: StepOutput = engine.train_batch(
-                minibatch, objective.loss_fn, objective.weight_fn, outputs=objective.outputs
-            )
+            output: StepOutput = engine.train_batch(minibatch, objective)
             scalars |= step_scalars(name, output)
         return scalars
 

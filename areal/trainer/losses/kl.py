@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -59,7 +59,7 @@ class KLTerm:
         coef: at least 0; 0.04 with k3 in GRPO (Shao et al., 2024).
         estimator: see the table of this module for the gradient of each.
         importance_weighted: multiply by the ratio to the policy that sampled, with its gradient. Correct for k1 and k3, on- and off-policy.
-        old: batch key of that policy's log-probs; used only if importance-weighted.
+        old: log-probs of that policy; used only if importance-weighted.
 
     Raises:
         ValueError: an option is out of range.
@@ -75,8 +75,8 @@ class KLTerm:
             refuse("KLTerm.coef", self.coef, "give a finite number of at least 0")
         if self.estimator not in KL_ESTIMATORS:
             refuse("KLTerm.estimator", self.estimator, f"choose one of {list(KL_ESTIMATORS)}")
-        if self.old not in ("old_logprobs", "rollout_logprobs"):
-            refuse("KLTerm.old", self.old, "choose 'old_logprobs' or 'rollout_logprobs'")
+        if self.old not in get_args(OldLogprobs):
+            refuse("KLTerm.old", self.old, f"choose one of {list(get_args(OldLogprobs))}")
 
     def per_token(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None) -> Tensor:
         """Return ``coef`` times the estimate, ``[T]``. ``old_logprobs`` is used only if the term is importance-weighted.
