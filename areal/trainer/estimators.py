@@ -39,9 +39,25 @@ class Estimator(Protocol):
         ...
 
 
+def group_samples(samples: list[Sample]) -> Groups:
+    """Return the groups of samples by ``group_ids``; with ``episode_ids``, the sequences of an episode are one member of their group.
+
+    Raises:
+        ValueError: some samples have ``episode_ids`` and others do not.
+    """
+    # A group is never split over data-parallel ranks, so no sum over ranks is needed.
+    group_ids = torch.stack([sample["group_ids"] for sample in samples])
+    episodes = [sample["episode_ids"] for sample in samples if "episode_ids" in sample]
+    if episodes and len(episodes) < len(samples):
+        raise ValueError(
+            f"{len(episodes)} of {len(samples)} samples have the key 'episode_ids': give it to all, or to none"
+        )
+    return Groups.local(group_ids, torch.stack(episodes) if episodes else None)
+
+
 @dataclass(frozen=True)
 class GroupRelative:
-    """Assign the group-relative advantage of a sequence to all its actions.
+    """Assign the group-relative advantage of a sequence to all its actions. Episodes are the members of a group.
 
     Attributes:
         advantage: function of rewards and groups: :func:`~areal.trainer.advantages.grpo`, ``dr_grpo`` or ``rloo``.
@@ -58,8 +74,7 @@ class GroupRelative:
         rewards = torch.stack([sample["rewards"] for sample in samples])
         if self.shape is not None:
             rewards = self.shape(rewards, samples)
-        # A group is never split over data-parallel ranks, so no sum over ranks is needed.
-        groups = Groups.local(torch.stack([sample["group_ids"] for sample in samples]))
+        groups = group_samples(samples)
         advantages = to_samples(self.advantage(rewards, groups), [sample["loss_mask"] for sample in samples])
         return [sample | {"advantages": each} for sample, each in zip(samples, advantages, strict=True)]
 
