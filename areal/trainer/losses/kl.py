@@ -60,6 +60,8 @@ class KLTerm:
         estimator: see the table of this module for the gradient of each.
         importance_weighted: multiply by the ratio to the policy that sampled, with its gradient. Correct for k1 and k3, on- and off-policy.
         old: log-probs of that policy; used only if importance-weighted.
+        clamp: bound of the estimate's size; ``None`` for no bound. Beyond it the gradient is 0: a token far from the reference is not pulled
+            back. verl clamps k3 to 10.
 
     Raises:
         ValueError: an option is out of range.
@@ -69,12 +71,15 @@ class KLTerm:
     estimator: KLEstimator = "k3"
     importance_weighted: bool = False
     old: OldLogprobs = "old_logprobs"
+    clamp: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.coef < math.inf:
             refuse("KLTerm.coef", self.coef, "give a finite number of at least 0")
         if self.estimator not in KL_ESTIMATORS:
             refuse("KLTerm.estimator", self.estimator, f"choose one of {list(KL_ESTIMATORS)}")
+        if self.clamp is not None and not self.clamp > 0:
+            refuse("KLTerm.clamp", self.clamp, "give a positive number, or None for no bound")
         if self.old not in get_args(OldLogprobs):
             refuse("KLTerm.old", self.old, f"choose one of {list(get_args(OldLogprobs))}")
 
@@ -85,6 +90,8 @@ class KLTerm:
             ValueError: the term is importance-weighted and ``old_logprobs`` is ``None``.
         """
         estimate = KL_ESTIMATORS[self.estimator](logprobs, ref_logprobs, mask)
+        if self.clamp is not None:
+            estimate = estimate.clamp(-self.clamp, self.clamp)
         if self.importance_weighted:
             if old_logprobs is None:
                 raise ValueError(

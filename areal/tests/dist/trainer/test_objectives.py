@@ -7,13 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api import Batch, OptimizerConfig, TensorSource, TokenOutputs, TrainEngine
+from areal.api import Batch, OptimizerConfig, StepOutput, TensorSource, TokenOutputs, TrainEngine
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve, played
 from areal.tests.harness.tiny import started
 from areal.trainer.grpo import grpo_trainer
-from areal.trainer.losses import MismatchCorrection, decoupled_ppo_objective, grpo_objective
+from areal.trainer.losses import (
+    GroupTokenMean,
+    MismatchCorrection,
+    PPOClip,
+    decoupled_ppo_objective,
+    grpo_objective,
+    policy_objective,
+)
 from areal.trainer.ppo import Updates
+from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Plan
 
 OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)
@@ -113,3 +121,51 @@ def test_a_forgotten_weight_function_or_output_is_refused_by_name() -> None:
 
         with pytest.raises(ValueError, match="read the output 'entropy'.*pass outputs=\\('logprobs', 'entropy'\\)"):
             engine.train_batch(batch(), entropy_bonus)
+
+
+@pytest.mark.world(1, 2)
+def test_mini_batches_of_each_epoch_hold_other_groups_equal_on_any_layout(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numbers are combined by kind: tokens are added, and the largest ratio is the largest of all updates."""
+    seen: list[set[int]] = []
+    outputs: list[StepOutput] = []
+    plan = Plan(groups=6, group_size=2, seed=4)
+    objective = policy_objective(PPOClip(), GroupTokenMean())
+    with policy(f"fsdp:d{world_size}") as engine:
+        train_batch = engine.train_batch
+
+        def recording(samples: list[Any], *call: Any) -> StepOutput:
+            seen.append({int(sample["group_ids"]) for sample in samples})
+            outputs.append(train_batch(samples, *call))
+            return outputs[-1]
+
+        monkeypatch.setattr(engine, "train_batch", recording)
+        curve = trained(engine, plan, 1, objective=objective, updates=Updates(epochs=3, minibatches=2))
+    halves = [set().union(*ranks) for ranks in zip(*gather(seen), strict=True)]
+    assert halves == [{0, 1, 2}, {3, 4, 5}, {0, 2, 3}, {1, 4, 5}, {0, 3, 5}, {1, 2, 4}]
+    assert outputs[0].metrics["weight"] == pytest.approx(3), "the weight is the number of groups"
+    assert curve["actor/n_tokens"][0] == sum(output.n_tokens for output in outputs)
+    ratios = [output.metrics["policy/ratio_max"] for output in outputs]
+    assert len(set(ratios)) > 1
+    assert curve["actor/policy/ratio_max"][0] == max(ratios)
+
+
+def test_masked_answers_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[Any]] = []
+    plan = Plan(groups=4, group_size=4, seed=3)
+    with policy() as engine:
+        train_batch = engine.train_batch
+
+        def recording(samples: list[Any], *call: Any) -> StepOutput:
+            batches.append(samples)
+            return train_batch(samples, *call)
+
+        monkeypatch.setattr(engine, "train_batch", recording)
+        # Nearly every answer of this model is as long as it may be.
+        masked = trained(engine, plan, 1, updates=Updates(mask_truncated=True))
+        everything = trained(engine, plan, 1, updates=Updates())
+    answers, complete = len(batches[-1]), sum(len(batch) for batch in batches[:-1])
+    assert answers == 16
+    assert complete == answers * (1 - masked["rollout/truncated"][0]) < answers
+    assert masked["rollout/reward"] == everything["rollout/reward"]
