@@ -24,7 +24,7 @@ def resolve_loss(
 
     Args:
         loss: loss function, or an objective.
-        weight_fn: the caller's weight function; ``None`` if the call has none.
+        weight_fn: the caller's weight function; ``None`` if the call names none.
         outputs: the outputs that the caller named; ``None`` if the call names none.
         normalization: denominator of the loss. Only ``"weight"`` divides by the weights.
 

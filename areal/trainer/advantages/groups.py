@@ -52,7 +52,7 @@ class Groups:
         n_groups: number of ids, including groups without members on this rank.
         sum_over_ranks: sum over data-parallel ranks; ``None`` if every group is on one rank.
         episodes: int64 ``[m]``, from 0. Entries with the same number are one member of their group, however many they are. ``None`` if every
-            entry is a member of its own.
+            entry is one member.
     """
 
     ids: Tensor

@@ -57,7 +57,7 @@ def test_correction_without_recomputed_logprobs_is_measured_in_the_update() -> N
     names = ("actor/loss", "actor/grad_norm", "rollout/reward", "actor/mismatch/k3", "actor/mismatch/ratio_max")
     for name in names:
         assert without[name] == pytest.approx(with_forward[name], rel=1e-3, abs=1e-6), name
-    # What compares the rollout with a forward before the update is absent: there was none.
+    # Without a forward before the update, its comparison with the rollout is absent.
     assert "rollout/logprob_error" in with_forward.steps[0]
     assert not {"rollout/logprob_error", "rollout/logprob_k3"} & {name for step in without.steps for name in step}
 

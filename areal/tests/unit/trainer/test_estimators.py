@@ -90,7 +90,7 @@ def test_untrained_answers_stay_in_the_baseline_of_their_group() -> None:
         assert len(trained) == 2
         for actual, wanted in zip(trained, (everything[0], everything[3]), strict=True):
             assert torch.equal(actual["advantages"], wanted["advantages"])
-    # By default truncated answers are trained on, and a flat group that is skipped has no baseline to complete.
+    # By default truncated answers are trained on, and a flat group that is skipped needs no baseline.
     assert not RolloutReport([group], None, 0).untrained
     flat = Group(1, (sequence(1.0, 2), sequence(1.0, 9)))
     assert not RolloutReport([flat], 5, 0, skip_flat=True).untrained
