@@ -7,6 +7,7 @@ from areal.api.batch import (
     Metric,
     OptimStats,
     OutputName,
+    Reduction,
     StepOutput,
     TokenOutputs,
     TopK,
@@ -25,7 +26,7 @@ from areal.api.config import (
     TrainEngineConfig,
 )
 from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weight
-from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.weights import (
@@ -52,6 +53,7 @@ __all__ = [
     "FinetuneSpec",
     "LoRAConfig",
     "LossFn",
+    "LossObjective",
     "LossTerms",
     "LossWeightFn",
     "MegatronConfig",
@@ -69,6 +71,7 @@ __all__ = [
     "ParallelDims",
     "PrefixTree",
     "ProcessOutputFn",
+    "Reduction",
     "SaveLoadMeta",
     "SelectName",
     "Stateful",

@@ -106,6 +106,10 @@ class TokenOutputs:
     routed_experts: Tensor | None = None
 
 
+Reduction = Literal["mean", "sum", "min", "max"]
+"""Way to combine the values of a metric: over micro-batches and ranks, and over the steps of a batch."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """A number that a loss function reports with its loss, reduced exactly over micro-batches and data-parallel ranks.
@@ -120,7 +124,7 @@ class Metric:
 
     value: Tensor | float
     weight: Tensor | float = 1.0
-    reduce: Literal["mean", "sum", "min", "max"] = "mean"
+    reduce: Reduction = "mean"
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ class StepOutput:
         loss: sum of the terms: ``sum(loss_fn) / sum(loss_weight_fn)`` over the global batch with the default normalisation.
         terms: each term of a dict loss, divided by its own weight; ``{"loss": loss}`` for a plain loss.
         metrics: reduced metrics by name, and ``weight`` (or ``weight/<term>``), the global loss weights.
+        reductions: reduction of each metric, for those who combine several steps.
         grad_norm, lr, update_successful: see :class:`OptimStats`; ``None`` without an optimizer step.
         n_mbs: micro-batches on each rank, fillers included.
         n_tokens: unpadded tokens of the global batch.
@@ -162,6 +167,7 @@ class StepOutput:
     loss: float
     terms: dict[str, float]
     metrics: dict[str, float] = field(default_factory=dict)
+    reductions: dict[str, Reduction] = field(default_factory=dict)
     grad_norm: float | None = None
     lr: float | None = None
     update_successful: bool | None = None

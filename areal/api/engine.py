@@ -17,7 +17,7 @@ from areal.api.adapters import Adapters
 from areal.api.batch import Batch, OptimStats, OutputName, StepOutput
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import FinetuneSpec, TrainEngineConfig
-from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatchList
 from areal.api.parallel import ParallelDims
 from areal.api.weights import NamedTensor
@@ -190,10 +190,10 @@ class TrainEngine(ABC):
     def forward_backward(
         self,
         batch: BatchInput,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn = default_loss_weight,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
         *,
-        outputs: Outputs = ("logprobs",),
+        outputs: Outputs | None = None,
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
     ) -> StepOutput:
@@ -201,9 +201,9 @@ class TrainEngine(ABC):
 
         Args:
             batch: samples of this data-parallel rank.
-            loss_fn: returns the **sum** of the loss over a micro-batch, and optionally metrics.
-            loss_weight_fn: returns the weight of a micro-batch, such as its number of trained tokens.
-            outputs: per-token outputs that ``loss_fn`` reads.
+            loss_fn: returns the **sum** of the loss over a micro-batch, and optionally metrics. Or an objective, with all three.
+            loss_weight_fn: weight of a micro-batch. Default: that of the objective, or :func:`default_loss_weight`.
+            outputs: per-token outputs that ``loss_fn`` reads. Default: those of the objective, or ``("logprobs",)``.
             normalization: ``"weight"`` divides by the global weight, ``"sum"`` by 1, a positive number by that number.
             loss_weight: factor of this call's loss.
 
@@ -218,10 +218,10 @@ class TrainEngine(ABC):
     def train_batch(
         self,
         batch: BatchInput,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn = default_loss_weight,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
         *,
-        outputs: Outputs = ("logprobs",),
+        outputs: Outputs | None = None,
     ) -> StepOutput:
         """Take one optimizer step on one batch: :meth:`forward_backward` followed by :meth:`optimizer_step`.
 
@@ -240,10 +240,10 @@ class TrainEngine(ABC):
     def eval_batch(
         self,
         batch: BatchInput,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn = default_loss_weight,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
         *,
-        outputs: Outputs = ("logprobs",),
+        outputs: Outputs | None = None,
     ) -> StepOutput:
         """Return the loss that :meth:`train_batch` would report, with dropout disabled. Gradients are not changed.
 

@@ -7,11 +7,11 @@ and data-parallel ranks). Gradients are summed over ranks. User code does no oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from areal.api.batch import Batch, Metric, TokenOutputs
+from areal.api.batch import Batch, Metric, OutputName, TokenOutputs
 from areal.api.microbatch import MicroBatch
 
 LossTerms = Tensor | dict[str, Tensor]
@@ -36,3 +36,24 @@ ProcessOutputFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor | None, Any]
 
 Normalization = Literal["weight", "sum"] | float
 """Denominator of the summed loss: the global weight (``"weight"``), 1 (``"sum"``), or a positive number."""
+
+
+@runtime_checkable
+class LossObjective(Protocol):
+    """A loss function with its weight function and outputs. A verb takes it in place of the loss function.
+
+    :class:`areal.trainer.losses.Objective` is one. A loss function with a true attribute ``needs_weight_fn`` belongs to such an object; a
+    verb refuses it without a weight function.
+    """
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """Returns the sum of the loss over a micro-batch."""
+
+    @property
+    def weight_fn(self) -> LossWeightFn:
+        """Returns the weight of a micro-batch, the denominator of ``loss_fn``."""
+
+    @property
+    def outputs(self) -> tuple[OutputName, ...]:
+        """Per-token outputs that ``loss_fn`` reads."""

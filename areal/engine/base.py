@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from areal.api.batch import OptimStats, StepOutput, TokenOutputs
 from areal.api.config import FinetuneSpec
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
-from areal.api.loss import LossFn, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.components import EngineComponents
 from areal.engine.faults import Faults, check_loss, zero_gradient_loss
+from areal.engine.loss_arguments import resolve_loss
 from areal.engine.loss_step import (
     LossStep,
     OutputStep,
@@ -72,10 +73,10 @@ class BaseTrainEngine(EngineState):
     def train_batch(
         self,
         batch: BatchInput,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn = default_loss_weight,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
         *,
-        outputs: Outputs = ("logprobs",),
+        outputs: Outputs | None = None,
     ) -> StepOutput:
         self._require_optimizer()
         components = self._require_components()
@@ -94,10 +95,10 @@ class BaseTrainEngine(EngineState):
     def forward_backward(
         self,
         batch: BatchInput,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn = default_loss_weight,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
         *,
-        outputs: Outputs = ("logprobs",),
+        outputs: Outputs | None = None,
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
     ) -> StepOutput:
@@ -109,10 +110,10 @@ class BaseTrainEngine(EngineState):
     def eval_batch(
         self,
         batch: BatchInput,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn = default_loss_weight,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
         *,
-        outputs: Outputs = ("logprobs",),
+        outputs: Outputs | None = None,
     ) -> StepOutput:
         with self.timer.call() as call, self._require_components().evaluating():
             return self._loss_batch(call, batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, forward_only=True)
@@ -131,9 +132,9 @@ class BaseTrainEngine(EngineState):
         self,
         call: TimedCall,
         batch: BatchInput,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        outputs: Outputs,
+        loss: LossFn | LossObjective,
+        weight_fn: LossWeightFn | None,
+        named_outputs: Outputs | None,
         normalization: Normalization,
         loss_weight: float,
         *,
@@ -141,6 +142,7 @@ class BaseTrainEngine(EngineState):
     ) -> StepOutput:
         components = self._require_components()
         check_normalization(normalization, loss_weight)
+        loss_fn, loss_weight_fn, outputs = resolve_loss(loss, weight_fn, named_outputs, normalization)
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
         mbs = self._prepare(batch, outputs)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.api.batch import Metric, OutputName, StepOutput, TokenOutputs, TopK
+from areal.api.batch import Metric, OutputName, Reduction, StepOutput, TokenOutputs, TopK
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.loss_arguments import ReadOutputs, naming_missing_outputs
 from areal.engine.moe.balance_loss import RoutingSums
 
 LOSS = "loss"
@@ -171,7 +172,9 @@ class LossStep:
         # Losses may divide by their weight: do not call them without one.
         if not any(weights.values()):
             return None, LossResult()
-        returned = self._loss_fn(outputs, mb.data)
+        read = ReadOutputs(**vars(outputs))
+        with naming_missing_outputs(read):
+            returned = self._loss_fn(read, mb.data)
         metrics: dict[str, Metric] = {}
         if isinstance(returned, tuple):
             returned, metrics = returned
@@ -215,7 +218,7 @@ class StepSums:
     """
 
     terms: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, tuple[str, float, float]] = field(default_factory=dict)
+    metrics: dict[str, tuple[Reduction, float, float]] = field(default_factory=dict)
     n_tokens: int = 0
     dropped: int = 0
     seconds: float = 0.0
@@ -241,10 +244,10 @@ class StepSums:
         for routing in sums:
             total.merge(routing)
         self.terms |= total.terms
-        for name, value in total.metrics().items():
-            self.add_metric(name, "sum", value, 1.0)
+        for name, metric in total.metrics().items():
+            self.add_metric(name, metric.reduce, float(metric.value), 1.0)
 
-    def add_metric(self, name: str, reduce: str, value: float, weight: float) -> None:
+    def add_metric(self, name: str, reduce: Reduction, value: float, weight: float) -> None:
         """Add one value to the metric ``name``. The value of a mean is already weighted."""
         if name not in self.metrics:
             self.metrics[name] = (reduce, value, weight)
@@ -282,15 +285,18 @@ def step_output(
         may_drop: report the number of sequences that were left out.
     """
     terms = {name: sums.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
-    metrics = sums.reduced_metrics() | weights.metrics()
+    # Weights, bytes and sequences are amounts: those of several steps add up.
+    amounts = weights.metrics()
     if sums.onloaded:
-        metrics["onloaded_bytes"] = float(sums.onloaded)
+        amounts["onloaded_bytes"] = float(sums.onloaded)
     if may_drop:
-        metrics["dropped_sequences"] = float(sums.dropped)
+        amounts["dropped_sequences"] = float(sums.dropped)
+    reductions = {name: reduce for name, (reduce, _, _) in sums.metrics.items()}
     return StepOutput(
         loss=sum(terms.values()),
         terms=terms,
-        metrics=metrics,
+        metrics=sums.reduced_metrics() | amounts,
+        reductions=reductions | dict.fromkeys(amounts, "sum"),
         n_mbs=n_mbs,
         n_tokens=sums.n_tokens,
         seconds=sums.seconds,

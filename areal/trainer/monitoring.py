@@ -6,14 +6,18 @@ import contextlib
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
-from areal.api import StepOutput, TrainEngine
+from areal.api import Metric, Reduction, StepOutput, TrainEngine
 
 PROFILED_STEP = 2
 """Number of the profiled step, from 1. The first step allocates memory and selects kernels."""
+
+
+_REDUCE: dict[Reduction, Callable[[list[float]], float]] = {"mean": fmean, "sum": sum, "min": min, "max": max}
 
 
 # ---- trackers
@@ -73,34 +77,40 @@ class Trackers:
 
 
 def step_scalars(prefix: str, step: StepOutput) -> dict[str, float]:
-    """Return the numbers of a step, with names ``<prefix>/...``.
+    """Return the numbers of a step as :func:`step_metrics` does, without their reductions."""
+    return {name: float(metric.value) for name, metric in step_metrics(prefix, step).items()}
+
+
+def step_metrics(prefix: str, step: StepOutput) -> dict[str, Metric]:
+    """Return the numbers of a step, with names ``<prefix>/...`` and the reduction of each over steps.
 
     These are loss, tokens, micro-batches, seconds (also per phase, ``seconds/...``) and the loss's metrics; with an optimizer step
     gradient norm and learning rate; with several loss terms ``term/...``.
     """
-    scalars: dict[str, float] = {
-        "loss": step.loss,
-        "n_tokens": step.n_tokens,
-        "n_mbs": step.n_mbs,
-        "seconds": step.seconds,
-    }
+    amounts: dict[str, float] = {"n_tokens": step.n_tokens, "n_mbs": step.n_mbs, "seconds": step.seconds}
+    amounts |= {f"seconds/{phase}": seconds for phase, seconds in step.timings.items()}
+    means = {"loss": step.loss}
     # Only a call with an optimizer step has these.
     if step.grad_norm is not None and step.lr is not None:
-        scalars |= {"grad_norm": step.grad_norm, "lr": step.lr, "updated": float(bool(step.update_successful))}
-    scalars |= {f"seconds/{phase}": seconds for phase, seconds in step.timings.items()}
+        means |= {"grad_norm": step.grad_norm, "lr": step.lr, "updated": float(bool(step.update_successful))}
     # The only term of a plain loss is the loss itself.
     if len(step.terms) > 1:
-        scalars |= {f"term/{name}": value for name, value in step.terms.items()}
-    return {f"{prefix}/{name}": value for name, value in (scalars | step.metrics).items()}
+        means |= {f"term/{name}": value for name, value in step.terms.items()}
+    metrics = {name: Metric(value) for name, value in means.items()}
+    metrics |= {name: Metric(value, reduce="sum") for name, value in amounts.items()}
+    metrics |= {name: Metric(value, reduce=step.reductions[name]) for name, value in step.metrics.items()}
+    return {f"{prefix}/{name}": metric for name, metric in metrics.items()}
 
 
-def mean_scalars(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each name over the steps that have it."""
+def reduce_metrics(steps: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Return one number per name from the steps that have it: the mean, sum, minimum or maximum, as its metric says."""
     values: dict[str, list[float]] = defaultdict(list)
+    reductions: dict[str, Reduction] = {}
     for step in steps:
-        for name, value in step.items():
-            values[name].append(value)
-    return {name: sum(each) / len(each) for name, each in values.items()}
+        for name, metric in step.items():
+            values[name].append(float(metric.value))
+            reductions[name] = metric.reduce
+    return {name: _REDUCE[reductions[name]](each) for name, each in values.items()}
 
 
 # ---- times and profile

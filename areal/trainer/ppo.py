@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
-from areal.api import SaveLoadMeta, StepOutput, TensorSource, TrainEngine
+from areal.api import Metric, SaveLoadMeta, StepOutput, TensorSource, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
-from areal.trainer.estimators import Estimator, GroupRelative, Sample
+from areal.trainer.estimators import Estimator, GroupRelative, Sample, check_estimator, group_tokens
 from areal.trainer.losses import Objective
-from areal.trainer.monitoring import StepProfile, StepTimer, Tracker, Trackers, mean_scalars, step_scalars
+from areal.trainer.monitoring import StepProfile, StepTimer, Tracker, Trackers, reduce_metrics, step_metrics
 from areal.trainer.reference import check_reference, check_same_shards, reference_logprobs
 from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner_state
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
+from areal.utils.seeding import mixed
 
 Sync = Callable[[TensorSource, int], object]
 """Sends weights, with their version, to the rollout engine; ``transport.send`` is one. Collective."""
@@ -45,8 +46,12 @@ class Updates:
         epochs: passes over the batch.
         minibatches: optimizer steps per pass.
         recompute_logprobs: compute ``old_logprobs`` with the engine before the first step. Otherwise the rollout's log-probs are used. That
-            saves a forward pass, but keeps the rollout's rounding (and staleness) in the ratio.
-        max_tokens: longest sequence to train on; ``None`` for no limit. Longer ones are left out and counted.
+            saves a forward pass, but keeps the rollout's rounding (and staleness) in the ratio, and ``rollout/logprob_error`` is not
+            measured. A correction of the mismatch then needs the log-probs of the update's own forward; see
+            :class:`~areal.trainer.losses.MismatchCorrection`.
+        max_tokens: longest sequence to train on; ``None`` for no limit. Longer ones are left out and counted; their rewards stay in the
+            baseline of their group.
+        mask_truncated: do not train on truncated answers, as DAPO's overlong filtering. Their rewards stay in the baseline of their group.
         skip_flat: do not train on groups whose rewards are all equal. Their group-relative advantages are 0, but they cost as much compute
             as other groups. They still count in the reported rewards; a KL penalty does not see them.
 
@@ -59,6 +64,7 @@ class Updates:
     recompute_logprobs: bool = True
     max_tokens: int | None = None
     skip_flat: bool = False
+    mask_truncated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches", "max_tokens"):
@@ -99,7 +105,8 @@ class PPOTrainer:
         step: number of batches trained on.
 
     Raises:
-        ValueError: engines are on different data-parallel layouts.
+        ValueError: engines are on different data-parallel layouts, the objective needs log-probs that ``updates`` does not compute, or
+            the estimator is none.
     """
 
     def __init__(
@@ -124,8 +131,14 @@ class PPOTrainer:
             check_reference(engine, reference)
         self.engine, self.objective, self.runner, self.sync = engine, objective, runner, sync
         self.estimator = estimator or GroupRelative()
+        check_estimator(self.estimator)
         self.reference, self.critic = reference, critic
         self.updates = updates or Updates()
+        if not self.updates.recompute_logprobs and "old_logprobs" in objective.recomputed:
+            raise ValueError(
+                "Updates.recompute_logprobs = False: the objective's MismatchCorrection would compare the rollout's log-probs with themselves: "
+                "set it to True, or with one update per batch take PPOClip(old='logprobs') and MismatchCorrection(trainer='logprobs')"
+            )
         self.step = 0
         # Version that the rollout engine has; None before the first sync.
         self._synced: int | None = None
@@ -161,16 +174,24 @@ class PPOTrainer:
         timer = StepTimer()
         # 1. Rollouts of this data-parallel coordinate, and statistics over the global batch.
         groups = next_groups(self.runner, self.engine.dp_rank)
-        report = RolloutReport(groups, self.updates.max_tokens, self.engine.version, skip_flat=self.updates.skip_flat)
+        report = RolloutReport(
+            groups,
+            self.updates.max_tokens,
+            self.engine.version,
+            skip_flat=self.updates.skip_flat,
+            mask_truncated=self.updates.mask_truncated,
+        )
         scalars = report.reduce(self.engine.global_sum)
         timer.lap("wait")
         # 2. Everything that the objective reads.
-        samples = self.score(report.samples)
-        scalars |= disagreement(samples, self.engine.global_sum)
+        samples = self.score(report.samples, report.untrained)
+        # A copy of the rollout's log-probs says nothing about the trainer.
+        if self.updates.recompute_logprobs:
+            scalars |= disagreement(samples, self.engine.global_sum)
         timer.lap("score")
         # 3. Optimizer steps.
         with self._profile.step(self.engine):
-            scalars |= mean_scalars([self._update(minibatch) for minibatch in self._minibatches(groups, samples)])
+            scalars |= reduce_metrics([self._update(minibatch) for minibatch in self._minibatches(groups, samples)])
         timer.lap("update")
         # 4. New weights to the rollout engine, which lets the runner start further groups.
         self.step += 1
@@ -185,10 +206,14 @@ class PPOTrainer:
         self._synced = self.engine.version
         self.runner.advance(self.step)
 
-    def score(self, samples: list[Sample]) -> list[Sample]:
+    def score(self, samples: list[Sample], untrained: Sequence[Sample] = ()) -> list[Sample]:
         """Return samples with ``old_logprobs``, ``ref_logprobs`` (with a reference), ``old_values`` (with a critic), and advantages.
 
         Collective over the world.
+
+        Args:
+            samples: samples to train on.
+            untrained: samples that count in the baseline of their group only; see :class:`~areal.trainer.estimators.Estimator`.
         """
         # The policy's log-probs before the update, against which ratios are taken.
         if self.updates.recompute_logprobs:
@@ -200,23 +225,30 @@ class PPOTrainer:
             samples = _with_key(samples, "ref_logprobs", reference_logprobs(self.engine, self.reference, samples))
         if self.critic is not None:
             samples = _with_key(samples, "old_values", self.critic.engine.forward_batch(samples, outputs=("values",)))
+        samples = _with_key(samples, "group_tokens", group_tokens(samples))
         # Last: an estimator may read all of the above.
-        return self.estimator(samples, self.engine.global_sum)
+        rest = untrained if getattr(self.estimator, "compares_groups", False) else ()
+        return self.estimator([*samples, *rest], self.engine.global_sum)
 
     def _minibatches(self, groups: list[Group], samples: list[Sample]) -> Iterator[list[Sample]]:
         """Yield this rank's samples of each mini-batch, epoch after epoch. A mini-batch has the same groups on any layout."""
-        count = self.updates.minibatches
-        # By position in the global batch, so that the assignment does not depend on the rank that played a group.
-        minibatch_of = {
-            group.index: self.runner.position(group.index) * count // self.runner.plan.groups for group in groups
-        }
-        for _ in range(self.updates.epochs):
+        plan, count = self.runner.plan, self.updates.minibatches
+        for epoch in range(self.updates.epochs):
+            # The first epoch is in the batch's order, and each later one in another, equal on all ranks.
+            order = list(range(plan.groups))
+            if epoch:
+                generator = torch.Generator().manual_seed(mixed(plan.seed, self.step, epoch))
+                order = torch.randperm(plan.groups, generator=generator).tolist()
+            # By position in the global batch, so that the assignment does not depend on the rank that played a group.
+            minibatch_of = {
+                group.index: order[self.runner.position(group.index)] * count // plan.groups for group in groups
+            }
             for index in range(count):
                 yield [sample for sample in samples if minibatch_of[int(sample["group_ids"])] == index]
 
-    def _update(self, minibatch: list[Sample]) -> dict[str, float]:
-        """Take an optimizer step of policy and critic, unless no rank has a trained token. Returns their scalars."""
-        scalars: dict[str, float] = {}
+    def _update(self, minibatch: list[Sample]) -> dict[str, Metric]:
+        """Take an optimizer step of policy and critic, unless no rank has a trained token. Returns their numbers."""
+        metrics: dict[str, Metric] = {}
         # The critic trains on the same mini-batch, with its returns.
         jobs = [("actor", self.engine, self.objective)]
         if self.critic is not None:
@@ -224,13 +256,11 @@ class PPOTrainer:
         # All ranks skip together: a global weight of 0 would be an error.
         trained = torch.tensor(float(sum(int(sample["loss_mask"].count_nonzero()) for sample in minibatch)))
         if not self.engine.global_sum(trained).item():
-            return {"actor/empty": 1.0}
+            return {"actor/empty": Metric(1.0, reduce="sum")}
         for name, engine, objective in jobs:
-            output: StepOutput = engine.train_batch(
-                minibatch, objective.loss_fn, objective.weight_fn, outputs=objective.outputs
-            )
-            scalars |= step_scalars(name, output)
-        return scalars
+            output: StepOutput = engine.train_batch(minibatch, objective)
+            metrics |= step_metrics(name, output)
+        return metrics
 
     # ---- state
 

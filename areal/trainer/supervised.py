@@ -88,9 +88,7 @@ class SupervisedTrainer:
     def _take_step(self, batch: list[dict[str, Any]]) -> StepOutput:
         """Train on one batch, log, and save a checkpoint if one is due."""
         with self._profile.step(self.engine):
-            output = self.engine.train_batch(
-                batch, self.objective.loss_fn, self.objective.weight_fn, outputs=self.objective.outputs
-            )
+            output = self.engine.train_batch(batch, self.objective)
         self.step += 1
         self._tracker.log(self.step, step_scalars("train", output))
         if self._checkpoints is not None:
@@ -99,9 +97,7 @@ class SupervisedTrainer:
 
     def evaluate(self, samples: list[dict[str, Any]]) -> StepOutput:
         """Return the objective on this data-parallel rank's samples, without training. Collective."""
-        return self.engine.eval_batch(
-            samples, self.objective.loss_fn, self.objective.weight_fn, outputs=self.objective.outputs
-        )
+        return self.engine.eval_batch(samples, self.objective)
 
 
 def sft_trainer(

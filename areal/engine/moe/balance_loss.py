@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from areal.api.batch import Metric
 from areal.utils.data import segment_mean
 
 AUX_LOSS, Z_LOSS = "moe_aux_loss", "moe_z_loss"
@@ -77,14 +78,14 @@ class RoutingSums:
             previous = self.loads.get(layer, [0.0] * len(load))
             self.loads[layer] = [a + b for a, b in zip(previous, load, strict=True)]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Metric]:
         """Return metrics of the load: the largest over the mean (averaged over layers, and of the worst layer), and idle experts."""
         if not self.loads:
             return {}
         # The largest load over the mean load, for each layer: 1 is even.
         peaks = [max(load) * len(load) / sum(load) for load in self.loads.values()]
         return {
-            "moe/load_max_over_mean": sum(peaks) / len(peaks),
-            "moe/load_max_over_mean_worst": max(peaks),
-            "moe/idle_experts": float(sum(load.count(0.0) for load in self.loads.values())),
+            "moe/load_max_over_mean": Metric(sum(peaks) / len(peaks)),
+            "moe/load_max_over_mean_worst": Metric(max(peaks), reduce="max"),
+            "moe/idle_experts": Metric(float(sum(load.count(0.0) for load in self.loads.values()))),
         }

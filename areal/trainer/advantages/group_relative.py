@@ -3,11 +3,14 @@
 All functions return one advantage per sequence, ``[n]``. :func:`~areal.trainer.advantages.tokens.to_tokens` and
 :func:`~areal.trainer.advantages.tokens.to_samples` assign them to tokens. A group of one, and a group whose rewards are all equal,
 has advantages of exactly 0.
+
+Members of a group are its sequences, or its episodes if the groups have them. The reward of an episode is the mean of its sequences' rewards:
+an episode with many sequences counts once in the mean and the deviation of its group. A sequence is compared with its own reward, so that
+sequences of one episode with different rewards (of two players, for example) have different advantages.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from areal.trainer.advantages.groups import Groups, check_ddof, result_dtype
@@ -47,14 +50,13 @@ def dr_grpo(rewards: Tensor, groups: Groups) -> Tensor:
 
 
 def rloo(rewards: Tensor, groups: Groups) -> Tensor:
-    """Return ``r_i`` minus the mean of the *other* rewards of its group, ``n / (n - 1) * (r_i - mean)``.
+    """Return ``r_i`` minus the mean of the rewards of the *other* members of its group, ``n / (n - 1) * (r_i - mean)``.
 
     RLOO (leave-one-out; Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019). A group of one has advantage 0.
 
     Args, Returns and Raises: as :func:`grpo`.
     """
     deviation, moments = groups.deviations(rewards)
-    # A group of one: the factor is 0 instead of 1 / 0.
-    others = moments.count - 1
-    factor = torch.where(others > 0, moments.count / others.clamp(min=1), 0)
-    return (deviation * groups.pick(factor, rewards)).to(result_dtype(rewards))
+    # Without the member's own reward, the mean is lower by its deviation over n - 1. In a group of one all deviations are 0.
+    others = groups.pick((moments.count - 1).clamp(min=1), rewards)
+    return (deviation + groups.episode_means(deviation) / others).to(result_dtype(rewards))

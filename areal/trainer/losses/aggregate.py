@@ -10,7 +10,8 @@ here                                  value                               called
                                                                           batch); AReaL and prime-rl by default
 ``SequenceMean()``                    mean of sequences' token means      verl ``seq-mean-token-mean``; TRL ``grpo``
 ``SequenceMeanOfSums()``              mean of sequences' token sums       verl ``seq-mean-token-sum``; TRL ``luspo``, with a sequence ratio
-``FixedLength(length)``               mean of token sums, ``/ length``    verl ``seq-mean-token-sum-norm``; TRL ``dr_grpo``
+``FixedLength(length)``               mean of token sums, ``/ length``    verl ``seq-mean-token-sum-norm`` since 0.9 (before, a sum
+                                                                          ``/ length``, not a mean); TRL ``dr_grpo``
 ``GroupTokenMean()``                  mean of groups' token means         DAPO's equation for each prompt; ScaleRL prompt average
 ====================================  ==================================  ==============================================================
 

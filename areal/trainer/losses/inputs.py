@@ -9,8 +9,9 @@ from torch import Tensor
 
 from areal.api import Batch, TokenOutputs
 
-OldLogprobs = Literal["old_logprobs", "rollout_logprobs"]
-"""Batch key of a ratio's denominator: the trainer's log-probs before the update, or those recorded during sampling."""
+OldLogprobs = Literal["old_logprobs", "rollout_logprobs", "logprobs"]
+"""Denominator of a ratio: the batch's log-probs of the trainer before the update, or those recorded during sampling; or ``"logprobs"``, the
+current ones without their gradient. That ratio is 1 and has a gradient: it is for one update per batch, and needs no forward before it."""
 
 SOURCES: Mapping[str, str] = {
     "loss_mask": "[T], what each position weighs; the builders of areal.utils.data make it",
@@ -50,6 +51,15 @@ def required_like(batch: Batch, key: str, like: Tensor) -> Tensor:
             f"batch[{key!r}] has shape {tuple(tensor.shape)} where the outputs have {tuple(like.shape)}: it is {SOURCES[key]}"
         )
     return tensor
+
+
+def ratio_denominator(batch: Batch, old: str, logprobs: Tensor) -> Tensor:
+    """Return the log-probs that ``old`` names, one of :data:`OldLogprobs` or another key: ``[T]``, of the shape of ``logprobs``.
+
+    Raises:
+        ValueError: the key is missing, or its shape differs.
+    """
+    return logprobs.detach() if old == "logprobs" else required_like(batch, old, logprobs)
 
 
 def required_output(outputs: TokenOutputs, name: Literal["logprobs", "entropy", "values"]) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -59,7 +59,9 @@ class KLTerm:
         coef: at least 0; 0.04 with k3 in GRPO (Shao et al., 2024).
         estimator: see the table of this module for the gradient of each.
         importance_weighted: multiply by the ratio to the policy that sampled, with its gradient. Correct for k1 and k3, on- and off-policy.
-        old: batch key of that policy's log-probs; used only if importance-weighted.
+        old: log-probs of that policy; used only if importance-weighted.
+        clamp: bound of the estimate's size; ``None`` for no bound. Beyond it the gradient is 0: a token far from the reference is not pulled
+            back. verl clamps k3 to 10.
 
     Raises:
         ValueError: an option is out of range.
@@ -69,14 +71,17 @@ class KLTerm:
     estimator: KLEstimator = "k3"
     importance_weighted: bool = False
     old: OldLogprobs = "old_logprobs"
+    clamp: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.coef < math.inf:
             refuse("KLTerm.coef", self.coef, "give a finite number of at least 0")
         if self.estimator not in KL_ESTIMATORS:
             refuse("KLTerm.estimator", self.estimator, f"choose one of {list(KL_ESTIMATORS)}")
-        if self.old not in ("old_logprobs", "rollout_logprobs"):
-            refuse("KLTerm.old", self.old, "choose 'old_logprobs' or 'rollout_logprobs'")
+        if self.clamp is not None and not self.clamp > 0:
+            refuse("KLTerm.clamp", self.clamp, "give a positive number, or None for no bound")
+        if self.old not in get_args(OldLogprobs):
+            refuse("KLTerm.old", self.old, f"choose one of {list(get_args(OldLogprobs))}")
 
     def per_token(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, old_logprobs: Tensor | None) -> Tensor:
         """Return ``coef`` times the estimate, ``[T]``. ``old_logprobs`` is used only if the term is importance-weighted.
@@ -85,6 +90,8 @@ class KLTerm:
             ValueError: the term is importance-weighted and ``old_logprobs`` is ``None``.
         """
         estimate = KL_ESTIMATORS[self.estimator](logprobs, ref_logprobs, mask)
+        if self.clamp is not None:
+            estimate = estimate.clamp(-self.clamp, self.clamp)
         if self.importance_weighted:
             if old_logprobs is None:
                 raise ValueError(

@@ -149,8 +149,9 @@ class MismatchCorrection:
         level: one weight per token, or per sequence (product, or geometric mean).
         mode: treatment of weights out of bounds: ``truncate`` or ``mask``.
         cap, floor: bounds of the weight; ``inf`` for no cap.
-        trainer: numerator of the ratio. ``"old_logprobs"`` of the batch, or ``"logprobs"``, the current ones without their gradient (for
-            one update per rollout, where old log-probs are not computed).
+        trainer: numerator of the ratio. ``"old_logprobs"`` of the batch, which the trainer must compute: with the rollout's in their
+            place the ratio is 1. Or ``"logprobs"``, the current ones without their gradient, for one update per batch, where old log-probs
+            are not computed: with a surrogate of ``old="logprobs"``.
 
     Raises:
         ValueError: an option is out of range.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 from torch import Tensor
 
 from areal.api import Batch, LossFn, LossTerms, LossWeightFn, Metric, OutputName, TokenOutputs, default_loss_weight
 from areal.trainer.losses.aggregate import Aggregation, TokenMean
-from areal.trainer.losses.inputs import refuse, required_like, required_output
+from areal.trainer.losses.inputs import ratio_denominator, refuse, required_like, required_output
 from areal.trainer.losses.kl import KLTerm, kl_metrics
 from areal.trainer.losses.masked import at_trained, token_max, token_mean
 from areal.trainer.losses.mismatch import MismatchCorrection
@@ -22,14 +25,27 @@ MeanLossFn = Callable[[TokenOutputs, Batch], LossTerms | tuple[LossTerms, dict[s
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss that sums over a micro-batch, its weight function, and the outputs that it reads.
+    """A loss that sums over a micro-batch, its weight function, and the outputs that it reads: ``engine.train_batch(batch, objective)``.
 
-    ``engine.train_batch(batch, objective.loss_fn, objective.weight_fn, outputs=objective.outputs)``
+    Attributes:
+        loss_fn: returns the sum of the loss over a micro-batch. With a weight function other than the default, a verb refuses it alone.
+        weight_fn: returns the denominator of ``loss_fn``.
+        outputs: per-token outputs that ``loss_fn`` reads.
+        recomputed: batch keys that must be the trainer's own. With the rollout's log-probs in their place, the loss would lose a term.
     """
 
     loss_fn: LossFn
     weight_fn: LossWeightFn = default_loss_weight
     outputs: tuple[OutputName, ...] = ("logprobs",)
+    recomputed: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.weight_fn is default_loss_weight:
+            return
+        # A mark for the engine's verbs. A bound method takes no attributes: its partial does.
+        loss_fn: Any = self.loss_fn if isinstance(self.loss_fn, FunctionType) else functools.partial(self.loss_fn)
+        loss_fn.needs_weight_fn = True
+        object.__setattr__(self, "loss_fn", loss_fn)
 
 
 def mean_loss(
@@ -110,6 +126,9 @@ def policy_objective(
             surrogate.old,
             "it already goes back to the rollout: take old='old_logprobs', or no correction",
         )
+    # With the rollout's log-probs for old_logprobs, the correction would be 1, or applied twice.
+    ratios = () if correction is None else (surrogate.old, correction.trainer)
+    recomputed = frozenset(key for key in ratios if key == "old_logprobs")
     aggregate = aggregation or TokenMean()
     with_entropy = report_entropy or entropy_coef != 0
     outputs: tuple[OutputName, ...] = ("logprobs", "entropy") if with_entropy else ("logprobs",)
@@ -130,7 +149,7 @@ def policy_objective(
         # 3. KL penalty and entropy bonus.
         if kl is not None:
             ref = required_like(batch, "ref_logprobs", logprobs)
-            old = required_like(batch, kl.old, logprobs) if kl.importance_weighted else None
+            old = ratio_denominator(batch, kl.old, logprobs) if kl.importance_weighted else None
             per_token = per_token + kl.per_token(logprobs, ref, mask, old)
             metrics |= kl_metrics(logprobs, ref, mask)
         if with_entropy:
@@ -140,7 +159,7 @@ def policy_objective(
         # 4. One sum over the micro-batch; the engine divides it by the global weight.
         return aggregate.total(per_token, batch), metrics
 
-    return Objective(loss_fn, aggregate.weight, outputs)
+    return Objective(loss_fn, aggregate.weight, outputs, recomputed)
 
 
 def ratio_metrics(stats: RatioStats, mask: Tensor, *, prefix: str = "policy") -> dict[str, Metric]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from areal.api import Batch
-from areal.trainer.losses.inputs import OldLogprobs, refuse, required_like
+from areal.trainer.losses.inputs import OldLogprobs, ratio_denominator, refuse, required_like
 from areal.trainer.losses.masked import at_trained, bounded, log_ratio, trained_positions
 
 
@@ -58,7 +58,7 @@ class Surrogate(Protocol):
 
     @property
     def old(self) -> str | None:
-        """Batch key of the log-probs in the denominator of the ratio; ``None`` for a loss without a ratio."""
+        """Log-probs in the denominator of the ratio, such as a batch key; ``None`` for a loss without a ratio."""
         ...
 
     def __call__(self, logprobs: Tensor, batch: Batch) -> PolicyLoss:
@@ -75,13 +75,13 @@ class Surrogate(Protocol):
 
 
 def policy_inputs(logprobs: Tensor, batch: Batch, old: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(logprobs, batch[old], advantages, loss_mask)``, each checked to be ``[T]``: the arguments of a loss with a ratio.
+    """Return ``(logprobs, old log-probs, advantages, loss_mask)``, each checked to be ``[T]``: the arguments of a loss with a ratio.
 
     Raises:
         ValueError: a key is missing in the batch, or has another shape.
     """
-    old_logprobs, advantages, mask = (required_like(batch, key, logprobs) for key in (old, "advantages", "loss_mask"))
-    return logprobs, old_logprobs, advantages, mask
+    advantages, mask = (required_like(batch, key, logprobs) for key in ("advantages", "loss_mask"))
+    return logprobs, ratio_denominator(batch, old, logprobs), advantages, mask
 
 
 def check_clip(owner: str, low: float, high: float) -> None:
@@ -93,7 +93,7 @@ def check_clip(owner: str, low: float, high: float) -> None:
 
 def check_old(owner: str, old: str, *more: str) -> None:
     """Raise a ``ValueError`` if ``old`` is neither a key of :data:`OldLogprobs` nor one of ``more``."""
-    known = ("old_logprobs", "rollout_logprobs", *more)
+    known = (*get_args(OldLogprobs), *more)
     if old not in known:
         refuse(f"{owner}.old", old, f"choose one of {list(known)}")
 

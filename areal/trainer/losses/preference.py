@@ -19,7 +19,7 @@ from areal.trainer.losses.aggregate import loss_mask, trained_sequences
 from areal.trainer.losses.inputs import refuse, required_like, required_output
 from areal.trainer.losses.masked import at_trained, log_ratio, mean_where, to_compute_dtype
 from areal.trainer.losses.objective import Objective
-from areal.utils.data import segment_sum
+from areal.utils.data import segment_mean, segment_sum
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
@@ -43,7 +43,8 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     """Return ``(h - 1 / (2 beta))**2`` with ``h = chosen - rejected``: IPO (Azar et al., 2023), equation 17, whose ``tau`` is ``beta``.
 
     Args:
-        chosen, rejected: ``[p]``, as for :func:`dpo_loss`.
+        chosen, rejected: ``[p]``. Log-ratio of the policy to the reference: the mean over each sequence's trained tokens, as in the paper's
+            experiments, or the sum.
         beta: above 0.
 
     Returns:
@@ -74,10 +75,13 @@ def last_token(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return x[cu_seqlens[1:].long() - 1]
 
 
-def sequence_log_ratios(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return ``sum_t m_t (log p - log p_ref)`` of each sequence: from ``[T]`` to ``[n]``."""
+def sequence_log_ratios(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, *, average: bool = False
+) -> Tensor:
+    """Return ``sum_t m_t (log p - log p_ref)`` of each sequence, with ``average`` over ``sum_t m_t``: from ``[T]`` to ``[n]``."""
     # Difference first: the sums of long sequences are large, and their difference would lose digits.
-    return segment_sum(log_ratio(logprobs, ref_logprobs, mask) * to_compute_dtype(mask), cu_seqlens)
+    ratios, weights = log_ratio(logprobs, ref_logprobs, mask), to_compute_dtype(mask)
+    return segment_mean(ratios, cu_seqlens, weights=weights) if average else segment_sum(ratios * weights, cu_seqlens)
 
 
 def split_pairs(per_sequence: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,14 +156,19 @@ def dpo_objective(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Objecti
     return _reference_objective(lambda c, r: dpo_loss(c, r, beta=beta, label_smoothing=label_smoothing), beta)
 
 
-def ipo_objective(*, beta: float = 0.1) -> Objective:
+def ipo_objective(*, beta: float = 0.1, average: bool = True) -> Objective:
     """Return the objective of IPO: the mean over pairs of :func:`ipo_loss`. Keys, weights and metrics as :func:`dpo_objective`.
+
+    Args:
+        beta: above 0; the paper's ``tau``.
+        average: take the mean log-ratio over a sequence's trained tokens. The paper writes a sum; its authors confirmed to TRL that its results
+            are of the mean, which makes ``beta`` independent of the length. False takes the sum. Metrics are of the same log-ratios.
 
     Raises:
         ValueError: ``beta`` is out of range. When called: as :func:`dpo_objective`.
     """
     _check_beta(beta)
-    return _reference_objective(lambda c, r: ipo_loss(c, r, beta=beta), beta)
+    return _reference_objective(lambda c, r: ipo_loss(c, r, beta=beta), beta, average=average)
 
 
 def reward_objective(*, center_coef: float = 0.0) -> Objective:
@@ -188,14 +197,17 @@ def _check_beta(beta: float) -> None:
         refuse("beta", beta, "give a finite number above 0")
 
 
-def _reference_objective(pair_loss: Callable[[Tensor, Tensor], Tensor], beta: float) -> Objective:
-    """Return the objective of a loss of two log-ratios ``[p]`` to a reference."""
+def _reference_objective(
+    pair_loss: Callable[[Tensor, Tensor], Tensor], beta: float, *, average: bool = False
+) -> Objective:
+    """Return the objective of a loss of two log-ratios ``[p]`` to a reference, sums or averages over tokens."""
 
     def loss_fn(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logprobs, mask = required_output(outputs, "logprobs"), loss_mask(batch)
         ref = required_like(batch, "ref_logprobs", logprobs)
         # One log-ratio per sequence, split into those of the chosen and the rejected sequences.
-        chosen, rejected = split_pairs(sequence_log_ratios(logprobs, ref, mask, batch.cu_seqlens))
+        ratios = sequence_log_ratios(logprobs, ref, mask, batch.cu_seqlens, average=average)
+        chosen, rejected = split_pairs(ratios)
         keep = trained_pairs(batch)
         # Pairs without a trained token in both sequences count neither here nor in the weight.
         loss = at_trained(pair_loss(chosen, rejected), keep).sum()

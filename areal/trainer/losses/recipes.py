@@ -23,6 +23,7 @@ import math
 from typing import Literal, TypedDict, Unpack
 
 from areal.trainer.losses.aggregate import FixedLength, SequenceMean, SequenceMeanOfSums, TokenMean
+from areal.trainer.losses.inputs import OldLogprobs
 from areal.trainer.losses.kl import KLTerm
 from areal.trainer.losses.mismatch import MismatchCorrection, Mode
 from areal.trainer.losses.objective import Objective, policy_objective
@@ -70,15 +71,17 @@ def decoupled_ppo_objective(
     return policy_objective(PPOClip(clip, clip, dual_clip), TokenMean(), correction=correction, **more)
 
 
-def grpo_objective(*, clip: float = 0.2, kl_coef: float = 0.04, **more: Unpack[Extras]) -> Objective:
+def grpo_objective(
+    *, clip: float = 0.2, kl_coef: float = 0.04, old: OldLogprobs = "old_logprobs", **more: Unpack[Extras]
+) -> Objective:
     """GRPO (Shao et al., 2024), equations 3 and 4: the mean of sequences' means, and k3 to a reference.
 
-    ``kl_coef = 0`` leaves out the penalty; ``kl`` replaces it.
+    ``kl_coef = 0`` leaves out the penalty; ``kl`` replaces it. ``old`` is the denominator of the ratio.
     """
     # An explicit penalty, even None, takes precedence over the coefficient.
     if "kl" not in more and kl_coef != 0:
         more["kl"] = KLTerm(kl_coef, "k3")
-    return policy_objective(PPOClip(clip, clip), SequenceMean(), **more)
+    return policy_objective(PPOClip(clip, clip, old=old), SequenceMean(), **more)
 
 
 def dr_grpo_objective(*, max_tokens: float, clip: float = 0.2, **more: Unpack[Extras]) -> Objective:

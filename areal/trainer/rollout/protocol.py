@@ -123,6 +123,8 @@ class Sequence:
         group: number of the group whose sequences are compared with each other. Set by the runner.
         truncated: True if the answer reached its maximum length.
         stats: numbers to log, as means under ``rollout/<name>``.
+        episode: number of its episode within the group. Sequences of one episode count once in the group's baseline. Set by the runner;
+            ``None`` for an episode of its own.
 
     Raises:
         ValueError: the reward is not finite, or no segment is trainable.
@@ -133,6 +135,7 @@ class Sequence:
     group: int = 0
     truncated: bool = False
     stats: dict[str, float] = field(default_factory=dict)
+    episode: int | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):
@@ -155,10 +158,13 @@ class Sequence:
     def sample(self) -> dict[str, Tensor]:
         """Return the sequence as a sample of an engine's batch.
 
-        ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids`` and
-        ``truncated`` are scalars, which become ``[n]`` in a batch. ``output_mask`` restricts log-probs and entropy to trained tokens.
+        ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids``,
+        ``truncated`` and, for a sequence of a runner, ``episode_ids`` are scalars, which become ``[n]`` in a batch. ``output_mask`` restricts
+        log-probs and entropy to trained tokens.
         """
+        episode = {} if self.episode is None else {"episode_ids": torch.tensor(self.episode, dtype=torch.int64)}
         return {
+            **episode,
             **where_trained(from_segments(self.segments)),
             "rewards": torch.tensor(self.reward, dtype=torch.float32),
             "group_ids": torch.tensor(self.group, dtype=torch.int64),
@@ -189,13 +195,16 @@ class Sequence:
             "group": self.group,
             "truncated": self.truncated,
             "stats": dict(self.stats),
+            "episode": self.episode,
         }
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Sequence:
         """Restore a sequence from :meth:`state`."""
         segments = tuple(Segment(each["tokens"], each["trainable"], each["values"]) for each in state["segments"])
-        return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"])
+        # Older checkpoints have no episodes.
+        episode = state.get("episode")
+        return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"], episode)
 
     @property
     def trained_tokens(self) -> int:
@@ -204,7 +213,10 @@ class Sequence:
 
 
 class Episode(Protocol):
-    """Turns an item of the data set into sequences to train on, with any number of turns, tools and branches."""
+    """Turns an item of the data set into sequences to train on, with any number of turns, tools and branches.
+
+    The sequences of one run are one member of their group: its reward in the baseline is the mean of their rewards.
+    """
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:
         """Run the episode once. An exception counts as a failed episode, and the run continues."""

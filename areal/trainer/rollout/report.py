@@ -33,16 +33,25 @@ class RolloutReport:
         max_tokens: longest sequence to train on; ``None`` for no limit.
         version: version of the weights to train.
         skip_flat: leave out groups whose rewards are all equal.
+        mask_truncated: do not train on truncated answers.
 
     Attributes:
         samples: samples for the engine, in the order of the groups.
+        untrained: samples of the same groups that are not trained on, with the key ``untrained``. Their rewards belong to the group.
         error: text of the first exception of an episode, or ``None``.
     """
 
     def __init__(
-        self, groups: Sequence[Group], max_tokens: int | None, version: int, *, skip_flat: bool = False
+        self,
+        groups: Sequence[Group],
+        max_tokens: int | None,
+        version: int,
+        *,
+        skip_flat: bool = False,
+        mask_truncated: bool = False,
     ) -> None:
         self.samples: list[dict[str, Tensor]] = []
+        self.untrained: list[dict[str, Tensor]] = []
         # One error is enough for a message; the counts are reduced over ranks.
         self.error = next((group.error for group in groups if group.error is not None), None)
         self._sums = dict.fromkeys(_SUMS, 0.0)
@@ -57,12 +66,16 @@ class RolloutReport:
                     total, count = self._stats.get(name, (0.0, 0))
                     self._stats[name] = (total + value, count + 1)
                 sample = sequence.sample()
-                if max_tokens is not None and len(sample["input_ids"]) > max_tokens:
-                    self._add(overlong=1)
-                    continue
+                overlong = max_tokens is not None and len(sample["input_ids"]) > max_tokens
                 # A flat group is reported, whether it is trained on or not.
                 if not (flat and skip_flat):
-                    self.samples.append(sample)
+                    if overlong or (mask_truncated and sequence.truncated):
+                        self.untrained.append(sample | {"untrained": torch.tensor(True)})
+                    else:
+                        self.samples.append(sample)
+                if overlong:
+                    self._add(overlong=1)
+                    continue
                 self._add(
                     sequences=1,
                     truncated=sequence.truncated,

@@ -237,10 +237,16 @@ class Runner:
         clients = [SeededClient(self._client, (self.plan.seed, index, i)) for i in range(self.plan.group_size)]
         played = await asyncio.gather(*(self._run_episode(client, item) for client in clients), return_exceptions=True)
         errors = [result for result in played if isinstance(result, BaseException)]
-        sequences = [sequence for result in played if not isinstance(result, BaseException) for sequence in result]
+        # Numbered, because the sequences of one episode are one member of the group.
+        sequences = [
+            replace(sequence, group=index, episode=number)
+            for number, result in enumerate(played)
+            if not isinstance(result, BaseException)
+            for sequence in result
+        ]
         return Group(
             index,
-            tuple(replace(sequence, group=index) for sequence in sequences),
+            tuple(sequences),
             failed=len(errors),
             error=f"{type(errors[0]).__name__}: {errors[0]}" if errors else None,
         )

@@ -49,7 +49,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[], LossFn], type[Exception], tuple[str, ..
     "nothing": (lambda: lambda o, b: None, ValueError, ("NoneType", "scalar tensor")),
     "other terms": (lambda: lambda o, b: {"policy": loss(o, b)}, ValueError, ("['policy']", "['loss']", "a weight of its own")),
     "term by token": (lambda: lambda o, b: {"loss": o.logprobs}, ValueError, ("'loss'", "shape (")),
-    "missing output": (lambda: lambda o, b: o.entropy.sum(), RuntimeError, ("AttributeError",)),
+    "missing output": (lambda: lambda o, b: o.entropy.sum(), ValueError, ("'entropy'", "outputs=('logprobs', 'entropy')")),
     "missing key": (lambda: lambda o, b: o.logprobs @ b["rewards"], RuntimeError, ("no key 'rewards'", "'reward'")),
     "bare metric": (lambda: lambda o, b: (loss(o, b), {"kl": 0.5}), ValueError, ("'kl'", "0.5", "Metric(")),
     "metric by token": (lambda: lambda o, b: (loss(o, b), {"kl": Metric(o.logprobs)}), ValueError, ("'kl'", "scalars")),

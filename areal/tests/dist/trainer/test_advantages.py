@@ -99,6 +99,22 @@ def test_group_advantages_equal_global_batch(dtype: torch.dtype, idle: bool) -> 
 
 @pytest.mark.world(1, 2, 4)
 @IDLE
+def test_episodes_of_several_sequences_equal_global_batch(idle: bool) -> None:
+    """Every episode is on one rank, and its group on several."""
+    batch = Everything(idle)
+    episodes = torch.arange(len(batch.keys)).repeat_interleave(1 + torch.arange(len(batch.keys)) % 3)
+    keys, rewards = batch.keys[episodes], batch.rewards[episodes].double() + 0.1 * torch.arange(len(episodes))
+    mine = episodes.remainder(batch.shares) == world().rank
+    groups = Groups.over_ranks(keys[mine], N_GROUPS, sum_over_ranks, episodes[mine])
+    for estimator in (grpo, dr_grpo, rloo):
+        close(estimator(rewards[mine], groups), estimator(rewards, Groups.local(keys, episodes))[mine])
+    moments = groups.moments(rewards[mine])
+    assert moments.count.tolist() == torch.bincount(batch.keys, minlength=N_GROUPS).tolist()
+    same_everywhere(moments.mean)
+
+
+@pytest.mark.world(1, 2, 4)
+@IDLE
 @pytest.mark.parametrize("scale", [True, False])
 def test_normalization_equals_global_batch(scale: bool, idle: bool) -> None:
     batch = Everything(idle)

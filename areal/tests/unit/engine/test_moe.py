@@ -54,10 +54,10 @@ def test_expert_load_is_summed_over_stages_and_ranks() -> None:
     for sums in (RoutingSums({}, {0: [4.0, 0.0]}), RoutingSums({}, {0: [2.0, 2.0], 1: [1.0, 0.0]})):
         total.merge(sums)
     assert total.loads == {0: [6.0, 2.0], 1: [1.0, 0.0]}
-    assert total.metrics() == {
-        "moe/load_max_over_mean": 1.75,
-        "moe/load_max_over_mean_worst": 2.0,
-        "moe/idle_experts": 1.0,
+    assert {name: (metric.value, metric.reduce) for name, metric in total.metrics().items()} == {
+        "moe/load_max_over_mean": (1.75, "mean"),
+        "moe/load_max_over_mean_worst": (2.0, "max"),
+        "moe/idle_experts": (1.0, "mean"),
     }
     assert RoutingSums().metrics() == {}
 

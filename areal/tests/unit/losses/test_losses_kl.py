@@ -112,7 +112,12 @@ def test_k3_far_from_reference_is_finite_with_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"coef": -0.1}, "coef"), ({"coef": math.nan}, "coef"), ({"coef": 1.0, "estimator": "k4"}, "k4")]
+    [
+        ({"coef": 1.0, "clamp": 0.0}, "KLTerm.clamp = 0.0"),
+        ({"coef": -0.1}, "coef"),
+        ({"coef": math.nan}, "coef"),
+        ({"coef": 1.0, "estimator": "k4"}, "k4"),
+    ]
     + [({"coef": 1.0, "old": "olds"}, "olds")],
 )
 def test_invalid_options_raise(options: dict, field: str) -> None:

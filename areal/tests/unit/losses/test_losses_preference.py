@@ -68,8 +68,15 @@ def test_dpo_and_ipo_are_means_over_trained_pairs() -> None:
     assert actual.metrics["preference/accuracy"] == pytest.approx(sum(c > r for c, r in pairs) / 3)
     assert actual.metrics["preference/margin"] == pytest.approx(sum(0.3 * (c - r) for c, r in pairs) / 3)
     assert actual.metrics["preference/chosen_reward"] == pytest.approx(sum(0.3 * c for c, _ in pairs) / 3)
-    ipo = step(ipo_objective(beta=0.3), batch, n_mbs=4, granularity=2)
+    ipo = step(ipo_objective(beta=0.3, average=False), batch, n_mbs=4, granularity=2)
     assert ipo.loss == pytest.approx(sum((c - r - 1 / 0.6) ** 2 for c, r in pairs) / 3)
+    # By default the log-ratios are means over a sequence's weights.
+    means = [log_ratio(sample) / max(sample["loss_mask"][:-1].sum().item(), 1e-9) for sample in batch]
+    average = step(ipo_objective(beta=0.3), batch, n_mbs=4, granularity=2)
+    assert average.loss == pytest.approx(sum((means[i] - means[i + 1] - 1 / 0.6) ** 2 for i in (0, 4, 6)) / 3)
+    assert average.metrics["preference/margin"] == pytest.approx(
+        sum(0.3 * (means[i] - means[i + 1]) for i in (0, 4, 6)) / 3
+    )
     assert not actual.gradients["logprobs"][2].any()
     assert not actual.gradients["logprobs"][3].any()
 

@@ -93,6 +93,43 @@ def test_single_member_or_equal_rewards_give_zero_advantage(estimator: Any) -> N
     assert estimator(torch.tensor([0, 1, 1]), Groups.local(torch.zeros(3, dtype=torch.int32))).dtype == torch.float32
 
 
+def test_an_episode_with_many_sequences_counts_once() -> None:
+    """Rewards 1 (one sequence) and 0 (four): without episodes the long one would pull the mean to 0.2."""
+    rewards, keys = torch.tensor([1.0, 0, 0, 0, 0]), torch.zeros(5, dtype=torch.int64)
+    groups = Groups.local(keys, torch.tensor([0, 1, 1, 1, 1]))
+    assert dr_grpo(rewards, groups).tolist() == [0.5, -0.5, -0.5, -0.5, -0.5]
+    assert rloo(rewards, groups).tolist() == [1.0, -1.0, -1.0, -1.0, -1.0]
+    torch.testing.assert_close(grpo(rewards, groups, eps=0.0), torch.tensor([1.0, -1, -1, -1, -1]) / math.sqrt(2))
+    assert groups.moments(rewards).count.tolist() == [2.0]
+
+
+@settings(deadline=None)
+@given(MEMBERS, st.lists(st.integers(1, 4), min_size=24, max_size=24), st.sampled_from([0, 1]))
+def test_repeated_sequences_of_an_episode_do_not_change_advantages(
+    members: list[tuple[int, float]], repeats: list[int], ddof: int
+) -> None:
+    rewards, keys = of(members)
+    index = torch.arange(len(members)).repeat_interleave(torch.tensor(repeats[: len(members)]))
+    index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(0))]
+    episodes = Groups.local(keys[index], index)
+    for fn in (dr_grpo, rloo, lambda r, g: grpo(r, g, ddof=ddof, eps=0.1)):
+        torch.testing.assert_close(fn(rewards[index], episodes), fn(rewards, Groups.local(keys))[index])
+
+
+def test_sequences_of_an_episode_keep_their_own_reward() -> None:
+    """Two games of two players: the mean of a game is 0, and the winner of each is above it."""
+    rewards, keys = torch.tensor([1.0, -1, 3, -1], dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    groups = Groups.local(keys, torch.tensor([5, 5, 8, 8]))
+    assert dr_grpo(rewards, groups).tolist() == [0.5, -1.5, 2.5, -1.5]
+    assert rloo(rewards, groups).tolist() == [0.0, -2.0, 3.0, -1.0]  # less the other game's mean: 1, then 0
+    variance = (0.25 + 2.25) / 2 + (6.25 + 2.25) / 2
+    want = torch.tensor([0.5, -1.5, 2.5, -1.5], dtype=torch.float64) / math.sqrt(variance)
+    torch.testing.assert_close(grpo(rewards, groups, eps=0.0), want)
+    # One game has nothing to be compared with.
+    alone = Groups.local(keys, torch.zeros_like(keys))
+    assert not any(fn(rewards, alone).any() for fn in (grpo, dr_grpo, rloo))
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e8, -1e12])
 def test_normalization_is_accurate_at_large_mean(offset: float) -> None:
     x = torch.arange(1000, dtype=torch.float64).remainder(7) + offset
