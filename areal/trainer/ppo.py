@@ -19,6 +19,7 @@ from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.rollout.sampling_check import SamplingCheck
 
 Sync = Callable[[TensorSource, int], object]
 """Sends weights, with their version, to the rollout engine; ``transport.send`` is one. Collective."""
@@ -132,6 +133,11 @@ class PPOTrainer:
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
+        self._check_sampling = SamplingCheck(
+            engine.config,
+            recompute_logprobs=self.updates.recompute_logprobs,
+            warns=engine.is_main and engine.dp_rank == 0,
+        )
 
     # ---- the run
 
@@ -163,6 +169,7 @@ class PPOTrainer:
         groups = next_groups(self.runner, self.engine.dp_rank)
         report = RolloutReport(groups, self.updates.max_tokens, self.engine.version, skip_flat=self.updates.skip_flat)
         scalars = report.reduce(self.engine.global_sum)
+        self._check_sampling(report.samplings)
         timer.lap("wait")
         # 2. Everything that the objective reads.
         samples = self.score(report.samples)

@@ -53,6 +53,10 @@ class Sampling:
             if not fits:
                 raise ValueError(f"Sampling.{name} = {getattr(self, name)}: it must be {rule}")
 
+    def distribution(self) -> dict[str, float]:
+        """Return the parameters that change the distribution from which tokens are drawn, by name."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -64,6 +68,7 @@ class Completion:
             ``top_p``; for greedy answers, at temperature 1.
         versions: version of the weights that generated each token.
         finish_reason: why generation ended.
+        sampling: parameters of the request; ``None`` if unknown. A sample that is made from the answer carries them.
 
     Raises:
         ValueError: the lengths differ.
@@ -73,6 +78,7 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
@@ -82,7 +88,7 @@ class Completion:
             )
 
     def segment(self) -> Segment:
-        """Return the answer as a trainable segment of a sequence, with ``rollout_logprobs`` and ``versions``."""
+        """Return the answer as a trainable segment of a sequence, with ``rollout_logprobs``, ``versions`` and sampling parameters."""
         return Segment(
             self.tokens,
             trainable=True,
@@ -90,6 +96,7 @@ class Completion:
                 "rollout_logprobs": torch.tensor(self.logprobs, dtype=torch.float32),
                 "versions": torch.tensor(self.versions, dtype=torch.int64),
             },
+            sampling={} if self.sampling is None else self.sampling.distribution(),
         )
 
 
@@ -157,6 +164,10 @@ class Sequence:
 
         ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids`` and
         ``truncated`` are scalars, which become ``[n]`` in a batch. ``output_mask`` restricts log-probs and entropy to trained tokens.
+        ``temperature`` is that of the answers, if known, so that an engine's log-probs are of the distribution that was sampled.
+
+        Raises:
+            ValueError: the answers were sampled at different temperatures.
         """
         return {
             **where_trained(from_segments(self.segments)),
@@ -182,6 +193,7 @@ class Sequence:
                     "tokens": torch.as_tensor(segment.tokens, dtype=torch.int64),
                     "trainable": segment.trainable,
                     "values": {name: torch.as_tensor(value) for name, value in segment.values.items()},
+                    "sampling": dict(segment.sampling),
                 }
                 for segment in self.segments
             ],
@@ -194,7 +206,11 @@ class Sequence:
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Sequence:
         """Restore a sequence from :meth:`state`."""
-        segments = tuple(Segment(each["tokens"], each["trainable"], each["values"]) for each in state["segments"])
+        # States of earlier releases lack the sampling parameters.
+        segments = tuple(
+            Segment(each["tokens"], each["trainable"], each["values"], each.get("sampling", {}))
+            for each in state["segments"]
+        )
         return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"])
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 from areal.trainer.losses import kl_k1, kl_k3
 from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Group
+from areal.trainer.rollout.sampling_check import SamplingItems
 
 _SUMS = (
     "sequences",
@@ -37,6 +38,7 @@ class RolloutReport:
     Attributes:
         samples: samples for the engine, in the order of the groups.
         error: text of the first exception of an episode, or ``None``.
+        samplings: sampling parameters of the trained answers, each a tuple of names and values. Of all ranks once :meth:`reduce` was called.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class RolloutReport:
         self.error = next((group.error for group in groups if group.error is not None), None)
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._stats: dict[str, tuple[float, int]] = {}
+        self.samplings: set[SamplingItems] = set()
         for group in groups:
             # Nothing to compare: all rewards are equal, or there is one.
             flat = len({sequence.reward for sequence in group.sequences}) <= 1
@@ -63,6 +66,9 @@ class RolloutReport:
                 # A flat group is reported, whether it is trained on or not.
                 if not (flat and skip_flat):
                     self.samples.append(sample)
+                    self.samplings |= {
+                        tuple(s.sampling.items()) for s in sequence.segments if s.trainable and s.sampling
+                    }
                 self._add(
                     sequences=1,
                     truncated=sequence.truncated,
@@ -113,12 +119,14 @@ class RolloutReport:
         }
 
     def _mean_stats(self) -> dict[str, float]:
-        """Return the mean of each name in ``Sequence.stats`` over the world.
+        """Return the mean of each name in ``Sequence.stats`` over the world, and collect the sampling parameters of all ranks.
 
         Every data-parallel coordinate has the same number of ranks, which have the same sequences, so the repetition does not change a mean.
         """
         # Gathered as objects: ranks may have different names.
-        all_stats: list[dict[str, tuple[float, int]]] = gather(self._stats)
+        gathered = gather((self._stats, self.samplings))
+        self.samplings = set().union(*(samplings for _, samplings in gathered))
+        all_stats: list[dict[str, tuple[float, int]]] = [stats for stats, _ in gathered]
         names = sorted({name for stats in all_stats for name in stats})
         sums = {name: [stats[name] for stats in all_stats if name in stats] for name in names}
         return {f"rollout/{name}": sum(t for t, _ in each) / sum(n for _, n in each) for name, each in sums.items()}

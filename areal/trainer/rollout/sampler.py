@@ -126,7 +126,11 @@ class Request:
         if finish_reason is None:
             finish_reason = "stop" if self.tokens[-1] in self.sampling.stop_token_ids else "length"
         return Completion(
-            tuple(self.tokens[:count]), tuple(self.logprobs[:count]), tuple(self.versions[:count]), finish_reason
+            tuple(self.tokens[:count]),
+            tuple(self.logprobs[:count]),
+            tuple(self.versions[:count]),
+            finish_reason,
+            self.sampling,
         )
 
 

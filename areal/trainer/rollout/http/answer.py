@@ -43,4 +43,6 @@ class Answer:
 
     def completion(self) -> Completion:
         """Return the answer so far, ``"aborted"`` if it is incomplete."""
-        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), self.finish or "aborted")
+        return Completion(
+            tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), self.finish or "aborted", self.sampling
+        )
