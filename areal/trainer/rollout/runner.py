@@ -9,13 +9,15 @@ speeds. With ``k = 0`` a run is reproducible.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
 from areal.trainer.rollout.protocol import Episode, RolloutClient, Sequence
@@ -35,11 +37,11 @@ class Runner:
         items: data set, iterated epoch after epoch.
         plan: size of a batch, limits and seeds.
         keep: returns False for groups to replace. A group without sequences is always kept, and counted as failed.
-        rank: index of this rank among those that run episodes.
-        size: number of ranks that run episodes.
+        rank: index of this rank among those that run episodes. By default a trainer sets it; without a trainer it is the rank in the world.
+        size: number of ranks that run episodes, by default those of the world. Pass both or neither.
 
     Raises:
-        ValueError: ``items`` is empty.
+        ValueError: ``items`` is empty, or ``rank`` is not one of ``size``.
     """
 
     def __init__(
@@ -50,13 +52,15 @@ class Runner:
         plan: Plan,
         *,
         keep: Keep | None = None,
-        rank: int = 0,
-        size: int = 1,
+        rank: int | None = None,
+        size: int | None = None,
     ) -> None:
         if not len(items):
             raise ValueError("items is empty: pass at least one")
         self._client, self._episode, self._items, self.plan, self._keep = client, episode, items, plan, keep
-        self.rank, self.size = rank, size
+        self._place: tuple[int, int] | None = None
+        if rank is not None or size is not None:
+            self.set_place(rank, size)
         self._trained = 0
         # Numbers below count this rank's groups, from 0. The group's index in the run is _index(number).
         self._next = 0  # the next group to start
@@ -72,8 +76,34 @@ class Runner:
         self._draining = False
         self._closed = False
         self._fault: Exception | None = None
+        self._at_close = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
         self._thread.start()
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Rank and size, once they were passed or set."""
+        return self._place
+
+    def set_place(self, rank: int | None, size: int | None) -> None:
+        """Set the groups that this rank runs: every ``size``-th, from number ``rank``. Call it before the first :meth:`advance`.
+
+        Raises:
+            ValueError: ``rank`` is not one of ``size``.
+        """
+        if rank is None or size is None or not 0 <= rank < size:
+            raise ValueError(f"Runner: rank = {rank}, size = {size}: pass both, with 0 <= rank < size, or neither")
+        self._place = (rank, size)
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank among those that run episodes."""
+        return (self._place or _place_in_world())[0]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that run episodes."""
+        return (self._place or _place_in_world())[1]
 
     @property
     def per_batch(self) -> int:
@@ -92,6 +122,8 @@ class Runner:
         Args:
             trained: number of batches.
         """
+        # From here on indices of groups depend on it.
+        self._place = (self.rank, self.size)
         with self._changed:
             self._trained = trained
         self._loop.call_soon_threadsafe(self._start_allowed)
@@ -142,6 +174,10 @@ class Runner:
         self._loop.call_soon_threadsafe(self._start_allowed)
         return waiting
 
+    def at_close(self, function: Callable[[], object]) -> None:
+        """Call ``function`` when the runner is closed."""
+        self._at_close.callback(function)
+
     def close(self) -> None:
         """Cancel the running episodes and stop the thread. May be called twice."""
         if self._closed:
@@ -152,6 +188,7 @@ class Runner:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._at_close.close()
 
     # ---- state
 
@@ -259,6 +296,11 @@ class Runner:
         if self.plan.shuffle:
             position = _permutation(mixed(self.plan.seed, epoch), len(self._items))[position]
         return self._items[position]
+
+
+def _place_in_world() -> tuple[int, int]:
+    """Return rank and size of the default process group, or of one process without it."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @functools.lru_cache(maxsize=2)
