@@ -220,7 +220,11 @@ class Sequence:
 
 
 class Episode(Protocol):
-    """Turns an item of the data set into sequences to train on, with any number of turns, tools and branches."""
+    """Turns an item of the data set into sequences to train on, with any number of turns, tools and branches.
+
+    If it has a method ``close``, a runner calls it at its end. ``run`` must not block the event loop, on which all episodes run: slow
+    synchronous work belongs in a :class:`~areal.trainer.rollout.rewards.RewardPool` or in ``asyncio.to_thread``.
+    """
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:
         """Run the episode once. An exception counts as a failed episode, and the run continues."""
