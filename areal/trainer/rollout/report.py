@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -23,6 +24,8 @@ _SUMS = (
     "staleness",
     "groups",
     "flat_groups",
+    "groups_rejected",
+    "rejected_reward",
 )
 
 
@@ -54,6 +57,8 @@ class RolloutReport:
             # Nothing to compare: all rewards are equal, or there is one.
             flat = len({sequence.reward for sequence in group.sequences}) <= 1
             self._add(groups=1, failed=group.failed, flat_groups=flat)
+            known = [reward for reward in group.rejected if not math.isnan(reward)]
+            self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known))
             for sequence in group.sequences:
                 # An episode's statistics count even if its sequence is not trained on.
                 for name, value in sequence.stats.items():
@@ -90,7 +95,8 @@ class RolloutReport:
         - ``tokens``: mean number of sampled tokens of a sequence.
         - ``staleness``: mean number of updates since the oldest token of a sequence was generated.
         - ``truncated``, ``flat_groups``: fractions of sequences and groups.
-        - ``sequences``, ``failed`` (episodes), ``overlong``: counts.
+        - ``sequences``, ``failed`` (episodes), ``overlong``, ``groups_rejected`` (by ``keep``): counts.
+        - ``rejected_reward``: mean reward of the rejected groups, if there are any. All other numbers are without these groups.
         - each name in ``Sequence.stats``: mean over the sequences that have it.
 
         Raises:
@@ -106,17 +112,24 @@ class RolloutReport:
             )
         # A variance from sums may be slightly negative by rounding.
         reward = total["reward"] / n
-        return self._mean_stats() | {
-            "rollout/reward": reward,
-            "rollout/reward_std": max(0.0, total["reward_squared"] / n - reward**2) ** 0.5,
-            "rollout/tokens": total["tokens"] / n,
-            "rollout/staleness": total["staleness"] / n,
-            "rollout/truncated": total["truncated"] / n,
-            "rollout/flat_groups": total["flat_groups"] / max(1.0, total["groups"]),
-            "rollout/sequences": n,
-            "rollout/failed": total["failed"],
-            "rollout/overlong": total["overlong"],
-        }
+        rejected = total["groups_rejected"]
+        of_rejected = {"rollout/rejected_reward": total["rejected_reward"] / rejected} if rejected else {}
+        return (
+            self._mean_stats()
+            | of_rejected
+            | {
+                "rollout/reward": reward,
+                "rollout/reward_std": max(0.0, total["reward_squared"] / n - reward**2) ** 0.5,
+                "rollout/tokens": total["tokens"] / n,
+                "rollout/staleness": total["staleness"] / n,
+                "rollout/truncated": total["truncated"] / n,
+                "rollout/flat_groups": total["flat_groups"] / max(1.0, total["groups"]),
+                "rollout/sequences": n,
+                "rollout/failed": total["failed"],
+                "rollout/overlong": total["overlong"],
+                "rollout/groups_rejected": total["groups_rejected"],
+            }
+        )
 
     def _mean_stats(self) -> dict[str, float]:
         """Return the mean of each name in ``Sequence.stats`` over the world, and collect the sampling parameters of all ranks.
