@@ -26,7 +26,8 @@ class Sampling:
         temperature: divisor of the logits; 0 selects the most likely token (greedy).
         top_p: keep the smallest set of most likely tokens whose probabilities add up to this; 1 keeps all.
         top_k: keep this many most likely tokens; 0 keeps all.
-        stop_token_ids: tokens that end an answer. They are part of it.
+        stop_token_ids: tokens that end an answer. They are part of it. ``None``: the end-of-sequence tokens of the model's
+            ``generation_config``, if it has any. ``()``: none, so that every answer has ``max_new_tokens``.
         seed: seed of this request. The same seed, prompt and weights give the same tokens, regardless of concurrent requests. ``None`` draws
             a seed.
 
@@ -38,7 +39,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
