@@ -146,8 +146,9 @@ def test_keep_that_rejects_too_many_groups_raises(caplog: pytest.LogCaptureFixtu
     client, plan = Client(), Plan(groups=2, group_size=2, max_rejected=5, max_concurrent=4)
     with running(client, episode(), plan, keep=lambda group: False) as runner:
         runner.advance(0)
-        with pytest.raises(RuntimeError, match=r"keep= rejected 11 groups, more than Plan.max_rejected = 5"):
-            runner.next_batch(timeout=20)
+        with pytest.raises((RuntimeError, TimeoutError)) as raised:
+            runner.next_batch(timeout=5)
+        assert "keep= rejected 11 groups, more than Plan.max_rejected = 5" in str(raised.value)
         played = len(client.asked)
         time.sleep(0.05)
         assert len(client.asked) == played <= 2 * (11 + 2)
