@@ -187,7 +187,7 @@ class _Thread:
 
 
 class _Process(_Thread):
-    """Worker that runs the function in a process of its own, which it starts with the first call."""
+    """Worker that runs the function in a separate process, started by the first call."""
 
     def __init__(self, reward: Reward) -> None:
         super().__init__(reward)
