@@ -25,7 +25,7 @@ def temperature_not_carried(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.sampling_check:SamplingCheck._check_temperature",
-    SAMPLING.format("test_distribution_that_the_trainer_cannot_apply_is_refused[*changes1*]"),
+    SAMPLING.format("test_distribution_that_the_trainer_cannot_apply_is_refused[*temperature]"),
 )
 def temperature_of_the_engine_ignored(right: Function) -> Function:
     """A temperature that is set on the engine and differs from that of the rollout is accepted."""

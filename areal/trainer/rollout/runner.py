@@ -287,7 +287,7 @@ class Runner:
             self._fault = self._fault or fault or self._too_many_rejected()
             self._running -= 1
             self._changed.notify_all()
-        self._log_losses(played)
+        self._log_lost(played)
         self._start_allowed()
 
     def _too_many_rejected(self) -> RuntimeError | None:
@@ -301,7 +301,7 @@ class Runner:
             "this rank is to play now: change keep or the items, or raise max_rejected"
         )
 
-    def _log_losses(self, played: Group | float) -> None:
+    def _log_lost(self, played: Group | float) -> None:
         """Log rejected groups and failed episodes, at most once in a while."""
         lost = "groups rejected by keep=" if isinstance(played, float) else "episodes failed"
         count = 1 if isinstance(played, float) else played.failed

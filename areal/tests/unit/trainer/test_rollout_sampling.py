@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 
@@ -86,3 +87,24 @@ def test_excluded_tokens_and_greedy_answers_are_warned_of_once(
         assert [text in message for message in caplog.messages if text] == [True] * (warns and text is not None)
         assert text or not caplog.messages
         caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "error"),
+    [
+        (Sampling(), {"temperature": 0.5}, r"TrainEngineConfig.temperature = 0.5.*sampled at temperature 1.0"),
+        (Sampling(temperature=0.5), {"temperature": 1.0}, r"TrainEngineConfig.temperature = 1.0.*temperature 0.5"),
+        (Sampling(temperature=0), {"temperature": 0.5}, r"TrainEngineConfig.temperature = 0.5.*temperature 0"),
+        (Sampling(temperature=0), {"temperature": 1.0}, None),
+        (Sampling(temperature=0.5), {"temperature": 0.5}, None),
+        (Sampling(temperature=0.5), {}, None),
+        (Sampling(top_k=3), {}, r"Sampling.top_k = 3 with Updates.recompute_logprobs = False"),
+        (Sampling(top_p=0.5), {}, r"Sampling.top_p = 0.5 with Updates.recompute_logprobs = False"),
+    ],
+)
+def test_parameters_that_the_trainer_cannot_apply_are_refused(
+    sampling: Sampling, options: dict[str, float], error: str | None
+) -> None:
+    check = SamplingCheck(TrainEngineConfig(path="model", **options), recompute_logprobs=False, warns=False)
+    with nullcontext() if error is None else pytest.raises(ValueError, match=error):
+        check([tuple(sampling.distribution().items())])
