@@ -119,11 +119,10 @@ class Run:
         """Train, with a runner that runs episodes meanwhile."""
         config = self.config
         episode = SingleTurn(self.chat.prompt_ids, self.reward, config.sampling(self.end))
-        rank, size = dist.get_rank(), dist.get_world_size()
         with ExitStack() as stack:
-            runner = Runner(self.rollout, episode, self.for_rollouts, config.plan(), rank=rank, size=size)
+            runner = Runner(self.rollout, episode, self.for_rollouts, config.plan())
             stack.callback(runner.close)
-            tracker = Trackers([TensorBoard(config.output / "events")] if rank == 0 else [])
+            tracker = Trackers([TensorBoard(config.output / "events")] if dist.get_rank() == 0 else [])
             stack.callback(tracker.close)
             trainer = self.trainer(runner, tracker, stack)
             advance = stack.enter_context(self.report.progress("step", config.steps))

@@ -75,7 +75,6 @@ class RLConfig(TaskConfig):
             seed=self.seed,
             mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, share_prefixes=True),
             optimizer=OptimizerConfig(lr=self.lr if lr is None else lr) if trained else None,
-            temperature=self.temperature,
             value_head=value_head,
             lora=self.lora if trained and not value_head else None,
         )

@@ -15,10 +15,11 @@ from areal.trainer.estimators import Estimator, GroupRelative, Sample, check_est
 from areal.trainer.losses import Objective
 from areal.trainer.monitoring import StepProfile, StepTimer, Tracker, Trackers, reduce_metrics, step_metrics
 from areal.trainer.reference import check_reference, check_same_shards, reference_logprobs
-from areal.trainer.rollout.exchange import next_groups, runner_state, set_runner_state
+from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.rollout.sampling_check import SamplingCheck
 from areal.utils.seeding import mixed
 
 Sync = Callable[[TensorSource, int], object]
@@ -87,10 +88,12 @@ class PPOOptions(TypedDict, total=False):
 class PPOTrainer:
     """Repeats four phases: rollout, advantage estimation, updates, and sending the new weights to the rollout engine.
 
+    The constructor is collective over the world, like the methods.
+
     Args:
         engine: the policy, initialized.
         objective: loss to minimise, such as :func:`~areal.trainer.losses.grpo_objective`.
-        runner: runs episodes. Its ``rank`` and ``size`` are those of the world: every rank runs some of the groups.
+        runner: runs episodes. Every rank runs some of the groups of a batch; the trainer sets the runner's ``rank`` and ``size``.
         sync: sends weights to the runner's rollout engine.
         estimator: computes advantages. Default :class:`~areal.trainer.estimators.GroupRelative`.
         reference: adds ``ref_logprobs``, for objectives and estimators that read them. On the policy's data-parallel layout. With adapters it
@@ -105,8 +108,8 @@ class PPOTrainer:
         step: number of batches trained on.
 
     Raises:
-        ValueError: engines are on different data-parallel layouts, the objective needs log-probs that ``updates`` does not compute, or
-            the estimator is none.
+        ValueError: engines are on different data-parallel layouts, the objective needs log-probs that ``updates`` does not compute, the
+            estimator is none, or the runners' ``rank`` and ``size`` do not fit the world.
     """
 
     def __init__(
@@ -145,6 +148,12 @@ class PPOTrainer:
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
+        self._check_sampling = SamplingCheck(
+            engine.config,
+            recompute_logprobs=self.updates.recompute_logprobs,
+            warns=engine.is_main and engine.dp_rank == 0,
+        )
+        self._exchange = RolloutExchange(runner, engine.dp_rank)
 
     # ---- the run
 
@@ -173,7 +182,7 @@ class PPOTrainer:
         """Train on one batch. Returns the logged scalars, equal on all ranks except ``time/...``. Collective over the world."""
         timer = StepTimer()
         # 1. Rollouts of this data-parallel coordinate, and statistics over the global batch.
-        groups = next_groups(self.runner, self.engine.dp_rank)
+        groups = self._exchange.next_groups()
         report = RolloutReport(
             groups,
             self.updates.max_tokens,
@@ -182,6 +191,7 @@ class PPOTrainer:
             mask_truncated=self.updates.mask_truncated,
         )
         scalars = report.reduce(self.engine.global_sum)
+        self._check_sampling(report.samplings)
         timer.lap("wait")
         # 2. Everything that the objective reads.
         samples = self.score(report.samples, report.untrained)
@@ -280,7 +290,7 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, including rollouts not trained on yet. Collective; equal on all ranks."""
-        return {"step": self.step, "runner": runner_state(self.runner)}
+        return {"step": self.step, "runner": self._exchange.runner_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`, on the same or another number of ranks."""

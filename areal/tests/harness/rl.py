@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from areal.api import TensorSource, TrainEngine
@@ -68,8 +67,7 @@ class Played:
     def __init__(self, path: str, plan: Plan, episode: Episode = EPISODE, **options: Any) -> None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
         self.rollout = LocalRollout(model, max_context=64, max_requests=32)
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.runner = Runner(self.rollout, episode, Prompts(), plan, rank=rank, size=size, **options)
+        self.runner = Runner(self.rollout, episode, Prompts(), plan, **options)
 
     def sync(self, source: TensorSource, version: int) -> None:
         """Copy an engine's weights to the rollout."""

@@ -205,8 +205,7 @@ class Handler(BaseHTTPRequestHandler):
     def sglang(self, body: dict[str, Any]) -> dict[str, Any]:
         asked = schemas.SGLangGenerate.model_validate(body)
         how = asked.sampling_params
-        own = [] if how.ignore_eos else [int(self.state.model.config.eos_token_id)]
-        stop = [] if how.ignore_eos else [*how.stop_token_ids, *own]
+        stop = [] if how.ignore_eos else [*how.stop_token_ids, self.own_end]
         drawing = Drawing(
             name=asked.rid,
             prompt=asked.input_ids,
@@ -227,6 +226,11 @@ class Handler(BaseHTTPRequestHandler):
         }
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
+    @property
+    def own_end(self) -> int:
+        """The end-of-sequence token of the model."""
+        return int(self.state.model.generation_config.eos_token_id)
+
     def vllm(self, body: dict[str, Any]) -> dict[str, Any]:
         asked = schemas.VLLMCompletion.model_validate(body)
         drawing = Drawing(
@@ -236,7 +240,7 @@ class Handler(BaseHTTPRequestHandler):
             temperature=asked.temperature,
             top_p=asked.top_p,
             top_k=asked.top_k,
-            stop=asked.stop_token_ids,
+            stop=[*asked.stop_token_ids, *([] if asked.ignore_eos else [self.own_end])],
             seed=asked.seed,
             by_position=False,
         )

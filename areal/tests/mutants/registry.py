@@ -10,6 +10,7 @@ import areal.tests.mutants.moe
 import areal.tests.mutants.options
 import areal.tests.mutants.pipeline
 import areal.tests.mutants.prefixes
+import areal.tests.mutants.rollout
 import areal.tests.mutants.step
 import areal.tests.mutants.tensor_parallel
 import areal.tests.mutants.timing

@@ -2,46 +2,103 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.runner import Runner
+from areal.utils.distributed import ControlPlane
 
 
-def next_groups(runner: Runner, dp_rank: int, timeout: float | None = None) -> list[Group]:
-    """Return the next batch of this data-parallel coordinate: the groups of all its ranks, ordered by index. Collective over the world.
+class RolloutExchange:
+    """Exchange of rollouts between the ranks of a trainer. Groups go only to the ranks that train on them.
+
+    Every rank runs some of the groups of a batch. Ranks of one data-parallel coordinate train on the groups of all of them. The constructor
+    and the methods are collective over the world.
 
     Args:
-        runner: runner of this rank.
-        dp_rank: data-parallel coordinate of this rank. Ranks with the same one get the same groups.
-        timeout: seconds to wait; ``None`` waits without limit.
+        runner: runner of this rank. Without a rank and size it gets them here, such that consecutive groups go to different data-parallel
+            coordinates.
+        dp_rank: data-parallel coordinate of this rank.
 
     Raises:
-        TimeoutError, RuntimeError: :meth:`~areal.trainer.rollout.runner.Runner.next_batch` failed on some rank. Raised on all ranks.
+        ValueError: the runners of all ranks together do not run every group once.
     """
-    # An error takes part in the gather, so that all ranks raise and none waits.
-    groups: list[Group] = []
-    fault: Exception | None = None
-    try:
-        groups = runner.next_batch(timeout)
-    except (TimeoutError, RuntimeError) as error:
-        fault = error
-    gathered = gather((dp_rank, groups, fault))
-    for rank, (_, _, its_fault) in enumerate(gathered):
-        if its_fault is not None:
-            raise type(its_fault)(f"rank {rank}: {its_fault}") from fault
-    return sorted((group for dp, played, _ in gathered if dp == dp_rank for group in played), key=lambda g: g.index)
+
+    def __init__(self, runner: Runner, dp_rank: int) -> None:
+        self._runner = runner
+        self._control = ControlPlane(alone=not dist.is_initialized())
+        runner.at_close(self._close)
+        coordinates, places = zip(*self._control.gather((dp_rank, runner.place)), strict=True)
+        self._peers = [
+            rank for rank, other in enumerate(coordinates) if other == dp_rank and rank != self._control.rank
+        ]
+        if any(place is not None for place in places):
+            _check_places(places)
+            return
+        # The first rank of every coordinate, then the second of every one, and so on.
+        order = sorted(
+            range(len(coordinates)), key=lambda rank: (coordinates[:rank].count(coordinates[rank]), coordinates[rank])
+        )
+        runner.set_place(order.index(self._control.rank), len(order))
+
+    def next_groups(self, timeout: float | None = None) -> list[Group]:
+        """Return the next batch of this data-parallel coordinate: the groups of all its ranks, ordered by index.
+
+        Args:
+            timeout: seconds to wait; ``None`` waits without limit.
+
+        Raises:
+            TimeoutError, RuntimeError: :meth:`~areal.trainer.rollout.runner.Runner.next_batch` failed on some rank. Raised on all ranks.
+        """
+        groups: list[Group] = []
+        fault: Exception | None = None
+        try:
+            groups = self._runner.next_batch(timeout)
+        except (TimeoutError, RuntimeError) as error:
+            fault = error
+        # 1. All ranks learn sizes and errors, so that all raise and none waits.
+        packed = pickle.dumps(groups)
+        heads = self._control.gather((len(packed), fault))
+        for rank, (_, its_fault) in enumerate(heads):
+            if its_fault is not None:
+                raise type(its_fault)(f"rank {rank}: {its_fault}") from fault
+        # 2. Groups travel between the ranks of one coordinate only.
+        mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        theirs = [(torch.empty(heads[rank][0], dtype=torch.uint8), rank) for rank in self._peers]
+        self._control.exchange([(mine, rank) for rank in self._peers], theirs)
+        for buffer, _ in theirs:
+            groups += pickle.loads(buffer.numpy().tobytes())
+        return sorted(groups, key=lambda group: group.index)
+
+    def _close(self) -> None:
+        """Close the process groups, unless the world was closed before."""
+        if dist.is_initialized():
+            self._control.close()
+
+    def runner_state(self) -> list[dict[str, Any]]:
+        """Return the states of all runners, in the order of their ranks among the runners; equal on all ranks."""
+        states = self._control.gather((self._runner.rank, self._runner.state_dict()))
+        return [state for _, state in sorted(states, key=lambda item: item[0])]
 
 
-def runner_state(runner: Runner) -> list[dict[str, Any]]:
-    """Return the states of all ranks' runners, in rank order. Collective over the world."""
-    return gather(runner.state_dict())
+def _check_places(places: Sequence[tuple[int, int] | None]) -> None:
+    """Raise unless the places of all ranks' runners are ``(0, n)`` to ``(n - 1, n)``, for ``n`` ranks."""
+    world = len(places)
+    if sorted(place for place in places if place is not None) != [(rank, world) for rank in range(world)]:
+        given = ", ".join("none" if place is None else f"{place[0]} of {place[1]}" for place in places)
+        raise ValueError(
+            f"Runner.rank and Runner.size are {given} on the {world} ranks of the trainer, so that groups would be played several times or "
+            "not at all: leave both out, and the trainer sets them"
+        )
 
 
 def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
-    """Restore every rank's runner from the result of :func:`runner_state`.
+    """Restore this rank's runner from the result of :meth:`RolloutExchange.runner_state`.
 
     On another number of ranks, groups not trained on yet are assigned to the ranks that own their index now. That is impossible if groups
     were replaced, because indices then differ between ranks.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from areal.api.weights import NamedTensor
 from areal.trainer.rollout.protocol import Completion, Sampling
-from areal.trainer.rollout.sampler import Request, RequestSampler
+from areal.trainer.rollout.sampler import Request, RequestSampler, end_tokens
 from areal.weight_sync.apply import load_named
 
 _POLL = 0.2
@@ -50,8 +50,8 @@ class LocalRollout:
     tokens carry the new version, and their log-probs are those of the distribution from which they were drawn.
 
     Args:
-        model: replica in evaluation mode, with ``sdpa`` or flash attention. Its weights must not be used elsewhere. Its
-            ``generation_config`` is ignored.
+        model: replica in evaluation mode, with ``sdpa`` or flash attention. Its weights must not be used elsewhere. Of its
+            ``generation_config``, only ``eos_token_id`` is used.
         max_context: maximum number of tokens of a prompt with its answer.
         version: version of the weights in the model.
         max_requests: maximum number of answers generated at once; others wait.
@@ -85,6 +85,7 @@ class LocalRollout:
         self.max_context = max_context
         self._vocab = model.config.get_text_config().vocab_size
         self._page_size = page_size
+        self._end_tokens = end_tokens(model)
         self._sampler = RequestSampler(version, self._on_first_token)
         self._seeds = np.random.default_rng(seed)
         self._count = 0
@@ -215,6 +216,8 @@ class LocalRollout:
             name = f"request {self._count}"
             self._count += 1
             seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+            if sampling.stop_token_ids is None:
+                sampling = replace(sampling, stop_token_ids=self._end_tokens)
             pending = self._pending[name] = _Pending(tuple(prompt), Request(sampling, seed))
             self._sampler.add(name, pending.request)
             if pending.prompt in self._waiting:
@@ -232,7 +235,7 @@ class LocalRollout:
             list(pending.prompt),
             request_id=name,
             max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=list(sampling.stop_token_ids),
+            eos_token_id=list(sampling.stop_token_ids or ()),
         )
 
     def _on_first_token(self, name: str) -> None:
@@ -314,9 +317,8 @@ class LocalRollout:
             elif not running:
                 break
             elif not threading.main_thread().is_alive():
-                self._manager.stop(
-                    hard_stop=True
-                )  # close will not be called, and the interpreter waits for this thread
+                # close will not be called, and the interpreter waits for this thread
+                self._manager.stop(hard_stop=True)
         with self._lock:
             self._failed = True
         for name in list(self._pending):
@@ -329,10 +331,8 @@ class LocalRollout:
             return
         pending = self._remove(result.request_id)
         if pending is not None and pending.request.tokens != result.generated_tokens:
-            error = (
-                f"{result.request_id}: other tokens came back than were drawn: this release of transformers is unknown"
-            )
-            _resolve(pending.future, RuntimeError(error))
+            error = "other tokens came back than were drawn: this release of transformers is unknown"
+            _resolve(pending.future, RuntimeError(f"{result.request_id}: {error}"))
         elif pending is not None:
             _resolve(pending.future, pending.request.completion())
 

@@ -29,23 +29,26 @@ class Group:
         sequences: sequences of all episodes that did not fail.
         failed: number of episodes that raised.
         error: text of the first exception, or ``None``.
+        rejected: mean reward of each group that ``keep`` rejected between the previous group and this one.
     """
 
     index: int
     sequences: tuple[Sequence, ...]
     failed: int = 0
     error: str | None = None
+    rejected: tuple[float, ...] = ()
 
     def state(self) -> dict[str, Any]:
         """Return the group as containers, numbers and tensors, for a checkpoint."""
         sequences = [sequence.state() for sequence in self.sequences]
-        return {"index": self.index, "sequences": sequences, "failed": self.failed, "error": self.error}
+        counts = {"failed": self.failed, "error": self.error, "rejected": list(self.rejected)}
+        return {"index": self.index, "sequences": sequences, **counts}
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Group:
         """Restore a group from :meth:`state`."""
         sequences = tuple(Sequence.of_state(each) for each in state["sequences"])
-        return cls(state["index"], sequences, state["failed"], state["error"])
+        return cls(state["index"], sequences, state["failed"], state["error"], tuple(state.get("rejected", ())))
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Plan:
         group_size: episodes per item.
         max_staleness: maximum number of versions between the weights with which a group begins and the weights that train on it.
         max_concurrent: maximum number of concurrent episodes on this rank.
+        max_rejected: maximum number of groups that ``keep`` may reject for each group of a batch, counted on this rank over the batches that
+            are being played; more are an error. ``None`` for no limit.
         episode_seconds: time limit of an episode, after which it has failed; ``None`` for no limit.
         seed: seed of the order of items and of every episode.
         shuffle: draw a new order of the items in each epoch.
@@ -69,6 +74,7 @@ class Plan:
     group_size: int = 1
     max_staleness: int = 0
     max_concurrent: int = 256
+    max_rejected: int | None = 100
     episode_seconds: float | None = None
     seed: int = 0
     shuffle: bool = True
@@ -76,6 +82,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.episode_seconds is not None and not self.episode_seconds > 0:
             raise ValueError(f"Plan.episode_seconds = {self.episode_seconds}: it must be above 0, or None for no limit")
+        if self.max_rejected is not None and self.max_rejected < 1:
+            raise ValueError(f"Plan.max_rejected = {self.max_rejected}: it must be at least 1, or None for no limit")
         # Every integer field with its smallest value.
         for name, least in (("groups", 1), ("group_size", 1), ("max_staleness", 0), ("max_concurrent", 1)):
             if getattr(self, name) < least:

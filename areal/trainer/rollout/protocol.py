@@ -26,7 +26,8 @@ class Sampling:
         temperature: divisor of the logits; 0 selects the most likely token (greedy).
         top_p: keep the smallest set of most likely tokens whose probabilities add up to this; 1 keeps all.
         top_k: keep this many most likely tokens; 0 keeps all.
-        stop_token_ids: tokens that end an answer. They are part of it.
+        stop_token_ids: tokens that end an answer. They are part of it. ``None``: the end-of-sequence tokens of the model's
+            ``generation_config``, if it has any. ``()``: none, so that every answer has ``max_new_tokens``.
         seed: seed of this request. The same seed, prompt and weights give the same tokens, regardless of concurrent requests. ``None`` draws
             a seed.
 
@@ -38,7 +39,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +54,10 @@ class Sampling:
             if not fits:
                 raise ValueError(f"Sampling.{name} = {getattr(self, name)}: it must be {rule}")
 
+    def distribution(self) -> dict[str, float]:
+        """Return the parameters that change the distribution from which tokens are drawn, by name."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -64,6 +69,7 @@ class Completion:
             ``top_p``; for greedy answers, at temperature 1.
         versions: version of the weights that generated each token.
         finish_reason: why generation ended.
+        sampling: parameters of the request; ``None`` if unknown. A sample that is made from the answer carries them.
 
     Raises:
         ValueError: the lengths differ.
@@ -73,6 +79,7 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
@@ -82,7 +89,7 @@ class Completion:
             )
 
     def segment(self) -> Segment:
-        """Return the answer as a trainable segment of a sequence, with ``rollout_logprobs`` and ``versions``."""
+        """Return the answer as a trainable segment of a sequence, with ``rollout_logprobs``, ``versions`` and sampling parameters."""
         return Segment(
             self.tokens,
             trainable=True,
@@ -90,6 +97,7 @@ class Completion:
                 "rollout_logprobs": torch.tensor(self.logprobs, dtype=torch.float32),
                 "versions": torch.tensor(self.versions, dtype=torch.int64),
             },
+            sampling={} if self.sampling is None else self.sampling.distribution(),
         )
 
 
@@ -160,7 +168,11 @@ class Sequence:
 
         ``input_ids``, ``loss_mask``, ``rollout_logprobs`` and ``versions`` are ``[S]``, position-aligned. ``rewards``, ``group_ids``,
         ``truncated`` and, for a sequence of a runner, ``episode_ids`` are scalars, which become ``[n]`` in a batch. ``output_mask`` restricts
-        log-probs and entropy to trained tokens.
+        log-probs and entropy to trained tokens. ``temperature`` is that of the answers, if known, so that an engine's log-probs are of the
+        distribution that was sampled.
+
+        Raises:
+            ValueError: the answers were sampled at different temperatures.
         """
         episode = {} if self.episode is None else {"episode_ids": torch.tensor(self.episode, dtype=torch.int64)}
         return {
@@ -188,6 +200,7 @@ class Sequence:
                     "tokens": torch.as_tensor(segment.tokens, dtype=torch.int64),
                     "trainable": segment.trainable,
                     "values": {name: torch.as_tensor(value) for name, value in segment.values.items()},
+                    "sampling": dict(segment.sampling),
                 }
                 for segment in self.segments
             ],
@@ -201,8 +214,11 @@ class Sequence:
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Sequence:
         """Restore a sequence from :meth:`state`."""
-        segments = tuple(Segment(each["tokens"], each["trainable"], each["values"]) for each in state["segments"])
-        # Older checkpoints have no episodes.
+        # States of earlier releases lack the sampling parameters and the episode.
+        segments = tuple(
+            Segment(each["tokens"], each["trainable"], each["values"], each.get("sampling", {}))
+            for each in state["segments"]
+        )
         episode = state.get("episode")
         return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"], episode)
 
@@ -216,6 +232,8 @@ class Episode(Protocol):
     """Turns an item of the data set into sequences to train on, with any number of turns, tools and branches.
 
     The sequences of one run are one member of their group: its reward in the baseline is the mean of their rewards.
+    If it has a method ``close``, a runner calls it at its end. ``run`` must not block the event loop, on which all episodes run: slow
+    synchronous work belongs in a :class:`~areal.trainer.rollout.rewards.RewardPool` or in ``asyncio.to_thread``.
     """
 
     async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from areal.trainer.losses import kl_k1, kl_k3
 from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Group
+from areal.trainer.rollout.sampling_check import SamplingItems
 
 _SUMS = (
     "sequences",
@@ -22,6 +24,8 @@ _SUMS = (
     "staleness",
     "groups",
     "flat_groups",
+    "groups_rejected",
+    "rejected_reward",
 )
 
 
@@ -39,6 +43,7 @@ class RolloutReport:
         samples: samples for the engine, in the order of the groups.
         untrained: samples of the same groups that are not trained on, with the key ``untrained``. Their rewards belong to the group.
         error: text of the first exception of an episode, or ``None``.
+        samplings: sampling parameters of the trained answers, each a tuple of names and values. Of all ranks once :meth:`reduce` was called.
     """
 
     def __init__(
@@ -56,10 +61,13 @@ class RolloutReport:
         self.error = next((group.error for group in groups if group.error is not None), None)
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._stats: dict[str, tuple[float, int]] = {}
+        self.samplings: set[SamplingItems] = set()
         for group in groups:
             # Nothing to compare: all rewards are equal, or there is one.
             flat = len({sequence.reward for sequence in group.sequences}) <= 1
             self._add(groups=1, failed=group.failed, flat_groups=flat)
+            known = [reward for reward in group.rejected if not math.isnan(reward)]
+            self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known))
             for sequence in group.sequences:
                 # An episode's statistics count even if its sequence is not trained on.
                 for name, value in sequence.stats.items():
@@ -73,6 +81,9 @@ class RolloutReport:
                         self.untrained.append(sample | {"untrained": torch.tensor(True)})
                     else:
                         self.samples.append(sample)
+                        self.samplings |= {
+                            tuple(s.sampling.items()) for s in sequence.segments if s.trainable and s.sampling
+                        }
                 if overlong:
                     self._add(overlong=1)
                     continue
@@ -97,7 +108,8 @@ class RolloutReport:
         - ``tokens``: mean number of sampled tokens of a sequence.
         - ``staleness``: mean number of updates since the oldest token of a sequence was generated.
         - ``truncated``, ``flat_groups``: fractions of sequences and groups.
-        - ``sequences``, ``failed`` (episodes), ``overlong``: counts.
+        - ``sequences``, ``failed`` (episodes), ``overlong``, ``groups_rejected`` (by ``keep``): counts.
+        - ``rejected_reward``: mean reward of the rejected groups, if there are any. All other numbers are without these groups.
         - each name in ``Sequence.stats``: mean over the sequences that have it.
 
         Raises:
@@ -113,25 +125,34 @@ class RolloutReport:
             )
         # A variance from sums may be slightly negative by rounding.
         reward = total["reward"] / n
-        return self._mean_stats() | {
-            "rollout/reward": reward,
-            "rollout/reward_std": max(0.0, total["reward_squared"] / n - reward**2) ** 0.5,
-            "rollout/tokens": total["tokens"] / n,
-            "rollout/staleness": total["staleness"] / n,
-            "rollout/truncated": total["truncated"] / n,
-            "rollout/flat_groups": total["flat_groups"] / max(1.0, total["groups"]),
-            "rollout/sequences": n,
-            "rollout/failed": total["failed"],
-            "rollout/overlong": total["overlong"],
-        }
+        rejected = total["groups_rejected"]
+        of_rejected = {"rollout/rejected_reward": total["rejected_reward"] / rejected} if rejected else {}
+        return (
+            self._mean_stats()
+            | of_rejected
+            | {
+                "rollout/reward": reward,
+                "rollout/reward_std": max(0.0, total["reward_squared"] / n - reward**2) ** 0.5,
+                "rollout/tokens": total["tokens"] / n,
+                "rollout/staleness": total["staleness"] / n,
+                "rollout/truncated": total["truncated"] / n,
+                "rollout/flat_groups": total["flat_groups"] / max(1.0, total["groups"]),
+                "rollout/sequences": n,
+                "rollout/failed": total["failed"],
+                "rollout/overlong": total["overlong"],
+                "rollout/groups_rejected": total["groups_rejected"],
+            }
+        )
 
     def _mean_stats(self) -> dict[str, float]:
-        """Return the mean of each name in ``Sequence.stats`` over the world.
+        """Return the mean of each name in ``Sequence.stats`` over the world, and collect the sampling parameters of all ranks.
 
         Every data-parallel coordinate has the same number of ranks, which have the same sequences, so the repetition does not change a mean.
         """
         # Gathered as objects: ranks may have different names.
-        all_stats: list[dict[str, tuple[float, int]]] = gather(self._stats)
+        gathered = gather((self._stats, self.samplings))
+        self.samplings = set().union(*(samplings for _, samplings in gathered))
+        all_stats: list[dict[str, tuple[float, int]]] = [stats for stats, _ in gathered]
         names = sorted({name for stats in all_stats for name in stats})
         sums = {name: [stats[name] for stats in all_stats if name in stats] for name in names}
         return {f"rollout/{name}": sum(t for t, _ in each) / sum(n for _, n in each) for name, each in sums.items()}

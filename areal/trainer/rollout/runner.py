@@ -9,18 +9,29 @@ speeds. With ``k = 0`` a run is reproducible.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import logging
+import math
 import threading
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
 from areal.trainer.rollout.protocol import Episode, RolloutClient, Sequence
 from areal.trainer.rollout.seeded import SeededClient
 from areal.utils.seeding import mixed
+
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 30.0
+"""Shortest time between two lines of the log about rejected groups, or about failed episodes."""
 
 
 class Runner:
@@ -34,12 +45,13 @@ class Runner:
         episode: run ``group_size`` times per item.
         items: data set, iterated epoch after epoch.
         plan: size of a batch, limits and seeds.
-        keep: returns False for groups to replace. A group without sequences is always kept, and counted as failed.
-        rank: index of this rank among those that run episodes.
-        size: number of ranks that run episodes.
+        keep: returns False for groups to replace, at most ``Plan.max_rejected`` for each group of a batch. A group without sequences is
+            always kept, and counted as failed.
+        rank: index of this rank among those that run episodes. By default a trainer sets it; without a trainer it is the rank in the world.
+        size: number of ranks that run episodes, by default those of the world. Pass both or neither.
 
     Raises:
-        ValueError: ``items`` is empty.
+        ValueError: ``items`` is empty, or ``rank`` is not one of ``size``.
     """
 
     def __init__(
@@ -50,20 +62,22 @@ class Runner:
         plan: Plan,
         *,
         keep: Keep | None = None,
-        rank: int = 0,
-        size: int = 1,
+        rank: int | None = None,
+        size: int | None = None,
     ) -> None:
         if not len(items):
             raise ValueError("items is empty: pass at least one")
         self._client, self._episode, self._items, self.plan, self._keep = client, episode, items, plan, keep
-        self.rank, self.size = rank, size
+        self._place: tuple[int, int] | None = None
+        if rank is not None or size is not None:
+            self.set_place(rank, size)
         self._trained = 0
         # Numbers below count this rank's groups, from 0. The group's index in the run is _index(number).
         self._next = 0  # the next group to start
         self._consumed = 0  # groups returned by next_batch, and groups replaced before them
         self._rejected = 0  # groups replaced since the run began
         self._running = 0
-        self._finished: dict[int, Group | None] = {}  # by number; None if it was replaced
+        self._finished: dict[int, Group | float] = {}  # by number; the mean reward of a group that was replaced
         # Guards everything above, and is notified when a group ends or the runner closes.
         self._changed = threading.Condition()
         # Episodes run as tasks on an event loop in a thread of this runner.
@@ -72,8 +86,37 @@ class Runner:
         self._draining = False
         self._closed = False
         self._fault: Exception | None = None
+        self._at_close = contextlib.ExitStack()
+        # Counts for the log, and when each was logged last.
+        self._lost: Counter[str] = Counter()
+        self._logged: dict[str, float] = {}
         self._thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
         self._thread.start()
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Rank and size, once they were passed or set."""
+        return self._place
+
+    def set_place(self, rank: int | None, size: int | None) -> None:
+        """Set the groups that this rank runs: every ``size``-th, from number ``rank``. Call it before the first :meth:`advance`.
+
+        Raises:
+            ValueError: ``rank`` is not one of ``size``.
+        """
+        if rank is None or size is None or not 0 <= rank < size:
+            raise ValueError(f"Runner: rank = {rank}, size = {size}: pass both, with 0 <= rank < size, or neither")
+        self._place = (rank, size)
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank among those that run episodes."""
+        return (self._place or _place_in_world())[0]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that run episodes."""
+        return (self._place or _place_in_world())[1]
 
     @property
     def per_batch(self) -> int:
@@ -92,6 +135,8 @@ class Runner:
         Args:
             trained: number of batches.
         """
+        # From here on indices of groups depend on it.
+        self._place = (self.rank, self.size)
         with self._changed:
             self._trained = trained
         self._loop.call_soon_threadsafe(self._start_allowed)
@@ -104,7 +149,7 @@ class Runner:
 
         Raises:
             TimeoutError: the groups are not complete after ``timeout`` seconds.
-            RuntimeError: the runner is closed, or an item or ``keep`` raised.
+            RuntimeError: the runner is closed, an item or ``keep`` raised, or ``keep`` rejected too many groups.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._ready() is not None or self._fault or self._closed, timeout):
@@ -114,8 +159,16 @@ class Runner:
             numbers = self._ready()
             if numbers is None or self._closed:
                 raise RuntimeError("the runner is closed")
-            # Replaced groups leave with the batch that they were meant for.
-            groups = [group for number in numbers if (group := self._finished.pop(number)) is not None]
+            # Replaced groups leave with the batch that they were meant for, and are counted in the group after them.
+            groups: list[Group] = []
+            rejected: list[float] = []
+            for number in numbers:
+                played = self._finished.pop(number)
+                if isinstance(played, Group):
+                    groups.append(replace(played, rejected=tuple(rejected)))
+                    rejected = []
+                else:
+                    rejected.append(played)
             self._consumed = numbers[-1] + 1 if numbers else self._consumed
         return groups
 
@@ -129,10 +182,10 @@ class Runner:
             if number not in self._finished:
                 return None
             numbers.append(number)
-            kept += self._finished[number] is not None
+            kept += isinstance(self._finished[number], Group)
         return numbers
 
-    def drain(self) -> list[Group | None]:
+    def drain(self) -> list[Group | float]:
         """Wait for the running groups without starting others, and return the groups not consumed yet; then continue."""
         with self._changed:
             self._draining = True
@@ -141,6 +194,10 @@ class Runner:
             self._draining = False
         self._loop.call_soon_threadsafe(self._start_allowed)
         return waiting
+
+    def at_close(self, function: Callable[[], object]) -> None:
+        """Call ``function`` when the runner is closed."""
+        self._at_close.callback(function)
 
     def close(self) -> None:
         """Cancel the running episodes and stop the thread. May be called twice."""
@@ -152,13 +209,15 @@ class Runner:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        getattr(self._episode, "close", lambda: None)()
+        self._at_close.close()
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's runner, including groups not consumed yet. Waits for running groups."""
         # Drained: a running episode cannot be saved.
-        waiting = [group if group is None else group.state() for group in self.drain()]
+        waiting = [group.state() if isinstance(group, Group) else group for group in self.drain()]
         return {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected, "waiting": waiting}
 
     def resharded_state(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
@@ -180,7 +239,11 @@ class Runner:
         """Restore a state of :meth:`state_dict`, with the same rank and size. Call it before the first :meth:`advance`."""
         with self._changed:
             self._trained, self._consumed, self._rejected = state["trained"], state["consumed"], state["rejected"]
-            waiting = [group if group is None else Group.of_state(group) for group in state["waiting"]]
+            # Earlier releases saved None for a replaced group.
+            waiting = [
+                Group.of_state(group) if isinstance(group, dict) else math.nan if group is None else group
+                for group in state["waiting"]
+            ]
             self._finished = dict(enumerate(waiting, start=self._consumed))
             self._next = self._consumed + len(waiting)
 
@@ -210,20 +273,46 @@ class Runner:
 
     async def _play(self, number: int) -> None:
         """Run one group of this rank, and record it as finished, replaced or failed."""
-        group, fault = None, None
+        played: Group | float = math.nan
+        fault: Exception | None = None
         try:
-            group = await self._play_group(self._index(number))
+            played = group = await self._play_group(self._index(number))
             if group.sequences and self._keep is not None and not self._keep(list(group.sequences)):
-                group = None
+                played = sum(sequence.reward for sequence in group.sequences) / len(group.sequences)
         except Exception as error:
             fault = error  # of an item or of `keep`: next_batch raises it
         with self._changed:
-            self._finished[number] = group
-            self._fault = self._fault or fault
-            self._rejected += group is None
+            self._finished[number] = played
+            self._rejected += not isinstance(played, Group)
+            self._fault = self._fault or fault or self._too_many_rejected()
             self._running -= 1
             self._changed.notify_all()
+        self._log_lost(played)
         self._start_allowed()
+
+    def _too_many_rejected(self) -> RuntimeError | None:
+        """Return an error if ``keep`` rejected more groups than the plan allows for the batches that are being played."""
+        rejected = sum(not isinstance(played, Group) for played in self._finished.values())
+        batches, each = self.plan.max_staleness + 1, self.plan.max_rejected
+        if each is None or rejected <= each * self.per_batch * batches:
+            return None
+        return RuntimeError(
+            f"keep= rejected {rejected} groups, more than Plan.max_rejected = {each} for each of the {self.per_batch * batches} groups that "
+            "this rank is to play now: change keep or the items, or raise max_rejected"
+        )
+
+    def _log_lost(self, played: Group | float) -> None:
+        """Log rejected groups and failed episodes, at most once in a while."""
+        lost = "groups rejected by keep=" if isinstance(played, float) else "episodes failed"
+        count = 1 if isinstance(played, float) else played.failed
+        if not count:
+            return
+        self._lost[lost] += count
+        now = time.monotonic()
+        if now - self._logged.get(lost, -math.inf) >= LOG_SECONDS:
+            self._logged[lost] = now
+            cause = "" if isinstance(played, float) else f"; the last with {played.error}"
+            logger.warning("rank %d: %d %s so far%s", self.rank, self._lost[lost], lost, cause)
 
     def _index(self, number: int) -> int:
         """Return the index in the run of this rank's group ``number``."""
@@ -265,6 +354,11 @@ class Runner:
         if self.plan.shuffle:
             position = _permutation(mixed(self.plan.seed, epoch), len(self._items))[position]
         return self._items[position]
+
+
+def _place_in_world() -> tuple[int, int]:
+    """Return rank and size of the default process group, or of one process without it."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @functools.lru_cache(maxsize=2)

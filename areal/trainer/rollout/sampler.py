@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
@@ -97,6 +97,12 @@ def sample_tokens(logprobs: Tensor, noise: Tensor) -> Tensor:
     return first * run + inside.argmax(-1)
 
 
+def end_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of a model's ``generation_config``, which has one, several or none."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
 @dataclass
 class Request:
     """State of one answer during generation.
@@ -124,9 +130,13 @@ class Request:
         """Return the answer. Without a ``finish_reason`` it is ``"stop"`` or ``"length"``, by its last token."""
         count = len(self.versions)  # appended last: while another thread samples, the other lists may be longer
         if finish_reason is None:
-            finish_reason = "stop" if self.tokens[-1] in self.sampling.stop_token_ids else "length"
+            finish_reason = "stop" if self.tokens[-1] in (self.sampling.stop_token_ids or ()) else "length"
         return Completion(
-            tuple(self.tokens[:count]), tuple(self.logprobs[:count]), tuple(self.versions[:count]), finish_reason
+            tuple(self.tokens[:count]),
+            tuple(self.logprobs[:count]),
+            tuple(self.versions[:count]),
+            finish_reason,
+            self.sampling,
         )
 
 

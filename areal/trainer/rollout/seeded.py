@@ -33,4 +33,6 @@ class SeededClient:
         if sampling.seed is None:
             sampling = replace(sampling, seed=mixed(*self._episode_key, self._requests))
             self._requests += 1
-        return await self._client.generate(prompt_ids, sampling)
+        completion = await self._client.generate(prompt_ids, sampling)
+        # The trainer needs the parameters, and a client of another package may not record them.
+        return completion if completion.sampling is not None else replace(completion, sampling=sampling)

@@ -108,11 +108,13 @@ class Segment:
         tokens: integers ``[m]``. Token ids.
         trainable: whether the policy generated the tokens and is trained on them.
         values: per-token keys ``[m, ...]`` (behaviour log-probs, advantages).
+        sampling: parameters with which the policy sampled the tokens, by name (``temperature``, ``top_p``, ...). Empty if unknown.
     """
 
     tokens: Sequence[int] | Tensor
     trainable: bool
     values: Mapping[str, Sequence[float] | Tensor] = field(default_factory=dict)
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
@@ -125,11 +127,12 @@ def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
 
     Returns:
         ``input_ids`` int64 ``[S]``, ``loss_mask`` float32 ``[S]`` (1 at positions that predict a trainable token), and each
-        key of ``values``, ``[S, ...]``, at the positions that predict its tokens.
+        key of ``values``, ``[S, ...]``, at the positions that predict its tokens. If the segments have one, also the scalar
+        ``temperature``, by which an engine divides the logits of this sequence. Greedy answers (0) have 1.
 
     Raises:
-        ValueError: there are no tokens, a key does not have one value for each token, a reserved name is used, or shapes
-            differ between segments.
+        ValueError: there are no tokens, a key does not have one value for each token, a reserved name is used, shapes differ
+            between segments, or trainable segments were sampled at different temperatures.
     """
     ids = [torch.as_tensor(segment.tokens, dtype=torch.int64) for segment in segments]
     if not sum(len(x) for x in ids):
@@ -138,6 +141,17 @@ def from_segments(segments: Sequence[Segment]) -> dict[str, Tensor]:
         torch.full(x.shape, float(segment.trainable), device=x.device) for x, segment in zip(ids, segments, strict=True)
     ]
     out = {"input_ids": torch.cat(ids), "loss_mask": _shift_to_predictor(torch.cat(weights)[None])[0]}
+    # The divisor of the logits belongs to the sequence, because an engine has one per sequence.
+    temperatures = sorted(
+        {s.sampling["temperature"] or 1.0 for s in segments if s.trainable and "temperature" in s.sampling}
+    )
+    if len(temperatures) > 1:
+        raise ValueError(
+            f"the trainable segments were sampled at the temperatures {temperatures}, and a sample has one: sample all turns at "
+            "one temperature, or make a sample for each"
+        )
+    if temperatures:
+        out["temperature"] = torch.tensor(temperatures[0], dtype=torch.float32)
     # All keys of all segments, in the order of their first occurrence.
     for key in dict.fromkeys(key for segment in segments for key in segment.values):
         if key in out:

@@ -143,6 +143,10 @@ def _external_names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("areal"):
         return [alias.name for alias in node.names]
     # The names of getattr, hasattr and setattr.
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr", "setattr")
+    ):
         return [str(x.value) for x in node.args[1:2] if isinstance(x, ast.Constant)]
     return []

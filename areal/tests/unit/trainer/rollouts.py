@@ -34,6 +34,11 @@ def rollout(replica: PreTrainedModel | None = None, **options: Any) -> LocalRoll
     return LocalRollout(replica or model(), **{"max_context": CONTEXT, "max_requests": 24, **options})
 
 
+def endless(*values: Any, **options: Any) -> Sampling:
+    """Sampling parameters without stop tokens: every answer has ``max_new_tokens``."""
+    return Sampling(*values, **{"stop_token_ids": (), **options})
+
+
 def run(*work: Coroutine[Any, Any, Completion]) -> list[Completion]:
     async def together() -> list[Completion]:
         return await asyncio.wait_for(asyncio.gather(*work), 60)

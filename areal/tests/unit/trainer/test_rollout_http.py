@@ -28,6 +28,7 @@ from areal.tests.harness.rollout_http import (
     vllm_reply,
     weights,
 )
+from areal.tests.unit.trainer.rollouts import endless
 from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
 from areal.trainer.rollout.protocol import Sampling
 
@@ -83,7 +84,7 @@ def make(kind: str, tmp_path: Path) -> Iterator[Callable[..., HTTPRollout]]:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_equal_plain_forward(make: Callable[..., HTTPRollout], server: Process, temperature: float) -> None:
     rollout = make(server, version=4)
-    first, again, other = run(*(rollout.generate(PROMPT, Sampling(20, temperature, seed=seed)) for seed in (5, 5, 6)))
+    first, again, other = run(*(rollout.generate(PROMPT, endless(20, temperature, seed=seed)) for seed in (5, 5, 6)))
     assert len(first.tokens) == 20
     assert (first.finish_reason, first.versions) == ("length", (4,) * 20)
     assert first == again
@@ -94,9 +95,9 @@ def test_logprobs_equal_plain_forward(make: Callable[..., HTTPRollout], server: 
 def test_truncated_sampling_renormalizes_logprobs_or_raises(
     make: Callable[..., HTTPRollout], server: Process, kind: str
 ) -> None:
-    rollout, sampling = make(server), Sampling(20, top_k=3, seed=1)
+    rollout, sampling = make(server), endless(20, top_k=3, seed=1)
     if kind == "sglang":
-        for refused in (sampling, Sampling(top_p=0.9)):
+        for refused in (sampling, endless(top_p=0.9)):
             with pytest.raises(ValueError, match=r"top_p.*top_k"):
                 run(rollout.generate(PROMPT, refused))
         assert server.calls(GENERATE[kind]) == 0
@@ -109,20 +110,34 @@ def test_truncated_sampling_renormalizes_logprobs_or_raises(
     )
 
 
+def test_models_end_of_sequence_token_ends_a_completion_by_default(
+    make: Callable[..., HTTPRollout], server: Process
+) -> None:
+    rollout = make(server)
+    full = run(*(rollout.generate(PROMPT, endless(60, 3.0, seed=seed)) for seed in range(8)))
+    answers = run(*(rollout.generate(PROMPT, Sampling(60, 3.0, seed=seed)) for seed in range(8)))
+    # 1 is the end-of-sequence token of the tiny models.
+    ends = [each.tokens.index(1) + 1 if 1 in each.tokens else 60 for each in full]
+    assert min(ends) < 60
+    for answer, whole, end in zip(answers, full, ends, strict=True):
+        assert answer.tokens == whole.tokens[:end]
+        assert answer.finish_reason == ("stop" if answer.tokens[-1] == 1 else "length")
+
+
 def test_only_requested_stop_tokens_end_a_completion(
     make: Callable[..., HTTPRollout], server: Process, kind: str
 ) -> None:
     rollout = make(server)
-    (full,) = run(rollout.generate(PROMPT, Sampling(20, 0)))
+    (full,) = run(rollout.generate(PROMPT, endless(20, 0)))
     stop = full.tokens[12]
-    (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(stop,))))
+    (answer,) = run(rollout.generate(PROMPT, endless(20, 0, stop_token_ids=(stop,))))
     assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
     # The server ends it at its end-of-sequence token.
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, full.tokens[0], None]]}
     choice = {"finish_reason": "stop", "token_ids": [full.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
     server.can(GENERATE[kind], body={"meta_info": meta} if kind == "sglang" else {"choices": [choice]})
-    (answer,) = run(rollout.generate(PROMPT, Sampling(20, 0, stop_token_ids=(VOCAB - 1,))))
+    (answer,) = run(rollout.generate(PROMPT, endless(20, 0, stop_token_ids=(VOCAB - 1,))))
     assert answer.tokens == full.tokens
     assert answer.logprobs[0] == -1.5
     assert answer.finish_reason == "length"
@@ -133,7 +148,7 @@ def test_update_loads_new_weights(make: Callable[..., HTTPRollout], servers: lis
     for version in (1, 2, 3):
         rollout.update(weights(version), version)
         assert rollout.version == version
-        answers = run(*(rollout.generate(PROMPT, Sampling(6, seed=i)) for i in range(4)))
+        answers = run(*(rollout.generate(PROMPT, endless(6, seed=i)) for i in range(4)))
         for answer in answers:
             assert answer.versions == (version,) * 6
             assert_drawn_from(replica(version), answer)
@@ -149,7 +164,7 @@ def test_generation_continues_across_an_update(
     rollout = make(*servers, version=3)
     for server in servers:
         server.tell(step_seconds=0.02)
-    asked = [Sampling(40, seed=i) for i in range(4)]
+    asked = [endless(40, seed=i) for i in range(4)]
     background = Background(*(rollout.generate(PROMPT, sampling) for sampling in asked))
     until(lambda: all(server.calls(GENERATE[kind]) == 2 for server in servers))  # the least loaded: two on each
     time.sleep(0.3)
@@ -175,7 +190,7 @@ def test_undrained_request_is_restarted_after_update(
 ) -> None:
     rollout = make(server, drain_seconds=0.3)
     server.can(GENERATE[kind], body="late", delay=5)
-    background = Background(rollout.generate(PROMPT, Sampling(5, seed=1)))
+    background = Background(rollout.generate(PROMPT, endless(5, seed=1)))
     until(lambda: server.calls(GENERATE[kind]) == 1)
     rollout.update(weights(1), 1)
     (answer,) = background.result()
@@ -186,7 +201,7 @@ def test_undrained_request_is_restarted_after_update(
 def test_killed_server_raises_within_the_deadline(make: Callable[..., HTTPRollout], doomed: Process, kind: str) -> None:
     rollout = make(doomed, deadline=2)
     doomed.tell(step_seconds=0.1)
-    background = Background(rollout.generate(PROMPT, Sampling(100)))
+    background = Background(rollout.generate(PROMPT, endless(100)))
     until(lambda: doomed.calls(GENERATE[kind]) == 1)
     doomed.kill()
     start = time.monotonic()
@@ -200,7 +215,7 @@ def test_requests_fail_over_from_killed_server(
 ) -> None:
     rollout = make(doomed, server)
     doomed.tell(step_seconds=0.1)
-    background = Background(*(rollout.generate(PROMPT, Sampling(30, seed=i)) for i in range(2)))
+    background = Background(*(rollout.generate(PROMPT, endless(30, seed=i)) for i in range(2)))
     until(lambda: doomed.calls(GENERATE[kind]) == 1)
     doomed.kill()
     answers = background.result()
@@ -217,10 +232,10 @@ def test_hanging_server_raises_or_fails_over(
     servers[0].can(GENERATE[kind], body="late", delay=4, times=3)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"{servers[0].url}{GENERATE[kind]}: no answer within"):
-        run(make(servers[0], timeout=0.3, deadline=0.7).generate(PROMPT, Sampling(3)))
+        run(make(servers[0], timeout=0.3, deadline=0.7).generate(PROMPT, endless(3)))
     assert time.monotonic() - start < 3
     servers[0].can(GENERATE[kind], body="late", delay=4)
-    (answer,) = run(make(*servers, timeout=0.5).generate(PROMPT, Sampling(3)))
+    (answer,) = run(make(*servers, timeout=0.5).generate(PROMPT, endless(3)))
     assert len(answer.tokens) == 3
 
 
@@ -246,11 +261,11 @@ def test_only_server_errors_are_retried(
     rollout = make(server)
     server.can(GENERATE[kind], status=status, body="its own words", times=2)
     if error is None:
-        (answer,) = run(rollout.generate(PROMPT, Sampling(3)))
+        (answer,) = run(rollout.generate(PROMPT, endless(3)))
         assert len(answer.tokens) == 3
     else:
         with pytest.raises(error, match=rf"{server.url}{GENERATE[kind]}: status {status}: its own words"):
-            run(rollout.generate(PROMPT, Sampling(3)))
+            run(rollout.generate(PROMPT, endless(3)))
     assert server.calls(GENERATE[kind]) == calls
 
 
@@ -259,10 +274,10 @@ def test_malformed_reply_raises(make: Callable[..., HTTPRollout], server: Proces
     for body, words in BAD_REPLIES[kind]:
         server.can(GENERATE[kind], body=body)
         with pytest.raises(RuntimeError, match=rf"{server.url}{GENERATE[kind]}: .*{words}"):
-            run(rollout.generate(PROMPT, Sampling(3)))
+            run(rollout.generate(PROMPT, endless(3)))
     good = {**(sglang_reply() if kind == "sglang" else vllm_reply()), "unknown": {"more": 1}}
     server.can(GENERATE[kind], body=good)
-    (answer,) = run(rollout.generate(PROMPT, Sampling(3)))
+    (answer,) = run(rollout.generate(PROMPT, endless(3)))
     assert (answer.tokens, answer.logprobs) == ((5, 6), (-1.0, -2.0))
     assert server.calls(GENERATE[kind]) == len(BAD_REPLIES[kind]) + 1
 
@@ -280,12 +295,12 @@ def test_partial_update_raises_with_server_versions(
     ):
         rollout.update(weights(1), 1)
     assert rollout.version == (0 if step == "pause" else 1)
-    answers = run(*(rollout.generate(PROMPT, Sampling(5, seed=i)) for i in range(4)))
+    answers = run(*(rollout.generate(PROMPT, endless(5, seed=i)) for i in range(4)))
     assert {v for answer in answers for v in answer.versions} == ({0, 1} if step == "pause" else {1})
     for answer in answers:
         assert_drawn_from(replica(1) if answer.versions[0] else replica(), answer)
     rollout.update(weights(2), 2)
-    answers = run(*(rollout.generate(PROMPT, Sampling(5, seed=i)) for i in range(4)))
+    answers = run(*(rollout.generate(PROMPT, endless(5, seed=i)) for i in range(4)))
     assert {v for answer in answers for v in answer.versions} == {2}
     assert bad.calls(GENERATE[kind]) >= 2
 
@@ -300,9 +315,9 @@ def test_no_server_with_known_weights_raises(make: Callable[..., HTTPRollout], s
         with pytest.raises(RuntimeError, match="no worker loaded"):
             rollout.update(weights(1), 1)
     with pytest.raises(RuntimeError, match=rf"no server has known weights: {server.url}"):
-        run(rollout.generate(PROMPT, Sampling(3)))
+        run(rollout.generate(PROMPT, endless(3)))
     rollout.update(weights(2), 2)
-    (answer,) = run(rollout.generate(PROMPT, Sampling(3)))
+    (answer,) = run(rollout.generate(PROMPT, endless(3)))
     assert answer.versions == (2,) * 3
 
 
@@ -318,7 +333,7 @@ def test_failed_weight_write_keeps_old_weights(make: Callable[..., HTTPRollout],
         rollout.update(tensors(), -1)
     assert len(read) == len(list(weights(1)))
     assert rollout.version == 0
-    (answer,) = run(rollout.generate(PROMPT, Sampling(5)))
+    (answer,) = run(rollout.generate(PROMPT, endless(5)))
     assert_drawn_from(replica(), answer)
     assert server.calls(PAUSE[kind]) == 0
 
@@ -328,7 +343,7 @@ def test_cancelled_task_aborts_its_request(make: Callable[..., HTTPRollout], ser
     server.tell(step_seconds=0.1)
 
     async def cancel() -> None:
-        task = asyncio.ensure_future(rollout.generate(PROMPT, Sampling(200)))
+        task = asyncio.ensure_future(rollout.generate(PROMPT, endless(200)))
         await asyncio.to_thread(until, lambda: server.calls(GENERATE[kind]) == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -338,13 +353,13 @@ def test_cancelled_task_aborts_its_request(make: Callable[..., HTTPRollout], ser
     if kind == "sglang":
         until(lambda: server.calls("/abort_request") == 1)
     server.tell(step_seconds=0)
-    assert len(run(rollout.generate(PROMPT, Sampling(4)))[0].tokens) == 4
+    assert len(run(rollout.generate(PROMPT, endless(4)))[0].tokens) == 4
 
 
 def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     rollout = make(server)
     server.tell(step_seconds=0.05)
-    background = Background(rollout.generate(PROMPT, Sampling(100)))
+    background = Background(rollout.generate(PROMPT, endless(100)))
     until(lambda: server.calls(GENERATE[kind]) == 1)
     time.sleep(0.2)
     rollout.update(weights(1), 1)
@@ -354,7 +369,7 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
     assert answer.finish_reason == "aborted"
     assert answer.versions == (0,) * len(answer.tokens)
     assert answer.tokens
-    for work in (lambda: run(rollout.generate(PROMPT, Sampling(3))), lambda: rollout.update(weights(2), 2)):
+    for work in (lambda: run(rollout.generate(PROMPT, endless(3))), lambda: rollout.update(weights(2), 2)):
         with pytest.raises(RuntimeError, match="closed"):
             work()
     assert "rollout-http" not in {thread.name for thread in threading.enumerate()}
@@ -362,7 +377,7 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
 
 def test_invalid_arguments_raise(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
     with pytest.raises(ValueError, match="prompt_ids is empty"):
-        run(make(server).generate([], Sampling(3)))
+        run(make(server).generate([], endless(3)))
     for servers, options, words in (
         ((), {}, "urls"),
         ((server, server), {}, "urls"),

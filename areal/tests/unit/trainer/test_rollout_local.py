@@ -22,6 +22,7 @@ from areal.tests.unit.trainer.rollouts import (
     Reading,
     after_forwards,
     assert_logprobs,
+    endless,
     model,
     plain_logprobs,
     rollout,
@@ -35,7 +36,7 @@ from areal.trainer.rollout.protocol import Completion, Sampling
 def test_logprobs_equal_plain_forward(family: str) -> None:
     replica = tiny_model(FAMILIES[family](), 0).eval()
     with rollout(replica, version=4) as engine:
-        asked = [Sampling(25, s.temperature, s.top_p, s.top_k, seed=i) for i, s in enumerate(WAYS)]
+        asked = [endless(25, s.temperature, s.top_p, s.top_k, seed=i) for i, s in enumerate(WAYS)]
         answers = run(*(engine.generate(PROMPT[: 20 + i], s) for i, s in enumerate(asked)))
     for i, (answer, sampling) in enumerate(zip(answers, asked, strict=True)):
         assert len(answer.tokens) == 25
@@ -59,7 +60,7 @@ def test_completion_does_not_depend_on_concurrent_requests(
         "create_equivalent_initial_request",
         lambda state: (put_back.append(state.request_id), again(state))[1],
     )
-    asked = [(PROMPT[i % 3 : 20 + i], Sampling(30, 1.0 + i % 2, seed=i)) for i in range(21)]
+    asked = [(PROMPT[i % 3 : 20 + i], endless(30, 1.0 + i % 2, seed=i)) for i in range(21)]
     with rollout(**options) as engine:
         together = run(*(engine.generate(*one) for one in asked))
     with rollout() as engine:
@@ -77,8 +78,8 @@ def test_shared_prompt_is_prefilled_once() -> None:
         lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     with rollout(replica) as engine:
-        run(*(engine.generate(PROMPT, Sampling(2)) for _ in range(3)))
-        run(engine.generate(PROMPT, Sampling(2)))
+        run(*(engine.generate(PROMPT, endless(2)) for _ in range(3)))
+        run(engine.generate(PROMPT, endless(2)))
     # 41 tokens once; then 9 for each of the others, as two pages of 16 are kept; and one more token for each.
     assert sum(read) == 41 + 3 * 9 + 4
 
@@ -87,7 +88,7 @@ def test_waiting_request_survives_cancelled_prefill() -> None:
     with rollout() as engine:
 
         async def generate() -> Completion:
-            first, second = (asyncio.ensure_future(engine.generate(PROMPT, Sampling(5, seed=i))) for i in range(2))
+            first, second = (asyncio.ensure_future(engine.generate(PROMPT, endless(5, seed=i))) for i in range(2))
             await asyncio.sleep(0)  # both have asked
             first.cancel()
             return await asyncio.wait_for(second, 60)
@@ -100,18 +101,34 @@ def test_request_without_seed_gets_engine_seed() -> None:
     answers = []
     for seed in (1, 1, 2):
         with rollout(seed=seed) as engine:
-            answers.append([run(engine.generate(PROMPT, Sampling(20)))[0].tokens for _ in range(2)])
+            answers.append([run(engine.generate(PROMPT, endless(20)))[0].tokens for _ in range(2)])
     assert answers[0] == answers[1]
     assert len({*answers[0], *answers[2]}) == 4
 
 
 def test_stop_token_ends_completion_and_is_included() -> None:
     with rollout() as engine:
-        (full,) = run(engine.generate(PROMPT, Sampling(20, seed=0)))
+        (full,) = run(engine.generate(PROMPT, endless(20, seed=0)))
         stop = full.tokens[6]
-        (answer,) = run(engine.generate(PROMPT, Sampling(20, seed=0, stop_token_ids=(stop, VOCAB + 5))))
+        (answer,) = run(engine.generate(PROMPT, endless(20, seed=0, stop_token_ids=(stop, VOCAB + 5))))
     assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_models_end_of_sequence_tokens_end_a_completion_by_default(listed: bool) -> None:
+    replica = model()
+    with rollout(replica) as engine:
+        (full,) = run(engine.generate(PROMPT, endless(20, seed=0)))
+    ends = (full.tokens[9], full.tokens[6]) if listed else (full.tokens[6],)
+    assert replica.generation_config is not None
+    replica.generation_config.eos_token_id = list(ends) if listed else ends[0]
+    with rollout(replica) as engine:
+        (answer,) = run(engine.generate(PROMPT, Sampling(20, seed=0)))
+        (without,) = run(engine.generate(PROMPT, endless(20, seed=0)))
+    assert answer.tokens == full.tokens[: min(map(full.tokens.index, ends)) + 1]
+    assert answer.finish_reason == "stop"
+    assert without.tokens == full.tokens
 
 
 def test_concurrent_event_loops_get_correct_completions() -> None:
@@ -119,7 +136,7 @@ def test_concurrent_event_loops_get_correct_completions() -> None:
     with rollout() as engine:
 
         def ask(seed: int) -> None:
-            answers[seed] = run(engine.generate(PROMPT, Sampling(20, seed=seed)))[0]
+            answers[seed] = run(engine.generate(PROMPT, endless(20, seed=seed)))[0]
 
         threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
         for thread in threads:
@@ -127,23 +144,23 @@ def test_concurrent_event_loops_get_correct_completions() -> None:
         for thread in threads:
             thread.join(60)
         for seed in range(6):
-            assert answers[seed].tokens == run(engine.generate(PROMPT, Sampling(20, seed=seed)))[0].tokens
+            assert answers[seed].tokens == run(engine.generate(PROMPT, endless(20, seed=seed)))[0].tokens
 
 
 @pytest.mark.parametrize(
     ("prompt", "sampling", "match"),
     [
-        ([], Sampling(), "prompt_ids is empty"),
-        ([1, VOCAB], Sampling(), f"token {VOCAB}"),
-        ([1, -1], Sampling(), "token -1"),
-        ([1] * 100, Sampling(CONTEXT - 99), "max_context = 160"),
+        ([], endless(), "prompt_ids is empty"),
+        ([1, VOCAB], endless(), f"token {VOCAB}"),
+        ([1, -1], endless(), "token -1"),
+        ([1] * 100, endless(CONTEXT - 99), "max_context = 160"),
     ],
 )
 def test_invalid_requests_raise(prompt: list[int], sampling: Sampling, match: str) -> None:
     with rollout() as engine:
         with pytest.raises(ValueError, match=match):
             run(engine.generate(prompt, sampling))
-        assert len(run(engine.generate([1] * 100, Sampling(CONTEXT - 100)))[0].tokens) == CONTEXT - 100
+        assert len(run(engine.generate([1] * 100, endless(CONTEXT - 100)))[0].tokens) == CONTEXT - 100
 
 
 @pytest.mark.parametrize(
@@ -173,14 +190,14 @@ def test_generation_thread_error_fails_all_requests() -> None:
     with rollout(replica, max_requests=3) as engine:
 
         async def generate() -> list[Any]:
-            asked = (engine.generate(PROMPT, Sampling(50)) for _ in range(6))
+            asked = (engine.generate(PROMPT, endless(50)) for _ in range(6))
             return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
 
         for error in asyncio.run(generate()):
             assert isinstance(error, RuntimeError)
             assert "the disk is on fire" in str(error)
         with pytest.raises(RuntimeError, match="OSError: the disk is on fire"):
-            run(engine.generate(PROMPT, Sampling(5)))
+            run(engine.generate(PROMPT, endless(5)))
         tensors = Reading(weights(1))
         with pytest.raises(RuntimeError, match="the disk is on fire"):
             engine.update(tensors, 1)
@@ -193,7 +210,7 @@ def test_close_returns_partial_completions_and_frees_memory() -> None:
     engine = rollout(replica, max_requests=1)
 
     async def generate() -> list[Completion]:
-        asked = [asyncio.ensure_future(engine.generate(PROMPT, Sampling(110, seed=i))) for i in range(2)]
+        asked = [asyncio.ensure_future(engine.generate(PROMPT, endless(110, seed=i))) for i in range(2)]
         await asyncio.to_thread(started.wait, 60)
         cache = weakref.ref(engine._manager.batch_processor.cache.cache_tensor)
         await asyncio.to_thread(engine.close)
@@ -206,11 +223,11 @@ def test_close_returns_partial_completions_and_frees_memory() -> None:
     assert (first.finish_reason, second.finish_reason) == ("aborted", "aborted")
     assert 5 < len(first.tokens) < 110
     assert second.tokens == ()
-    assert_logprobs(first, plain_logprobs(replica, PROMPT, first.tokens, Sampling()))
+    assert_logprobs(first, plain_logprobs(replica, PROMPT, first.tokens, endless()))
     engine.close()
     assert threading.active_count() <= threads + 1  # asyncio may keep its own
     with pytest.raises(RuntimeError, match="was closed"):
-        run(engine.generate(PROMPT, Sampling(5)))
+        run(engine.generate(PROMPT, endless(5)))
     tensors = Reading(weights(1))
     with pytest.raises(RuntimeError, match="was closed"):
         engine.update(tensors, 1)
@@ -223,12 +240,12 @@ def test_cancelled_request_frees_its_slot() -> None:
     with rollout(replica, max_requests=1) as engine:
 
         async def generate() -> Completion:
-            long = asyncio.ensure_future(engine.generate(PROMPT, Sampling(110)))
+            long = asyncio.ensure_future(engine.generate(PROMPT, endless(110)))
             await asyncio.to_thread(started.wait, 60)
             long.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await long
-            answer = await asyncio.wait_for(engine.generate(PROMPT, Sampling(5)), 60)
+            answer = await asyncio.wait_for(engine.generate(PROMPT, endless(5)), 60)
             assert "request 0" not in engine._manager.batch_processor.scheduler.active_requests
             assert not engine._pending
             assert not engine._waiting
@@ -253,7 +270,7 @@ def test_process_exits_without_close() -> None:
 def test_transformers_internals_in_use_exist() -> None:
     """Each name here is used in a way that its documentation does not promise."""
     with rollout() as engine:
-        run(engine.generate(PROMPT, Sampling(2)))
+        run(engine.generate(PROMPT, endless(2)))
         processor = engine._manager.batch_processor
         assert processor.logit_processor is engine._sampler
         assert processor.model_runner.logit_processor is engine._sampler

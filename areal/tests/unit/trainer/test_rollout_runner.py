@@ -141,6 +141,68 @@ def test_filtered_groups_are_replaced(staleness: int) -> None:
     assert actual == [[1, 2], [4, 5], [7, 8], [10, 11]]
 
 
+def test_keep_that_rejects_too_many_groups_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """Instead of playing for ever. The log tells of rejected groups before."""
+    client, plan = Client(), Plan(groups=2, group_size=2, max_rejected=5, max_concurrent=4)
+    with running(client, episode(), plan, keep=lambda group: False) as runner:
+        runner.advance(0)
+        with pytest.raises((RuntimeError, TimeoutError)) as raised:
+            runner.next_batch(timeout=5)
+        assert "keep= rejected 11 groups, more than Plan.max_rejected = 5" in str(raised.value)
+        played = len(client.asked)
+        time.sleep(0.05)
+        assert len(client.asked) == played <= 2 * (11 + 2)
+    assert [record.getMessage() for record in caplog.records] == ["rank 0: 1 groups rejected by keep= so far"]
+    with pytest.raises(ValueError, match=r"Plan\.max_rejected = 0"):
+        Plan(groups=1, max_rejected=0)
+
+
+def test_rejected_groups_are_counted_with_their_reward() -> None:
+    """Also after a checkpoint, in which they wait."""
+    plan = Plan(groups=2, max_staleness=1, shuffle=False)
+    rewarded = episode(lambda item, answer: float(item))
+    with running(Client(), rewarded, plan, keep=lambda group: group[0].group % 3 == 2) as runner:
+        runner.advance(0)
+        first = runner.next_batch(timeout=20)
+        while len(runner._finished) < 6:
+            time.sleep(0.01)
+        state = runner.state_dict()
+    with running(Client(), rewarded, plan, keep=lambda group: True) as runner:
+        runner.load_state_dict(state)
+        second = runner.next_batch(timeout=20)
+    assert [(group.index, group.rejected) for group in first] == [(2, (0.0, 1.0)), (5, (3.0, 4.0))]
+    assert [(group.index, group.rejected) for group in second] == [(8, (6.0, 7.0)), (11, (9.0, 0.0))]
+    scalars = RolloutReport([Group.of_state(group.state()) for group in first], None, 0).reduce(lambda x: x)
+    assert scalars["rollout/groups_rejected"] == 4
+    assert scalars["rollout/rejected_reward"] == 2.0
+    assert scalars["rollout/reward"] == 3.5
+    none = RolloutReport([replace(group, rejected=()) for group in first], None, 0).reduce(lambda x: x)
+    assert none["rollout/groups_rejected"] == 0
+    assert "rollout/rejected_reward" not in none
+
+
+def test_failed_episodes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def reward(item: int, answer: Completion) -> float:
+        raise KeyError("no unit")
+
+    with running(Client(), episode(reward), Plan(groups=3, group_size=2)) as runner:
+        runner.advance(0)
+        runner.next_batch(timeout=20)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0: 2 episodes failed so far; the last with KeyError: 'no unit'"
+    ]
+
+
+def test_rank_and_size_are_those_of_the_world_unless_set() -> None:
+    with running(Client(), episode(), Plan(groups=4)) as runner:
+        assert (runner.place, runner.rank, runner.size) == (None, 0, 1)
+        runner.set_place(1, 3)
+        assert (runner.place, runner.per_batch) == ((1, 3), 1)
+    for wrong in ({"rank": 1}, {"size": 2}, {"rank": 2, "size": 2}, {"rank": -1, "size": 2}):
+        with pytest.raises(ValueError, match="0 <= rank < size"):
+            Runner(Client(), episode(), ITEMS, Plan(groups=1), **wrong)
+
+
 def test_keep_errors_and_invalid_arguments_raise() -> None:
     def keep(group: list[protocol.Sequence]) -> bool:
         raise ZeroDivisionError("no spread")

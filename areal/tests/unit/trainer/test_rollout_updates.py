@@ -17,6 +17,7 @@ from areal.tests.unit.trainer.rollouts import (
     Reading,
     after_forwards,
     assert_logprobs,
+    endless,
     model,
     plain_logprobs,
     rollout,
@@ -29,7 +30,7 @@ from areal.weight_sync.apply import ModuleSource
 
 
 def test_update_during_generation_switches_weights() -> None:
-    replica, sampling = model(), Sampling(100, temperature=0.7, seed=0)
+    replica, sampling = model(), endless(100, temperature=0.7, seed=0)
     half = after_forwards(replica, 30)
     with rollout(replica) as engine:
 
@@ -38,9 +39,9 @@ def test_update_during_generation_switches_weights() -> None:
             await asyncio.to_thread(half.wait, 60)
             engine.update(weights(1), 1)
             # Keys and values of the old weights, also those that a running answer adds later, are not shared with new requests.
-            same = await engine.generate(PROMPT, Sampling(5, seed=1))
+            same = await engine.generate(PROMPT, endless(5, seed=1))
             first = await long
-            later = await engine.generate([*PROMPT, *first.tokens], Sampling(5, seed=2))
+            later = await engine.generate([*PROMPT, *first.tokens], endless(5, seed=2))
             return [first, same, later]
 
         first, same, later = asyncio.run(generate())
@@ -52,7 +53,7 @@ def test_update_during_generation_switches_weights() -> None:
     new = model(1)
     for answer, prompt in [(same, PROMPT), (later, [*PROMPT, *first.tokens])]:
         assert answer.versions == (1,) * 5
-        assert_logprobs(answer, plain_logprobs(new, prompt, answer.tokens, Sampling()))
+        assert_logprobs(answer, plain_logprobs(new, prompt, answer.tokens, endless()))
 
 
 @torch.no_grad()
@@ -68,11 +69,11 @@ def mixed_logprobs(prompt: Sequence[int], tokens: Sequence[int], switch: int, sa
 
 def test_update_invalidates_cached_prompts() -> None:
     with rollout() as engine:
-        run(engine.generate(PROMPT, Sampling(5)))
+        run(engine.generate(PROMPT, endless(5)))
         engine.update(weights(1), 1)  # idle
-        (answer,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
+        (answer,) = run(engine.generate(PROMPT, endless(5, seed=0)))
     with rollout(model(1)) as fresh:
-        (wanted,) = run(fresh.generate(PROMPT, Sampling(5, seed=0)))
+        (wanted,) = run(fresh.generate(PROMPT, endless(5, seed=0)))
     assert answer.tokens == wanted.tokens
     assert answer.versions == (1,) * 5
     assert_logprobs(answer, torch.tensor(wanted.logprobs))
@@ -92,8 +93,8 @@ def test_mismatched_update_keeps_old_weights() -> None:
             engine.update(tensors, 1)
         assert tensors.ended
         assert engine.version == 0
-        (answer,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
-    assert_logprobs(answer, plain_logprobs(model(0), PROMPT, answer.tokens, Sampling()))
+        (answer,) = run(engine.generate(PROMPT, endless(5, seed=0)))
+    assert_logprobs(answer, plain_logprobs(model(0), PROMPT, answer.tokens, endless()))
 
 
 def test_partial_update_fails_requests_until_complete_update() -> None:
@@ -102,7 +103,7 @@ def test_partial_update_fails_requests_until_complete_update() -> None:
     with rollout(replica) as engine:
 
         async def generate() -> None:
-            long = asyncio.ensure_future(engine.generate(PROMPT, Sampling(100)))
+            long = asyncio.ensure_future(engine.generate(PROMPT, endless(100)))
             await asyncio.to_thread(started.wait, 60)
             tensors = spoiled(3)
             with pytest.raises(ValueError, match="the replica"):
@@ -111,14 +112,14 @@ def test_partial_update_fails_requests_until_complete_update() -> None:
             with pytest.raises(RuntimeError, match="weights are mixed"):
                 await asyncio.wait_for(long, 60)
             with pytest.raises(RuntimeError, match="version 1 ended half-way"):
-                await engine.generate(PROMPT, Sampling(5))
+                await engine.generate(PROMPT, endless(5))
 
         asyncio.run(generate())
         assert engine.version == 0
         engine.update(weights(2), 2)
-        (answer,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
+        (answer,) = run(engine.generate(PROMPT, endless(5, seed=0)))
     assert answer.versions == (2,) * 5
-    assert_logprobs(answer, plain_logprobs(model(2), PROMPT, answer.tokens, Sampling()))
+    assert_logprobs(answer, plain_logprobs(model(2), PROMPT, answer.tokens, endless()))
 
 
 def adapted(seed: int) -> PreTrainedModel:
@@ -135,12 +136,12 @@ def test_adapter_only_update() -> None:
     tensors = [named for named in ModuleSource(new).named_tensors() if ".lora_" in named.name]
     assert len(tensors) == 2 * 2 * 2
     with rollout(adapted(0)) as engine:
-        (before,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
+        (before,) = run(engine.generate(PROMPT, endless(5, seed=0)))
         engine.update(iter(tensors), 1, complete=False)
-        (answer,) = run(engine.generate(PROMPT, Sampling(5, seed=0)))
+        (answer,) = run(engine.generate(PROMPT, endless(5, seed=0)))
     assert answer.versions == (1,) * 5
-    assert_logprobs(before, plain_logprobs(adapted(0), PROMPT, before.tokens, Sampling()))
-    assert_logprobs(answer, plain_logprobs(new, PROMPT, answer.tokens, Sampling()))
+    assert_logprobs(before, plain_logprobs(adapted(0), PROMPT, before.tokens, endless()))
+    assert_logprobs(answer, plain_logprobs(new, PROMPT, answer.tokens, endless()))
     new.add_adapter(LoraConfig(r=3, target_modules=["q_proj"]), adapter_name="second")
     with pytest.raises(ValueError, match=r"two adapters"):
         ModuleSource(new)

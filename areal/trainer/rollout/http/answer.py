@@ -37,10 +37,13 @@ class Answer:
         self.versions += [version] * len(reply.tokens)
         if reply.finish == "length" or len(self.tokens) == self.sampling.max_new_tokens:
             self.finish = "length"
-        if self.tokens and self.tokens[-1] in self.sampling.stop_token_ids:
-            # Without one of our stop tokens, the model's end-of-sequence token ended the request: the answer continues.
+        # With stop tokens of the request, an end-of-sequence token of the model ends a part: the answer continues.
+        stops = self.sampling.stop_token_ids
+        if reply.finish == "stop" if stops is None else self.tokens and self.tokens[-1] in stops:
             self.finish = "stop"
 
     def completion(self) -> Completion:
         """Return the answer so far, ``"aborted"`` if it is incomplete."""
-        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), self.finish or "aborted")
+        return Completion(
+            tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), self.finish or "aborted", self.sampling
+        )

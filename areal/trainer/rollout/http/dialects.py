@@ -119,7 +119,7 @@ class SGLang:
     Their log-probs are computed after temperature but before ``top_p`` and ``top_k``, so both are refused. The server must run without
     ``SGLANG_RETURN_ORIGINAL_LOGPROB``. It respects seeds only with ``--enable-deterministic-inference``.
 
-    With stop tokens, the model's end-of-sequence tokens end a request too. The client then continues the answer.
+    With ``stop_token_ids``, the model's end-of-sequence tokens end a request too. The client then continues the answer.
     """
 
     pause = HTTPCall("/pause_generation", SGLangPause(), Anything)
@@ -140,8 +140,8 @@ class SGLang:
             temperature=sampling.temperature,
             top_p=1.0,
             top_k=-1,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=not sampling.stop_token_ids,  # ignore_eos would disable stop_token_ids too
+            stop_token_ids=list(sampling.stop_token_ids or ()),
+            ignore_eos=sampling.stop_token_ids == (),  # it would disable stop_token_ids too
             sampling_seed=seed,  # the server combines it with the position
         )
         body = SGLangGenerate(rid=name, input_ids=list(prompt), sampling_params=drawn)
@@ -185,7 +185,9 @@ class VLLM:
     They must be started with ``VLLM_SERVER_DEV_MODE=1``, which enables the routes for weights, and with ``--logprobs-mode
     processed_logprobs``, which computes log-probs after temperature, ``top_p`` and ``top_k``.
 
-    Replies do not name the weights that generated them. A restart of a server is therefore not detected.
+    A restart of a server between two updates is not detected, because replies of ``/v1/completions`` do not name the weights that generated
+    them. (Newer releases report a label by ``GET /weight_info`` and, for ``/inference/v1/generate``, one for each token. This client uses
+    neither.)
 
     Args:
         model: name of the served model or of an adapter; ``None`` for the default model.
@@ -210,7 +212,8 @@ class VLLM:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stop_token_ids=list(sampling.stop_token_ids),
+            stop_token_ids=list(sampling.stop_token_ids or ()),
+            ignore_eos=sampling.stop_token_ids is not None,
             seed=mixed(seed, generated) if generated else seed,  # the same seed would repeat the same random numbers
             request_id=name,
         )

@@ -152,8 +152,8 @@ class VLLMCompletion(RequestBody):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: list[TokenId]
-    # Only the stop tokens of the request end an answer.
-    ignore_eos: Literal[True] = True
+    # True: only the stop tokens of the request end an answer.
+    ignore_eos: bool
     seed: int = Field(ge=0, lt=2**63)
     n: Literal[1] = 1
     logprobs: Literal[0] = 0

@@ -1,0 +1,105 @@
+"""Bugs of rollouts and of their way to the trainer that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from areal.tests.mutants.planting import Function, mutant
+
+SAMPLING = "dist/trainer/test_sampling.py::{}"
+EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
+RUNNER = "unit/trainer/test_rollout_runner.py::{}"
+REWARDS = "unit/trainer/test_rollout_rewards.py::{}"
+
+
+@mutant(
+    "areal.trainer.rollout.protocol:Completion.segment",
+    SAMPLING.format("test_log_probs_are_those_of_the_rollouts_temperature[*fsdp:d1*]"),
+    "unit/trainer/test_rollout_sampling.py::test_sample_has_temperature_of_its_answers[0.5-0.5]",
+)
+def temperature_not_carried(right: Function) -> Function:
+    """A sample does not carry the temperature at which it was sampled."""
+    return lambda self: dataclasses.replace(right(self), sampling={})
+
+
+@mutant(
+    "areal.trainer.rollout.sampling_check:SamplingCheck._check_temperature",
+    SAMPLING.format("test_distribution_that_the_trainer_cannot_apply_is_refused[*temperature]"),
+)
+def temperature_of_the_engine_ignored(right: Function) -> Function:
+    """A temperature that is set on the engine and differs from that of the rollout is accepted."""
+    return lambda self, temperature: None
+
+
+@mutant(
+    "areal.trainer.rollout.exchange:_check_places",
+    EXCHANGE.format("test_runners_that_play_the_same_groups_are_refused[*alone]"),
+)
+def rank_0_of_1_accepted(right: Function) -> Function:
+    """Runners that all play the groups of rank 0 of 1 are accepted."""
+    return lambda places: None
+
+
+@mutant(
+    "areal.trainer.rollout.runner:_place_in_world",
+    EXCHANGE.format("test_runner_without_trainer_plays_its_ranks_groups[*]"),
+)
+def runner_alone_by_default(right: Function) -> Function:
+    """A runner without a rank is rank 0 of 1 in a world of any size."""
+    return lambda: (0, 1)
+
+
+@mutant(
+    "areal.trainer.rollout.exchange:RolloutExchange.next_groups",
+    EXCHANGE.format("test_groups_go_to_their_coordinate_only[*apart*]"),
+)
+def groups_gathered_to_all(right: Function) -> Function:
+    """Every rank receives the groups of all ranks."""
+
+    def wrong(self: Any, timeout: float | None = None) -> Any:
+        groups = right(self, timeout)
+        self._control.gather(groups)
+        return groups
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.rewards:RewardPool.__call__",
+    REWARDS.format("test_slow_reward_does_not_hold_up_other_episodes"),
+)
+def reward_on_the_event_loop(right: Function) -> Function:
+    """A synchronous reward runs on the event loop of the episodes."""
+
+    async def wrong(self: Any, item: Any, answer: Any) -> Any:
+        return self._reward(item, answer)
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.rewards:RewardPool._abandon",
+    REWARDS.format("test_hanging_reward_fails_its_episode_only[1]"),
+)
+def hanging_reward_keeps_its_thread(right: Function) -> Function:
+    """A reward that hangs occupies the pool after its time limit."""
+    return lambda self, call: None
+
+
+@mutant(
+    "areal.trainer.rollout.runner:Runner._too_many_rejected",
+    RUNNER.format("test_keep_that_rejects_too_many_groups_raises"),
+)
+def keep_without_bound(right: Function) -> Function:
+    """Groups are played until enough are kept, even if none ever is."""
+    return lambda self: None
+
+
+@mutant(
+    "areal.trainer.rollout.sampler:end_tokens",
+    "unit/trainer/test_rollout_local.py::test_models_end_of_sequence_tokens_end_a_completion_by_default[True]",
+)
+def end_of_sequence_ignored(right: Function) -> Function:
+    """An answer goes on after the model's end-of-sequence token."""
+    return lambda model: ()

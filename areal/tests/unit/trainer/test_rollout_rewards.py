@@ -1,0 +1,234 @@
+"""Rewards that are slow, hang or fail: they hold up nothing but their own episode."""
+
+import asyncio
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.trainer.rollout.episodes import SingleTurn
+from areal.trainer.rollout.plan import Group, Plan
+from areal.trainer.rollout.protocol import Completion, Sampling
+from areal.trainer.rollout.rewards import RewardPool
+from areal.trainer.rollout.runner import Runner
+
+ANSWER = Completion((5, 6), (-1.0, -2.0), (0, 0), "stop")
+
+
+class Client:
+    version = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        await asyncio.sleep(0)
+        return ANSWER
+
+
+@contextmanager
+def running(reward: Any, groups: int) -> Iterator[Runner]:
+    runner = Runner(
+        Client(), SingleTurn(lambda item: [item], reward, Sampling()), range(100), Plan(groups, shuffle=False)
+    )
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def play(reward: Any, groups: int) -> list[Group]:
+    with running(reward, groups) as runner:
+        runner.advance(0)
+        return runner.next_batch(timeout=60)
+
+
+def together(pool: RewardPool, items: Sequence[Any]) -> list[Any]:
+    async def all_of_them() -> list[Any]:
+        return await asyncio.wait_for(
+            asyncio.gather(*(pool(item, ANSWER) for item in items), return_exceptions=True), 60
+        )
+
+    return asyncio.run(all_of_them())
+
+
+def workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "reward"}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_slow_reward_does_not_hold_up_other_episodes() -> None:
+    """The first reward waits until another episode, which runs on the same event loop, has its reward."""
+    other = threading.Event()
+
+    def reward(item: int, answer: Completion) -> float:
+        assert other.wait(5) if item == 0 else not other.set()
+        return float(item)
+
+    groups = play(reward, 2)
+    assert [group.failed for group in groups] == [0, 0]
+    assert [group.sequences[0].reward for group in groups] == [0.0, 1.0]
+
+
+def test_number_of_concurrent_rewards_is_bounded() -> None:
+    running_now, most, lock = [0], [0], threading.Lock()
+
+    def reward(item: int, answer: Completion) -> float:
+        with lock:
+            running_now[0] += 1
+            most[0] = max(most[0], running_now[0])
+        time.sleep(0.02)
+        with lock:
+            running_now[0] -= 1
+        return 1.0
+
+    pool = RewardPool(reward, workers=3, seconds=5)
+    assert together(pool, range(12)) == [1.0] * 12
+    assert most == [3]
+    pool.close()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_hanging_reward_fails_its_episode_only(workers: int) -> None:
+    """The error names the item. The thread is replaced, so that even a pool of one goes on. Time in the queue does not count."""
+    end = threading.Event()
+
+    def reward(item: int, answer: Completion) -> float:
+        if item == 1:
+            end.wait(15)
+        time.sleep(0.1)
+        return 1.0
+
+    start = time.monotonic()
+    groups = play(RewardPool(reward, workers=workers, seconds=0.35), 8)
+    assert time.monotonic() - start < 12
+    end.set()
+    assert [group.failed for group in groups] == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert groups[1].error == "TimeoutError: the reward of the item 1 took longer than 0.35 s"
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (KeyError("no unit"), "KeyError: 'no unit'"),
+        (StopIteration(), "RuntimeError: the reward raised StopIteration"),
+        (SystemExit(3), "RuntimeError: the reward raised SystemExit: 3"),
+        (TimeoutError("sandbox"), "TimeoutError: sandbox"),
+    ],
+)
+def test_reward_that_raises_fails_its_episode_only(raised: BaseException, text: str) -> None:
+    def reward(item: int, answer: Completion) -> float:
+        if item == 0:
+            raise raised
+        return 1.0
+
+    groups = play(reward, 3)
+    assert [group.failed for group in groups] == [1, 0, 0]
+    assert groups[0].error == text
+
+
+def test_coroutine_rewards_run_on_the_event_loop() -> None:
+    async def reward(item: int, answer: Completion) -> float:
+        await asyncio.sleep(60 if item == 1 else 0)
+        assert threading.current_thread().name == "rollout"
+        return 0.5
+
+    before = workers()
+    groups = play(RewardPool(reward, seconds=0.3), 2)
+    assert [group.error for group in groups] == [None, "TimeoutError: the reward of the item 1 took longer than 0.3 s"]
+    assert not workers() - before
+    # A plain function that returns a coroutine.
+    assert [group.sequences[0].reward for group in play(lambda *args: reward(*args), 1)] == [0.5]
+
+
+def test_closed_runner_ends_threads_and_the_episode_can_be_used_again() -> None:
+    before, episode = workers(), SingleTurn(lambda item: [item], lambda item, answer: 1.0, Sampling())
+    for _ in range(2):
+        runner = Runner(Client(), episode, range(4), Plan(4))
+        runner.advance(0)
+        assert [group.failed for group in runner.next_batch(timeout=20)] == [0] * 4
+        assert workers() - before
+        runner.close()
+        until(lambda: not workers() - before)
+
+
+def test_close_while_a_reward_hangs() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def reward(item: int, answer: Completion) -> float:
+        begun.set()
+        end.wait(60)
+        return 1.0
+
+    with running(reward, 1) as runner:
+        runner.advance(0)
+        assert begun.wait(20)
+        start = time.monotonic()
+    assert time.monotonic() - start < 10
+    end.set()
+
+
+def in_process(item: float, answer: Completion) -> float:
+    """Return the process, or misbehave: called in a process of a pool."""
+    if item == 1:
+        time.sleep(600)
+    if item == 2:
+        os._exit(3)
+    if item == 3:
+        raise KeyError("no unit")
+    return float(os.getpid())
+
+
+def test_processes_run_rewards_and_are_killed_when_they_hang() -> None:
+    pool = RewardPool(in_process, workers=1, processes=True, seconds=30)
+    ok, raised = together(pool, [0, 3])
+    assert ok != os.getpid()
+    assert str(raised) == "KeyError: 'no unit'"
+    pool._seconds = 0.2
+    (hung,) = together(pool, [1])
+    assert "the item 1 took longer" in str(hung)
+    until(lambda: not Path(f"/proc/{int(ok)}").exists())
+    pool.close()
+
+
+@pytest.mark.thorough
+def test_pool_of_processes_survives_one_that_ends() -> None:
+    pool = RewardPool(in_process, workers=1, processes=True)
+    ended, ok = together(pool, [2, 0])
+    assert "ended with exit code 3" in str(ended)
+    assert ok != os.getpid()
+    pool.close()
+
+
+async def coroutine_function(item: Any, answer: Completion) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "error"),
+    [
+        (lambda item, answer: 1.0, {"processes": True}, r"RewardPool.processes.*cannot be pickled"),
+        (coroutine_function, {"processes": True}, r"RewardPool.processes.*coroutine function"),
+        (in_process, {"workers": 0}, "RewardPool.workers = 0"),
+        (in_process, {"seconds": 0}, "RewardPool.seconds = 0"),
+        (in_process, {"seconds": math.nan}, "RewardPool.seconds = nan"),
+    ],
+)
+def test_invalid_options_are_refused(reward: Any, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        RewardPool(reward, **options)
+
+
+def test_long_items_are_cut_in_the_error() -> None:
+    (error,) = together(RewardPool(lambda item, answer: time.sleep(1) or 1.0, seconds=0.1), ["x" * 10_000])
+    assert isinstance(error, TimeoutError)
+    assert len(str(error)) < 300
