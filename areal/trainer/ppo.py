@@ -41,6 +41,8 @@ class Critic:
 class Updates:
     """Optimizer steps per batch of rollouts: ``epochs * minibatches``, each on the next slice of the batch's groups.
 
+    A slice without a trained token on any rank is skipped, and ``actor/empty`` is logged.
+
     Attributes:
         epochs: passes over the batch.
         minibatches: optimizer steps per pass.
