@@ -14,8 +14,9 @@ from areal.utils.data.fillers import NO_SAMPLES
 ENGINE = "dist/parallel/test_empty_rank.py::"
 OUTPUTS = ENGINE + "test_outputs_of_an_empty_rank_have_the_form_of_the_batch[fsdp:d2]"
 DROPPED = ENGINE + "test_rank_whose_samples_are_all_dropped_has_outputs_of_zeros[fsdp:d2]"
+CALLS = ENGINE + "test_calls_with_another_empty_rank_each_accumulate[False-fsdp:d2]"
 LOOP = ENGINE + "test_custom_loop_on_an_empty_rank[fsdp:d2]"
-NOTHING = ENGINE + "test_empty_global_batch_raises_one_error_and_changes_nothing[{}]"
+NOTHING = ENGINE + "test_empty_global_batch_raises_one_error_and_changes_nothing[fsdp:d2]"
 TRAINED = "dist/trainer/test_empty_ranks.py::test_steps_with_an_empty_rank_equal_those_without[w2-{}-fsdp:d2]"
 SKIPPED = "dist/trainer/test_empty_ranks.py::test_ppo_skips_a_batch_without_any_sample[{}]"
 
@@ -34,7 +35,7 @@ def empty_rank_has_a_weight(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.faults:zero_gradient_loss", {"empty_rank": "first", "objective_name": "value"})
+@mutant("areal.engine.faults:zero_gradient_loss", CALLS)
 def filler_has_a_gradient(right: Function) -> Function:
     """The loss of a filler is the sum of its outputs."""
 
@@ -45,7 +46,7 @@ def filler_has_a_gradient(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.step_sync:StepSync.plan", NOTHING.format("fsdp:d1"), NOTHING.format("fsdp:d2"))
+@mutant("areal.engine.step_sync:StepSync.plan", NOTHING)
 def empty_global_batch_runs_fillers(right: Function) -> Function:
     """A global batch without samples runs fillers on all ranks instead of raising."""
 

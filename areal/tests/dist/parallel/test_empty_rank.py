@@ -122,15 +122,22 @@ def test_rank_whose_samples_are_all_dropped_has_outputs_of_zeros(backend: str) -
 @pytest.mark.parametrize("lora", [False, True])
 def test_calls_with_another_empty_rank_each_accumulate(backend: str, lora: bool) -> None:
     """Gradients of calls with different empty ranks add up to those of one call without any, adapters included."""
-    batches = [global_batch(seed) for seed in (0, 1)]
+    batches, outputs = [global_batch(seed) for seed in (0, 1)], ("logprobs", "entropy")
+
+    # The entropy of a filler has a gradient, unlike its log-prob, which is without a target.
+    def policy(out: TokenOutputs, batch: Batch) -> Tensor:
+        return loss(out, batch) - 0.1 * (out.entropy * batch["loss_mask"]).sum()
+
     with started(backend, lora=LORA if lora else None) as engine:
         for empty, everything in enumerate(batches):
-            step = engine.forward_backward(idle(engine, everything, empty), loss, normalization="sum")
+            mine = idle(engine, everything, empty)
+            step = engine.forward_backward(mine, policy, outputs=outputs, normalization="sum")
             assert step.n_tokens == sum(len(sample["input_ids"]) for sample in everything)
         split = gradients_of(engine)
         engine.zero_grad()
         together = [sample for everything in batches for sample in everything]
-        engine.forward_backward(together[engine.dp_rank :: engine.dp_size], loss, normalization="sum")
+        mine = together[engine.dp_rank :: engine.dp_size]
+        engine.forward_backward(mine, policy, outputs=outputs, normalization="sum")
         assert_tensors(split.items(), {name: x.double() for name, x in gradients_of(engine).items()}, 1e-4)
         # An evaluation with an empty rank keeps them.
         before = gradients_of(engine)
