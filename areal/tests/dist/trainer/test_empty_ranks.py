@@ -1,4 +1,4 @@
-"""Trainers whose data-parallel ranks have no samples: each step is that of a layout on which no rank is empty."""
+"""Trainers with data-parallel ranks without samples: each step is that of a layout on which no rank is empty."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Row:
     Attributes:
         updates: fields of ``Updates``.
         groups: groups of a batch.
-        models: models beside the policy: ``reference``, ``critic``.
+        models: models in addition to the policy: ``reference``, ``critic``.
     """
 
     episode: Episode = EPISODE
