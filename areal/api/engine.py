@@ -44,7 +44,7 @@ class TrainEngine(ABC):
     """A model with its optimizer on a layout of ranks.
 
     Every verb is collective: all ranks of the layout call it, in the same order. Each data-parallel rank passes its own samples. Ranks that
-    share a data-parallel coordinate (context-, tensor- and pipeline-parallel ranks) pass the same batch.
+    share a data-parallel coordinate (context-, tensor- and pipeline-parallel ranks) pass the same batch. A rank may pass an empty batch.
 
     An error on one rank (a bad batch, a loss that raises) is raised on all ranks and names the rank that caused it. The engine can be used
     for the next call unless the message says otherwise.
@@ -130,8 +130,8 @@ class TrainEngine(ABC):
             Packed micro-batches: those of this rank, and fillers if other ranks have more.
 
         Raises:
-            ValueError: the batch of some rank is invalid, or ranks of one data-parallel coordinate passed different batches. Raised on all
-                ranks, before the model runs.
+            ValueError: the batch of some rank is invalid, ranks of one data-parallel coordinate passed different batches, or no rank has a
+                sample. Raised on all ranks, before the model runs.
         """
 
     @abstractmethod
@@ -264,7 +264,7 @@ class TrainEngine(ABC):
 
         Returns:
             In the caller's order and on the caller's device. For one output: ``[B, S, ...]`` with zeros at padding if ``batch`` is a dict,
-            or a list of ``[S_i, ...]`` if it is a list. For several outputs: a dict of those by name (``"topk"`` for
+            or a list of ``[S_i, ...]`` if it is a list (``[]`` if empty). For several outputs: a dict of those by name (``"topk"`` for
             :class:`~areal.api.batch.TopK`).
 
         Raises:

@@ -102,11 +102,13 @@ class MicroBatchList:
         mbs: all micro-batches, fillers last. Every rank has the same number.
         form: form of the caller's batch.
         dropped: indices in the caller's batch of samples that were dropped for their length (``overlong="drop"``).
+        idle_ranks: some rank has fillers only.
     """
 
     mbs: tuple[MicroBatch, ...]
     form: BatchForm
     dropped: tuple[int, ...] = ()
+    idle_ranks: bool = False
 
     def __len__(self) -> int:
         return len(self.mbs)
@@ -127,31 +129,40 @@ class MicroBatchList:
         """Number of tokens of this rank's samples, without padding."""
         return sum(mb.n_tokens for mb in self.real)
 
-    def restore(self, per_mb: Sequence[Any]) -> Any:
+    def restore(self, per_mb: Sequence[Any], *, like: Any = None) -> Any:
         """Convert per-micro-batch results to the caller's order and form.
 
         Args:
             per_mb: one pytree of tensors for each of :attr:`real`, in order, as ``forward_backward_batch`` returns them. A leaf is
                 ``[T, ...]`` (per token) or ``[n, ...]`` (per sequence). The shapes over all micro-batches decide between
                 both; if both match, the leaf is per token.
+            like: result of another rank, for a rank with fillers only: a pytree of per-token tensors. Only structure, trailing shapes
+                and dtypes are used. Without it, a rank without samples gets one leaf of float32.
 
         Returns:
             The same pytree, on the caller's device. For a padded batch each leaf is ``[B, S, ...]`` (per token, right-padded with
             zeros) or ``[B, ...]`` (per sequence); for a list, each leaf is a list of ``B`` tensors. Dropped samples are zeros.
+            Without samples: ``[]``, or ``[0, S, ...]`` for a padded batch.
 
         Raises:
             ValueError: a leaf matches neither shape, the number of results is not that of the micro-batches, or every sample
-                was dropped.
+                was dropped and there is no ``like``.
         """
         mbs = self.real
         if len(per_mb) != len(mbs):
             raise ValueError(
                 f"restore got {len(per_mb)} results for {len(mbs)} micro-batches; pass one for each, in order"
             )
-        if not mbs:
-            raise ValueError("restore has nothing to go by: every sample of this rank was dropped for its length")
+        # A rank with fillers only takes the shapes from another rank's result.
+        if not mbs and like is None:
+            if self.dropped:
+                raise ValueError(
+                    "restore got no result to take shapes from, because every sample of this rank was dropped for its length: "
+                    "pass like=, the result of another rank"
+                )
+            like = torch.zeros(0)
         # Transpose a pytree for each micro-batch into a list over micro-batches for each leaf.
-        flat = [pytree.tree_flatten(result) for result in per_mb]
+        flat = [pytree.tree_flatten(result) for result in per_mb or [like]]
         spec = flat[0][1]
         if any(other != spec for _, other in flat):
             raise ValueError("restore got results of different structure from different micro-batches")
@@ -160,6 +171,8 @@ class MicroBatchList:
 
     def _restore_leaf(self, leaves: list[Tensor]) -> Tensor | list[Tensor]:
         mbs = self.real
+        # Without micro-batches, the only leaf is of another rank, and per token.
+        like, leaves = leaves[0], leaves[: len(mbs)]
         # Per token or per sequence? All micro-batches decide together: in a single one, T may equal n.
         per_token = all(leaf.shape[:1] == (mb.n_tokens,) for leaf, mb in zip(leaves, mbs, strict=True))
         if not per_token and any(leaf.shape[:1] != (len(mb.seqlens),) for leaf, mb in zip(leaves, mbs, strict=True)):
@@ -174,7 +187,6 @@ class MicroBatchList:
             values = leaf.split(list(mb.seqlens)) if per_token else leaf.unbind()
             by_sample.update(zip(mb.sample_ids, values, strict=True))
         # Dropped samples were never computed: their results are zeros of the right shape.
-        like = leaves[0]
         for i in self.dropped:
             by_sample[i] = like.new_zeros((self.form.seqlens[i], *like.shape[1:]) if per_token else like.shape[1:])
         ordered = [by_sample[i].to(self.form.device) for i in range(len(self.form.seqlens))]

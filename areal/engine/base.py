@@ -124,7 +124,7 @@ class BaseTrainEngine(EngineState):
         mbs = self._prepare(batch, outputs)
         with self._require_components().evaluating():
             results = self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
-        return mbs.restore(results)
+        return mbs.restore(results, like=self._sync.result_of_a_peer(mbs, results))
 
     # ---- one call with a loss, in five steps
 

@@ -5,10 +5,11 @@ Each is one exchange on the host. It also carries the faults of all ranks, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
@@ -56,16 +57,25 @@ class StepSync:
             The plan, the number of micro-batches on every rank, and the largest padded length of any rank.
 
         Raises:
-            ValueError: the batch of a rank is wrong, or ranks of one data-parallel coordinate have different batches.
+            ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches, or the global batch is
+                empty.
         """
 
-        def plan_and_describe() -> tuple[BatchPlan, tuple[int, int, int]]:
+        def plan_and_describe() -> tuple[BatchPlan, tuple[int, int, int, int]]:
             plan = plan_here()
-            return plan, (plan.n_mbs, plan.padded_length, plan.digest() if self._batch_is_shared else 0)
+            digest = plan.digest() if self._batch_is_shared else 0
+            return plan, (plan.n_mbs, plan.padded_length, digest, len(plan.dropped))
 
         plan, descriptions = self._exchange(plan_and_describe)
-        counts, lengths, digests = zip(*descriptions, strict=True)
+        counts, lengths, digests, dropped = zip(*descriptions, strict=True)
         self._check_same_batch(digests)
+        if not any(counts):
+            raise _empty_batch(sum(self._once_per_shard(dropped)))
+        # A rank without micro-batches does not know the keys from which fillers are built: they are those of the first rank that has some.
+        if not all(counts):
+            first = next(rank for rank, count in enumerate(counts) if count)
+            keys = self._control.gather(plan.keys if self._control.rank == first else None)
+            plan = plan.beside_idle_ranks(keys[first])
         return plan, schedule.round_up(max(1, *counts)), max(lengths)
 
     def _check_same_batch(self, digests: tuple[int, ...]) -> None:
@@ -77,6 +87,17 @@ class StepSync:
                     f"ranks {first} and {rank} share data-parallel coordinate {dp_rank} but were passed different "
                     "batches: shard the data by engine.dp_rank, not by the global rank"
                 )
+
+    def result_of_a_peer(self, mbs: MicroBatchList, results: list[Any]) -> Any:
+        """Return some rank's result of a micro-batch, without its tokens, if a rank has fillers only; else ``None``.
+
+        Args:
+            results: results of this rank's micro-batches: pytrees of per-token tensors.
+        """
+        if not mbs.idle_ranks:
+            return None
+        own = pytree.tree_map(lambda x: x[:0].cpu(), results[0]) if results else None
+        return next(result for result in self._control.gather(own) if result is not None)
 
     def weights(self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn, *, required: bool) -> LossWeights:
         """Compute the loss weights of this rank's micro-batches and of the global batch.
@@ -160,5 +181,18 @@ class StepSync:
         messages = self._control.attempt_and_gather(call)
         return kept[0], messages
 
-    def _once_per_shard(self, answers: list[Any]) -> list[Any]:
+    def _once_per_shard(self, answers: Sequence[Any]) -> list[Any]:
         return [answer for answer, counts in zip(answers, self._counts_shard, strict=True) if counts]
+
+
+def _empty_batch(dropped: int) -> ValueError:
+    """Return the error for a global batch without a sample. Its text is the same on all ranks."""
+    if dropped:
+        return ValueError(
+            f"empty batch: all {dropped} sequences of the global batch were dropped for their length: raise "
+            "MicroBatchSpec.max_tokens_per_mb, set overlong='alone', or skip the call on all ranks"
+        )
+    return ValueError(
+        "empty batch: no rank has a sample: a rank may pass an empty list while another one has samples; pass at least one sequence, "
+        "or skip the call on all ranks"
+    )

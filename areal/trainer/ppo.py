@@ -43,6 +43,8 @@ class Critic:
 class Updates:
     """Optimizer steps per batch of rollouts: ``epochs * minibatches``, each on the next slice of the batch's groups.
 
+    A slice without a trained token on any rank is skipped, and ``actor/empty`` is logged.
+
     Attributes:
         epochs: passes over the batch.
         minibatches: optimizer steps per pass.
@@ -219,12 +221,14 @@ class PPOTrainer:
     def score(self, samples: list[Sample], untrained: Sequence[Sample] = ()) -> list[Sample]:
         """Return samples with ``old_logprobs``, ``ref_logprobs`` (with a reference), ``old_values`` (with a critic), and advantages.
 
-        Collective over the world.
+        Collective over the world. A rank may be without samples. If all are, as with ``skip_flat`` and flat groups only, nothing is computed.
 
         Args:
             samples: samples to train on.
             untrained: samples that count in the baseline of their group only; see :class:`~areal.trainer.estimators.Estimator`.
         """
+        if not self._sum_over_ranks(len(samples)):
+            return []
         # The policy's log-probs before the update, against which ratios are taken.
         if self.updates.recompute_logprobs:
             samples = _with_key(samples, "old_logprobs", self.engine.forward_batch(samples))
@@ -263,14 +267,17 @@ class PPOTrainer:
         jobs = [("actor", self.engine, self.objective)]
         if self.critic is not None:
             jobs.append(("critic", self.critic.engine, self.critic.objective))
-        # All ranks skip together: a global weight of 0 would be an error.
-        trained = torch.tensor(float(sum(int(sample["loss_mask"].count_nonzero()) for sample in minibatch)))
-        if not self.engine.global_sum(trained).item():
+        # All ranks skip together: a global weight of 0 would be an error. A rank alone may be without samples.
+        if not self._sum_over_ranks(sum(int(sample["loss_mask"].count_nonzero()) for sample in minibatch)):
             return {"actor/empty": Metric(1.0, reduce="sum")}
         for name, engine, objective in jobs:
             output: StepOutput = engine.train_batch(minibatch, objective)
             metrics |= step_metrics(name, output)
         return metrics
+
+    def _sum_over_ranks(self, count: int) -> float:
+        """Return the sum of a count over data-parallel ranks. Collective."""
+        return self.engine.global_sum(torch.tensor(float(count))).item()
 
     # ---- state
 

@@ -121,8 +121,22 @@ def _sample(
     return sample
 
 
-def dp_shard_indices(case: Case, dp_rank: int, dp_size: int) -> list[int]:
-    """Return the indices of a data-parallel rank's sequences: an uneven split, in shuffled order."""
+EMPTY_RANKS = ("none", "first", "last")
+"""Data-parallel ranks without sequences. The others have the whole global batch."""
+
+
+def dp_shard_indices(case: Case, dp_rank: int, dp_size: int, empty_rank: str = "none") -> list[int]:
+    """Return the indices of a data-parallel rank's sequences: an uneven split, in shuffled order.
+
+    Args:
+        empty_rank: str. One of :data:`EMPTY_RANKS`.
+    """
+    if empty_rank != "none":
+        idle = 0 if empty_rank == "first" else dp_size - 1
+        if dp_rank == idle:
+            return []
+        # The ranks that are left split the global batch as if there were no other.
+        dp_rank, dp_size = dp_rank - (dp_rank > idle), dp_size - 1
     order = torch.randperm(len(case.lengths), generator=torch.Generator().manual_seed(case.seed + dp_size)).tolist()
     if dp_size == 1:
         return order
@@ -134,17 +148,21 @@ def dp_shard_indices(case: Case, dp_rank: int, dp_size: int) -> list[int]:
     return rest[bounds[dp_rank] : bounds[dp_rank + 1]]
 
 
-def as_input(chosen: Sequence[dict[str, Tensor]], form: str) -> Any:
-    """Convert sequences to an engine's input: a list of dicts, or a padded dict whose padding is 1 and must have no effect."""
+def as_input(chosen: Sequence[dict[str, Tensor]], form: str, like: Mapping[str, Tensor] | None = None) -> Any:
+    """Convert sequences to an engine's input: a list of dicts, or a padded dict whose padding is 1 and must have no effect.
+
+    Args:
+        like: dict. Any sequence, whose keys a padded dict gets if there are no sequences.
+    """
     if form == "list":
         return [dict(sample) for sample in chosen]
-    width = max(len(sample["input_ids"]) for sample in chosen) + 2
-    batch: dict[str, Tensor] = {
-        "attention_mask": torch.stack([torch.arange(width) < len(s["input_ids"]) for s in chosen]).long()
-    }
-    for key, first in chosen[0].items():
+    lengths = [len(sample["input_ids"]) for sample in chosen]
+    width = max(lengths, default=0) + 2
+    mask = torch.arange(width) < torch.tensor(lengths, dtype=torch.int64)[:, None]
+    batch: dict[str, Tensor] = {"attention_mask": mask.long()}
+    for key, first in (like or chosen[0]).items():
         if first.dim() == 0:
-            batch[key] = torch.stack([sample[key] for sample in chosen])
+            batch[key] = first.new_tensor([sample[key].item() for sample in chosen])
             continue
         batch[key] = first.new_ones((len(chosen), width, *first.shape[1:]))
         for row, sample in zip(batch[key], chosen, strict=True):

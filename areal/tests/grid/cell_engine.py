@@ -36,12 +36,12 @@ class CellEngine:
     @property
     def local_indices(self) -> list[int]:
         """Indices of this rank's sequences in the global batch, in the order in which they are passed."""
-        return dp_shard_indices(self.cell.case, self.engine.dp_rank, self.engine.dp_size)
+        return dp_shard_indices(self.cell.case, self.engine.dp_rank, self.engine.dp_size, self.cell.empty_rank)
 
     def batch(self, seed: int = 0) -> Any:
         """Return this rank's shard in the caller's form."""
         everything = self.samples(seed)
-        return as_input([everything[i] for i in self.local_indices], self.cell.case.form)
+        return as_input([everything[i] for i in self.local_indices], self.cell.case.form, like=everything[0])
 
     def reference(self) -> Reference:
         """Return a new reference with the same weights."""

@@ -143,7 +143,7 @@ def recorded(lengths: tuple[int, ...], layers: int = 2, experts: int = 4) -> lis
 def with_replay(run: CellEngine, experts: list[Tensor]) -> Any:
     """Return this rank's shard of the batch, with the experts to replay."""
     batch = [{**sample, "routed_experts": experts[i].int()} for i, sample in enumerate(run.samples())]
-    return as_input([batch[i] for i in run.local_indices], run.cell.case.form)
+    return as_input([batch[i] for i in run.local_indices], run.cell.case.form, like=batch[0])
 
 
 def assert_terms(step: Any, expected: MoEReference, divide_by: float | None = None, loss_weight: float = 1.0) -> None:

@@ -35,6 +35,10 @@ SAME_ON_ANY_ENGINE = {
     "key_heads_in_wrong_order": "the test calls the function without an engine",
     "warmup_subtracted_twice": "the test calls the function without an engine",
     "dropout_in_evaluation": "its families have no dropout",
+    "empty_list_refused_by_its_rank": "an engine has no part in reading a batch",
+    "minibatch_skipped_by_one_rank": "trainers are the same on any engine",
+    "unmeasured_disagreement_is_zero": "trainers are the same on any engine",
+    "empty_rank_counts_in_statistics": "trainers are the same on any engine",
 }
 """Bugs that need no second test on Megatron, and the reason."""
 

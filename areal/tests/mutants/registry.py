@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import areal.tests.mutants.empty_ranks
 import areal.tests.mutants.lora
 import areal.tests.mutants.losses
 import areal.tests.mutants.moe

@@ -73,13 +73,15 @@ def to_samples(x: Tensor, loss_masks: Sequence[Tensor]) -> list[Tensor]:
 def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Concatenate the per-token tensors ``[S_i]`` of a list batch. Returns ``[T]`` and ``cu_seqlens``, int64 ``[n + 1]``.
 
+    A rank without sequences gets ``[0]`` numbers, with which it takes part in a collective function.
+
     Raises:
-        ValueError: the list is empty, or a tensor is not one-dimensional.
+        ValueError: a tensor is not one-dimensional.
     """
-    if not rows or any(row.dim() != 1 for row in rows):
-        raise ValueError(
-            f"join got shapes {[list(row.shape) for row in rows][:8]}: pass at least one tensor, each [S_i]"
-        )
+    if any(row.dim() != 1 for row in rows):
+        raise ValueError(f"join got shapes {[list(row.shape) for row in rows][:8]}: pass tensors [S_i]")
+    if not rows:
+        return torch.zeros(0), torch.zeros(1, dtype=torch.int64)
     # Offsets are the cumulative lengths, with a leading 0.
     lengths = torch.tensor([0, *(len(row) for row in rows)], device=rows[0].device)
     return torch.cat(list(rows)), lengths.cumsum(0)

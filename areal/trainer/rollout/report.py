@@ -165,7 +165,7 @@ def disagreement(
 
     Returns:
         ``rollout/logprob_error``, the mean absolute difference in nats, and ``rollout/logprob_k3``, an estimate of KL(rollout || trainer)
-        (k3; Schulman, "Approximating KL Divergence", 2020).
+        (k3; Schulman, "Approximating KL Divergence", 2020). Empty if no rank has a trained token.
     """
     # Sums on the CPU in float64; one collective for all three.
     sums = torch.zeros(3, dtype=torch.float64)
@@ -174,5 +174,7 @@ def disagreement(
         error, k3 = kl_k1(old, rollout, mask).abs(), kl_k3(rollout, old, mask)
         sums += torch.stack([error.sum(), k3.sum(), mask.count_nonzero()])
     *totals, tokens = sum_over_ranks(sums).tolist()
+    if not tokens:
+        return {}
     names = ("rollout/logprob_error", "rollout/logprob_k3")
-    return {name: total / max(1.0, tokens) for name, total in zip(names, totals, strict=True)}
+    return {name: total / tokens for name, total in zip(names, totals, strict=True)}

@@ -52,6 +52,8 @@ def read_batch(batch: BatchInput, spec: MicroBatchSpec) -> Columns:
     ``[S_i, ...]`` in every sample, and per-sequence if it has the same shape in every sample. An ``attention_mask`` must be
     all ones. ``meta`` must be the same in every sample.
 
+    A list without samples, and a padded batch ``[0, S]``, are valid: the batch of a rank that has nothing to do.
+
     The shape of a per-sequence row of ``S`` numbers is that of a per-token key: name such keys in ``spec.per_sequence``. A key
     with a row of ``S - 1`` or ``S + 1`` numbers is an error unless it is named there, because it is probably a shifted
     per-token key.
@@ -61,7 +63,11 @@ def read_batch(batch: BatchInput, spec: MicroBatchSpec) -> Columns:
     """
     if isinstance(batch, Mapping):
         return _read_padded(batch, spec)
-    if isinstance(batch, Sequence) and all(isinstance(sample, Mapping) for sample in batch):
+    if (
+        isinstance(batch, Sequence)
+        and not isinstance(batch, str | bytes)
+        and all(isinstance(sample, Mapping) for sample in batch)
+    ):
         return _read_list(batch, spec)
     raise ValueError(
         f"the batch is a {type(batch).__name__}: pass a dict of padded tensors, or a list with one dict for each sample"
@@ -75,9 +81,11 @@ def _read_padded(batch: Mapping[str, Any], spec: MicroBatchSpec) -> Columns:
     # input_ids and attention_mask define the shape of the batch.
     _check_names(batch, spec, "the batch")
     ids = _input_ids(batch["input_ids"], 2, "[B, S]")
-    if ids.numel() == 0:
-        raise ValueError(f"empty batch: input_ids is {list(ids.shape)}; pass at least one sequence on each rank")
     rows, width = ids.shape
+    if rows and not width:
+        raise ValueError(
+            f"input_ids is {list(ids.shape)}: a sequence has at least 1 token; pass [0, S] for no sequences"
+        )
     lengths = _padded_lengths(batch.get("attention_mask"), ids)
     # Flattened rows alternate between real tokens and padding. One split() is much faster than a slice for each row.
     lengths_and_gaps = [n for length in lengths for n in (length, width - length)]
@@ -101,8 +109,8 @@ def _read_padded(batch: Mapping[str, Any], spec: MicroBatchSpec) -> Columns:
 
 
 def _padded_lengths(mask: Any, ids: Tensor) -> list[int]:
-    rows, width = ids.shape
     """Return the number of real tokens of each row."""
+    rows, width = ids.shape
     if mask is None:
         return [width] * rows
     mask = _tensor("attention_mask", mask, ids.device)
@@ -152,7 +160,7 @@ def _is_per_token(key: str, x: Tensor, rows: int, width: int, spec: MicroBatchSp
 
 def _read_list(samples: Sequence[Mapping[str, Any]], spec: MicroBatchSpec) -> Columns:
     if not samples:
-        raise ValueError("empty batch: the list has no samples; pass at least one sequence on each rank")
+        return Columns(BatchForm(kind="list", seqlens=(), width=0, device=torch.device("cpu")), {}, {}, {}, {})
     # All samples must have the same keys.
     first = samples[0]
     for i, sample in enumerate(samples):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areal.api import IGNORE_INDEX, Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec, PrefixTree
-from areal.utils.data.columns import Columns, read_batch
+from areal.api import Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec, PrefixTree
+from areal.utils.data.columns import read_batch
 from areal.utils.data.digest import checksum
+from areal.utils.data.fillers import NO_SAMPLES, KeyForms
 from areal.utils.data.packing import pack, pack_sharing
 from areal.utils.data.padding import round_up
 from areal.utils.data.prefixes import Prefixes
@@ -33,8 +34,9 @@ class BatchPlan:
         sequences: per-sequence keys ``[n, ...]``, all bins end to end.
         payloads: lists of ``n`` tensors, all bins end to end.
         meta: the caller's ``meta``.
-        filler: keys of a filler micro-batch.
+        keys: shapes and dtypes of all keys, from which fillers are built.
         derived: names of keys that were computed from other keys.
+        idle_ranks: some rank is without a micro-batch with samples.
     """
 
     form: BatchForm
@@ -46,12 +48,13 @@ class BatchPlan:
     sequences: Mapping[str, Tensor]
     payloads: Mapping[str, list[Tensor]]
     meta: Mapping[str, Any]
-    filler: Mapping[str, Any]
-    derived: frozenset[str]
+    keys: KeyForms
+    derived: frozenset[str] = frozenset()
+    idle_ranks: bool = False
 
     @property
     def n_mbs(self) -> int:
-        """Number of micro-batches with this rank's samples; 0 if all samples were dropped."""
+        """Number of micro-batches with this rank's samples; 0 without samples, or if all were dropped."""
         return len(self.bins)
 
     @property
@@ -82,6 +85,14 @@ class BatchPlan:
         tensors.sort(key=lambda item: item[0])
         return checksum(tensors, (self.form.kind, self.form.seqlens, self.bins, sorted(map(str, self.meta))))
 
+    def beside_idle_ranks(self, keys: KeyForms) -> BatchPlan:
+        """Return the plan for a call in which some rank is without a micro-batch with samples.
+
+        Args:
+            keys: keys of a rank with samples. A rank without micro-batches builds its fillers from them.
+        """
+        return replace(self, keys=self.keys if self.n_mbs else keys, idle_ranks=True)
+
     def build(self, *, n_mbs: int, device: torch.device, padded_length: int | None = None) -> MicroBatchList:
         """Build the micro-batches, with fillers at the end.
 
@@ -105,7 +116,7 @@ class BatchPlan:
         # All ranks run the same number of micro-batches: fillers make up the difference.
         mbs = list(self._build_real(device, padded_length))
         mbs += self._build_fillers(range(len(mbs), n_mbs), device, padded_length)
-        return MicroBatchList(mbs=tuple(mbs), form=self.form, dropped=self.dropped)
+        return MicroBatchList(mbs=tuple(mbs), form=self.form, dropped=self.dropped, idle_ranks=self.idle_ranks)
 
     def _build_real(self, device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
         """Yield the micro-batches with the caller's samples."""
@@ -135,14 +146,11 @@ class BatchPlan:
                 wanted=wanted[k],
             )
 
-    def _build_fillers(
-        self, indices: Iterable[int], device: torch.device, padded_length: int | None
-    ) -> Iterator[MicroBatch]:
+    def _build_fillers(self, indices: range, device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
         """Yield dummy micro-batches of one token, which all use the same tensors."""
-        cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        values = {
-            key: [x.to(device) for x in v] if isinstance(v, list) else v.to(device) for key, v in self.filler.items()
-        }
+        if not indices:
+            return
+        cu_seqlens, values = torch.tensor([0, 1], dtype=torch.int32, device=device), self.keys.filler(device)
         for k in indices:
             yield MicroBatch(
                 index=k,
@@ -160,7 +168,8 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
     """Check a rank's batch and divide it into micro-batches, without communication.
 
     The caller's dict and tensors are not changed. Later changes to them do not affect the plan, except changes to payloads,
-    which are not copied. See :func:`~areal.utils.data.columns.read_batch` for the forms of a batch.
+    which are not copied. A batch without samples is valid: its plan is without micro-batches. See
+    :func:`~areal.utils.data.columns.read_batch` for the forms of a batch.
 
     Args:
         batch: padded dict or list of samples.
@@ -174,6 +183,8 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
     """
     # 1. Bring both forms of a batch to columns, and check them.
     columns = read_batch(batch, spec)
+    if not columns.form.seqlens:
+        return BatchPlan(columns.form, (), (), (), align, {}, {}, {}, columns.meta, NO_SAMPLES)
     if "target_ids" in columns.tokens:
         check_target_shape(columns.tokens["target_ids"][0])
     if "output_mask" in columns.tokens:
@@ -213,7 +224,7 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
         sequences=sequences,
         payloads={key: [payload[i] for i in order] for key, payload in columns.payloads.items()},
         meta=columns.meta,
-        filler=_filler_keys(tokens, columns),
+        keys=KeyForms.of(tokens, sequences, columns.payloads),
         derived=frozenset(tokens) - set(columns.tokens),
     )
 
@@ -302,13 +313,3 @@ def _split_by_budget(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -
             f"overlong='alone' or 'drop'"
         )
     return fitting, overlong
-
-
-def _filler_keys(tokens: Mapping[str, Tensor], columns: Columns) -> dict[str, Any]:
-    """Return the keys of a filler: one token of id 0 without a target."""
-    filler: dict[str, Any] = {key: x.new_zeros((1, *x.shape[1:])) for key, x in tokens.items()}
-    filler["target_ids"].fill_(IGNORE_INDEX)
-    # Per-sequence values are those of the first sample: a temperature of 0 would give NaN.
-    filler |= {key: x[:1].clone() for key, x in columns.sequences.items()}
-    filler |= {key: [payload[0].new_zeros((0, *payload[0].shape[1:]))] for key, payload in columns.payloads.items()}
-    return filler

@@ -21,9 +21,9 @@ TWO = {"input_ids": torch.tensor([4, 5])}
 BAD_BATCHES: list[tuple[str, Any, dict[str, Any], str]] = [
     ("not a batch", torch.ones(2, 3), {}, "the batch is a Tensor: pass a dict"),
     ("list of tensors", [torch.ones(3)], {}, "the batch is a list"),
-    ("empty list", [], {}, "empty batch: the list has no samples"),
-    ("no rows", {"input_ids": IDS[:0]}, {}, r"empty batch: input_ids is \[0, 3\]"),
-    ("no columns", {"input_ids": IDS[:, :0]}, {}, r"empty batch: input_ids is \[2, 0\]"),
+    ("text", "", {}, "the batch is a str"),
+    ("no columns", {"input_ids": IDS[:, :0]}, {}, r"input_ids is \[2, 0\]: a sequence has at least 1 token"),
+    ("rows of another key only", {"input_ids": IDS[:0], "reward": torch.ones(2)}, {}, r"'reward' is \[2\]"),
     ("no ids", {"attention_mask": MASK}, {}, r"no 'input_ids', only \['attention_mask'\]"),
     ("no ids in a sample", [{"x": IDS[0]}], {}, "sample 0 has no 'input_ids'"),
     ("ids not a tensor", {"input_ids": [[1, 2]]}, {}, "input_ids is a list: pass an int64 tensor"),

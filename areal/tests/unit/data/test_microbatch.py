@@ -197,7 +197,7 @@ def test_filler_micro_batch_has_one_token_and_no_weight() -> None:
             assert filler.data[key].shape == (1, *value.shape[1:])
     assert filler.data["target_ids"].tolist() == [[IGNORE_INDEX] * 2]
     assert not filler.data["loss_mask"].any()
-    assert filler.data["temperature"].tolist() == [0.5]  # a temperature of zero would divide logits by zero
+    assert filler.data["temperature"].tolist() == [1.0]  # a temperature of zero would divide logits by zero
     assert filler.data.meta == {"beta": 0.1}
     assert build(plan_batch(batch, MicroBatchSpec(payloads=("image",)), align=4), 2)[1].padded_length == 4
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from areal.tests.grid.layouts import FACTORS, Cell, fits
+from areal.tests.grid.layouts import FACTORS, OFTEN, Cell, fits
 from areal.tests.grid.pairwise import pairwise_rows
 
 
 def test_every_possible_pair_is_covered() -> None:
-    rows = pairwise_rows(FACTORS, fits, often={"float64": 8})
+    rows = pairwise_rows(FACTORS, fits, OFTEN)
     met = {(a, str(row[a]), b, str(row[b])) for row in rows for a, b in combinations(FACTORS, 2)}
     for a, b in combinations(FACTORS, 2):
         for v in FACTORS[a]:
