@@ -130,3 +130,20 @@ def first_expert_of_even_experts(right: Function) -> Function:
         return right(self, rows, (local + off).clamp(max=self._experts.num_experts - 1))
 
     return wrong
+
+
+REARRANGED = (
+    "dist/checkpoint/test_rearranged_weights.py::test_weights_gradients_and_files_equal_those_of_transformers[{}]"
+)
+
+
+@mutant("areal.engine.checkpoint.tensor_layout:_subslice", REARRANGED.format("fsdp:d2-inkling2_text"))
+def interleaved_rows_read_in_order(right: Function) -> Function:
+    """Interleaved rows of a file are read as if they followed each other."""
+    return lambda outer, inner: right(slice(outer.start, outer.stop), inner)
+
+
+@mutant("areal.engine.checkpoint.tensor_layout:DiskTensor.overlap", REARRANGED.format("fsdp:d2-hrm_text"))
+def merged_weight_read_from_the_start(right: Function) -> Function:
+    """All weights that a tensor on disk is merged from are read from its first rows."""
+    return lambda self, box: right(dataclasses.replace(self, index=None), box)
