@@ -217,7 +217,7 @@ class _Probe:
             # Chunk: one tensor on disk for each name of the conversion (gate and up projections).
             elif type(op) is Chunk and converter is not None:
                 counts[op.dim] = len(op.get_target_patterns(list(converter.target_patterns), config=hf.config))
-            # Interleave: rows of the first and the second half alternate. The halves may be two tensors in memory.
+            # Interleave: rows of the first and the second half alternate. Each half may be a tensor in memory.
             elif type(op) is Interleave and op.inverse and interleaved is None:
                 interleaved = op.dim
                 counts[op.dim] = 2 if converter is not None and len(converter.source_patterns) == 1 else 1
