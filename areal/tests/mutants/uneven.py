@@ -107,7 +107,7 @@ def norm_of_every_copy(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.lora:_tensor_parallel_split", {"layout": "fsdp:t2-uneven", "options": "lora"})
+@mutant("areal.engine.fsdp.lora:_tensor_parallel_split", {"layout": "fsdp:t2", "options": "lora"})
 def adapter_gradient_of_one_rank(right: Function) -> Function:
     """The gradient of an adapter on a replicated key head is not summed over ranks."""
 
@@ -137,7 +137,7 @@ REARRANGED = (
 )
 
 
-@mutant("areal.engine.checkpoint.tensor_layout:_subslice", REARRANGED.format("fsdp:d2-inkling2_text"))
+@mutant("areal.engine.checkpoint.tensor_layout:_subslice", REARRANGED.format("fsdp:e2-inkling2_text"))
 def interleaved_rows_read_in_order(right: Function) -> Function:
     """Interleaved rows of a file are read as if they followed each other."""
     return lambda outer, inner: right(slice(outer.start, outer.stop), inner)

@@ -37,8 +37,10 @@ FAMILIES = ["hrm_text", "inkling2_text", "olmo_hybrid"]
 """Files merge projections; interleave the rows of gate and up projections; divide a convolution."""
 
 LAYOUTS = [
-    *(pytest.param("fsdp:d1", family, marks=pytest.mark.world(1)) for family in FAMILIES),
-    *(pytest.param("fsdp:d2", family, marks=pytest.mark.world(2)) for family in FAMILIES),
+    *(pytest.param("fsdp:d1", family, marks=[pytest.mark.world(1), pytest.mark.thorough]) for family in FAMILIES),
+    pytest.param("fsdp:d2", "hrm_text", marks=pytest.mark.world(2)),
+    pytest.param("fsdp:d2", "olmo_hybrid", marks=pytest.mark.world(2)),
+    pytest.param("fsdp:d2", "inkling2_text", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     pytest.param("fsdp:e2", "inkling2_text", marks=pytest.mark.world(2)),
     pytest.param("fsdp:d2e2", "inkling2_text", marks=[pytest.mark.world(4), pytest.mark.thorough]),
     pytest.param("fsdp:d4", "hrm_text", marks=[pytest.mark.world(4), pytest.mark.thorough]),

@@ -107,6 +107,7 @@ def test_checkpoint_resumes_in_another_layout(chain: list[str], tmp_path: Path) 
 
 
 @pytest.mark.world(2)
+@pytest.mark.thorough
 def test_checkpoint_of_uneven_experts_resumes_in_another_layout(tmp_path: Path) -> None:
     assert_resumes(model_dir("qwen3_moe", num_experts=3), ["e2", "c2", "e2"], tmp_path, bound=5e-3)
 

@@ -147,7 +147,7 @@ def test_replicated_weights_stay_bitwise_equal(backend: str) -> None:
     [
         pytest.param("fsdp:t2", "fsdp:d2", {}, marks=pytest.mark.world(2)),
         pytest.param("fsdp:c2", "fsdp:t2", {}, marks=[pytest.mark.world(2), pytest.mark.thorough]),
-        pytest.param("fsdp:t2", "fsdp:p2", UNEVEN, marks=pytest.mark.world(2)),
+        pytest.param("fsdp:t2", "fsdp:p2", UNEVEN, marks=[pytest.mark.world(2), pytest.mark.thorough]),
         pytest.param("fsdp:c2", "fsdp:t2", UNEVEN, marks=pytest.mark.world(2)),
         pytest.param("fsdp:d4", "fsdp:d2t2", UNEVEN, marks=FOUR),
         pytest.param("fsdp:d2t2", "fsdp:t4", UNEVEN, marks=FOUR),
