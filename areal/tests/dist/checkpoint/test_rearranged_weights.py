@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from areal.api import LoRAConfig, SaveLoadMeta
-from areal.engine.checkpoint.tensor_layout import disk_layout, stored_tensors
+from areal.engine.attention.probe import shrink
+from areal.engine.checkpoint.tensor_layout import disk_layout, joined, stored_tensors
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import (
     Sample,
@@ -152,6 +154,37 @@ def test_any_box_is_read_from_its_slices_on_disk(family: str) -> None:
                 if shared is not None:
                     actual[shared[1]] = files[piece.name][shared[0]].view(actual[shared[1]].shape)
             assert torch.equal(actual, expected), name
+
+
+@pytest.mark.thorough
+def test_layout_on_disk_of_every_family_equals_the_conversion_of_transformers() -> None:
+    """Tiny copies of all causal language models that transformers can build."""
+    compared = []
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        model = tiny_copy(family)
+        if model is None:
+            continue
+        tensors = {name: torch.randn(x.shape).to(x.dtype) for name, x in stored_tensors(model)}
+        layout = disk_layout(model)
+        actual = joined((piece, piece.cut(tensors[name])) for name, pieces in layout.items() for piece in pieces)
+        expected = revert_weight_conversion(model, dict(tensors))
+        assert same_bits(
+            {name: x.contiguous() for name, x in actual}, {name: x.contiguous() for name, x in expected.items()}
+        ), family
+        compared.append(family)
+    assert len(compared) > 120
+    assert set(FAMILIES) <= set(compared)
+
+
+def tiny_copy(family: str) -> Any:
+    """Return a small model without values, or ``None`` if its configuration cannot be reduced."""
+    try:
+        config = shrink(CONFIG_MAPPING[family]())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception:  # some families need settings that no default has, and raise anything
+        return None
+    return model if sum(parameter.numel() for parameter in model.parameters()) < 3e7 else None
 
 
 @pytest.mark.world(1)
