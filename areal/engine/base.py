@@ -176,7 +176,7 @@ class BaseTrainEngine(EngineState):
         schedule, align = components.schedule, components.align
 
         def plan_here() -> BatchPlan:
-            check_outputs(outputs, value_head=self.config.value_head)
+            check_outputs(outputs, value_head=self.config.value_head, vocab_size=components.vocab_size)
             plan = plan_batch(batch, self.config.mb_spec, align=align, vocab_size=components.vocab_size)
             check_temperature(plan)
             components.routing.check(plan, outputs)
@@ -212,7 +212,7 @@ class BaseTrainEngine(EngineState):
         forward_only: bool = False,
     ) -> list[Any]:
         components = self._require_components()
-        check_outputs(outputs, value_head=self.config.value_head)
+        check_outputs(outputs, value_head=self.config.value_head, vocab_size=components.vocab_size)
         components.routing.check_outputs(outputs)
         state = None if forward_only else components.gradients.state
         self._onload_for_step(grads=not forward_only)

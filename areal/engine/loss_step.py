@@ -114,13 +114,15 @@ def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | Non
     return names, next(iter(tops), None)
 
 
-def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool) -> None:
+def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool, vocab_size: int) -> None:
     """Check that the model has the requested outputs.
 
     Raises:
-        ValueError: an unknown output, or values without a value head.
+        ValueError: an unknown output, values without a value head, or a top-k of more tokens than the vocabulary has.
     """
-    names, _ = split_outputs(outputs)
+    names, top = split_outputs(outputs)
+    if top is not None and top.k > vocab_size:
+        raise ValueError(f"outputs has {top}, but the vocabulary has {vocab_size} tokens: choose a smaller k")
     if "values" in names and not value_head:
         raise ValueError(
             "outputs has 'values', but the engine has no value head: set TrainEngineConfig.value_head=True"

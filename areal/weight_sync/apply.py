@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal.api.weights import NamedTensor
-from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, stored_tensors
+from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, joined, stored_tensors
 from areal.engine.lora.plan import PREFIX
 from areal.utils.dtensor import full_box
 from areal.weight_sync.bucket import BucketSlice
@@ -19,13 +19,28 @@ from areal.weight_sync.bucket import BucketSlice
 
 @dataclass(frozen=True)
 class _Slot:
-    """Destination of a tensor on disk: a box of a tensor of the module."""
+    """Destination of a tensor on disk, or of a slice of one: a box of a tensor of the module."""
 
     tensor: Tensor
     piece: DiskTensor
 
     def view(self) -> Tensor:
         return self.piece.cut(self.tensor.detach())
+
+
+class _Slots(list[_Slot]):
+    """Destinations of all slices of a tensor on disk; one, if it is not merged from several tensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self[0].piece.shape
+
+    def fill(self, values: Tensor) -> None:
+        for slot in self:
+            slot.view().copy_(values if slot.piece.index is None else values[slot.piece.index])
+
+    def read(self) -> Tensor:
+        return next(joined((slot.piece, slot.view()) for slot in self)).tensor
 
 
 class Replica:
@@ -52,15 +67,17 @@ class Replica:
         self.version: int | None = None
         # One tensor of the module may be several on disk, e.g. stacked experts: make a slot for each of those.
         layout = disk_layout(module) if isinstance(module, PreTrainedModel) else {}
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, _Slots] = {}
         for name, tensor in stored_tensors(module):
             for piece in layout.get(name, (DiskTensor(name, full_box(tensor.shape)),)):
                 slot = _Slot(tensor, replace(piece, name=_name_in_files(piece.name)))
-                if slot.piece.name in self._slots:
+                slots = self._slots.setdefault(slot.piece.name, _Slots())
+                # Only slices of a tensor on disk share its name.
+                if slots and slot.piece.index is None:
                     raise ValueError(
                         f"{type(module).__name__} has two adapters with {slot.piece.name!r}: leave one in it"
                     )
-                self._slots[slot.piece.name] = slot
+                slots.append(slot)
         # Further names of a shared weight map to its first one.
         self._first = _first_name_of(module)
 
@@ -81,20 +98,23 @@ class Replica:
                 f"the trainer sends {name!r}, which the replica ({type(self.module).__name__}) has not: it is another model, "
                 "or the name is to be left out with select"
             )
-        if self._slots[own_name].piece.shape != shape:
+        if self._slots[own_name].shape != shape:
             raise ValueError(
-                f"{name}: the trainer sends {list(shape)}, and the replica has {list(self._slots[own_name].piece.shape)}"
+                f"{name}: the trainer sends {list(shape)}, and the replica has {list(self._slots[own_name].shape)}"
             )
         return own_name
 
     def view(self, name: str) -> Tensor:
-        """Return a weight in its Hugging Face shape, as a view of the module's memory."""
-        return self._slots[name].view()
+        """Return a weight in its Hugging Face shape, as a view of the module's memory.
+
+        A tensor on disk that is merged from several tensors of the module is a copy.
+        """
+        return self._slots[name].read()
 
     @torch.no_grad()
     def fill(self, name: str, values: Tensor) -> None:
         """Overwrite a weight with values of the same shape, from any device and in any dtype."""
-        self._slots[name].view().copy_(values)
+        self._slots[name].fill(values)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, complete: bool) -> None:
         """Compare names and shapes with those of the module.
@@ -253,7 +273,7 @@ class ModuleSource:
         self._replica = Replica(module)
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        """Yield all weights under their Hugging Face names, as views of the module's memory."""
+        """Yield all weights under their Hugging Face names, see :meth:`Replica.view`."""
         for name in self._replica:
             yield NamedTensor(name, self._replica.view(name))
 

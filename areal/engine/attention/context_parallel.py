@@ -220,10 +220,10 @@ def context_parallel_of(
     """
     if dims.cp == 1:
         return ContextParallel(None)
-    # Ulysses splits the heads that tensor parallelism leaves on a rank.
+    # Ulysses splits the heads that tensor parallelism leaves on a rank: at least one key head.
     text = config.get_text_config()
     heads = text.num_attention_heads
-    kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // dims.tp
+    kv_heads = max(1, (getattr(text, "num_key_value_heads", None) or heads) // dims.tp)
     heads //= dims.tp
     mode = choose_mode(requested, dims.cp, heads, kv_heads)
     return ContextParallel(ranks.get_group(), mode)

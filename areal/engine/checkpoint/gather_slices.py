@@ -13,8 +13,8 @@ from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
 
-Bounds = tuple[tuple[int, int], ...]
-"""A box as pairs of start and stop, one for each dimension: unlike slices, they can be keys and can be sent."""
+Bounds = tuple[tuple[int, int, int], ...]
+"""A box as start, stop and step, for each dimension: unlike slices, they can be keys and can be sent."""
 
 SliceKey = tuple[str, Bounds]
 """A box of a tensor on disk: the tensor's name and the bounds."""
@@ -28,7 +28,7 @@ class _NamedBox:
     @property
     def key(self) -> SliceKey:
         """Name and bounds."""
-        return self.name, tuple((s.start, s.stop) for s in self.box)
+        return self.name, tuple((s.start, s.stop, s.step or 1) for s in self.box)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SliceGatherer:
         out = torch.empty(spec.shape, dtype=spec.dtype)
         incoming: list[tuple[Tensor, Tensor, int]] = []  # box of the result, buffer, sending rank
         for bounds, rank in owners.items():
-            target = out[tuple(slice(*pair) for pair in bounds)]
+            target = out[tuple(slice(*bound) for bound in bounds)]
             if rank == this_rank:
                 target.copy_(self._slices[spec.name, bounds].values)
             else:
@@ -121,7 +121,7 @@ class SliceGatherer:
             for bounds in self._bounds_by_rank[rank].get(spec.name, ()):
                 owners.setdefault(bounds, rank)
         # Distinct slices of a tensor never overlap, so that counting elements shows whether any are missing.
-        covered = sum(math.prod(stop - start for start, stop in bounds) for bounds in owners)
+        covered = sum(math.prod(len(range(*bound)) for bound in bounds) for bounds in owners)
         if covered < math.prod(spec.shape):
             raise RuntimeError(
                 f"{spec.name}: the ranks hold {covered} of the elements of {list(spec.shape)} between them"

@@ -91,6 +91,11 @@ class HFWeights:
                 raise ValueError(f"{self._folder / VALUE_HEAD_FILE} has no {VALUE_HEAD!r}")
             self._check_one(self._head, VALUE_HEAD, shapes[VALUE_HEAD])
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a weight in the files; ``None`` for a missing one."""
+        files, key = (self._head, name) if name == VALUE_HEAD else (self._files, self._key(name))
+        return files.shape(key) if files is not None and key in files else None
+
     def read(self, name: str, box: Box) -> Tensor:
         """Read a slice of a weight, in the dtype of the file, on the CPU. A value head without a file is zero."""
         if name != VALUE_HEAD:

@@ -120,11 +120,15 @@ class TensorFiles:
 
         Args:
             key: key of the tensor.
-            index: one slice for each dimension.
+            index: one slice for each dimension. Elements that a step skips are read, too.
         """
         with _reading(self._file_of[key], key):
             handle = self._open(self._file_of[key])
-            return handle.get_slice(key)[index] if index else handle.get_tensor(key)
+            if not index:
+                return handle.get_tensor(key)
+            # safetensors does not support steps.
+            values = handle.get_slice(key)[tuple(slice(s.start, s.stop) for s in index)]
+            return values[tuple(slice(None, None, s.step) for s in index)]
 
     def _open(self, file: Path) -> Any:
         if file not in self._handles:

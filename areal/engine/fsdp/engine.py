@@ -75,7 +75,7 @@ class FSDPEngine(BaseTrainEngine):
         hf_config = read_config(config.path)
         self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
         check_sharing(config.mb_spec, packed=not self._rows)
-        check_plan(hf_config, self.dims.tp, packed=not self._rows)
+        check_plan(hf_config, self.dims, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
         # Meshes, which close after the model is released.
         param_mesh = build_param_mesh(self.dims, self.device.type)

@@ -2,7 +2,8 @@
 
 The ranks that divide the experts are data-parallel (or context-parallel) for all other layers, so that each has
 different tokens. A rank sends a copy of each token to the ranks of its experts and combines the weighted results
-(Lepikhin et al., 2021). Tokens are never dropped, and experts do not have a capacity limit.
+(Lepikhin et al., 2021). Tokens are never dropped, and experts do not have a capacity limit. The last ranks may have fewer
+experts than the others, but at least one.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
     """Check that the experts of a model can be divided over the ranks of a layout.
 
     Raises:
-        ValueError: the model does not have stacked experts, a number is not divisible, or the layout also has
-            ``t``.
+        ValueError: the model does not have stacked experts, a rank would not have any, a number is not divisible, or
+            the layout also has ``t``.
     """
     if dims.ep == 1:
         return
@@ -52,9 +53,15 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
         )
     number, _, hidden = experts[0].gate_up_proj.shape
     shards = dims.dp_shard * dims.cp
-    if number % dims.ep or shards % dims.ep:
-        what = f"{number} experts do" if number % dims.ep else f"{shards} ranks that share parameters do"
-        raise ValueError(f"backend = '{dims}': {what} not divide by e{dims.ep}; choose an e that divides both")
+    if shards % dims.ep:
+        raise ValueError(
+            f"backend = '{dims}': {shards} ranks that share parameters do not divide by e{dims.ep}; choose an e that divides them"
+        )
+    if (dims.ep - 1) * _experts_per_rank(number, dims.ep) >= number:
+        raise ValueError(
+            f"backend = '{dims}': {number} experts in slices of {_experts_per_rank(number, dims.ep)} leave a rank of e{dims.ep} "
+            "without any; choose a smaller e"
+        )
     # FSDP shards the rows of each expert over the remaining ranks, and they must divide evenly.
     for size in (hidden, experts[0].gate_up_proj.shape[1]):
         if size % (shards // dims.ep):
@@ -62,6 +69,11 @@ def check_experts(config: PretrainedConfig, model: nn.Module, dims: ParallelDims
                 f"backend = '{dims}': each expert is shared by {shards // dims.ep} ranks, which do not divide its size {size}; "
                 "choose a larger e, or fewer ranks"
             )
+
+
+def _experts_per_rank(number: int, ranks: int) -> int:
+    """Return the number of experts on each rank but the last ones, as DTensor shards them."""
+    return -(-number // ranks)
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -72,20 +84,27 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: one-dimensional mesh of the ranks that divide the experts.
     """
     for experts in stacked_experts(model):
+        per_rank = _experts_per_rank(len(experts.gate_up_proj), mesh.size())
         for name in WEIGHTS:
             full = experts._parameters[name]
             # No communication: values are loaded or drawn later.
             shard = distribute_tensor(full.detach(), mesh, [Shard(0)], src_data_rank=None)
             experts._parameters[name] = nn.Parameter(shard, requires_grad=full.requires_grad)
-        experts.num_experts //= mesh.size()
-        experts.forward = _DispatchedExperts(experts, mesh.get_group())
+        experts.num_experts = len(experts.gate_up_proj.to_local())
+        experts.forward = _DispatchedExperts(experts, per_rank, mesh.get_group())
 
 
 class _DispatchedExperts:
-    """Forward of a layer's experts, of which this rank has a subset."""
+    """Forward of a layer's experts, of which this rank has a subset.
 
-    def __init__(self, experts: Any, group: dist.ProcessGroup) -> None:
-        self._experts, self._group = experts, group
+    Args:
+        experts: module with this rank's experts.
+        per_rank: number of experts on the first rank. The last ranks may have fewer.
+        group: ranks that divide the experts.
+    """
+
+    def __init__(self, experts: Any, per_rank: int, group: dist.ProcessGroup) -> None:
+        self._experts, self._per_rank, self._group = experts, per_rank, group
         self._inner = experts.forward
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -99,7 +118,7 @@ class _DispatchedExperts:
         copies = index.shape[1]
         # Sort the T * K copies by expert, so that each rank receives one contiguous range.
         order = index.flatten().argsort(stable=True)
-        dispatch = Dispatch.of(index.flatten()[order], self._experts.num_experts, self._group)
+        dispatch = Dispatch.of(index.flatten()[order], self._per_rank, self._group)
         rows = hidden[:, None].expand(-1, copies, -1).flatten(0, 1).index_select(0, order)
         # Exchange, compute, exchange back.
         results = dispatch.combine(self._compute(dispatch.send(rows), dispatch.local))
@@ -145,7 +164,7 @@ class Dispatch:
 
         Args:
             experts: int64, ascending. Expert of each row to send.
-            per_rank: number of experts on each rank.
+            per_rank: number of experts on the first rank. On ranks with fewer, the missing ones do not get any rows.
             group: ranks that divide the experts.
         """
         size = dist.get_world_size(group)

@@ -32,7 +32,7 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
     dtype = next(chunks.parameters()).dtype
     linears = {name: linear for chunk in chunks for name, linear in decoder_linears(chunk.hf).items()}
     return AdapterLayout(
-        layers={name: _tensor_parallel_split(linear.weight, tp) for name, linear in linears.items()},
+        layers={name: _tensor_parallel_split(linear, tp) for name, linear in linears.items()},
         layer_names=frozenset(decoder_linears(chunks.full_model.hf)),
         tp=TensorParallelRanks(tp),
         replicas=[group for group in replicas if group is not None],
@@ -77,8 +77,13 @@ def _with_adapter(inner: Callable[[Tensor], Tensor], slot: _AdapterSlot) -> Call
     return forward
 
 
-def _tensor_parallel_split(weight: Tensor, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
+def _tensor_parallel_split(linear: Any, tp: dist.ProcessGroup | None) -> TensorParallelSplit:
+    weight = linear.weight
     placement = weight.placements[-1] if tp is not None and isinstance(weight, DTensor) else None
+    # Fewer key heads than ranks: each rank computes one of the heads, with replicated factors.
+    computed_rows = getattr(linear, "computed_rows", None)
+    if computed_rows is not None:
+        return TensorParallelSplit(down_summed=True, up_summed=True, up_rows=computed_rows)
     if not isinstance(placement, Shard):
         return TensorParallelSplit()
     # Column-parallel: a rank computes some outputs of all tokens.

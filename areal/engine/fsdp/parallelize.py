@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.engine.fsdp.activation_checkpointing import recompute_layers
@@ -63,7 +63,8 @@ def parallelize(
     shard_mesh = _shard_mesh(mesh, "dp_shard_cp")
     for layer in layers:
         fully_shard(layer, mesh=shard_mesh, **options)
-    fully_shard(model, mesh=shard_mesh, **{**options, "reshard_after_forward": False})
+    options["reshard_after_forward"] = False
+    fully_shard(model, mesh=shard_mesh, shard_placement_fn=_evenly, **options)
     # Gradients are sums over ranks. Gloo does not support pre-multiplied sums, so that the reduction must be a plain sum.
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -79,6 +80,16 @@ def _shard_mesh(mesh: DeviceMesh, shards: str) -> DeviceMesh:
 
 def _by_rows(parameter: nn.Parameter) -> Shard:
     return Shard(1)
+
+
+def _evenly(parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension to shard: the rows, or the columns of rows that ranks have in different numbers.
+
+    DTensor cannot describe shards of the same dimension on two mesh axes if the first split is uneven.
+    """
+    if isinstance(parameter, DTensor) and parameter.placements == (Shard(0),):
+        return Shard(1) if parameter.shape[0] % parameter.device_mesh.size() else None
+    return None
 
 
 def transformer_layers(model: PackedCausalLM) -> list[nn.Module]:

@@ -4,6 +4,9 @@ Linear layers are split by columns and then by rows (Shoeybi et al., 2019). Betw
 (sequence parallelism, Korthikanti et al., 2022): a block gathers the tokens at its input and reduce-scatters its
 output. Every parameter becomes a DTensor over the ranks, so that FSDP, checkpoints and norms see the full shape.
 Layers compute with the local tensor, without DTensor overhead.
+
+A vocabulary does not have to divide by the ranks: the last rank then has fewer rows. Key-value heads may be fewer than the
+ranks: every rank then keeps all of them, and computes the one that its query heads use.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig
 
+from areal.api.parallel import ParallelDims
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.fsdp.pipeline.split import PassThrough
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.utils.collectives import GatherRows, ReduceScatterRows
-from areal.utils.dtensor import local_part
+from areal.utils.dtensor import local_part, local_shard
 
 
 class TensorParallel:
@@ -33,10 +37,11 @@ class TensorParallel:
 
     Args:
         mesh: one-dimensional mesh.
+        kv_heads: number of key-value heads of an attention layer.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, kv_heads: int) -> None:
+        self.mesh, self.kv_heads = mesh, kv_heads
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._stream = ContextParallel(self.group)
@@ -57,6 +62,26 @@ class TensorParallel:
         """Split a linear layer by columns: each rank computes some outputs of all tokens."""
         self._distribute(module, weight=Shard(0), bias=Shard(0))
         module.forward = lambda x: F.linear(x, local_part(module.weight), local_part(module.bias))
+
+    def key_heads(self, module: Any) -> None:
+        """Split a key or value projection by heads.
+
+        With fewer heads than ranks, several ranks compute the same head, each for its query heads. The weight is replicated,
+        and its gradient is a partial sum over ranks.
+        """
+        if self.kv_heads % self.size == 0:
+            self.columns(module)
+            return
+        self._distribute(module, weight=Replicate(), bias=Replicate())
+        # Ranks with neighbouring query heads use the same key head.
+        width, head = len(module.weight) // self.kv_heads, self.rank * self.kv_heads // self.size
+        rows = module.computed_rows = slice(head * width, (head + 1) * width)
+
+        def forward(x: Tensor) -> Tensor:
+            bias = None if module.bias is None else local_part(module.bias, Partial())[rows]
+            return F.linear(x, local_part(module.weight, Partial())[rows], bias)
+
+        module.forward = forward
 
     def rows(self, module: Any) -> None:
         """Split a linear layer by rows: each rank has some inputs. Outputs are reduce-scattered over tokens."""
@@ -94,16 +119,17 @@ class TensorParallel:
     def embedding(self, module: Any) -> None:
         """Split an embedding by rows: each rank looks up the ids in its range."""
         self._distribute(module, weight=Shard(0))
+        # The last rank may have fewer rows than the others.
+        _, (local_rows, _) = local_shard(module.weight)
+        start, stop = local_rows.start, local_rows.stop
+        # The padding row does not get a gradient, as in torch's embedding.
+        padding = module.padding_idx
+        padding = padding - start if padding is not None and start <= padding < stop else None
 
         def forward(ids: Tensor) -> Tensor:
-            weight = local_part(module.weight)
             # Ids of other ranks give zeros, so that the sum over ranks is the embedding.
-            local_ids = ids - self.rank * len(weight)
-            is_local = (local_ids >= 0) & (local_ids < len(weight))
-            # The padding row does not get a gradient, as in torch's embedding.
-            padding = None if module.padding_idx is None else module.padding_idx - self.rank * len(weight)
-            padding = padding if padding is not None and 0 <= padding < len(weight) else None
-            rows = F.embedding(local_ids.masked_fill(~is_local, 0), weight, padding).masked_fill(
+            is_local = (ids >= start) & (ids < stop)
+            rows = F.embedding((ids - start).masked_fill(~is_local, 0), local_part(module.weight), padding).masked_fill(
                 ~is_local[..., None], 0
             )
             return ReduceScatterRows.apply(rows[0], self.group)[None]
@@ -140,7 +166,8 @@ DENSE: Mapping[str, ParallelStyle] = {
     "model.embed_tokens": TensorParallel.embedding,
     "model.layers.*.input_layernorm": TensorParallel.norm,
     "model.layers.*.self_attn": TensorParallel.block,
-    "model.layers.*.self_attn.[qkv]_proj": TensorParallel.columns,
+    "model.layers.*.self_attn.q_proj": TensorParallel.columns,
+    "model.layers.*.self_attn.[kv]_proj": TensorParallel.key_heads,
     "model.layers.*.self_attn.[qk]_norm": TensorParallel.norm,
     "model.layers.*.self_attn.o_proj": TensorParallel.rows,
     "model.layers.*.post_attention_layernorm": TensorParallel.norm,
@@ -157,12 +184,13 @@ PLANS: Mapping[str, Mapping[str, ParallelStyle]] = dict.fromkeys(("llama", "qwen
 """Plan by model type. A plan lists every module with parameters, and the blocks around them."""
 
 
-def check_plan(config: PretrainedConfig, size: int, *, packed: bool) -> None:
-    """Check that a model can be split over ``size`` ranks.
+def check_plan(config: PretrainedConfig, dims: ParallelDims, *, packed: bool) -> None:
+    """Check that a model can be split over the tensor-parallel ranks of a layout.
 
     Raises:
-        ValueError: the family does not have a plan, or a number of its configuration is not divisible.
+        ValueError: the family does not have a plan, or a number of its configuration does not fit the layout.
     """
+    size = dims.tp
     if size == 1:
         return
     if config.model_type not in PLANS:
@@ -175,13 +203,40 @@ def check_plan(config: PretrainedConfig, size: int, *, packed: bool) -> None:
         raise ValueError(
             "fsdp.attention = 'rows' with t: tensor parallelism needs packed attention; leave one of the two out"
         )
-    # Heads, columns and vocabulary rows are split evenly.
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+    # Heads and columns are split evenly. Key-value heads may also be fewer than the ranks, if these divide by them.
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name)
-        if number % size:
+        if number % size and not (name == "num_key_value_heads" and size % number == 0):
             raise ValueError(
                 f"{name} = {number} does not divide over {size} tensor-parallel ranks: choose a t that divides it"
+                + (", or a multiple of it" if name == "num_key_value_heads" else "")
             )
+    _check_vocabulary(config, dims)
+
+
+def _check_vocabulary(config: PretrainedConfig, dims: ParallelDims) -> None:
+    """Check the split of the vocabulary, which may be uneven.
+
+    Raises:
+        ValueError: a rank would not have any row, or the columns of uneven rows cannot be sharded.
+    """
+    vocabulary, size = config.vocab_size, dims.tp
+    if vocabulary % size == 0:
+        return
+    # All ranks but the last few have equally many rows.
+    rows = -(-vocabulary // size)
+    if (size - 1) * rows >= vocabulary:
+        raise ValueError(
+            f"vocab_size = {vocabulary} leaves a rank of {size} tensor-parallel ranks without rows: choose a smaller t"
+        )
+    # FSDP shards the columns of unevenly split rows, see parallelize().
+    shards = dims.dp_shard * dims.cp
+    if config.hidden_size % shards:
+        raise ValueError(
+            f"backend = '{dims}': vocab_size = {vocabulary} does not divide over {size} tensor-parallel ranks, and "
+            f"hidden_size = {config.hidden_size} not over the {shards} ranks that shard each of its slices; "
+            "choose a t that divides the first, or d * c that divides the second"
+        )
 
 
 def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
@@ -194,7 +249,8 @@ def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: the family's plan does not cover a parameter.
     """
-    parallel, plan = TensorParallel(mesh), PLANS[model.hf.config.model_type]
+    config = model.hf.config
+    parallel, plan = TensorParallel(mesh, config.num_key_value_heads), PLANS[config.model_type]
     for name, module in model.hf.named_modules():
         for pattern, style in plan.items():
             if fnmatch.fnmatchcase(name, pattern) and not isinstance(module, PassThrough):
@@ -207,5 +263,5 @@ def split_tensors(model: PackedCausalLM, mesh: DeviceMesh) -> None:
     missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if missing:
         raise ValueError(
-            f"the tensor-parallel plan of {model.hf.config.model_type!r} leaves out {missing[0]}: add it to the plan"
+            f"the tensor-parallel plan of {config.model_type!r} leaves out {missing[0]}: add it to the plan"
         )

@@ -4,7 +4,7 @@ or as full tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, stored_tensors
+from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined, stored_tensors
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.random_init import init_weights, materialize
 from areal.engine.model.hub import model_folder
@@ -51,7 +51,7 @@ class StoredTensor:
 
     Attributes:
         like: tensor with the full shape and dtype, without values.
-        pieces: tensors on disk, in order.
+        pieces: tensors on disk, or slices of them, in order.
         is_parameter: False for a buffer.
     """
 
@@ -89,6 +89,12 @@ class FSDPWeights:
     def _stream(
         self, tensors: dict[str, StoredTensor], full_value: Callable[[Tensor], Tensor]
     ) -> Iterator[NamedTensor]:
+        return joined(self._streamed_pieces(tensors, full_value))
+
+    def _streamed_pieces(
+        self, tensors: dict[str, StoredTensor], full_value: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[DiskTensor, Tensor]]:
+        """Yield tensors on disk and slices of them, with their values."""
         chunks, local = self._chunks, dict(self._chunks.own())
         # With CPU offload the shards are on the host, but collectives use the device.
         device = collective_device(next(iter(local.values())))
@@ -101,19 +107,21 @@ class FSDPWeights:
                 full = torch.empty(stored.like.shape, dtype=stored.like.dtype, device=device)
             if chunks.group is not None:
                 dist.broadcast(full, group=chunks.group, group_src=owner)
-            yield from (NamedTensor(piece.name, piece.cut(full)) for piece in stored.pieces)
+            yield from ((piece, piece.cut(full)) for piece in stored.pieces)
 
     def export(self) -> Export:
         """Return the tensors to write: the weights, in the dtype of the parameters."""
         # All ranks describe the full model, and each contributes its own slices.
         hf = self._chunks.full_model.hf
+        # Several weights may be slices of one tensor on disk.
+        specs = {
+            piece.name: TensorSpec(piece.name, stored.like.dtype, piece.shape)
+            for stored in self._stored_tensors.values()
+            for piece in stored.pieces
+        }
         return Export(
-            [
-                TensorSpec(piece.name, stored.like.dtype, piece.shape)
-                for stored in self._stored_tensors.values()
-                for piece in stored.pieces
-            ],
-            self._local_slices(),
+            list(specs.values()),
+            self._local_slices({name: stored.pieces for name, stored in self._stored_tensors.items()}),
             ModelCard(hf.config, type(hf), getattr(hf, "generation_config", None)),
         )
 
@@ -123,22 +131,26 @@ class FSDPWeights:
         Raises:
             ValueError: the files are missing, unreadable or of another model; names file and key.
         """
-        shapes = {piece.name: piece.shape for stored in self._stored_tensors.values() for piece in stored.pieces}
         with self._files(folder) as files:
+            shapes = {piece.name: piece.shape for pieces in self._pieces_in(files).values() for piece in pieces}
             files.check(shapes, type(self._chunks.full_model.hf))
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
         """Fill this rank's shards from files that :meth:`check` has accepted."""
         with self._files(folder) as files:
-            for local_slice in self._local_slices():
+            for local_slice in self._local_slices(self._pieces_in(files)):
                 local_slice.values.copy_(files.read(local_slice.name, local_slice.box).view(local_slice.values.shape))
 
-    def _local_slices(self) -> Iterator[Slice]:
+    def _pieces_in(self, files: HFWeights) -> dict[str, tuple[DiskTensor, ...]]:
+        """Return the tensors on disk that each stored tensor consists of, in the sizes that the files have."""
+        return {name: divided_as(stored.pieces, files.shape) for name, stored in self._stored_tensors.items()}
+
+    def _local_slices(self, layout: Mapping[str, tuple[DiskTensor, ...]]) -> Iterator[Slice]:
         """Yield the slices of tensors on disk that this rank's shards contain, sharing their memory."""
         for name, tensor in self._chunks.stored():
             local, box = local_shard(tensor)
-            for piece in self._stored_tensors[name].pieces:
+            for piece in layout[name]:
                 # A shard of stacked experts overlaps with some of the tensors on disk, and only partly with the outer ones.
                 shared = piece.overlap(box)
                 if shared is not None:
@@ -146,7 +158,7 @@ class FSDPWeights:
                     yield Slice(
                         piece.name,
                         on_disk,
-                        local[in_box].view([extent.stop - extent.start for extent in on_disk]),
+                        local[in_box].view([len(range(s.start, s.stop, s.step or 1)) for s in on_disk]),
                     )
 
     def _files(self, folder: Path) -> HFWeights:

@@ -30,6 +30,7 @@ class TensorParallelSplit:
         down_summed, up_summed: whether the gradient on one rank is a partial sum over tensor-parallel ranks.
         before_down: function applied to the layer's input ``[T, inputs]`` before ``A``, e.g. a collective.
         before_up: function applied to the product ``[T, rank]`` before ``B``.
+        up_rows: rows of a replicated ``B`` that give the outputs of the layer on this rank; ``None`` for all.
     """
 
     down_dim: int | None = None
@@ -38,6 +39,7 @@ class TensorParallelSplit:
     up_summed: bool = False
     before_down: Callable[[Tensor], Tensor] = _identity
     before_up: Callable[[Tensor], Tensor] = _identity
+    up_rows: slice | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class LowRank:
         """
         # Down to the rank, with the layer's own communication before and after.
         low = F.linear(self._split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
-        up = self.up.parameter.to(x.dtype)
+        rows = self._split.up_rows
+        up = (self.up.parameter if rows is None else self.up.parameter[rows]).to(x.dtype)
         # One fused product adds the contribution to the output.
         added = torch.addmm(out.flatten(0, -2), self._split.before_up(low), up.t(), alpha=self.scale)
         return added.view(out.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ from areal.engine.checkpoint.checkpointer import FolderWeights
 from areal.engine.checkpoint.gather_slices import ComputedSlice, Slice
 from areal.engine.checkpoint.huggingface import Export
 from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.low_rank import WeightDelta
 from areal.utils.dtensor import full_box
 
 
@@ -34,6 +35,8 @@ class AdaptedWeights:
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield the model's weights with the active adapter merged. Collective."""
         deltas = self._adapters.deltas()
+        if deltas:
+            _check_mergeable(deltas, self._weights.export())
         for name, tensor in self._weights.named_tensors():
             delta = deltas.get(_layer_name(name))
             yield NamedTensor(name, tensor if delta is None else delta.add_to(tensor, full_box(tensor.shape)))
@@ -45,6 +48,7 @@ class AdaptedWeights:
     def export(self) -> Export:
         """Return the tensors to write; merged slices are computed on demand. Collective."""
         deltas, export = self._adapters.deltas(), self._weights.export()
+        _check_mergeable(deltas, export)
 
         def slices() -> Iterator[Slice | ComputedSlice]:
             for entry in export.slices:
@@ -63,6 +67,21 @@ class AdaptedWeights:
 
     def read(self, folder: Path) -> None:
         self._weights.read(folder)
+
+
+def _check_mergeable(deltas: Mapping[str, WeightDelta], export: Export) -> None:
+    """Check that files contain each adapted layer by itself and under its own name.
+
+    Raises:
+        ValueError: a layer is stored under another name, or merged with other layers.
+    """
+    layers = {_layer_name(spec.name) for spec in export.specs}
+    missing = [key for key in deltas if key not in layers]
+    if missing:
+        raise ValueError(
+            f"{export.card.model.__name__} stores {missing[0]} under another name or merged with other layers, so that its "
+            "adapter cannot be merged into full weights: save or send the adapter alone, by engine.adapters"
+        )
 
 
 def _layer_name(name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from areal.engine.checkpoint.tensor_layout import disk_layout
+from areal.engine.checkpoint.tensor_layout import disk_layout, joined
 from areal.engine.model.random_init import draw
 
 
@@ -31,6 +31,6 @@ def draw_weights(
 
     # One drawn tensor may be several on disk, e.g. stacked experts.
     def named(block: dict[str, Tensor]) -> None:
-        take({piece.name: piece.cut(full) for name, full in block.items() for piece in layout[name]})
+        take(dict(joined((piece, piece.cut(full)) for name, full in block.items() for piece in layout[name])))
 
     draw(hf, seed, named)

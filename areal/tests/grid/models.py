@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -107,8 +108,36 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
 An entry here adds a family to the grid; ``changes`` override fields of its configuration.
 """
 
+_HRM = {**_DENSE, "num_key_value_heads": 4, "num_layers_per_stack": 2, "H_cycles": 1, "L_cycles": 2, "L_bp_cycles": [1]}
+_INKLING2 = {
+    **_DENSE,
+    "unpadded_vocab_size": VOCAB,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 5,
+    "d_rel": 4,
+    "rel_extent": 64,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
+_OLMO_HYBRID = {
+    **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 12,
+}
+
 OUTSIDE_THE_GRID: dict[str, Callable[..., PreTrainedConfig]] = {
+    "hrm_text": lambda **changes: CONFIG_MAPPING["hrm_text"](**{**_HRM, **changes}),
+    "inkling2_text": lambda **changes: CONFIG_MAPPING["inkling2_text"](**{**_INKLING2, **changes}),
     "mistral": lambda **changes: MistralConfig(**{**_DENSE, "sliding_window": 5, **changes}),
+    "olmo_hybrid": lambda **changes: CONFIG_MAPPING["olmo_hybrid"](**{**_OLMO_HYBRID, **changes}),
 }
 """Configurations of families that tests name one by one."""
 

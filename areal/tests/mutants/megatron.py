@@ -39,6 +39,10 @@ SAME_ON_ANY_ENGINE = {
     "minibatch_skipped_by_one_rank": "trainers are the same on any engine",
     "unmeasured_disagreement_is_zero": "trainers are the same on any engine",
     "empty_rank_counts_in_statistics": "trainers are the same on any engine",
+    "last_offset_of_even_vocabulary": "the function gets the rows of a rank, from any engine",
+    "filler_among_the_largest": "the function gets the rows of a rank, from any engine",
+    "interleaved_rows_read_in_order": "its families store weights in the form of modules",
+    "merged_weight_read_from_the_start": "its families store weights in the form of modules",
 }
 """Bugs that need no second test on Megatron, and the reason."""
 

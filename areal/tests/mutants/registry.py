@@ -15,6 +15,7 @@ import areal.tests.mutants.rollout
 import areal.tests.mutants.step
 import areal.tests.mutants.tensor_parallel
 import areal.tests.mutants.timing
+import areal.tests.mutants.uneven
 from areal.tests.mutants.planting import MUTANTS, plant
 
 if find_spec("megatron") is not None:

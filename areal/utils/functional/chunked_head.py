@@ -265,7 +265,7 @@ def _statistics(z: Tensor, chunks: _Chunks, rows: slice, local: Tensor) -> _Stat
     spec = chunks.spec
     # Read from the logits what is needed of them: their buffer is overwritten below.
     picked = z.gather(1, local)
-    best, best_ids = z.topk(spec.topk, dim=1) if spec.topk else (z[:, :0].clone(), local[:, :0])
+    best, best_ids = _largest(z, spec.topk) if spec.topk else (z[:, :0].clone(), local[:, :0])
     # Subtract the maximum, so that exp() cannot overflow.
     top = z.amax(1, keepdim=True)
     z = torch.sub(z, top, out=chunks.buffer("logits", rows))
@@ -278,6 +278,17 @@ def _statistics(z: Tensor, chunks: _Chunks, rows: slice, local: Tensor) -> _Stat
     log_sum = total.log()
     entropy = log_sum - weights.mul_(z).sum(1).div_(total)
     return log_sum + top.squeeze(1), entropy, picked, best, best_ids
+
+
+def _largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` largest logits of a chunk ``[n, V]``, and their columns, both ``[n, k]``."""
+    values, columns = z.topk(min(k, z.shape[1]), dim=1)
+    # A rank of a sharded vocabulary may have fewer than k rows. The merge of all ranks never chooses an infinite filler.
+    missing = k - values.shape[1]
+    if missing:
+        values = torch.nn.functional.pad(values, (0, missing), value=float("-inf"))
+        columns = torch.nn.functional.pad(columns, (0, missing))
+    return values, columns
 
 
 def _concatenate(stats: list[_Statistics], chunks: _Chunks, n_targets: int) -> _Statistics:

@@ -72,7 +72,7 @@ def head_outputs(
         logit_scale: factor of the model on its logits.
         softcap: bound of the model on its logits.
         entropy: whether to return the entropy.
-        topk: number of most likely tokens to return, at most the smallest number of rows on a rank.
+        topk: number of most likely tokens to return, at most the size of the vocabulary.
         fp32: whether to multiply in float32 if ``hidden`` and ``weight`` are narrower.
         chunk_size: number of tokens whose logits exist at a time. Defaults to 512 MiB of logits (8 MiB on a CPU).
         keep_bytes: memory for logits that are kept for the backward. Defaults to 1 GiB (128 MiB on a CPU).
@@ -83,10 +83,11 @@ def head_outputs(
             log-prob of such a target is NaN instead, because a check would wait for the device.
     """
     _check_inputs(hidden, weight, bias, temperature, softcap)
-    _check_options(hidden, weight, targets, topk, chunk_size, keep_bytes)
+    _check_options(hidden, targets, topk, chunk_size, keep_bytes)
     if targets is None and not entropy and not topk:
         return HeadOutputs()
     shard = VocabShard.of(weight, group)
+    _check_topk(topk, shard)
 
     # Leave out positions that need no logits.
     n_tokens = hidden.shape[0]
@@ -232,7 +233,6 @@ def _check_inputs(
 
 def _check_options(
     hidden: Tensor,
-    weight: Tensor,
     targets: Tensor | None,
     topk: int | None,
     chunk_size: int | None,
@@ -242,12 +242,20 @@ def _check_options(
         raise ValueError(f"targets are {targets.dtype} {list(targets.shape)}: pass int64 [T] or [T, K]")
     if targets is not None and targets.shape[0] != hidden.shape[0]:
         raise ValueError(f"targets {list(targets.shape)} must have one row per token of hidden {list(hidden.shape)}")
-    if topk is not None and not 1 <= topk <= weight.shape[0]:
-        raise ValueError(f"topk = {topk}: ask for at least 1 and at most the rows of weight {list(weight.shape)}")
+    if topk is not None and topk < 1:
+        raise ValueError(f"topk = {topk}: ask for at least 1")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size}: pass at least 1, or None to choose")
     if keep_bytes is not None and keep_bytes < 0:
         raise ValueError(f"keep_bytes = {keep_bytes}: pass 0 to keep no logits, or None to choose")
+
+
+def _check_topk(topk: int | None, shard: VocabShard) -> None:
+    # On an accelerator, reading the size of a sharded vocabulary would wait for the device. Engines check it before a call.
+    if topk is None or (isinstance(shard.total, Tensor) and shard.total.device.type != "cpu"):
+        return
+    if topk > int(shard.total):
+        raise ValueError(f"topk = {topk}: ask for at most the size of the vocabulary, {int(shard.total)}")
 
 
 def _check_ids(targets: Tensor, vocab_size: int) -> None:

@@ -1,0 +1,149 @@
+"""Bugs of numbers that ranks do not divide, and of weights that files store in another order, that the suite must catch, as
+in :mod:`areal.tests.mutants.step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import Partial
+
+from areal.tests.mutants.planting import Function, mutant
+from areal.utils.dtensor import local_part
+
+TENSOR_PARALLEL = "dist/parallel/test_tensor_parallel.py::"
+OUTPUTS = TENSOR_PARALLEL + "test_uneven_vocabulary_computes_every_output*"
+KEY_HEADS = TENSOR_PARALLEL + "test_fewer_key_heads_than_ranks*"
+
+
+@mutant("areal.utils.functional.vocab_parallel:VocabShard.localize", OUTPUTS)
+def last_offset_of_even_vocabulary(right: Function) -> Function:
+    """The first token id of the last rank is computed from its own number of rows."""
+
+    def wrong(self: Any, ids: Tensor) -> Any:
+        return right(dataclasses.replace(self, start=dist.get_rank(self.group) * self.rows), ids)
+
+    return wrong
+
+
+@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", OUTPUTS)
+def last_embedding_of_even_vocabulary(right: Function) -> Function:
+    """The first token id in the last rank's embedding is computed from its own number of rows."""
+
+    def wrong(model: Any, mesh: Any) -> None:
+        right(model, mesh)
+        table, rank = model.hf.model.embed_tokens, mesh.get_local_rank()
+        inner, size = table.forward, table.weight.shape[0]
+        off = rank * (-(-size // mesh.size()) - table.weight.to_local().shape[0])
+        table.forward = lambda ids: inner((ids + off).clamp(max=size - 1))
+
+    return wrong
+
+
+@mutant("areal.utils.functional.chunked_head:_largest", OUTPUTS)
+def filler_among_the_largest(right: Function) -> Function:
+    """A rank with fewer rows than k fills its largest logits with a large number."""
+
+    def wrong(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        values, columns = right(z, k)
+        return values.nan_to_num(neginf=values.max().item()), columns
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.fsdp.parallelize:_evenly",
+    TENSOR_PARALLEL + "test_uneven_vocabulary_loads_streams_and_saves[llama-fsdp:t2]",
+)
+def uneven_rows_divided_again(right: Function) -> Function:
+    """FSDP shards rows that tensor-parallel ranks have in different numbers."""
+    return lambda parameter: None
+
+
+def _replicated_heads(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "computed_rows")]
+
+
+@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", KEY_HEADS)
+def key_head_gradient_of_one_rank(right: Function) -> Function:
+    """The gradient of a key head is not summed over the ranks that compute it."""
+
+    def wrong(model: Any, mesh: Any) -> None:
+        right(model, mesh)
+        for module in _replicated_heads(model):
+            module.forward = lambda x, module=module: F.linear(x, local_part(module.weight)[module.computed_rows])
+
+    return wrong
+
+
+@mutant("areal.engine.fsdp.tensor_parallel:split_tensors", KEY_HEADS)
+def neighbours_key_head(right: Function) -> Function:
+    """Neighbouring ranks compute different key heads."""
+
+    def wrong(model: Any, mesh: Any) -> None:
+        right(model, mesh)
+        for module in _replicated_heads(model):
+            width = module.computed_rows.stop - module.computed_rows.start
+            start = mesh.get_local_rank() % (len(module.weight) // width) * width
+            rows = slice(start, start + width)
+            module.forward = lambda x, module=module, rows=rows: F.linear(x, local_part(module.weight, Partial())[rows])
+
+    return wrong
+
+
+@mutant("areal.engine.fsdp.gradients:_shard_groups", KEY_HEADS)
+def norm_of_every_copy(right: Function) -> Function:
+    """The gradient norm counts a replicated key head once for each rank."""
+
+    def wrong(grad: Any) -> Any:
+        mesh = grad.device_mesh
+        copies = [mesh.get_group(axis) for axis, place in enumerate(grad.placements) if place.is_replicate()]
+        return (*right(grad), *(copies if grad.dim() == 2 else ()))
+
+    return wrong
+
+
+@mutant("areal.engine.fsdp.lora:_tensor_parallel_split", {"layout": "fsdp:t2", "options": "lora"})
+def adapter_gradient_of_one_rank(right: Function) -> Function:
+    """The gradient of an adapter on a replicated key head is not summed over ranks."""
+
+    def wrong(linear: Any, tp: Any) -> Any:
+        split = right(linear, tp)
+        return split if split.up_rows is None else dataclasses.replace(split, up_summed=False)
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.fsdp.expert_parallel:_DispatchedExperts._compute",
+    "dist/parallel/test_expert_parallel.py::test_uneven_experts_agree_with_the_reference*deepseek_v3*float64*",
+)
+def first_expert_of_even_experts(right: Function) -> Function:
+    """The first expert of the last rank is computed from its own number of experts."""
+
+    def wrong(self: Any, rows: Tensor, local: Tensor) -> Any:
+        off = dist.get_rank(self._group) * (self._per_rank - self._experts.num_experts)
+        return right(self, rows, (local + off).clamp(max=self._experts.num_experts - 1))
+
+    return wrong
+
+
+REARRANGED = (
+    "dist/checkpoint/test_rearranged_weights.py::test_weights_gradients_and_files_equal_those_of_transformers[{}]"
+)
+
+
+@mutant("areal.engine.checkpoint.tensor_layout:_subslice", REARRANGED.format("fsdp:e2-inkling2_text"))
+def interleaved_rows_read_in_order(right: Function) -> Function:
+    """Interleaved rows of a file are read as if they followed each other."""
+    return lambda outer, inner: right(slice(outer.start, outer.stop), inner)
+
+
+@mutant("areal.engine.checkpoint.tensor_layout:DiskTensor.overlap", REARRANGED.format("fsdp:d2-hrm_text"))
+def merged_weight_read_from_the_start(right: Function) -> Function:
+    """All weights that a tensor on disk is merged from are read from its first rows."""
+    return lambda self, box: right(dataclasses.replace(self, index=None), box)
