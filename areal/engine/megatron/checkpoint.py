@@ -66,6 +66,8 @@ class MegatronCheckpointer(EngineCheckpointer):
     """
 
     engine: ClassVar[str] = "megatron"
+    # With Transformer Engine or Apex, Megatron-Core takes their optimizers. They keep the same moments.
+    same_state: ClassVar[Mapping[str, str]] = {"FusedAdam": "AdamW", "FusedSGD": "SGD"}
 
     def __init__(
         self,

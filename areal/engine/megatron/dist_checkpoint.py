@@ -123,7 +123,7 @@ def sub_optimizers(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
             for main in group["params"]:
                 if isinstance(inner, torch.optim.Adam):
                     inner.state[main].setdefault("step", torch.tensor(0.0))
-                elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                elif group.get("momentum"):
                     inner.state[main].setdefault("momentum_buffer", torch.zeros_like(main))
     return optimizers
 
@@ -165,13 +165,18 @@ def write_back(optimizer: MegatronOptimizer, state: ParameterState) -> None:
 
 
 def set_step(optimizers: Iterable[MegatronOptimizer], step: int) -> None:
-    """Set the number of steps in an optimizer's state."""
+    """Set the number of steps in the state of optimizers.
+
+    Torch's optimizers keep it in the state of each parameter. Those of Transformer Engine and Apex keep it in the
+    parameter group, which does not have the entry before the first step.
+    """
     for optimizer in optimizers:
-        for state in optimizer.optimizer.state.values():
+        inner = optimizer.optimizer
+        for state in inner.state.values():
             if "step" in state:
                 state["step"].fill_(step)
-        for group in optimizer.optimizer.param_groups:
-            if "step" in group:
+        if not isinstance(inner, (torch.optim.Adam, torch.optim.SGD)):
+            for group in inner.param_groups:
                 group["step"] = step
 
 
