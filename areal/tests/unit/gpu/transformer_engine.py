@@ -134,9 +134,10 @@ class FusedAdamBefore21(FusedAdam):
 @contextmanager
 def fused_adam(kind: type[FusedAdam] = FusedAdam) -> Iterator[None]:
     """Make Megatron-Core and the engine find Transformer Engine's optimizer, as on a GPU. Layers stay local ones."""
-    from areal.engine.megatron import optimizer as ours
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+    from areal.engine.megatron import optimizer as ours
 
     new = kind is FusedAdam
     optimizers = ModuleType("transformer_engine.pytorch.optimizers")
@@ -151,6 +152,26 @@ def fused_adam(kind: type[FusedAdam] = FusedAdam) -> Iterator[None]:
             mock.patch.multiple(distrib_optimizer, Adam=kind, HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True)
         )
         for module in (optimizer, optimizer_config):
-            stack.enter_context(mock.patch.object(module, "is_te_min_version", lambda version: new))
-        stack.enter_context(mock.patch.object(ours, "has_transformer_engine", lambda: True))
+            stack.enter_context(mock.patch.object(module, "is_te_min_version", return_value=new))
+        stack.enter_context(mock.patch.object(ours, "has_transformer_engine", return_value=True))
+        yield
+
+
+@contextmanager
+def marked_as_split() -> Iterator[None]:
+    """Mark the weights of replicated layers as split over tensor-parallel ranks.
+
+    Transformer Engine's ``Linear`` marks every weight, also where its ``parallel_mode`` is ``None``.
+    """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    from areal.engine.megatron.model.layer_spec import ReplicatedLinear
+
+    original = ReplicatedLinear.__init__
+
+    def init(self: ReplicatedLinear, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    with mock.patch.object(ReplicatedLinear, "__init__", init):
         yield

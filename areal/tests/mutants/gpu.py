@@ -1,0 +1,49 @@
+"""Bugs of paths that only a GPU takes, which the suite must catch on a CPU with stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from areal.tests.mutants.planting import Function, mutant
+
+ADAM = "dist/megatron/test_megatron_fused_adam.py::"
+LATENT = "dist/megatron/test_megatron_latent.py::"
+
+
+def megatron_mutant(target: str, *tests: str) -> Callable[[Callable[[Function], Function]], None]:
+    """Register a bug of the Megatron engine, if that is installed."""
+    return mutant(target, *tests) if find_spec("megatron") is not None else lambda mutate: None
+
+
+# ---- Transformer Engine
+
+
+@megatron_mutant("areal.engine.megatron.dist_checkpoint:set_step", ADAM + "test_fused_adam_resumes_bitwise[d1]")
+def fused_adam_begins_anew(right: Function) -> Function:
+    """A loaded optimizer that keeps its step in the parameter group begins its bias correction anew."""
+
+    def wrong(optimizers: Any, step: int) -> None:
+        right(optimizers, step)
+        for optimizer in optimizers:
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)
+
+    return wrong
+
+
+@megatron_mutant(
+    "areal.engine.megatron.weight_mapping:_mark_split",
+    LATENT + "test_gradient_norm_counts_replicated_weights_once[w2]",
+)
+def marks_of_layers_are_kept(right: Function) -> Function:
+    """A replicated weight that its layer marks as split is counted on each tensor-parallel rank."""
+
+    def wrong(parameter: nn.Parameter, split: int | None) -> None:
+        if not hasattr(parameter, "tensor_model_parallel"):
+            right(parameter, split)
+
+    return wrong
