@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -11,12 +12,43 @@ from torch import nn
 from areal.tests.mutants.planting import Function, mutant
 
 ADAM = "dist/megatron/test_megatron_fused_adam.py::"
+PLACEMENT = "unit/gpu/test_placement.py::"
 LATENT = "dist/megatron/test_megatron_latent.py::"
 
 
 def megatron_mutant(target: str, *tests: str) -> Callable[[Callable[[Function], Function]], None]:
     """Register a bug of the Megatron engine, if that is installed."""
     return mutant(target, *tests) if find_spec("megatron") is not None else lambda mutate: None
+
+
+# ---- placement
+
+
+@mutant(
+    "areal.utils.placement:place", PLACEMENT + "test_ranks_share_a_gpu_only_where_its_uuid_is_the_same[one GPU each]"
+)
+def visible_gpus_are_counted(right: Function) -> Function:
+    """Ranks share a GPU wherever there are more ranks than visible GPUs."""
+
+    def wrong(ranks: Any, rank: int) -> Any:
+        placement = right(ranks, rank)
+        few = len(ranks) > len(ranks[rank].uuids)
+        return dataclasses.replace(placement, backend="gloo" if few else placement.backend)
+
+    return wrong
+
+
+@mutant(
+    "areal.utils.placement:choose_gpus",
+    PLACEMENT + "test_ranks_share_a_gpu_only_where_its_uuid_is_the_same[all GPUs, no LOCAL_RANK]",
+)
+def first_gpu_without_local_rank(right: Function) -> Function:
+    """All ranks without LOCAL_RANK use the first GPU that they see."""
+
+    def wrong(ranks: Any) -> list[int]:
+        return [0 if seen.local_rank is None else at for seen, at in zip(ranks, right(ranks), strict=True)]
+
+    return wrong
 
 
 # ---- Transformer Engine
