@@ -51,6 +51,18 @@ def first_gpu_without_local_rank(right: Function) -> Function:
     return wrong
 
 
+# ---- CPU offload
+
+
+@mutant(
+    "areal.engine.fsdp.random_init:materialize",
+    "unit/gpu/test_cpu_offload.py::test_buffers_are_on_the_device_that_computes[files-deepseek_v3]",
+)
+def buffers_follow_parameters(right: Function) -> Function:
+    """With CPU offload, buffers are in host memory like the parameters."""
+    return lambda model, device, buffer_device: right(model, device, device)
+
+
 # ---- Transformer Engine
 
 
