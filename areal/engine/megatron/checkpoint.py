@@ -92,6 +92,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         self._chunks = chunks
         self._chained = chained
         self._clipping = schedule
+        self._weights = weights
         self._groups = groups
         self._vocab_size = vocab_size
         self._keys: set[str] = set()
@@ -161,7 +162,7 @@ class MegatronCheckpointer(EngineCheckpointer):
             if with_optim:
                 self._read_optimizer(saved, tensors)
             else:
-                self._chained.reload_model_params()
+                self._weights.update_mains()
 
         return read
 

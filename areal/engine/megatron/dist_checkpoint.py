@@ -134,9 +134,13 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     # The distributed optimizer has a range of each flattened parameter.
     if isinstance(optimizer, DistributedOptimizer):
         for parameter in optimizer.model_param_gbuf_map:
-            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            extent = optimizer._get_model_param_range_map(parameter)["param"]
+            start = extent.start
             states = _state_tensors_without_step(optimizer._get_main_param_and_optimizer_states(parameter))
             view = parameter.dtype == torch.float32
+            # Float32 parameters are updated in place, also where the optimizer has a copy.
+            if view:
+                states["param"] = parameter.detach().view(-1)[extent.start : extent.end]
             yield ParameterState(parameter, start, states, split=True, main="param", main_is_view=view)
         return
     # Without main parameters, the optimizer updates the model's parameters.

@@ -91,3 +91,27 @@ def marks_of_layers_are_kept(right: Function) -> Function:
             right(parameter, split)
 
     return wrong
+
+
+@megatron_mutant(
+    "areal.engine.megatron.weights:_main_parameters",
+    ADAM + "test_main_parameters_are_float32_with_moments_of_any_dtype[w2-bfloat16-float32 moments]",
+)
+def main_parameters_start_anywhere(right: Function) -> Function:
+    """Main parameters that a precision-aware optimizer keeps are not filled with the weights of the model."""
+
+    def wrong(optimizer: Any) -> Any:
+        copies = {parameter: (main.clone(), start) for parameter, (main, start) in right(optimizer).items()}
+        inners = optimizer.chained_optimizers if optimizer is not None else []
+        return copies if any(inner.config.use_precision_aware_optimizer for inner in inners) else right(optimizer)
+
+    return wrong
+
+
+@megatron_mutant(
+    "areal.engine.megatron.weights:MegatronWeights.update_mains",
+    ADAM + "test_weights_load_after_a_step_with_bf16_moments[w2-dcp]",
+)
+def old_main_parameters_are_kept(right: Function) -> Function:
+    """Loading weights leaves the main parameters of a precision-aware optimizer as they were."""
+    return lambda self: None

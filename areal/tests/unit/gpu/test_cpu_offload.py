@@ -1,4 +1,4 @@
-"""``fsdp.cpu_offload``: parameters are in host memory, buffers on the device that computes, for which "meta" stands in."""
+"""``fsdp.cpu_offload``: parameters are in host memory, buffers on the device that computes (here the meta device)."""
 
 from __future__ import annotations
 

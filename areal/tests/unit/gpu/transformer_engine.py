@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -116,6 +117,8 @@ class FusedAdam(torch.optim.Optimizer):
 
 class FusedAdamBefore21(FusedAdam):
     """The optimizer before release 2.1, without ``store_param_remainders``."""
+
+    __signature__ = inspect.signature(FusedAdam)  # Megatron-Core looks for the names of the other options
 
     def __init__(self, params: Any, **options: Any) -> None:
         options.pop("store_param_remainders", None)
