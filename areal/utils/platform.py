@@ -34,7 +34,9 @@ def gpu_uuids() -> tuple[str, ...]:
 
 def gpu_uuid(device: torch.device) -> str | None:
     """Return the UUID of a GPU, which other processes may number otherwise; ``None`` for a CPU."""
-    return gpu_uuids()[device.index or 0] if device.type == "cuda" else None
+    if device.type == "cpu":
+        return None
+    return gpu_uuids()[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def current_device() -> torch.device:
