@@ -96,6 +96,19 @@ def one_gpu_over_nccl(right: Function) -> Function:
     return lambda store, rank, size, device: None
 
 
+# ---- benchmarks
+
+
+@mutant("benchmarks.gpu.device:kernel_spans", "unit/gpu/test_idle_time.py::test_annotations_are_not_kernels")
+def annotations_count_as_kernels(right: Function) -> Function:
+    """A phase that is marked in the profile counts as one kernel, which covers the gaps within it."""
+
+    def wrong(events: Any) -> list[tuple[float, float]]:
+        return [(event.time_range.start, event.time_range.end) for event in events if event.device_type.name == "CUDA"]
+
+    return wrong
+
+
 # ---- CPU offload
 
 
