@@ -13,7 +13,7 @@ from torch import nn
 
 from areal.tests.mutants.planting import Function, mutant
 
-ADAM = "dist/megatron/test_megatron_fused_adam.py::"
+ADAM = "dist/megatron/test_megatron_transformer_engine.py::"
 PLACEMENT = "unit/gpu/test_placement.py::"
 SYNC = "unit/gpu/test_weight_sync_on_gpus.py::"
 LATENT = "dist/megatron/test_megatron_latent.py::"
@@ -173,3 +173,11 @@ def main_parameters_start_anywhere(right: Function) -> Function:
 def old_main_parameters_are_kept(right: Function) -> Function:
     """Loading weights leaves the main parameters of a precision-aware optimizer as they were."""
     return lambda self: None
+
+
+@megatron_mutant(
+    "areal.engine.megatron.model.config:_mixture_of_experts", ADAM + "test_adapters_on_experts_use_local_layers[w1]"
+)
+def legacy_experts_under_adapters(right: Function) -> Function:
+    """With Transformer Engine, the local layers of adapters get Megatron-Core's legacy experts."""
+    return lambda hf, *, local: right(hf, local=False)

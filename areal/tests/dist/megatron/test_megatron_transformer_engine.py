@@ -1,20 +1,24 @@
-"""Checkpoints of the Megatron engine with Transformer Engine's optimizer, replaced by a stand-in of the same semantics."""
+"""The Megatron engine where Transformer Engine is installed: its optimizer is a stand-in of the same semantics."""
 
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal.api import SaveLoadMeta
+from areal.api import FinetuneSpec, LoRAConfig, SaveLoadMeta
+from areal.engine.registry import create_engine
 from areal.tests.dist.checkpoint.test_checkpoint import step
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import same_bits, started, weights_of
+from areal.tests.harness.tiny import config, global_batch, loss, same_bits, started, weights_of
 from areal.tests.unit.gpu.transformer_engine import FusedAdam, FusedAdamBefore21, fused_adam
 
 pytest.importorskip("megatron.core")
+
+from areal.engine.megatron.model import config as model_config
 
 PLAIN = {"megatron": {"distributed_optimizer": False}}
 NARROW = {"megatron": {"optimizer_state_dtype": "bfloat16"}}
@@ -114,3 +118,22 @@ def test_weights_load_after_a_step_with_bf16_moments(weight_format: Any, tmp_pat
         engine.set_lr(0.0)
         step(engine, 2)  # copies the main parameters to the model's
         assert same_bits(weights_of(engine), expected)
+
+
+# ---- adapters
+
+
+@pytest.mark.world(1)
+def test_adapters_on_experts_use_local_layers() -> None:
+    """Adapters are on local layers, whose grouped experts would be Megatron-Core's legacy ones with other weights."""
+    options: dict[str, Any] = {"path": model_dir("qwen3_moe"), "lora": LoRAConfig(rank=2)}
+    with started("megatron:d1", **options) as engine:
+        expected = engine.eval_batch(global_batch(0), loss).loss
+    with mock.patch.object(model_config, "has_transformer_engine", return_value=True):
+        engine = create_engine(config("megatron:d1", **options))
+        try:
+            engine.initialize(FinetuneSpec(total_train_steps=10))
+        except RuntimeError as error:
+            pytest.fail(f"the engine was not built: {error}")
+        with engine:
+            assert engine.eval_batch(global_batch(0), loss).loss == expected
