@@ -8,7 +8,6 @@ share one. Ranks compare the UUIDs of their GPUs through the store of the rendez
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,8 +33,7 @@ class VisibleGPUs:
     @classmethod
     def of_this_process(cls) -> VisibleGPUs:
         """Return the GPUs of this process."""
-        local_rank = os.environ.get("LOCAL_RANK")
-        return cls(platform.gpu_uuids(), None if local_rank is None else int(local_rank))
+        return cls(platform.gpu_uuids(), platform.local_rank())
 
 
 @dataclass(frozen=True)

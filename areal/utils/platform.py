@@ -39,6 +39,12 @@ def gpu_uuid(device: torch.device) -> str | None:
     return gpu_uuids()[torch.cuda.current_device() if device.index is None else device.index]
 
 
+def local_rank() -> int | None:
+    """Return the index of this process on its host, or ``None`` if the launcher does not set it."""
+    value = os.environ.get("LOCAL_RANK")
+    return None if value is None else int(value)
+
+
 def current_device() -> torch.device:
     """Return the device of this process: the GPU of its local rank, else the current GPU, or the CPU.
 
@@ -46,9 +52,9 @@ def current_device() -> torch.device:
     """
     if accelerator() == "cpu":
         return torch.device("cpu")
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is not None:
-        return torch.device("cuda", int(local_rank) % torch.cuda.device_count())
+    rank = local_rank()
+    if rank is not None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
     # Before the choice, asking for the current GPU would allocate a context on the first one.
     return torch.device("cuda", torch.cuda.current_device() if dist.is_initialized() else 0)
 

@@ -198,7 +198,7 @@ class EngineCheckpointer(ABC):
                 f"otherwise than {self.engine!r}: save with weight_format='hf' there, and load that"
             )
         with_optim, saved = meta.with_optim and self._optimizer_kind is not None, about["optimizer"]
-        state_kinds = {self.same_state.get(kind, kind) for kind in (saved, self._optimizer_kind)}
+        state_kinds = {self.same_state.get(kind or "", kind) for kind in (saved, self._optimizer_kind)}
         if with_optim and len(state_kinds) > 1:
             raise ValueError(
                 f"{path} was saved with {f'the optimizer {saved}' if saved else 'no optimizer state'}, and this engine has "

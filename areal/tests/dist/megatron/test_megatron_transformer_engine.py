@@ -31,7 +31,13 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.world(size)) for n, (size, *_) in LAYOUTS.items()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.world(size), *([pytest.mark.thorough] if "plain" in name else [])])
+        for name, (size, *_) in LAYOUTS.items()
+    ],
+)
 def test_fused_adam_resumes_bitwise(name: str, tmp_path: Path) -> None:
     """The step is in the parameter group, which lacks it in a new engine: without it, bias correction begins anew."""
     _, letters, options = LAYOUTS[name]
@@ -85,9 +91,16 @@ def test_precision_aware_state_exists_before_the_first_step(kind: type[FusedAdam
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("to", ["float32 moments", "bfloat16 moments"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_main_parameters_are_float32_with_moments_of_any_dtype(to: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "to"),
+    [
+        ("bfloat16", "float32 moments"),
+        ("float32", "float32 moments"),
+        ("bfloat16", "bfloat16 moments"),
+        pytest.param("float32", "bfloat16 moments", marks=pytest.mark.thorough),
+    ],
+)
+def test_main_parameters_are_float32_with_moments_of_any_dtype(dtype: str, to: str, tmp_path: Path) -> None:
     """Checkpoints contain the float32 weights, also where the optimizer keeps them, and engines exchange them."""
     here, there = ({}, NARROW) if to == "bfloat16 moments" else (NARROW, {})
     with fused_adam():
