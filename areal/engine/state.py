@@ -27,6 +27,7 @@ from areal.utils import platform
 from areal.utils.distributed import ControlPlane, init_default_group
 from areal.utils.dtensor import local_part
 from areal.utils.mesh import build_batch_mesh, describe_mesh, destroy_groups
+from areal.utils.placement import check_separate
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
 from areal.utils.seeding import seed_everything
@@ -84,11 +85,14 @@ class EngineState(TrainEngine):
         # The process: default group, device, deterministic kernels.
         init_default_group()
         self.dims.check_world(dist.get_world_size())
+        self.device = platform.current_device()  # the group's start may have chosen it
+        self.timer = PhaseTimer(self.device)
         platform.set_device(self.device)
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         # Process groups that this engine alone uses.
         self.control, self._started = ControlPlane(), True
+        check_separate(self.control.gather(platform.gpu_uuid(self.device)), platform.collective_backend())
         self.mesh = build_batch_mesh(self.dims, self.device.type)
         self._closers = [functools.partial(destroy_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from areal.utils import platform
+from areal.utils.placement import VisibleGPUs, exchange, place
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -24,14 +28,25 @@ class RankLostError(RuntimeError):
 
 
 def init_default_group() -> None:
-    """Start the default process group, unless it runs: from torchrun's variables, or else with this process alone."""
+    """Start the default process group, unless it runs: from torchrun's variables, or else with this process alone.
+
+    Raises:
+        ValueError: the ranks do not have fitting GPUs, see :func:`~areal.utils.placement.place`.
+    """
     if dist.is_initialized():
         return
-    platform.set_device(platform.current_device())
+    store, rank, size = dist.HashStore(), 0, 1
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(platform.collective_backend())
-    else:
-        dist.init_process_group(platform.collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        store, rank, size = next(dist.rendezvous("env://"))
+    # Device and backend depend on the GPUs of all ranks, which must be known before the group starts.
+    placement = place(exchange(store, rank, size, VisibleGPUs.of_this_process()), rank)
+    platform.set_device(placement.device)
+    dist.init_process_group(placement.backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=size)
+    if placement.shared and rank == 0:
+        logger.warning(
+            "ranks %s share a GPU: collectives run over gloo, through host memory",
+            "; ".join(", ".join(map(str, ranks)) for ranks in placement.shared),
+        )
 
 
 class ControlPlane:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity
+
+GLOO = "gloo"
+"""Backend of process groups on CPUs, and of ranks that share a GPU."""
+
+NCCL = "cpu:gloo,cuda:nccl"
+"""Backend of process groups whose ranks have separate GPUs."""
 
 
 def accelerator() -> str:
@@ -18,20 +25,43 @@ def accelerator() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpu_uuids() -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs that this process sees, by index."""
+    if accelerator() == "cpu":
+        return ()
+    return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return the UUID of a GPU, which other processes may number otherwise; ``None`` for a CPU."""
+    if device.type == "cpu":
+        return None
+    return gpu_uuids()[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def local_rank() -> int | None:
+    """Return the index of this process on its host, or ``None`` if the launcher does not set it."""
+    value = os.environ.get("LOCAL_RANK")
+    return None if value is None else int(value)
+
+
 def current_device() -> torch.device:
-    """Return the device of this process: the GPU of its local rank, which several processes may use, or the CPU."""
+    """Return the device of this process: the GPU of its local rank, else the current GPU, or the CPU.
+
+    Without ``LOCAL_RANK`` the GPU is chosen when the default process group starts (:mod:`areal.utils.placement`).
+    """
     if accelerator() == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    rank = local_rank()
+    if rank is not None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    # Before the choice, asking for the current GPU would allocate a context on the first one.
+    return torch.device("cuda", torch.cuda.current_device() if dist.is_initialized() else 0)
 
 
 def collective_backend() -> str:
-    """Return the backend of the default process group: gloo for CPU tensors, NCCL for GPU tensors if possible."""
-    # NCCL needs a separate GPU for each local rank.
-    if accelerator() == "cpu":
-        return "gloo"
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
-    return "gloo" if shared else "cpu:gloo,cuda:nccl"
+    """Return the backend of an engine's process groups: NCCL for GPU tensors if the default group has it, and gloo."""
+    return NCCL if "cuda:nccl" in dist.get_backend_config() else GLOO
 
 
 def fast_dtype() -> Literal["bfloat16", "float32"]:

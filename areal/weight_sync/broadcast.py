@@ -8,7 +8,11 @@ been tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from areal.engine.checkpoint.async_save import Observe, ignore
+from areal.utils import platform
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
@@ -191,12 +196,69 @@ class _BroadcastBucketReceiver:
 
 
 def _group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """Return a process group of the device's backend, independent of all others."""
+    """Return a process group of the device's backend, independent of all others. All its members are connected.
+
+    Raises:
+        ValueError: members share a GPU, which NCCL does not support.
+        TimeoutError: a member did not join in time.
+    """
     if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+        group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    else:
+        _check_gpus(store, rank, size, device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        options.config.blocking = 0  # otherwise an abort waits until the communicator exists
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    # NCCL connects the members in the first collective and blocks the host without a timeout, if one is missing.
+    element = torch.zeros(1, dtype=torch.uint8, device=device)
+    try:
+        _within(timeout, lambda: _broadcast(group, element).wait(timedelta(seconds=timeout)))
+    except Exception:
+        ignore_errors(group.abort)
+        raise
+    return group
+
+
+def _check_gpus(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    """Raise ``ValueError`` on all members of a group if some of them share a GPU."""
+    member = "the trainer" if rank == 0 else f"receiver {socket.gethostname()}:{os.getpid()}"
+    keys = [f"gpu/{number}" for number in range(size)]
+    store.set(keys[rank], json.dumps([platform.gpu_uuid(device), member]))
+    store.wait(keys)
+    # Names of the members by GPU.
+    members: dict[str, list[str]] = {}
+    for uuid, name in map(json.loads, store.multi_get(keys)):
+        members.setdefault(uuid, []).append(name)
+    for names in members.values():
+        if len(names) > 1:
+            raise ValueError(
+                f"device = 'cuda': {' and '.join(names)} use the same GPU, which NCCL does not support: use "
+                "SharedMemoryTransport(device='cuda') on one GPU, or device='cpu'"
+            )
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Call a function in a thread, and raise its error.
+
+    Raises:
+        TimeoutError: it did not return in time. The thread is left behind.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"the members of the broadcast were not connected within {seconds:g} s")
+    if errors:
+        raise errors[0]
 
 
 def _broadcast(group: Any, data: Tensor) -> Any:

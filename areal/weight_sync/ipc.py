@@ -7,6 +7,7 @@ buffers of the trainer's GPU, which receivers open through CUDA IPC handles.
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import os
 import pickle
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from areal.engine.checkpoint.async_save import Observe, ignore
+from areal.utils import platform
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
@@ -260,8 +262,10 @@ class _DeviceMemory:
         )
 
     def send_to(self, connection: Connection) -> None:
+        # A handle names its GPU by this process's index: the UUID names it for the receiver.
+        uuid = platform.gpu_uuid(self.buffers[0].device)
         # torch pickles handles: receivers must trust the owner of the socket's directory.
-        connection.pipe.send_bytes(pickle.dumps([reduce_tensor(buffer) for buffer in self.buffers]))
+        connection.pipe.send_bytes(pickle.dumps((uuid, [reduce_tensor(buffer) for buffer in self.buffers])))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -269,7 +273,36 @@ class _DeviceMemory:
 
 def _map_device_memory(connection: Connection, nbytes: int) -> tuple[Tensor, ...]:
     """Receive the IPC handles of the trainer's buffers and open them."""
-    return tuple(rebuild(*args) for rebuild, args in pickle.loads(connection.pipe.recv_bytes()))
+    uuid, handles = pickle.loads(connection.pipe.recv_bytes())
+    visible = platform.gpu_uuids()
+    return tuple(rebuild(*with_own_index(rebuild, args, uuid, visible)) for rebuild, args in handles)
+
+
+def with_own_index(
+    rebuild: Callable[..., Tensor], args: Sequence[Any], uuid: str, visible: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return the arguments of a CUDA IPC handle with the index that this process has for the GPU.
+
+    Processes with different ``CUDA_VISIBLE_DEVICES`` number the same GPU differently.
+
+    Args:
+        rebuild: torch's function that opens the handle.
+        args: its arguments, from the process that allocated the memory.
+        uuid: UUID of the GPU with the memory.
+        visible: UUIDs of the GPUs that this process sees, by index.
+
+    Raises:
+        ValueError: this process does not see the GPU.
+    """
+    if uuid not in visible:
+        raise ValueError(
+            f"device = 'cuda': the buckets are on the trainer's GPU {uuid}, and this receiver sees {', '.join(visible) or 'none'}: add "
+            "that GPU to CUDA_VISIBLE_DEVICES of the receiver, or use device='cpu'"
+        )
+    names = list(inspect.signature(rebuild).parameters)
+    own = list(args)
+    own[names.index("storage_device")] = visible.index(uuid)
+    return tuple(own)
 
 
 _OPENERS: dict[str, Callable[[Connection, int], tuple[Tensor, ...]]] = {

@@ -166,7 +166,7 @@ class _IncomingUpdate:
             return
         try:
             action()
-        except (RuntimeError, OSError, EOFError) as error:
+        except (ValueError, RuntimeError, OSError, EOFError) as error:
             self._broken = True
             self._bucket_receiver.abort()
             self._reply("broken", why=f"{type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.profiler import profile
@@ -56,8 +57,17 @@ def idle_share(work: Callable[[], object], device: torch.device) -> float | None
     with profile(activities=platform.profiler_activities(device)) as profiler:
         work()
         finish(device)
-    kernels = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return idle((k.start, k.end) for k in kernels)
+    return idle(kernel_spans(profiler.events()))
+
+
+def kernel_spans(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """Return the start and end of the kernels and copies among a profiler's events.
+
+    User annotations, with which FSDP and optimizers mark their phases, are events of the device too. They cover the
+    gaps between the kernels of a phase.
+    """
+    on_device = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
+    return [(event.time_range.start, event.time_range.end) for event in on_device if not event.is_user_annotation]
 
 
 def idle(spans: Iterable[tuple[float, float]]) -> float:

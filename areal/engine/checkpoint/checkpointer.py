@@ -64,6 +64,9 @@ class EngineCheckpointer(ABC):
     engine: ClassVar[str]
     """Name of the engine, written to ``"dcp"`` checkpoints: each engine has its own names for tensors."""
 
+    same_state: ClassVar[Mapping[str, str]] = {}
+    """Optimizers by class name, each with another optimizer whose state has the same names and shapes."""
+
     def __init__(
         self,
         schedule: Stateful | None,
@@ -195,7 +198,8 @@ class EngineCheckpointer(ABC):
                 f"otherwise than {self.engine!r}: save with weight_format='hf' there, and load that"
             )
         with_optim, saved = meta.with_optim and self._optimizer_kind is not None, about["optimizer"]
-        if with_optim and saved != self._optimizer_kind:
+        state_kinds = {self.same_state.get(kind or "", kind) for kind in (saved, self._optimizer_kind)}
+        if with_optim and len(state_kinds) > 1:
             raise ValueError(
                 f"{path} was saved with {f'the optimizer {saved}' if saved else 'no optimizer state'}, and this engine has "
                 f"{self._optimizer_kind}: load with with_optim=False"

@@ -208,9 +208,9 @@ class FSDPEngine(BaseTrainEngine):
         # Allocate and fill the shards alone.
         device = torch.device("cpu") if config.fsdp.cpu_offload else self.device
         if config.init_from_scratch:
-            init_weights(chunks, config.seed, device)
+            init_weights(chunks, config.seed, device, self.device)
         else:
-            load_weights(chunks, config.path, device)
+            load_weights(chunks, config.path, device, self.device)
         chunks.train()
         return chunks
 

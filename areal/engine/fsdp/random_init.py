@@ -17,10 +17,16 @@ from areal.engine.model.random_init import draw
 from areal.utils.dtensor import Box, empty_like, local_shard
 
 
-def materialize(model: PackedCausalLM, device: torch.device) -> None:
+def materialize(model: PackedCausalLM, device: torch.device, buffer_device: torch.device) -> None:
     """Allocate memory for a model on the meta device, and compute its buffers (rotary frequencies, scales).
 
     Parameters stay uninitialised. Shared parameters stay shared.
+
+    Args:
+        model: sharded model on the meta device.
+        device: device of the parameters.
+        buffer_device: device of the buffers: the one that computes. FSDP gathers parameters of the host onto it, but
+            never moves buffers.
 
     Raises:
         ValueError: the model has a buffer that neither a file nor its initialisation fills.
@@ -28,7 +34,8 @@ def materialize(model: PackedCausalLM, device: torch.device) -> None:
     # _apply would allocate a shared parameter once per owner: record the owners first, and restore the sharing
     # afterwards.
     ties = list(_owners_by_parameter(model).values())
-    model._apply(lambda tensor: empty_like(tensor, device))
+    host = torch.device("cpu")
+    model._apply(lambda tensor: empty_like(tensor, device if isinstance(tensor, nn.Parameter) else host))
     for (first, name), *others in ties:
         for module, other in others:
             module._parameters[other] = first._parameters[name]
@@ -43,21 +50,26 @@ def materialize(model: PackedCausalLM, device: torch.device) -> None:
                 f"{type(model.hf).__name__} has a buffer {name} that no file holds and that _init_weights does not compute, "
                 "so it cannot be built on the meta device: compute it there, or make it persistent"
             )
+    # Buffers were computed on the host.
+    for module in model.modules():
+        for name, computed in module._buffers.items():
+            if computed is not None:
+                module._buffers[name] = computed.to(buffer_device)
 
 
-def init_weights(chunks: ModelChunks, seed: int, device: torch.device) -> None:
+def init_weights(chunks: ModelChunks, seed: int, device: torch.device, buffer_device: torch.device) -> None:
     """Materialise a model with random weights that are equal on every layout. A value head is zero.
 
     Args:
         chunks: sharded model on the meta device.
         seed: seed of the weights. The random state of the process is not changed.
-        device: device of the model.
+        device, buffer_device: as in :func:`materialize`.
 
     Raises:
         ValueError: transformers does not initialise a parameter of this model.
     """
     for chunk in chunks:
-        materialize(chunk, device)
+        materialize(chunk, device, buffer_device)
     # A name may have several shards on a rank: a tied embedding and its copy.
     shards: dict[str, list[tuple[Tensor, Box]]] = {}
     for name, tensor in chunks.stored():

@@ -26,14 +26,14 @@ from areal.utils.dtensor import collective_device, full_box, full_tensor, local_
 __all__ = ["FSDPWeights", "init_weights", "load_weights"]
 
 
-def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) -> None:
+def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device, buffer_device: torch.device) -> None:
     """Materialise a model with the weights of a model directory. Each rank reads its own slices.
 
     Args:
         chunks: sharded model on the meta device.
         path: directory or hub name with safetensors. Values are cast to the dtype of the parameters. A value head
             is read from ``value_head.safetensors``, or is zero without that file.
-        device: device of the model.
+        device, buffer_device: as in :func:`~areal.engine.fsdp.random_init.materialize`.
 
     Raises:
         ValueError: the files are missing, damaged, or of another model; names file and key.
@@ -41,7 +41,7 @@ def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device) ->
     folder, weights = model_folder(path), FSDPWeights(chunks)
     weights.check(folder)
     for chunk in chunks:
-        materialize(chunk, device)
+        materialize(chunk, device, buffer_device)
     weights.read(folder)
 
 

@@ -66,6 +66,8 @@ class MegatronCheckpointer(EngineCheckpointer):
     """
 
     engine: ClassVar[str] = "megatron"
+    # With Transformer Engine or Apex, Megatron-Core takes their optimizers. They keep the same moments.
+    same_state: ClassVar[Mapping[str, str]] = {"FusedAdam": "AdamW", "FusedSGD": "SGD"}
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class MegatronCheckpointer(EngineCheckpointer):
         self._chunks = chunks
         self._chained = chained
         self._clipping = schedule
+        self._weights = weights
         self._groups = groups
         self._vocab_size = vocab_size
         self._keys: set[str] = set()
@@ -159,7 +162,7 @@ class MegatronCheckpointer(EngineCheckpointer):
             if with_optim:
                 self._read_optimizer(saved, tensors)
             else:
-                self._chained.reload_model_params()
+                self._weights.update_mains()
 
         return read
 

@@ -123,7 +123,7 @@ def sub_optimizers(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
             for main in group["params"]:
                 if isinstance(inner, torch.optim.Adam):
                     inner.state[main].setdefault("step", torch.tensor(0.0))
-                elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                elif group.get("momentum"):
                     inner.state[main].setdefault("momentum_buffer", torch.zeros_like(main))
     return optimizers
 
@@ -134,9 +134,13 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     # The distributed optimizer has a range of each flattened parameter.
     if isinstance(optimizer, DistributedOptimizer):
         for parameter in optimizer.model_param_gbuf_map:
-            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            extent = optimizer._get_model_param_range_map(parameter)["param"]
+            start = extent.start
             states = _state_tensors_without_step(optimizer._get_main_param_and_optimizer_states(parameter))
             view = parameter.dtype == torch.float32
+            # Float32 parameters are updated in place, also where the optimizer has a copy.
+            if view:
+                states["param"] = parameter.detach().view(-1)[extent.start : extent.end]
             yield ParameterState(parameter, start, states, split=True, main="param", main_is_view=view)
         return
     # Without main parameters, the optimizer updates the model's parameters.
@@ -165,13 +169,18 @@ def write_back(optimizer: MegatronOptimizer, state: ParameterState) -> None:
 
 
 def set_step(optimizers: Iterable[MegatronOptimizer], step: int) -> None:
-    """Set the number of steps in an optimizer's state."""
+    """Set the number of steps in the state of optimizers.
+
+    Torch's optimizers keep it in the state of each parameter. Those of Transformer Engine and Apex keep it in the
+    parameter group, which does not have the entry before the first step.
+    """
     for optimizer in optimizers:
-        for state in optimizer.optimizer.state.values():
+        inner = optimizer.optimizer
+        for state in inner.state.values():
             if "step" in state:
                 state["step"].fill_(step)
-        for group in optimizer.optimizer.param_groups:
-            if "step" in group:
+        if not isinstance(inner, (torch.optim.Adam, torch.optim.SGD)):
+            for group in inner.param_groups:
                 group["step"] = step
 
 

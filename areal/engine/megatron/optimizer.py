@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -56,6 +57,8 @@ def megatron_optimizer(
             )
         state = torch_dtype(config.megatron.optimizer_state_dtype)
         options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": state, "exp_avg_sq_dtype": state}
+        # By default it stores only the 16 bits that bf16 parameters lack, which no other optimizer could load.
+        options["store_param_remainders"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         optimizer = get_megatron_optimizer(
@@ -79,7 +82,25 @@ def megatron_optimizer(
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
+    if options:
+        _create_precision_aware_state(optimizer)
     return optimizer
+
+
+def _create_precision_aware_state(chained: ChainedOptimizer) -> None:
+    """Create the state of Transformer Engine's precision-aware optimizer, with its main parameters.
+
+    Megatron-Core would create it in the first step. Its ``init_state_fn`` does not pass the argument that
+    Transformer Engine has required since release 2.1.
+    """
+    for optimizer in chained.chained_optimizers:
+        if optimizer.is_stub_optimizer:
+            continue
+        inner: Any = optimizer.optimizer
+        accepted = inspect.signature(inner.initialize_state).parameters
+        arguments = {"store_param_remainders": False} if "store_param_remainders" in accepted else {}
+        for parameter in optimizer.get_parameters():
+            inner.initialize_state(parameter, **arguments)
 
 
 class MegatronOptimizerStep:

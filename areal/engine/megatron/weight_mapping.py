@@ -230,10 +230,7 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
         if row_match is None:
             raise ValueError(f"model_type = {hf.model_type!r}: the table of names has no row for {name!r}")
         match, number, row = row_match
-        if row.split is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Megatron-Core marks parameters only when it initialises them. The gradient norm counts unmarked
-            # parameters on one rank only.
-            set_tensor_model_parallel_attributes(parameter, True, row.split, 1)
+        _mark_split(parameter, row.split)
         indices_in_model = _full_model_indices(match.groupdict(), chunk)
         # A tied head is the embedding again, on another stage.
         tied = bool(hf.tie_word_embeddings) and name == "output_layer.weight"
@@ -249,6 +246,19 @@ def local_parameters(chunk: PackedGPT, hf: PretrainedConfig) -> Iterator[LocalPa
             number,
         )
         yield LocalParameter(name, parameter, names, mapped_rows, tied, order)
+
+
+def _mark_split(parameter: nn.Parameter, split: int | None) -> None:
+    """Mark whether tensor-parallel ranks split a parameter. The gradient norm counts other parameters on one rank only.
+
+    Marks of the layers are not reliable: Megatron-Core marks only parameters that it initialises, and Transformer
+    Engine marks all weights of its linear layers, also replicated ones.
+    """
+    for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        if hasattr(parameter, name):
+            delattr(parameter, name)
+    if split is not None:
+        set_tensor_model_parallel_attributes(parameter, True, split, 1)
 
 
 def _mapped_rows(

@@ -65,7 +65,6 @@ class MegatronWeights:
         self.local_params = [local_param for chunk in chunks for local_param in local_parameters(chunk, hf)]
         self._hf, self._group = hf, _model_group(groups)
         self._gradients, self._finish_gather = gradients, finish_param_gather
-        self._optimizer: ChainedOptimizer | None = None
         self._mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._export_float32 = False
         self._exchange_specs(control)
@@ -125,8 +124,8 @@ class MegatronWeights:
         Raises:
             ValueError: the files are missing, damaged, or of another model; names file and key.
         """
-        self._optimizer, self._mains = optimizer, _main_parameters(optimizer)
-        self._export_float32 = optimizer is not None and config.dtype == "bfloat16" and _has_mains(optimizer)
+        self._mains = _main_parameters(optimizer)
+        self._export_float32 = optimizer is not None and config.dtype == "bfloat16"
         if config.init_from_scratch:
             self._draw(config.seed, torch_dtype(config.master_dtype))
             return
@@ -138,14 +137,8 @@ class MegatronWeights:
         """Compare keys and shapes of a model directory with the full model, without reading values.
 
         Raises:
-            ValueError: the files are missing, unreadable or of another model (names file and key), or the optimizer
-                has copies of the weights that cannot be updated.
+            ValueError: the files are missing, unreadable or of another model; names file and key.
         """
-        if self._optimizer is not None and not _has_mains(self._optimizer) and _has_stepped(self._optimizer):
-            raise ValueError(
-                "megatron.optimizer_state_dtype = 'bfloat16': this optimizer keeps float32 weights to itself once it has made a step, and "
-                "these cannot be loaded: load weights before the first step, or set optimizer_state_dtype='float32'"
-            )
         with self._files(folder) as files:
             files.check({spec.name: spec.shape for spec in self._specs}, _model_class(self._hf))
 
@@ -161,6 +154,12 @@ class MegatronWeights:
         with self._files(folder) as files:
             for local_param in self.local_params:
                 self._fill_parameter(local_param, files.read)
+
+    @torch.no_grad()
+    def update_mains(self) -> None:
+        """Copy the model's parameters to the optimizer's main parameters."""
+        for parameter, (main, start) in self._mains.items():
+            main.copy_(parameter.view(-1)[start : start + len(main)])
 
     def _draw(self, seed: int, dtype: torch.dtype) -> None:
         def fill_block(block: dict[str, Tensor]) -> None:
@@ -280,28 +279,23 @@ class MegatronWeights:
             yield bucket
 
 
-def _has_mains(optimizer: ChainedOptimizer) -> bool:
-    """Return whether main parameters are accessible tensors: a precision-aware optimizer keeps them private."""
-    return not any(inner.config.use_precision_aware_optimizer for inner in optimizer.chained_optimizers)
-
-
-def _has_stepped(optimizer: ChainedOptimizer) -> bool:
-    return any(not inner.is_stub_optimizer and inner.optimizer.state for inner in optimizer.chained_optimizers)
-
-
 def _main_parameters(optimizer: ChainedOptimizer | None) -> dict[nn.Parameter, tuple[Tensor, int]]:
     """Return the optimizer's float32 copies of bf16 parameters: flat, with their position in the flattened parameter.
 
     On each rank, the distributed optimizer has a range of some parameters. Float32 parameters do not need copies.
     """
     flat_mains: dict[nn.Parameter, tuple[Tensor, int]] = {}
-    for inner in optimizer.chained_optimizers if optimizer is not None and _has_mains(optimizer) else ():
+    for inner in optimizer.chained_optimizers if optimizer is not None else ():
         if inner.is_stub_optimizer:
             continue
         # Both optimizers keep groups of parameters and parallel groups of copies, under different names.
         is_distributed = isinstance(inner, DistributedOptimizer)
         parameters = getattr(inner, "model_float16_groups" if is_distributed else "float16_groups", [])
         mains = getattr(inner, "shard_fp32_from_float16_groups" if is_distributed else "fp32_from_float16_groups", [])
+        # A precision-aware optimizer keeps the copies in its state, by range of the parameter.
+        if inner.config.use_precision_aware_optimizer:
+            state, ranges = inner.optimizer.state, inner.shard_float16_groups
+            mains = [[state[shard]["master_param"] for shard in group] for group in ranges]
         for group, main_group in zip(parameters, mains, strict=True):
             for parameter, main in zip(group, main_group, strict=True):
                 start = inner._get_model_param_range_map(parameter)["param"].start if is_distributed else 0

@@ -19,7 +19,9 @@ import areal.tests.mutants.uneven
 from areal.tests.mutants.planting import MUTANTS, plant
 
 if find_spec("megatron") is not None:
-    import areal.tests.mutants.megatron  # noqa: F401  # after those that it repeats
+    import areal.tests.mutants.megatron  # after those that it repeats
+
+import areal.tests.mutants.gpu  # noqa: F401  # after Megatron's, which would repeat them
 
 
 def plant_in_worker(name: str) -> None:

@@ -188,7 +188,7 @@ def transformer_config(hf: PretrainedConfig, dims: ParallelDims, config: TrainEn
         bf16=dtype == torch.bfloat16,
         **_parallel(dims, config),
         **_latent_attention(hf),
-        **_mixture_of_experts(hf),
+        **_mixture_of_experts(hf, local=config.lora is not None),
     )
 
 
@@ -246,7 +246,7 @@ def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
+def _mixture_of_experts(hf: PretrainedConfig, *, local: bool) -> dict[str, Any]:
     # Only this dispatcher exchanges the shapes of pipeline messages, and Megatron-Core checks it for dense models,
     # too.
     fields: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
@@ -260,7 +260,8 @@ def _mixture_of_experts(hf: PretrainedConfig) -> dict[str, Any]:
         # Balancing losses are terms of our loss, as sums: Megatron must not add gradients itself.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": has_transformer_engine(),
+        # For local layers, which adapters need, it would select Megatron-Core's legacy experts.
+        "moe_grouped_gemm": has_transformer_engine() and not local,
         "moe_permute_fusion": False,
     }
 

@@ -12,6 +12,7 @@ from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import model_dir
 from areal.tests.grid.cell_engine import ZERO_LR, start_cell
 from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.unit.gpu.transformer_engine import marked_as_split
 
 pytest.importorskip("megatron.core")
 
@@ -47,6 +48,16 @@ def test_latent_attention_configurations_agree_with_the_reference(backend: str, 
         step = run.engine.forward_backward(run.batch(), objective.loss_fn, objective.weight_fn)
         assert_step(step, expected, run.cell.tolerance)
         assert_tensors(run.engine.named_gradients(), expected.gradients, run.cell.tolerance)
+        assert_number(run.engine.optimizer_step().grad_norm, expected.grad_norm, run.cell.tolerance)
+
+
+@pytest.mark.world(2)
+def test_gradient_norm_counts_replicated_weights_once() -> None:
+    """The norm is that of the reference although Transformer Engine marks all weights of its layers as split."""
+    with marked_as_split(), start_cell(Cell(Layout("megatron:t2"), FAMILY, cut="tokens24")) as run:
+        expected, _ = run.expected()
+        objective = run.cell.objective
+        run.engine.forward_backward(run.batch(), objective.loss_fn, objective.weight_fn)
         assert_number(run.engine.optimizer_step().grad_norm, expected.grad_norm, run.cell.tolerance)
 
 

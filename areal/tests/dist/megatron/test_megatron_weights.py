@@ -303,18 +303,6 @@ def test_mismatched_files_raise_on_every_rank(damage: str, tmp_path: Path) -> No
         dist.barrier()
 
 
-@pytest.mark.world(1)
-def test_weights_of_precision_aware_optimizer_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A precision-aware optimizer needs a GPU; here an optimizer that claims to be one replaces it."""
-    with started("megatron:d1") as engine:
-        weights = engine._components.weights
-        monkeypatch.setattr(weights._optimizer.chained_optimizers[0].config, "use_precision_aware_optimizer", True)
-        weights.check(Path(model_dir("qwen3")))
-        engine.train_batch(local_batch(engine, global_batch()), loss)
-        with pytest.raises(ValueError, match="optimizer_state_dtype = 'bfloat16'"):
-            weights.check(Path(model_dir("qwen3")))
-
-
 def renamed(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
