@@ -256,7 +256,7 @@ class PPOTrainer:
         # All ranks skip together: a global weight of 0 would be an error.
         trained = torch.tensor(float(sum(int(sample["loss_mask"].count_nonzero()) for sample in minibatch)))
         if not self.engine.global_sum(trained).item():
-            return {"actor/empty": Metric(1.0, reduce="sum")}
+            return {"actor/empty": Metric(1.0, reduce="max")}
         for name, engine, objective in jobs:
             output: StepOutput = engine.train_batch(minibatch, objective)
             metrics |= step_metrics(name, output)
