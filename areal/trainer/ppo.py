@@ -269,7 +269,7 @@ class PPOTrainer:
             jobs.append(("critic", self.critic.engine, self.critic.objective))
         # All ranks skip together: a global weight of 0 would be an error. A rank alone may be without samples.
         if not self._sum_over_ranks(sum(int(sample["loss_mask"].count_nonzero()) for sample in minibatch)):
-            return {"actor/empty": Metric(1.0, reduce="sum")}
+            return {"actor/empty": Metric(1.0, reduce="max")}
         for name, engine, objective in jobs:
             output: StepOutput = engine.train_batch(minibatch, objective)
             metrics |= step_metrics(name, output)

@@ -71,7 +71,9 @@ def required_output(outputs: TokenOutputs, name: Literal["logprobs", "entropy", 
     # Outputs that the verb was not called with are None.
     tensor = getattr(outputs, name)
     if tensor is None:
-        raise ValueError(f"the loss needs the output {name!r}: pass outputs=objective.outputs to the engine's verb")
+        raise ValueError(
+            f"the loss needs the output {name!r}: pass the objective to the engine's verb, or outputs=objective.outputs"
+        )
     return tensor
 
 

@@ -146,6 +146,19 @@ def policy_gradient(x: Arrays, still: Arrays, d: Data) -> list[float]:
     return at_trained(d, lambda t: -d.advantages[t] * x["logprobs"][t])
 
 
+def one_update(cap: float) -> PerToken:
+    """The clip's ratio is to the current policy, so that it is 1, and a truncated weight goes back to the rollout."""
+
+    def losses(x: Arrays, still: Arrays, d: Data) -> list[float]:
+        def one(t: int) -> float:
+            ratio = math.exp(x["logprobs"][t] - still["logprobs"][t])
+            return min(math.exp(still["logprobs"][t] - d.rollout[t]), cap) * -ratio * d.advantages[t]
+
+        return at_trained(d, one)
+
+    return losses
+
+
 def gspo(low: float, high: float) -> PerToken:
     def losses(x: Arrays, still: Arrays, d: Data) -> list[float]:
         out = [0.0] * CUTS[-1]

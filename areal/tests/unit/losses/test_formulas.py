@@ -83,6 +83,10 @@ CASES: dict[str, tuple[Objective, f.Loss]] = {
         decoupled_ppo_objective(cap=1.3),
         f.token_mean(f.ppo(0.2, 0.2, weights="token", mode="mask", cap=1.3)),
     ),
+    "one update, corrected": (
+        grpo_objective(kl_coef=0.0, old="logprobs", correction=MismatchCorrection(trainer="logprobs")),
+        f.sequence_mean(f.one_update(2.0)),
+    ),
     "gspo": (gspo_objective(), f.sequence_mean(f.gspo(3e-4, 4e-4))),
     "gspo, wide": (policy_objective(GSPO(*WIDE), SequenceMean()), f.sequence_mean(f.gspo(*WIDE))),
     "gspo-token": (

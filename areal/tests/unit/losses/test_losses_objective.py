@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from areal.api import Batch, Metric, TokenOutputs, default_loss_weight
+from areal.engine.loss_arguments import resolve_loss
 from areal.tests.unit.losses.losses_world import Step, batch_of, logprobs, samples, step
 from areal.trainer import losses
 from areal.trainer.losses import (
@@ -294,6 +295,31 @@ def test_mean_loss_weights_each_term_separately() -> None:
     torch.testing.assert_close(cut.gradients, full.gradients)
     with pytest.raises(ValueError, match=r"returned \['a', 'b'\] and its weight a scalar"):
         mean_loss(terms, default_loss_weight).loss_fn(TokenOutputs(logprobs=logprobs(1)), batch_of())
+
+
+class Bound:
+    """A loss as a bound method, which takes no attributes."""
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> torch.Tensor:
+        return outputs.logprobs.sum()
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        return torch.tensor(float(len(batch.cu_seqlens) - 1))
+
+
+def test_loss_function_alone_is_refused_if_its_weight_is_not_the_default() -> None:
+    own = Bound()
+    for objective in (grpo_objective(kl_coef=0.0), Objective(own.loss, own.weight)):
+        with pytest.raises(ValueError, match="loss_weight_fn is missing"):
+            resolve_loss(objective.loss_fn, None, None)
+        assert resolve_loss(objective, None, None) == (objective.loss_fn, objective.weight_fn, objective.outputs)
+        assert resolve_loss(objective.loss_fn, objective.weight_fn, None)[1] == objective.weight_fn
+        assert resolve_loss(objective.loss_fn, None, None, "sum")[1] is default_loss_weight
+    # The default weight is what a verb takes for a loss function alone.
+    plain = Objective(own.loss)
+    assert resolve_loss(plain.loss_fn, None, None) == (plain.loss_fn, default_loss_weight, ("logprobs",))
+    # More outputs than the objective reads are allowed.
+    assert resolve_loss(plain, None, ("logprobs", "entropy"))[2] == ("logprobs", "entropy")
 
 
 def test_every_loss_is_exported() -> None:
