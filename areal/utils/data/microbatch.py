@@ -184,7 +184,18 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
     # 1. Bring both forms of a batch to columns, and check them.
     columns = read_batch(batch, spec)
     if not columns.form.seqlens:
-        return BatchPlan(columns.form, (), (), (), align, {}, {}, {}, columns.meta, NO_SAMPLES)
+        return BatchPlan(
+            form=columns.form,
+            bins=(),
+            trees=(),
+            dropped=(),
+            align=align,
+            tokens={},
+            sequences={},
+            payloads={},
+            meta=columns.meta,
+            keys=NO_SAMPLES,
+        )
     if "target_ids" in columns.tokens:
         check_target_shape(columns.tokens["target_ids"][0])
     if "output_mask" in columns.tokens:

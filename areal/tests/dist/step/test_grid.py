@@ -1,7 +1,7 @@
 """Parity grid: for any engine, layout and micro-batch split, a step equals a float64 computation of one sequence at a time.
 
-The cells are a pairwise selection: every layout meets every family, objective, batch, split, option and dtype, and so do
-these with each other.
+The cells are a pairwise selection: every layout meets every family, objective, batch, split, option, dtype and empty rank, and so
+do these with each other.
 """
 
 import pytest
