@@ -1,7 +1,7 @@
 """Placement: the GPU of each rank, and the backend that follows from it.
 
 NCCL needs a separate GPU for each rank. Launchers differ in what a rank sees: all GPUs of its host and ``LOCAL_RANK`` (torchrun), one
-GPU (Ray, ``srun --gpus-per-task``), or all GPUs without ``LOCAL_RANK``. The number of visible GPUs therefore does not tell whether ranks
+GPU (Ray, ``srun --gpus-per-task``), or all GPUs without ``LOCAL_RANK``. The number of visible GPUs therefore does not determine whether ranks
 share one. Ranks compare the UUIDs of their GPUs through the store of the rendezvous, before the default process group exists.
 """
 
