@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-import areal.tests.mutants.empty_ranks
-import areal.tests.mutants.lora
-import areal.tests.mutants.losses
-import areal.tests.mutants.moe
-import areal.tests.mutants.options
-import areal.tests.mutants.pipeline
-import areal.tests.mutants.prefixes
-import areal.tests.mutants.rollout
-import areal.tests.mutants.step
-import areal.tests.mutants.tensor_parallel
-import areal.tests.mutants.timing
-import areal.tests.mutants.uneven
+import areal.tests.mutants.bugs.empty_ranks
+import areal.tests.mutants.bugs.lora
+import areal.tests.mutants.bugs.losses
+import areal.tests.mutants.bugs.moe
+import areal.tests.mutants.bugs.options
+import areal.tests.mutants.bugs.pipeline
+import areal.tests.mutants.bugs.prefixes
+import areal.tests.mutants.bugs.rollout
+import areal.tests.mutants.bugs.step
+import areal.tests.mutants.bugs.tensor_parallel
+import areal.tests.mutants.bugs.timing
 from areal.tests.mutants.planting import MUTANTS, plant
 
 if find_spec("megatron") is not None:
-    import areal.tests.mutants.megatron  # after those that it repeats
+    import areal.tests.mutants.bugs.megatron  # after those that it repeats
 
-import areal.tests.mutants.gpu  # noqa: F401  # after Megatron's, which would repeat them
+import areal.tests.mutants.bugs.gpu  # noqa: F401  # after Megatron's, which would repeat them
 
 
 def plant_in_worker(name: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from areal.tests.mutants.bugs.step import CALLS, LOOP, SKIPPED, THREE, fillers_as_real
 from areal.tests.mutants.planting import MUTANTS, Function, Mutant, mutant
-from areal.tests.mutants.step import CALLS, LOOP, SKIPPED, THREE, fillers_as_real
 
 BETWEEN = "dist/megatron/test_megatron.py::test_reading_gradients_between_calls_changes_nothing[w2-{}]"
 NORM = THREE.format("*-{}")

@@ -1,4 +1,4 @@
-"""Bugs of pipelines and expert parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.step`."""
+"""Bugs of pipelines and expert parallelism on the FSDP engine that the suite must catch, as in :mod:`areal.tests.mutants.bugs.step`."""
 
 from __future__ import annotations
 
