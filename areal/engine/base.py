@@ -159,8 +159,8 @@ class BaseTrainEngine(EngineState):
         # 5. Sum the results over micro-batches and ranks.
         with self._discarding_grads(unless=forward_only):
             note = "" if forward_only else _DISCARDED
-            sums = self._sync.sum_results(mbs, results, routed, call, note, self._onloaded)
-        self._onloaded = 0
+            sums = self._sync.sum_results(mbs, results, routed, call, note, self._moved)
+        self._moved.clear()
         may_drop = self.config.mb_spec.overlong == "drop"
         return step_output(sums, weights, divisors, loss_weight, n_mbs=len(mbs), may_drop=may_drop)
 

@@ -57,7 +57,9 @@ class Gradients(Protocol):
 class Memory(Protocol):
     """Moves an engine's tensors to host memory and back, bit for bit."""
 
-    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None: ...
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
+        """Move tensors out. Returns the bytes that were freed."""
+        ...
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Bring tensors back. Returns the bytes that were moved."""

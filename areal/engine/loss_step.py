@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,7 +212,7 @@ class StepSums:
         n_tokens, dropped: int. Tokens and left-out sequences of the batch.
         seconds: float. Wall time of the call.
         timings: phase -> seconds.
-        onloaded: int. Bytes brought back from host memory for the call.
+        moved: metric -> bytes moved from and to host memory since the last step.
     """
 
     terms: dict[str, float] = field(default_factory=dict)
@@ -220,7 +221,7 @@ class StepSums:
     dropped: int = 0
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
-    onloaded: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: StepSums) -> None:
         """Add another rank's sums to these.
@@ -283,8 +284,7 @@ def step_output(
     """
     terms = {name: sums.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
     metrics = sums.reduced_metrics() | weights.metrics()
-    if sums.onloaded:
-        metrics["onloaded_bytes"] = float(sums.onloaded)
+    metrics |= {name: float(nbytes) for name, nbytes in sums.moved.items() if nbytes}
     if may_drop:
         metrics["dropped_sequences"] = float(sums.dropped)
     return StepOutput(

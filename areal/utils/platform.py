@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 
@@ -53,6 +54,28 @@ def empty_cache(device: torch.device) -> None:
     """Release the allocator's unused memory to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def empty_host_cache(device: torch.device) -> None:
+    """Release the unused part of the pinned host memory that torch keeps for copies from and to a GPU."""
+    if device.type == "cuda" and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that the allocator of this process has, used and unused; 0 for a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device. Does nothing for a CPU, whose execution is synchronous."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Return host memory for copies from or to ``device``, uint8 ``[nbytes]``: pinned for a GPU, whose copies are then asynchronous."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import areal.tests.mutants.lora
+import areal.tests.mutants.memory
 import areal.tests.mutants.moe
 import areal.tests.mutants.options
 import areal.tests.mutants.pipeline

@@ -1,0 +1,32 @@
+"""Bugs that waste memory of the device, or make the host wait for it, that the suite must catch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from areal.tests.mutants.planting import Function, mutant
+
+_OFFLOAD = "dist/step/test_memory.py::test_offload_uses_kept_memory_waits_once_and_returns_memory_to_the_device"
+
+
+@mutant("areal.engine.state:EngineState.offload", f"{_OFFLOAD}[*fsdp:d1]")
+def offload_returns_no_memory(right: Function) -> Function:
+    """Offloaded tensors leave their memory in the allocator of the process."""
+
+    def wrong(self: Any, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        self._require_components().memory.offload(params=params, grads=grads, optimizer=optimizer)
+
+    return wrong
+
+
+@mutant("areal.utils.offload:_HostBlocks.split", f"{_OFFLOAD}[*fsdp:d1]")
+def offload_allocates_each_time(right: Function) -> Function:
+    """Each offload allocates its host memory anew."""
+
+    def wrong(self: Any, *args: Any) -> list[list[Tensor]]:
+        self._blocks = []
+        return right(self, *args)
+
+    return wrong
