@@ -259,7 +259,7 @@ class TrainEngineConfig(StrictConfig):
     )
     activation_checkpointing: ActivationCheckpointing = Field(
         default="none",
-        description="`full` recomputes layers in the backward; `selective` all operations but matrix products and attention.",
+        description="`full` recomputes layers in the backward; `selective` all operations but matrix products, attention and all-to-alls.",
     )
     offload_dir: str | None = Field(
         default=None, description="Directory of files for tensors that `offload` moves; None keeps them in host memory."

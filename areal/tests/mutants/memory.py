@@ -30,3 +30,13 @@ def offload_allocates_each_time(right: Function) -> Function:
         return right(self, *args)
 
     return wrong
+
+
+@mutant(
+    "areal.engine.fsdp.activation_checkpointing:saved_ops",
+    "unit/engine/test_activation_checkpointing.py::test_attention_kernel_of_a_gpu_runs_once[selective-1]",
+    "dist/parallel/test_expert_parallel.py::test_selective_checkpointing_keeps_exchanged_rows[*e2]",
+)
+def custom_operations_recomputed(right: Function) -> Function:
+    """Selective checkpointing keeps the results of torch's own operations only."""
+    return lambda: frozenset(op for op in right() if op.namespace == "aten")

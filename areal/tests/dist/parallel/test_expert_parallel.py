@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_expert_parallel_rank_without_tokens(backend: str) -> None:
         assert_tensors(gradients.items(), expected.gradients, TOLERANCE)
         assert not gradients["model.layers.0.mlp.experts.3.down_proj.weight"].any()
         assert gradients["model.layers.0.mlp.experts.1.down_proj.weight"].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:1])
+def test_selective_checkpointing_keeps_exchanged_rows(backend: str) -> None:
+    exchanges, losses = [], []
+    for how in ("none", "selective", "full"):
+        with started(backend, path=model_dir("qwen3_moe"), activation_checkpointing=how) as engine:
+            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+                step = engine.train_batch(local_batch(engine, global_batch()), loss)
+            exchanges.append(exchange.call_count)
+            losses.append((step.loss, step.grad_norm))
+    assert exchanges[0] == exchanges[1] < exchanges[2]
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize(
