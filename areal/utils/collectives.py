@@ -79,7 +79,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: dist.P
 def _exchange_rows(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     """Do what :func:`exchange_rows` does, as one operation, whose result activation checkpointing can keep."""
     out = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=_resolve_process_group(group))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=_resolve_process_group(group))  # type: ignore[arg-type]  # a NewType of str
     return out
 
 

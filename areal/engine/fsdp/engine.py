@@ -101,6 +101,7 @@ class FSDPEngine(BaseTrainEngine):
             memory=memory,
             gradients=self._gradients,
             vocab_size=chunks.full_model.vocab_size,
+            rows=self._rows,
             token_split=self.dims.tp,
             routing=ExpertRouting(
                 config.moe,

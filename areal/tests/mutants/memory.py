@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -40,3 +41,20 @@ def offload_allocates_each_time(right: Function) -> Function:
 def custom_operations_recomputed(right: Function) -> Function:
     """Selective checkpointing keeps the results of torch's own operations only."""
     return lambda: frozenset(op for op in right() if op.namespace == "aten")
+
+
+_WAITS = "unit/gpu/test_host_waits.py::test_call_copies_to_the_device_once_and_never_waits"
+
+
+@mutant("areal.engine.model.layout:layout_of", f"{_WAITS}[*plain]", f"{_WAITS}[*gather_kv, shared]")
+def layout_made_in_the_forward(right: Function) -> Function:
+    """The index tensors of a micro-batch are made and copied in its forward."""
+    return lambda mb, cp, *, rows: right(replace(mb, layout=None), cp, rows=rows)
+
+
+@mutant(
+    "areal.utils.host_copy:HostCopy.run", "unit/gpu/test_host_waits.py::test_micro_batches_and_fillers_share_one_copy"
+)
+def one_copy_for_each_tensor(right: Function) -> Function:
+    """Each tensor of a batch is copied to the device separately."""
+    return lambda self: None
