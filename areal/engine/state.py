@@ -77,6 +77,7 @@ class EngineState(TrainEngine):
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
         self._closers: list[Callable[[], None]] = []  # called in reverse order
         self._started = False
+        self._device_memory = 0  # bytes of the smallest device of all ranks
         self._moved: Counter[str] = Counter()  # bytes moved since the last step, by name of the metric
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -95,6 +96,8 @@ class EngineState(TrainEngine):
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
+        # Choices that depend on memory must be equal on all ranks.
+        self._device_memory = min(self.control.gather(platform.total_memory(self.device)))
 
         # The model, the optimizer and the other components. A failure on one rank raises on all.
         def build() -> str:

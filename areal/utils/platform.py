@@ -62,6 +62,14 @@ def empty_host_cache(device: torch.device) -> None:
         torch.accelerator.empty_host_cache()
 
 
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a device: of the GPU, or of the host for each of its ranks."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
 def reserved_bytes(device: torch.device) -> int:
     """Return the bytes of a device that the allocator of this process has, used and unused; 0 for a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

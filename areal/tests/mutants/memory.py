@@ -58,3 +58,12 @@ def layout_made_in_the_forward(right: Function) -> Function:
 def one_copy_for_each_tensor(right: Function) -> Function:
     """Each tensor of a batch is copied to the device separately."""
     return lambda self: None
+
+
+@mutant(
+    "areal.engine.fsdp.gradients:_trained_elements",
+    "dist/step/test_memory.py::test_default_reduction_of_gradients_depends_on_the_size_of_the_model[*fsdp:d2]",
+)
+def unsharded_gradients_not_counted(right: Function) -> Function:
+    """The default keeps unsharded gradients of a model of any size."""
+    return lambda model: (right(model)[0],) * 2

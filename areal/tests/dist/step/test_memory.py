@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,7 @@ from areal.engine import state
 from areal.engine.registry import create_engine
 from areal.tests.harness.tiny import config, family_dir, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.utils import platform
+from areal.utils.dtensor import local_part
 from areal.utils.functional.chunked_head import _Chunks
 
 LARGE_VOCAB = 4096
@@ -125,6 +127,49 @@ def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
     for name, waits in result[4].items():
         assert waits == result[2][name], f"{name}: {waits} with four micro-batches, {result[2][name]} with two"
         assert backend != "fsdp:d1" or waits.total() <= 4, f"{name}: {waits}"
+
+
+# ---- gradients
+
+
+@contextmanager
+def unsharded_bytes(engine: TrainEngine) -> Iterator[list[int]]:
+    """Return the bytes of unsharded gradients after each backward inside."""
+    modules = [module for module in engine._components.model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    backward, result = Tensor.backward, list[int]()
+
+    def counting(self: Tensor) -> None:
+        backward(self)
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        grads = [x for p in parameters for x in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if x is not None]
+        result.append(sum(local_part(grad).nbytes for grad in grads))
+
+    with mock.patch.object(Tensor, "backward", counting):
+        yield result
+
+
+@pytest.mark.parametrize("backend", layouts(2, engine="fsdp", but=("fsdp:p2",)))
+def test_default_reduction_of_gradients_depends_on_the_size_of_the_model(backend: str) -> None:
+    with started(backend) as engine:
+        n = sum(parameter.numel() for parameter in engine._components.model.parameters())
+    # float32 on two ranks: 16 bytes of state for half of the parameters, and 4 for the other half of the gradients.
+    state, room = 16 * (n // 2), 4 * 4 * (n // 2)
+    result = {}
+    for memory in (1, state + room - 1, state + room):
+        with mock.patch.object(platform, "total_memory", return_value=memory), started(backend) as engine:
+            mbs = engine.microbatches(local_batch(engine, global_batch()))
+            with unsharded_bytes(engine) as kept:
+                engine.forward_backward(local_batch(engine, global_batch()), loss)
+            result[memory] = max(kept) / n, engine._components.applied["gradient reduction"].split(", ")[0]
+            assert len(kept) == len(mbs) > 1
+    assert list(result.values()) == [(0.0, "on each micro-batch")] * 2 + [(4.0, "once per call")]
+
+
+@pytest.mark.world(1)
+def test_default_reduction_of_gradients_is_once_per_call_on_one_rank() -> None:
+    with mock.patch.object(platform, "total_memory", return_value=1), started("fsdp:d1") as engine:
+        assert engine._components.applied["gradient reduction"].startswith("once per call, chosen by size: ")
 
 
 # ---- offload
