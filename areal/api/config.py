@@ -16,6 +16,7 @@ DType = Literal["bfloat16", "float32", "float64"]
 """Dtypes of an engine. float16 is not supported: its gradients underflow without a loss scaler."""
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
+GradSync = Literal["auto", "call", "micro_batch"]
 """Activations that are recomputed in the backward instead of being kept."""
 
 ENGINE_GROUP = "areal.engines"
@@ -259,14 +260,14 @@ class TrainEngineConfig(StrictConfig):
     )
     activation_checkpointing: ActivationCheckpointing = Field(
         default="none",
-        description="`full` recomputes layers in the backward; `selective` all operations but matrix products and attention.",
+        description="`full` recomputes layers in the backward; `selective` all operations but matrix products, attention and all-to-alls.",
     )
     offload_dir: str | None = Field(
         default=None, description="Directory of files for tensors that `offload` moves; None keeps them in host memory."
     )
-    grad_sync: Literal["call", "micro_batch"] = Field(
-        default="call",
-        description="Reduce gradients on the last micro-batch of a call, or on each one, which takes less memory. Same values.",
+    grad_sync: GradSync = Field(
+        default="auto",
+        description="Reduce gradients on the last micro-batch of a `call`, or on each, which takes less memory. `auto` chooses by size.",
     )
     deterministic: bool = Field(
         default=False, description="Use only deterministic kernels; slower on a GPU, see docs/precision-and-memory.md."

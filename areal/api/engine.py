@@ -341,7 +341,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move the selected tensors to host memory and free them on the device. A verb that needs them calls :meth:`onload` first.
+        """Move the selected tensors to host memory and return unused device memory. A verb that needs them calls :meth:`onload` first.
 
         Args:
             params: move parameters.

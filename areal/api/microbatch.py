@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,13 @@ class PrefixTree:
         return len(self.tokens)
 
 
+class MicroBatchLayout(Protocol):
+    """Index tensors of a micro-batch."""
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> MicroBatchLayout:
+        """Apply ``fn`` to every tensor, and return the result."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Complete sequences, packed end to end. Frozen: nothing is written into a micro-batch after it was built.
@@ -59,6 +66,7 @@ class MicroBatch:
         filler: True for a dummy of one token, which keeps ranks in step and enters neither loss nor results.
         tree: common prefixes of the sequences, if they are computed once.
         wanted: bool ``[T]``, on the host. The key ``output_mask``; ``None`` without that key.
+        layout: index tensors of the engine's model for this micro-batch, on the engine's device; ``None`` without an engine.
     """
 
     index: int
@@ -70,6 +78,7 @@ class MicroBatch:
     filler: bool = False
     tree: PrefixTree | None = None
     wanted: Tensor | None = None
+    layout: MicroBatchLayout | None = None
 
     @property
     def n_tokens(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,7 @@ from areal.engine.loss_step import (
     step_output,
 )
 from areal.engine.model.inputs import check_temperature
+from areal.engine.model.layout import StreamLayout, layout_of
 from areal.engine.model.outputs import gather_outputs
 from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
@@ -161,8 +163,8 @@ class BaseTrainEngine(EngineState):
         # 5. Sum the results over micro-batches and ranks.
         with self._discarding_grads(unless=forward_only):
             note = "" if forward_only else _DISCARDED
-            sums = self._sync.sum_results(mbs, results, routed, call, note, self._onloaded)
-        self._onloaded = 0
+            sums = self._sync.sum_results(mbs, results, routed, call, note, self._moved)
+        self._moved.clear()
         may_drop = self.config.mb_spec.overlong == "drop"
         return step_output(sums, weights, divisors, loss_weight, n_mbs=len(mbs), may_drop=may_drop)
 
@@ -185,7 +187,9 @@ class BaseTrainEngine(EngineState):
         plan, n_mbs, longest = self._sync.plan(plan_here, schedule)
         # A pipeline sends hidden states of one shape.
         padded_length = longest if schedule.equal_lengths else None
-        return plan.build(n_mbs=n_mbs, device=self.device, padded_length=padded_length)
+        # Index tensors that the model needs are copied to the device together with the batch.
+        layout = functools.partial(StreamLayout.of, cp=components.context_parallel, rows=components.rows)
+        return plan.build(n_mbs=n_mbs, device=self.device, padded_length=padded_length, layout=layout)
 
     # ---- step 2: weights
 
@@ -251,7 +255,9 @@ class BaseTrainEngine(EngineState):
             return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
 
         def process(local: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, Any]:
-            tokens = gather_outputs(local, components.context_parallel, mb)
+            shared = layout_of(mb, components.context_parallel, rows=components.rows).shared
+            output_index = None if shared is None else shared.outputs.output_index
+            tokens = gather_outputs(local, components.context_parallel, mb.n_tokens, output_index)
             loss, result = None, None
             # A fault must not leave the other ranks in a collective: stay in step, add nothing, and raise at the end.
             if not mb.filler and faults.first is None:

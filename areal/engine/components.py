@@ -57,7 +57,9 @@ class Gradients(Protocol):
 class Memory(Protocol):
     """Moves an engine's tensors to host memory and back, bit for bit."""
 
-    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None: ...
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
+        """Move tensors out. Returns the bytes that were freed."""
+        ...
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Bring tensors back. Returns the bytes that were moved."""
@@ -90,6 +92,7 @@ class EngineComponents:
         memory: moves tensors to host memory.
         gradients: of what is trained, the model or its adapters.
         vocab_size: upper bound of token ids.
+        rows: whether the model runs one sequence per row instead of packed sequences.
         token_split: number of ranks over which each context-parallel rank's tokens are split again, by sequence parallelism.
         routing: balancing losses, replay and load of experts.
         adapters: low-rank adapters, which are trained instead of the model.
@@ -106,6 +109,7 @@ class EngineComponents:
     memory: Memory
     gradients: Gradients
     vocab_size: int
+    rows: bool = False
     token_split: int = 1
     routing: ExpertRouting = field(default_factory=no_experts)
     adapters: TrainedAdapters | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -216,7 +217,7 @@ class StepSums:
         n_tokens, dropped: int. Tokens and left-out sequences of the batch.
         seconds: float. Wall time of the call.
         timings: phase -> seconds.
-        onloaded: int. Bytes brought back from host memory for the call.
+        moved: metric -> bytes moved from and to host memory since the last step.
     """
 
     terms: dict[str, float] = field(default_factory=dict)
@@ -225,7 +226,7 @@ class StepSums:
     dropped: int = 0
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
-    onloaded: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: StepSums) -> None:
         """Add another rank's sums to these.
@@ -289,8 +290,7 @@ def step_output(
     terms = {name: sums.terms.get(name, 0.0) * loss_weight / divisor for name, divisor in divisors.items()}
     # Weights, bytes and sequences are amounts: those of several steps add up.
     amounts = weights.metrics()
-    if sums.onloaded:
-        amounts["onloaded_bytes"] = float(sums.onloaded)
+    amounts |= {name: float(nbytes) for name, nbytes in sums.moved.items() if nbytes}
     if may_drop:
         amounts["dropped_sequences"] = float(sums.dropped)
     reductions = {name: reduce for name, (reduce, _, _) in sums.metrics.items()}

@@ -27,6 +27,9 @@ MODEL_OPTIONS = TEMPLATE_OPTIONS | {
 }
 """Options that both engines of this package honour."""
 
+_ONCE_PER_CALL = ("grad_sync", "call")
+"""An engine without the option ``grad_sync`` reduces gradients once, so that this value is not refused."""
+
 _EVERY_ENGINE = frozenset({"path", "backend"})
 """Fields without which there is no engine: letters of the layout are checked apart."""
 
@@ -122,7 +125,7 @@ def _unsupported(values: BaseModel, supported: frozenset[str], prefix: str = "")
     for field, info in type(values).model_fields.items():
         name, value = f"{prefix}{field}", getattr(values, field)
         default = info.get_default(call_default_factory=True)
-        if name in supported or value == default:
+        if name in supported or value == default or (name, value) == _ONCE_PER_CALL:
             continue
         # A group is supported in full, by its own name, or option by option.
         by_option = any(option.startswith(f"{name}.") for option in supported)

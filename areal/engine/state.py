@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -77,7 +78,8 @@ class EngineState(TrainEngine):
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
         self._closers: list[Callable[[], None]] = []  # called in reverse order
         self._started = False
-        self._onloaded = 0  # bytes brought back for the current step
+        self._device_memory = 0  # bytes of the smallest device of all ranks
+        self._moved: Counter[str] = Counter()  # bytes moved since the last step, by name of the metric
 
     def initialize(self, spec: FinetuneSpec) -> None:
         if self._components is not None:
@@ -98,6 +100,8 @@ class EngineState(TrainEngine):
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
+        # Choices that depend on memory must be equal on all ranks.
+        self._device_memory = min(self.control.gather(platform.total_memory(self.device)))
 
         # The model, the optimizer and the other components. A failure on one rank raises on all.
         def build() -> str:
@@ -135,6 +139,7 @@ class EngineState(TrainEngine):
             self._closers.pop()()
         gc.collect()
         platform.empty_cache(self.device)
+        platform.empty_host_cache(self.device)
 
     def _require_components(self) -> EngineComponents:
         if self._components is None:
@@ -214,7 +219,16 @@ class EngineState(TrainEngine):
     # ---- memory
 
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._require_components().memory.offload(params=params, grads=grads, optimizer=optimizer)
+        memory, reserved = self._require_components().memory, platform.reserved_bytes(self.device)
+        nbytes = memory.offload(params=params, grads=grads, optimizer=optimizer)
+        # The allocator would keep the freed memory for this process: return it, for an inference engine on this device.
+        platform.empty_cache(self.device)
+        self._moved["offloaded_bytes"] += nbytes
+        if self.control.rank == 0:
+            returned = reserved - platform.reserved_bytes(self.device)
+            logger.info(
+                "offload: %s bytes moved from %s, %s bytes returned to it", f"{nbytes:,}", self.device, f"{returned:,}"
+            )
 
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._require_components().memory.onload(params=params, grads=grads, optimizer=optimizer)
@@ -222,7 +236,7 @@ class EngineState(TrainEngine):
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""
         memory = self._require_components().memory
-        self._onloaded += memory.onload(params=True, grads=grads, optimizer=optimizer)
+        self._moved["onloaded_bytes"] += memory.onload(params=True, grads=grads, optimizer=optimizer)
 
     # ---- the optimizer's settings
 

@@ -5,6 +5,7 @@ Each is one exchange on the host. It also carries the faults of all ranks, so th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -135,7 +136,13 @@ class StepSync:
         return LossWeights(terms[0][0] if terms else True, per_mb, total, sequences, tokens)
 
     def sum_results(
-        self, mbs: MicroBatchList, results: list[LossResult], routed: Tally, call: TimedCall, note: str, onloaded: int
+        self,
+        mbs: MicroBatchList,
+        results: list[LossResult],
+        routed: Tally,
+        call: TimedCall,
+        note: str,
+        moved: Counter[str],
     ) -> StepSums:
         """Sum the results of all micro-batches of all ranks.
 
@@ -144,7 +151,7 @@ class StepSync:
             routed: counts of the routers on this rank's stage.
             call: the call that reports the sums.
             note: text that is added to an error.
-            onloaded: bytes that this rank brought back from host memory for the call.
+            moved: bytes that this rank moved from and to host memory since the last step, by name of the metric.
 
         Raises:
             ValueError: a loss is not finite on some rank, or a metric is wrong.
@@ -155,15 +162,14 @@ class StepSync:
             local = sum_results(mbs, results) if self._has_losses else StepSums()
             routing = routed.sums()
             local.seconds, local.timings = call.read()
-            local.onloaded = onloaded
+            local.moved = Counter(moved)
             return local, routing
 
         answers = self._control.attempt_and_gather(sum_locally, note)
         # Times are those of the slowest rank. Everything else is summed.
         slowest = max((local for local, _ in answers), key=lambda local: local.seconds)
-        total = StepSums(
-            seconds=slowest.seconds, timings=slowest.timings, onloaded=sum(local.onloaded for local, _ in answers)
-        )
+        moved_in_total = sum((local.moved for local, _ in answers), Counter())
+        total = StepSums(seconds=slowest.seconds, timings=slowest.timings, moved=moved_in_total)
         for local, _ in self._once_per_shard(answers):
             total.merge(local)
         total.add_routing([routing for (_, routing), counts in zip(answers, self._counts_stage, strict=True) if counts])

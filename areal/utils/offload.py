@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +15,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from areal.utils import platform
+from areal.utils.data.padding import round_up
+
+_BLOCK_BYTES = 128 * 2**20
+"""Size of a block of host memory: a power of two, because torch rounds pinned allocations up to one."""
+
+_ALIGNMENT = 512
+"""A copy begins at a multiple of this many bytes in its block."""
+
 
 class HostMemory:
     """Moves tensors to host memory or files, by freeing and restoring their storages in place.
 
-    Views of an offloaded storage stay valid: they have their values again after :meth:`onload`.
+    Views of an offloaded storage stay valid: they have their values again after :meth:`onload`. Host memory is pinned if the
+    tensors are on a GPU, and kept for the next :meth:`offload`.
 
     Args:
         tensors: functions that return the tensors of ``"params"``, ``"grads"`` and ``"optimizer"``.
@@ -31,6 +43,7 @@ class HostMemory:
     def __init__(self, tensors: Mapping[str, Callable[[], Iterable[Tensor]]], folder: str | None = None) -> None:
         self._tensors = tensors
         self._backups: dict[str, list[tuple[torch.UntypedStorage, _Backup]]] = {}
+        self._blocks: dict[str, _HostBlocks] = defaultdict(_HostBlocks)
         self._folder: Path | None = None
         if folder is not None:
             try:
@@ -42,30 +55,58 @@ class HostMemory:
             # Also removed if this object is never closed.
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
-    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
-        """Move the named kinds of tensors out. Kinds that are offloaded already are left as they are."""
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
+        """Move the named kinds of tensors out. Kinds that are offloaded already are left as they are.
+
+        Returns:
+            Number of bytes that were freed.
+        """
+        # Enqueue the copies of all kinds. After an error here, everything is still on the device.
+        backups: dict[str, list[tuple[torch.UntypedStorage, _Backup]]] = {}
+        storages: list[torch.UntypedStorage] = []
         for kind, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
             if wanted and kind not in self._backups:
-                self._backups[kind] = [self._move_out(storage) for storage in _storages(self._tensors[kind]())]
+                backups[kind] = self._copy_out(kind, but=storages)
+                storages += [storage for storage, _ in backups[kind]]
+        # Wait for the copies once, then free the memory.
+        _synchronize(storages)
+        self._backups |= backups
+        nbytes = sum(storage.nbytes() for storage in storages)
+        for storage in storages:
+            storage.resize_(0)  # keeps the storage object, which all views refer to
+        return nbytes
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Restore the named kinds of tensors that are offloaded. Returns the number of bytes moved."""
-        nbytes = 0
-        for kind, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted:
-                for storage, backup in self._backups.pop(kind, []):
-                    backup.restore(storage)
-                    nbytes += storage.nbytes()
-        return nbytes
+        kinds = [kind for kind, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)) if wanted]
+        moved = [pair for kind in kinds for pair in self._backups.get(kind, [])]
+        for storage, backup in moved:
+            backup.restore(storage)
+        # Wait for the copies once: after this, the host memory may be overwritten.
+        storages = [storage for storage, _ in moved]
+        _synchronize(storages)
+        for kind in kinds:
+            self.forget(kind)
+        return sum(storage.nbytes() for storage in storages)
 
     def forget(self, kind: str) -> None:
         """Discard the offloaded values of a kind. They cannot be restored."""
         self._backups.pop(kind, None)
 
-    def _move_out(self, storage: torch.UntypedStorage) -> tuple[torch.UntypedStorage, _Backup]:
-        backup = _HostBackup(storage) if self._folder is None else _FileBackup(storage, self._folder)
-        storage.resize_(0)  # frees the memory and keeps the storage object, which all views refer to
-        return storage, backup
+    def _copy_out(self, kind: str, but: Iterable[torch.UntypedStorage]) -> list[tuple[torch.UntypedStorage, _Backup]]:
+        """Copy the storages of a kind, except those that another kind has too.
+
+        Copies to host memory may be incomplete until the device is synchronized.
+        """
+        copied = {storage.data_ptr() for storage in but}
+        storages = [x for x in _storages(self._tensors[kind]()) if x.data_ptr() not in copied]
+        if self._folder is not None:
+            return [(storage, _FileBackup(storage, self._folder)) for storage in storages]
+        if not storages:
+            return []
+        sizes = [storage.nbytes() for storage in storages]
+        pieces = self._blocks[kind].split(sizes, storages[0].device)
+        return [(storage, _HostBackup(storage, each)) for storage, each in zip(storages, pieces, strict=True)]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -80,21 +121,65 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     return list(unique.values())
 
 
+def _synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
+    """Wait for the copies from or to storages, once for each device."""
+    for device in {storage.device for storage in storages}:
+        platform.synchronize(device)
+
+
 class _Backup(Protocol):
     """Bytes of one offloaded storage."""
 
     def restore(self, storage: torch.UntypedStorage) -> None: ...
 
 
-class _HostBackup:
-    """Backup in host memory."""
+class _HostBlocks:
+    """Host memory in blocks, which are kept and used again."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._bytes = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def split(self, sizes: Sequence[int], device: torch.device) -> list[list[Tensor]]:
+        """Return memory for copies from ``device``: for each size, uint8 tensors that together have so many bytes.
+
+        The memory is that of the last call, and more if the sizes need more.
+        """
+        starts = list(accumulate((round_up(size, _ALIGNMENT) for size in sizes), initial=0))
+        # The last block is no larger than necessary.
+        missing = starts[-1] - sum(map(len, self._blocks))
+        while missing > 0:
+            nbytes = min(_BLOCK_BYTES, max(_ALIGNMENT, 1 << (missing - 1).bit_length()))
+            self._blocks.append(platform.host_buffer(nbytes, device))
+            missing -= nbytes
+        return [self._pieces(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+    def _pieces(self, start: int, end: int) -> list[Tensor]:
+        """Return the bytes from ``start`` to ``end`` of all blocks end to end."""
+        pieces, begin = [], 0
+        for block in self._blocks:
+            piece = block[max(start - begin, 0) : max(end - begin, 0)]
+            pieces += [piece] if len(piece) else []
+            begin += len(block)
+        return pieces
+
+
+class _HostBackup:
+    """Backup in host memory. Copies are enqueued: the caller synchronizes with the device."""
+
+    def __init__(self, storage: torch.UntypedStorage, pieces: list[Tensor]) -> None:
+        self._pieces = pieces
+        for piece, values in self._pairs(storage):
+            piece.copy_(values, non_blocking=True)
 
     def restore(self, storage: torch.UntypedStorage) -> None:
-        storage.resize_(self._bytes.nbytes())
-        storage.copy_(self._bytes)
+        storage.resize_(sum(map(len, self._pieces)))
+        for piece, values in self._pairs(storage):
+            values.copy_(piece, non_blocking=True)
+
+    def _pairs(self, storage: torch.UntypedStorage) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the pieces of the backup, each with the bytes of the storage that belong there."""
+        values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return zip(self._pieces, values.split([len(piece) for piece in self._pieces]), strict=True)
 
 
 class _FileBackup:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 GLOO = "gloo"
@@ -83,6 +84,36 @@ def empty_cache(device: torch.device) -> None:
     """Release the allocator's unused memory to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def empty_host_cache(device: torch.device) -> None:
+    """Release the unused part of the pinned host memory that torch keeps for copies from and to a GPU."""
+    if device.type == "cuda" and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a device: of the GPU, or of the host for each of its ranks."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that the allocator of this process has, used and unused; 0 for a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device. Does nothing for a CPU, whose execution is synchronous."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Return host memory for copies from or to ``device``, uint8 ``[nbytes]``: pinned for a GPU, whose copies are then asynchronous."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

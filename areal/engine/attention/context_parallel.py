@@ -68,6 +68,7 @@ class ContextParallel:
     Attributes:
         size, rank: size of the group, and rank in it.
         align: the padded length of a micro-batch must be a multiple of this.
+        windows: windows of the layers that have run so far, in the mode ``gather_kv``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, mode: ContextParallelMode = "ulysses") -> None:
@@ -79,6 +80,7 @@ class ContextParallel:
         self.rank = 0 if group is None else dist.get_rank(group)
         # Each rank has one contiguous slice in Ulysses, and two chunks of equal size in zig-zag order.
         self.align = 1 if self.size == 1 else self.size if mode == "ulysses" else 2 * self.size
+        self.windows: set[int | None] = set()
 
     def __repr__(self) -> str:
         return f"ContextParallel(size={self.size}, mode={self.mode!r})"
@@ -124,7 +126,9 @@ class ContextParallel:
             ValueError: the length of the stream is not a multiple of :attr:`align`.
         """
         self._check_aligned(len(stream))
-        return AttentionLayout(self, stream, stream.segments(device))
+        # Keys for the windows that layers have asked for before.
+        keys = {window: plan_keys(stream, self.rank, self.size, window, device) for window in self.windows}
+        return AttentionLayout(self, stream, stream.segments(device), keys)
 
     def _check_aligned(self, length: int) -> None:
         if length % self.align:
@@ -142,12 +146,13 @@ class AttentionLayout:
         cp: the ranks that the stream is split over.
         stream: the full stream, padding included.
         segments: attention segments of the full stream.
+        keys: window -> attention segments of this rank's queries, for the mode ``gather_kv``.
     """
 
     cp: ContextParallel
     stream: TokenStream
     segments: Segments
-    _keys: dict[int | None, Segments] = field(default_factory=dict, init=False, repr=False)
+    keys: dict[int | None, Segments] = field(default_factory=dict, repr=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Compute causal attention of this rank's tokens within their sequences. Collective with several ranks.
@@ -171,11 +176,12 @@ class AttentionLayout:
         return gather_kv_attention(q, k, v, self._keys_for(options.window), self.cp.group, options)
 
     def _keys_for(self, window: int | None) -> Segments:
-        # All layers use the same layout, and a model has one or two windows: each is planned and copied to the device once.
-        if window not in self._keys:
+        # All layers use the same layout, and a model has one or two windows. Later layouts are planned with this one.
+        if window not in self.keys:
             device = self.segments.cu_q.device
-            self._keys[window] = plan_keys(self.stream, self.cp.rank, self.cp.size, window, device)
-        return self._keys[window]
+            self.keys[window] = plan_keys(self.stream, self.cp.rank, self.cp.size, window, device)
+            self.cp.windows.add(window)
+        return self.keys[window]
 
 
 class _GatherStream(torch.autograd.Function):

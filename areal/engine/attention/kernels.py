@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby
@@ -93,6 +93,11 @@ class Segments:
         cu_q = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32).to(device)
         cu_k = cu_q if k_lens is q_lens else torch.tensor([0, *accumulate(k_lens)], dtype=torch.int32).to(device)
         return cls(tuple(q_lens), tuple(k_lens), cu_q, cu_k, None if keys is None else keys.to(device))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Segments:
+        """Apply ``fn`` to the tensors on the device."""
+        keys = None if self.keys is None else fn(self.keys)
+        return dataclasses.replace(self, cu_q=fn(self.cu_q), cu_k=fn(self.cu_k), keys=keys)
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:

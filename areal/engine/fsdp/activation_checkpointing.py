@@ -15,22 +15,39 @@ from areal.api.config import ActivationCheckpointing
 
 _aten = torch.ops.aten
 
-SAVED_OPS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._grouped_mm.default,
-        _aten._flash_attention_forward.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
+_SAVED_OPS = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._grouped_mm.default,
+    _aten._flash_attention_forward.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-"""Operations that are expensive to recompute: matrix products and attention. Norms, activations, rotary embeddings and
-sums are cheap and take most of the memory.
+"""Matrix products and attention of torch."""
+
+_SAVED_CUSTOM_OPS = (
+    ("torch_attn", "_varlen_attn"),
+    ("flash_attn", "_flash_attn_forward"),
+    ("flash_attn", "_flash_attn_varlen_forward"),
+    ("flash_attn_3", "_flash_attn_forward"),
+    ("areal", "exchange_rows"),
+)
+"""Attention kernels of a GPU, and the exchanges of expert and context parallelism: operations with a Python implementation.
+
+A dispatch mode does not see the operations inside of them. Each exists only if its library was imported.
 """
+
+
+def saved_ops() -> frozenset[Any]:
+    """Return the operations that are expensive to recompute: matrix products, attention and all-to-alls.
+
+    Norms, activations, rotary embeddings and sums are cheap and take most of the memory.
+    """
+    packets = (getattr(getattr(torch.ops, library), name, None) for library, name in _SAVED_CUSTOM_OPS)
+    return frozenset({*_SAVED_OPS, *(packet.default for packet in packets if packet is not None)})
 
 
 def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, fraction: float) -> None:
@@ -39,23 +56,23 @@ def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, 
     Args:
         layers: layers of the model.
         how: ``"none"``, ``"full"`` to keep only a layer's input, or ``"selective"`` to keep also the results of
-            :data:`SAVED_OPS`.
+            :func:`saved_ops`.
         fraction: float. Fraction of the layers, spread evenly.
     """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        options["context_fn"] = _selective_contexts
+        options["context_fn"] = functools.partial(_selective_contexts, saved_ops())
     for number, layer in enumerate(layers):
         # Select the layers at which the running count of selected layers reaches the next integer.
         if int((number + 1) * fraction) > int(number * fraction):
             layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
-def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    forward, again = create_selective_checkpoint_contexts(list(SAVED_OPS))
-    return _SavedOpsOnly(forward), _SavedOpsOnly(again)
+def _selective_contexts(saved: frozenset[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    forward, again = create_selective_checkpoint_contexts(list(saved))
+    return _SavedOpsOnly(forward, saved), _SavedOpsOnly(again, saved)
 
 
 class _SavedOpsOnly(TorchDispatchMode):
@@ -65,15 +82,15 @@ class _SavedOpsOnly(TorchDispatchMode):
     if they are not gathered already.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, saved: frozenset[Any]) -> None:
         super().__init__()
-        self._mode = mode
+        self._mode, self._saved = mode, saved
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAVED_OPS:
+        if func in self._saved:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

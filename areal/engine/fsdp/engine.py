@@ -90,10 +90,11 @@ class FSDPEngine(BaseTrainEngine):
         memory = FSDPOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
         self._gradients = grad.FSDPGradients(TiedGradients(chunks), memory)
         weights = FSDPWeights(chunks)
+        sync = grad.GradientSync.choose(chunks, config, self._device_memory)
         experts = fsdp_expert_info(transformer_layers(chunks.full_model))
         components = EngineComponents(
             model=chunks,
-            schedule=self._schedule(chunks),
+            schedule=self._schedule(chunks, sync),
             context_parallel=cp,
             optimizer=optimizer,
             checkpointer=FSDPCheckpointer(chunks, optimizer, self, self.control, config.path),
@@ -101,6 +102,7 @@ class FSDPEngine(BaseTrainEngine):
             memory=memory,
             gradients=self._gradients,
             vocab_size=chunks.full_model.vocab_size,
+            rows=self._rows,
             token_split=self.dims.tp,
             routing=ExpertRouting(
                 config.moe,
@@ -109,7 +111,7 @@ class FSDPEngine(BaseTrainEngine):
                 stages=self.dims.pp,
                 why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
             ),
-            applied=self._describe(chunks, cp, param_mesh, expert_mesh),
+            applied=self._describe(chunks, cp, param_mesh, expert_mesh) | {"gradient reduction": sync.reason},
             n_parameters=sum(parameter.numel() for parameter in chunks.full_model.parameters()),
         )
         # Adapters replace what trains, saves and streams the model.
@@ -165,7 +167,7 @@ class FSDPEngine(BaseTrainEngine):
             "compile": f"each layer, backend {fsdp.compile_backend}" if fsdp.compile else "off",
         }
 
-    def _schedule(self, chunks: ModelChunks) -> Schedule:
+    def _schedule(self, chunks: ModelChunks, sync: grad.GradientSync) -> Schedule:
         """Build the schedule: a pipeline, or one micro-batch after the other."""
         config = self.config
         if self.dims.pp > 1:
@@ -174,7 +176,7 @@ class FSDPEngine(BaseTrainEngine):
         model = chunks[0]
         return SequentialSchedule(
             model,
-            before_backward=grad.gradient_sync_hook(model, every=config.grad_sync == "micro_batch"),
+            before_backward=grad.gradient_sync_hook(model, every=sync.every),
             # A gathered weight that is kept over an optimizer step would be used again, with old values.
             after_forward=lambda: reshard(model),
             recover=lambda: _recover(model),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.engine.fsdp.offload import FSDPOffload
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.optimizer import GradientState, sum_of_squares
 from areal.utils.dtensor import collective_device, local_part
 from areal.utils.profiling.phase_timer import PhaseTimer
+
+_LARGEST_FRACTION = 0.25
+"""Fraction of the memory without sharded state that unsharded gradients may take with ``grad_sync="auto"``."""
 
 
 class FSDPGradients:
@@ -42,6 +47,64 @@ class FSDPGradients:
 
     def zero(self) -> None:
         self._memory.discard_grads()
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """When the gradients of a call are reduced.
+
+    Attributes:
+        every: on each micro-batch, instead of on the last one.
+        reason: description for the log.
+    """
+
+    every: bool
+    reason: str
+
+    @classmethod
+    def choose(cls, model: nn.Module, config: TrainEngineConfig, memory: int) -> GradientSync:
+        """Return the configured choice; with ``"auto"``, choose by the size of the model.
+
+        Reducing once per call keeps the gradients of all parameters unsharded between micro-batches. That takes too much memory if they
+        need more than a quarter of what the sharded state leaves.
+
+        Args:
+            model: model of this rank, sharded by FSDP.
+            config: configuration of the engine.
+            memory: bytes of a rank's device, equal on all ranks.
+        """
+        once, each = "once per call", "on each micro-batch"
+        if config.grad_sync != "auto":
+            return cls(config.grad_sync == "micro_batch", each if config.grad_sync == "micro_batch" else once)
+        # A pipeline reduces at the end of a call. Adapters are reduced once per optimizer step.
+        if config.dims.pp > 1 or config.lora is not None or config.optimizer is None:
+            return cls(False, once)
+        # Shards of parameters, gradients and optimizer state, and the additional bytes of unsharded gradients.
+        sharded, unsharded = _trained_elements(model)
+        master, reduced = torch_dtype(config.master_dtype).itemsize, torch_dtype(config.grad_reduce_dtype).itemsize
+        moment = 2 if config.fsdp.optimizer_state_dtype == "bfloat16" else master
+        n_moments = 2 if config.optimizer.type == "adamw" else 1
+        sharded = 0 if config.fsdp.cpu_offload else sharded
+        state = sharded * (master + reduced + n_moments * moment)
+        extra, room = (unsharded - sharded) * reduced, max(memory - state, 0)
+        every = extra > room * _LARGEST_FRACTION
+        text = f"unsharded gradients take {extra / 2**30:.2f} GiB more, sharded state leaves {room / 2**30:.2f} GiB"
+        return cls(every, f"{each if every else once}, chosen by size: {text}")
+
+
+def _trained_elements(model: nn.Module) -> tuple[int, int]:
+    """Return the numbers of elements of this rank's shards that are trained, and of the parameters that FSDP gathers from them."""
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    parameters = [x for group in groups for x in group.fsdp_params if x.sharded_param.requires_grad]
+    return (
+        sum(local_part(x.sharded_param).numel() for x in parameters),
+        sum(x._orig_size.numel() for x in parameters),
+    )
 
 
 def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], None]:

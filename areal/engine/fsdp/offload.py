@@ -31,11 +31,11 @@ class FSDPOffload(HostMemory):
             folder,
         )
 
-    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         # Gathered weights would keep device memory and become stale.
         if params:
             reshard(self._model)
-        super().offload(params=params, grads=grads, optimizer=optimizer)
+        return super().offload(params=params, grads=grads, optimizer=optimizer)
 
     def discard_grads(self) -> None:
         """Discard pending gradients, on the device or offloaded."""

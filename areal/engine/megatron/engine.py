@@ -191,6 +191,9 @@ class MegatronEngine(BaseTrainEngine):
             "attention kernel": attention,
             "activation checkpointing": config.activation_checkpointing,
             "compile": "off",
+            "gradient reduction": "in the last backward of train_batch"
+            if config.megatron.overlap_grad_reduce
+            else "once per call",
         }
 
     def _wrap(

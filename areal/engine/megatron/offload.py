@@ -38,11 +38,11 @@ class MegatronOffload(HostMemory):
             folder,
         )
 
-    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         # A pending gather would write to freed memory.
         if params:
             grad.finish_param_gather(self._chunks)
-        super().offload(params=params, grads=grads, optimizer=optimizer)
+        return super().offload(params=params, grads=grads, optimizer=optimizer)
 
 
 def _optimizer_state_tensors(optimizer: ChainedOptimizer | None) -> list[Tensor]:

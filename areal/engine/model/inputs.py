@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from areal.api.batch import IGNORE_INDEX
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.attention.token_stream import TokenStream
-from areal.engine.model.outputs import OutputRows
+from areal.engine.model.layout import layout_of, pad_rows
 from areal.engine.model.packed_lm import ModelInputs
 from areal.engine.moe.routing import ROUTED_EXPERTS, ExpertRouting
 from areal.utils.data import BatchPlan
@@ -35,37 +33,29 @@ def model_inputs(
         rows: run one sequence per row instead of packed.
         routing: expert routing of the engine, if its model may have experts.
     """
-    device, length = mb.cu_seqlens.device, mb.padded_length
-    grid = _row_grid(mb.seqlens, device) if rows else None
+    # Index tensors were copied to the device with the batch: a copy here would wait for the previous micro-batch.
+    layout, length = layout_of(mb, cp, rows=rows), mb.padded_length
+    shared = layout.shared
     # The tokens that the model computes: the packed sequences, or with shared prefixes each common token once.
-    stream = TokenStream.of(mb.seqlens, length, mb.tree)
-    ids = mb.data["input_ids"] if mb.tree is None else mb.data["input_ids"][mb.tree.tokens.to(device)]
-    output_rows = None if mb.tree is None else OutputRows.of(mb.tree, length, cp)
+    ids = mb.data["input_ids"] if shared is None else mb.data["input_ids"][shared.tokens]
 
     def for_outputs(x: Tensor, padding: float) -> Tensor:
         """Select from a packed key ``[T, ...]`` the values of this rank's output rows."""
-        return cp.shard(_pad(x, length, padding)) if output_rows is None else x[output_rows.packed_index.to(x.device)]
+        return cp.shard(pad_rows(x, length, padding)) if shared is None else x[shared.outputs.packed_index]
 
     # Targets and positions were computed from complete sequences. Only now the stream is sliced over ranks.
     return ModelInputs(
-        input_ids=cp.shard(_pad(ids, length, 0)),
-        position_ids=cp.shard(stream.positions().to(device)),
+        input_ids=cp.shard(pad_rows(ids, length, 0)),
+        position_ids=layout.positions,
         targets=for_outputs(mb.data["target_ids"], IGNORE_INDEX),
         temperature=for_outputs(_per_token(mb, "temperature"), 1.0) if "temperature" in mb.data else temperature,
-        layout=None if rows else cp.layout(stream, device),
-        rows=grid,
+        layout=layout.attention(cp),
+        rows=layout.rows,
         outputs=outputs,
-        # Counted on the host: on a GPU, nonzero() would wait for the device.
-        wanted=None if mb.wanted is None else for_outputs(mb.wanted, False).nonzero().squeeze(1).to(device),
-        output_rows=None if output_rows is None else output_rows.local_index.to(device),
-        routing=routing.of(mb, grid, record=ROUTED_EXPERTS in outputs) if routing else None,
+        wanted=layout.wanted,
+        output_rows=None if shared is None else shared.outputs.local_index,
+        routing=routing.of(mb, layout, record=ROUTED_EXPERTS in outputs) if routing else None,
     )
-
-
-def _pad(x: Tensor, length: int, value: float) -> Tensor:
-    if len(x) == length:
-        return x
-    return torch.cat([x, x.new_full((length - len(x), *x.shape[1:]), value)])
 
 
 def check_temperature(plan: BatchPlan) -> None:
@@ -83,10 +73,3 @@ def _per_token(mb: MicroBatch, key: str) -> Tensor:
     """Expand a per-sequence key ``[n]`` to the packed tokens, ``[T]``."""
     # The output size is known on the host; without it, repeat_interleave would wait for the device.
     return mb.data[key].repeat_interleave(mb.cu_seqlens.diff(), output_size=mb.n_tokens)
-
-
-def _row_grid(seqlens: tuple[int, ...], device: torch.device) -> tuple[Tensor, int, int]:
-    """Return the index of each packed token in a grid of one sequence per row, and the grid's rows and columns."""
-    width = max(seqlens)
-    grid_index = torch.cat([torch.arange(length) + row * width for row, length in enumerate(seqlens)])
-    return grid_index.to(device), len(seqlens), width

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from areal.api.batch import TokenOutputs
-from areal.api.microbatch import MicroBatch, PrefixTree
+from areal.api.microbatch import PrefixTree
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.faults import map_outputs
@@ -16,7 +17,7 @@ from areal.engine.faults import map_outputs
 
 @dataclass(frozen=True, eq=False)
 class OutputRows:
-    """The rows that one context-parallel rank computes outputs of. All tensors are on the host.
+    """The rows that one context-parallel rank computes outputs of.
 
     Every rank has the same number of rows, because an all-gather needs equal sizes: ranks with fewer rows repeat one.
 
@@ -29,6 +30,10 @@ class OutputRows:
     local_index: Tensor
     packed_index: Tensor
     output_index: Tensor
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> OutputRows:
+        """Apply ``fn`` to every tensor."""
+        return OutputRows(fn(self.local_index), fn(self.packed_index), fn(self.output_index))
 
     @classmethod
     def of(cls, tree: PrefixTree, padded_length: int, cp: ContextParallel) -> OutputRows:
@@ -55,10 +60,18 @@ class OutputRows:
         return cls(local_index, tree.output_tokens[local], row[tree.output_index])
 
 
-def gather_outputs(local: TokenOutputs, cp: ContextParallel, mb: MicroBatch) -> TokenOutputs:
-    """Return outputs in canonical form: of all packed tokens, ``[T, ...]``, gathered over context-parallel ranks."""
-    if mb.tree is None:
-        return map_outputs(lambda x: cp.gather(x, mb.n_tokens), local)
+def gather_outputs(
+    local: TokenOutputs, cp: ContextParallel, n_tokens: int, output_index: Tensor | None = None
+) -> TokenOutputs:
+    """Return outputs in canonical form: of all packed tokens, ``[T, ...]``, gathered over context-parallel ranks.
+
+    Args:
+        local: outputs of this rank's tokens or rows.
+        cp: the ranks that the token stream is split over.
+        n_tokens: number of packed tokens ``T``.
+        output_index: :attr:`OutputRows.output_index` on the device, with shared prefixes.
+    """
+    if output_index is None:
+        return map_outputs(lambda x: cp.gather(x, n_tokens), local)
     # Tokens with equal outputs read the same row; TakeRows sums their gradients.
-    output_index = OutputRows.of(mb.tree, mb.padded_length, cp).output_index.to(mb.cu_seqlens.device)
     return map_outputs(lambda x: TakeRows.apply(cp.gather_rows(x), output_index), local)

@@ -19,14 +19,12 @@ from areal.api.config import MoEConfig
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.kernels import TakeRows
+from areal.engine.model.layout import StreamLayout
 from areal.engine.moe.balance_loss import AUX_LOSS, LOAD, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.utils.data import BatchPlan
 
 ROUTED_EXPERTS = "routed_experts"
 """Name of a per-token key of a batch, and of an output: the experts that each token is sent to, ``[T, L, K]``."""
-
-Rows = tuple[Tensor, int, int]
-"""Index of each packed token in a grid of one sequence per row (int64 ``[T]``), and the number of rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Routing:
     Attributes:
         mb: the micro-batch.
         splits: splits of its tokens over ranks, applied one after the other.
-        rows: see :data:`Rows`; ``None`` for packed sequences.
+        layout: index tensors of the micro-batch, on its device.
         tally: the call's tally; ``None`` to record nothing.
         experts: int64 ``[T, L, K]``, padding included. Experts that this rank's tokens are sent to; ``None`` if the routers
             decide.
@@ -137,7 +135,7 @@ class Routing:
 
     mb: MicroBatch
     splits: tuple[ContextParallel, ...]
-    rows: Rows | None
+    layout: StreamLayout
     tally: Tally | None
     experts: Tensor | None
     record: bool
@@ -170,18 +168,18 @@ class Routing:
     def chosen(self) -> Tensor:
         """Return the experts of one context-parallel rank's tokens, int64 ``[T, L, K]``, most likely first or as replayed."""
         chosen = torch.stack([self._chosen[layer] for layer in sorted(self._chosen)], dim=1)
-        if self.rows is not None:
-            return chosen.index_select(0, self.rows[0])
+        if self.layout.rows is not None:
+            return chosen.index_select(0, self.layout.rows[0])
         # The first split is context parallelism, over which outputs are gathered later.
         return _gather(chosen, self.splits[1:])
 
     def _all_tokens(self, x: Tensor) -> Tensor:
         """Gather all real tokens in packed order. The backward keeps the gradient of this rank's tokens."""
-        if self.rows is not None:
-            return x.index_select(0, self.rows[0])
-        stream, tree = _gather(x, self.splits), self.mb.tree
+        if self.layout.rows is not None:
+            return x.index_select(0, self.layout.rows[0])
+        stream, shared = _gather(x, self.splits), self.layout.shared
         # A shared token counts once for each sequence that contains it, as without sharing.
-        return stream[: self.mb.n_tokens] if tree is None else TakeRows.apply(stream, tree.stream_index.to(x.device))
+        return stream[: self.mb.n_tokens] if shared is None else TakeRows.apply(stream, shared.stream_index)
 
 
 class ExpertRouting:
@@ -310,7 +308,7 @@ class ExpertRouting:
         finally:
             self._tally = None
 
-    def of(self, mb: MicroBatch, rows: Rows | None, *, record: bool) -> Routing | None:
+    def of(self, mb: MicroBatch, layout: StreamLayout, *, record: bool) -> Routing | None:
         """Return the routing of one forward of a micro-batch; ``None`` for a model without experts.
 
         Fillers are neither recorded nor replayed.
@@ -322,15 +320,16 @@ class ExpertRouting:
         return Routing(
             mb=mb,
             splits=self._splits,
-            rows=rows,
+            layout=layout,
             tally=None if mb.filler else self._tally,
-            experts=None if replayed is None else self._local(replayed, mb, rows),
+            experts=None if replayed is None else self._local(replayed, mb, layout),
             record=record,
         )
 
-    def _local(self, recorded: Tensor, mb: MicroBatch, rows: Rows | None) -> Tensor:
+    def _local(self, recorded: Tensor, mb: MicroBatch, layout: StreamLayout) -> Tensor:
         """Slice recorded routing ``[n_tokens, L, K]`` for this rank. Padding is sent to the first experts."""
         # A valid choice for padding, too: K distinct experts.
+        rows, shared = layout.rows, layout.shared
         length = mb.padded_length if rows is None else rows[1] * rows[2]
         padded = (
             torch.arange(self._experts.per_token, device=recorded.device).expand(length, *recorded.shape[1:]).clone()
@@ -338,8 +337,8 @@ class ExpertRouting:
         if rows is not None:
             return padded.index_copy(0, rows[0], recorded.long())
         # Packed tokens to tokens of the stream, then to this rank's slice of it.
-        if mb.tree is not None:
-            recorded = recorded[mb.tree.tokens.to(recorded.device)]
+        if shared is not None:
+            recorded = recorded[shared.tokens]
         padded[: len(recorded)] = recorded
         for split in self._splits:
             padded = split.shard(padded)

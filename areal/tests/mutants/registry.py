@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import areal.tests.mutants.bugs.empty_ranks
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
+import areal.tests.mutants.bugs.memory
 import areal.tests.mutants.bugs.moe
 import areal.tests.mutants.bugs.options
 import areal.tests.mutants.bugs.pipeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec, PrefixTree
+from areal.api.microbatch import MicroBatchLayout
 from areal.utils.data.columns import read_batch
 from areal.utils.data.digest import checksum
 from areal.utils.data.fillers import NO_SAMPLES, KeyForms
@@ -18,6 +19,10 @@ from areal.utils.data.packing import pack, pack_sharing
 from areal.utils.data.padding import round_up
 from areal.utils.data.prefixes import Prefixes
 from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
+from areal.utils.host_copy import HostCopy, TensorMap
+
+LayoutFn = Callable[[Sequence[int], int, PrefixTree | None, Tensor | None], MicroBatchLayout]
+"""Returns the index tensors of a micro-batch on the host, see :meth:`BatchPlan.build`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +98,21 @@ class BatchPlan:
         """
         return replace(self, keys=self.keys if self.n_mbs else keys, idle_ranks=True)
 
-    def build(self, *, n_mbs: int, device: torch.device, padded_length: int | None = None) -> MicroBatchList:
-        """Build the micro-batches, with fillers at the end.
+    def build(
+        self,
+        *,
+        n_mbs: int,
+        device: torch.device,
+        padded_length: int | None = None,
+        layout: LayoutFn | None = None,
+    ) -> MicroBatchList:
+        """Build the micro-batches, with fillers at the end. All host tensors are copied to the device at once.
 
         Args:
             n_mbs: number of micro-batches, equal on all ranks.
             device: device of their tensors.
             padded_length: common length of all micro-batches, for schedules that need one. By default lengths differ.
+            layout: returns :attr:`MicroBatch.layout` on the host, from ``seqlens``, ``padded_length``, ``tree`` and ``wanted``.
 
         Raises:
             ValueError: ``n_mbs`` or ``padded_length`` is too small, or ``padded_length`` is not aligned.
@@ -114,43 +127,52 @@ class BatchPlan:
                 f"{self.padded_length}, and a multiple of {self.align}"
             )
         # All ranks run the same number of micro-batches: fillers make up the difference.
-        mbs = list(self._build_real(device, padded_length))
-        mbs += self._build_fillers(range(len(mbs), n_mbs), device, padded_length)
+        make_layout = layout or (lambda *_: None)
+        mbs = list(self._build_real(padded_length, make_layout))
+        mbs += self._build_fillers(range(len(mbs), n_mbs), torch.device("cpu"), padded_length, make_layout)
+        if device.type != "cpu" or self.form.device.type != "cpu":
+            mbs = _copy_to(mbs, device)
         return MicroBatchList(mbs=tuple(mbs), form=self.form, dropped=self.dropped, idle_ranks=self.idle_ranks)
 
-    def _build_real(self, device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
-        """Yield the micro-batches with the caller's samples."""
+    def _build_real(self, padded_length: int | None, layout: Callable[..., Any]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches with the caller's samples, on the caller's device."""
         seqlens = [tuple(self.form.seqlens[i] for i in members) for members in self.bins]
         n_tokens, n_seqs = [sum(lengths) for lengths in seqlens], [len(lengths) for lengths in seqlens]
-        # One copy to the device for each key of the whole batch; micro-batches are views of it.
-        tokens = {key: x.to(device).split(n_tokens) for key, x in self.tokens.items()}
-        sequences = {key: x.to(device).split(n_seqs) for key, x in self.sequences.items()}
-        payloads = {key: iter([x.to(device) for x in payload]) for key, payload in self.payloads.items()}
-        # Offsets of all micro-batches, also in one copy.
+        # Micro-batches are views of the keys of the whole batch.
+        tokens = {key: x.split(n_tokens) for key, x in self.tokens.items()}
+        sequences = {key: x.split(n_seqs) for key, x in self.sequences.items()}
+        payloads = {key: iter(payload) for key, payload in self.payloads.items()}
         starts = [start for lengths in seqlens for start in accumulate(lengths, initial=0)]
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device).split([n + 1 for n in n_seqs])
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32).split([n + 1 for n in n_seqs])
         # The output mask stays on the host, too, where positions can be counted without waiting for the device.
         mask = self.tokens.get("output_mask")
         wanted = [None] * len(n_tokens) if mask is None else mask.cpu().split(n_tokens)
         for k, members in enumerate(self.bins):
             values: dict[str, Any] = {key: tensors[k] for key, tensors in (tokens | sequences).items()}
             values |= {key: [next(items) for _ in members] for key, items in payloads.items()}
+            length = padded_length or self._aligned(k)
             yield MicroBatch(
                 index=k,
                 data=Batch(values, cu_seqlens[k], self.meta),
                 seqlens=seqlens[k],
                 cu_seqlens=cu_seqlens[k],
                 sample_ids=members,
-                padded_length=padded_length or self._aligned(k),
+                padded_length=length,
                 tree=self.trees[k],
                 wanted=wanted[k],
+                layout=layout(seqlens[k], length, self.trees[k], wanted[k]),
             )
 
-    def _build_fillers(self, indices: range, device: torch.device, padded_length: int | None) -> Iterator[MicroBatch]:
+    def _build_fillers(
+        self, indices: range, device: torch.device, padded_length: int | None, layout: Callable[..., Any]
+    ) -> Iterator[MicroBatch]:
         """Yield dummy micro-batches of one token, which all use the same tensors."""
         if not indices:
             return
         cu_seqlens, values = torch.tensor([0, 1], dtype=torch.int32, device=device), self.keys.filler(device)
+        wanted = torch.zeros(1, dtype=torch.bool) if "output_mask" in values else None
+        length = padded_length or self.align
+        index_tensors = layout((1,), length, None, wanted)
         for k in indices:
             yield MicroBatch(
                 index=k,
@@ -158,10 +180,27 @@ class BatchPlan:
                 seqlens=(1,),
                 cu_seqlens=cu_seqlens,
                 sample_ids=(),
-                padded_length=padded_length or self.align,
+                padded_length=length,
                 filler=True,
-                wanted=torch.zeros(1, dtype=torch.bool) if "output_mask" in values else None,
+                wanted=wanted,
+                layout=index_tensors,
             )
+
+
+def _copy_to(mbs: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    """Return micro-batches on a device, by one copy of all tensors that are on the host."""
+
+    def mapped(mb: MicroBatch, fn: TensorMap) -> MicroBatch:
+        keys = {key: x for key, x in mb.data.items() if key not in ("cu_seqlens", "meta")}
+        values = {key: [fn(item) for item in x] if isinstance(x, list) else fn(x) for key, x in keys.items()}
+        cu_seqlens, layout = fn(mb.cu_seqlens), None if mb.layout is None else mb.layout.map(fn)
+        return replace(mb, data=Batch(values, cu_seqlens, mb.data.meta), cu_seqlens=cu_seqlens, layout=layout)
+
+    copy = HostCopy(device)
+    for mb in mbs:
+        mapped(mb, copy.add)
+    copy.run()
+    return [mapped(mb, copy.get) for mb in mbs]
 
 
 def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab_size: int | None = None) -> BatchPlan:

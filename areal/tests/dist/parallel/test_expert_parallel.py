@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +94,19 @@ def test_uneven_experts_agree_with_the_reference(
         run.engine.save(SaveLoadMeta(tmp_path / "saved"))
         on_disk = load_file(Path(cell.path) / "model.safetensors")
         assert_tensors(load_file(tmp_path / "saved" / "model.safetensors").items(), on_disk, 0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:1])
+def test_selective_checkpointing_keeps_exchanged_rows(backend: str) -> None:
+    exchanges, losses = [], []
+    for how in ("none", "selective", "full"):
+        with started(backend, path=model_dir("qwen3_moe"), activation_checkpointing=how) as engine:
+            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+                step = engine.train_batch(local_batch(engine, global_batch()), loss)
+            exchanges.append(exchange.call_count)
+            losses.append((step.loss, step.grad_norm))
+    assert exchanges[0] == exchanges[1] < exchanges[2]
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize(

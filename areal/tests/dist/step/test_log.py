@@ -13,7 +13,7 @@ from areal.tests.harness.world import world
 
 ITEMS = (
     *("layout", "sharding", "attention kernel", "activation checkpointing"),
-    *("compile", "precision", "parameters", "communication"),
+    *("compile", "gradient reduction", "precision", "parameters", "communication"),
 )
 
 

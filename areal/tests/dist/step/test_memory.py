@@ -13,13 +13,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
+from areal.engine import state
 from areal.engine.registry import create_engine
 from areal.tests.harness.tiny import config, family_dir, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.utils import platform
+from areal.utils.dtensor import local_part
 from areal.utils.functional.chunked_head import _Chunks
 
 LARGE_VOCAB = 4096
@@ -125,20 +129,70 @@ def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
         assert backend != "fsdp:d1" or waits.total() <= 4, f"{name}: {waits}"
 
 
+# ---- gradients
+
+
+@contextmanager
+def unsharded_bytes(engine: TrainEngine) -> Iterator[list[int]]:
+    """Return the bytes of unsharded gradients after each backward inside."""
+    modules = [module for module in engine._components.model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    backward, result = Tensor.backward, list[int]()
+
+    def counting(self: Tensor) -> None:
+        backward(self)
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        grads = [x for p in parameters for x in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if x is not None]
+        result.append(sum(local_part(grad).nbytes for grad in grads))
+
+    with mock.patch.object(Tensor, "backward", counting):
+        yield result
+
+
+@pytest.mark.parametrize("backend", layouts(2, engine="fsdp", but=("fsdp:p2",)))
+def test_default_reduction_of_gradients_depends_on_the_size_of_the_model(backend: str) -> None:
+    with started(backend) as engine:
+        n = sum(parameter.numel() for parameter in engine._components.model.parameters())
+    # float32 on two ranks: 16 bytes of state for half of the parameters, and 4 for the other half of the gradients.
+    state, room = 16 * (n // 2), 4 * 4 * (n // 2)
+    result = {}
+    for memory in (1, state + room - 1, state + room):
+        with mock.patch.object(platform, "total_memory", return_value=memory), started(backend) as engine:
+            mbs = engine.microbatches(local_batch(engine, global_batch()))
+            with unsharded_bytes(engine) as kept:
+                engine.forward_backward(local_batch(engine, global_batch()), loss)
+            result[memory] = max(kept) / n, engine._components.applied["gradient reduction"].split(", ")[0]
+            assert len(kept) == len(mbs) > 1
+    assert list(result.values()) == [(0.0, "on each micro-batch")] * 2 + [(4.0, "once per call")]
+
+
+@pytest.mark.world(1)
+def test_default_reduction_of_gradients_is_once_per_call_on_one_rank() -> None:
+    with mock.patch.object(platform, "total_memory", return_value=1), started("fsdp:d1") as engine:
+        assert engine._components.applied["gradient reduction"].startswith("once per call, chosen by size: ")
+
+
 # ---- offload
+
+
+def optimizer_tensors_of(engine: TrainEngine) -> list[Tensor]:
+    """Return the optimizer state of this rank, without scalars."""
+    inner = engine._components.optimizer.inner  # not exposed by the public interface
+    chained = getattr(inner, "chained", None)
+    optimizers = [inner] if chained is None else [wrapper.optimizer for wrapper in chained.chained_optimizers]
+    tensors = [x for each in optimizers for values in each.state.values() for x in values.values() if x.dim()]
+    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
     """Return the bytes in storages of weights, gradients and optimizer state."""
-    components = engine._components  # not exposed by the public interface
-    inner, params = components.optimizer.inner, list(components.model.parameters())
-    chained = getattr(inner, "chained", None)  # Megatron-Core's gradient buffers
-    optimizers = [inner] if chained is None else [wrapper.optimizer for wrapper in chained.chained_optimizers]
+    params = list(engine._components.model.parameters())
+    # Megatron-Core's gradient buffers are main_grad.
     grads = [getattr(p, "main_grad", p.grad) for p in params]
     tensors = {
         "params": params,
         "grads": [x for x in grads if x is not None],
-        "optimizer": [x for each in optimizers for state in each.state.values() for x in state.values() if x.dim()],
+        "optimizer": optimizer_tensors_of(engine),
     }
     local = {kind: [x.to_local() if isinstance(x, DTensor) else x for x in values] for kind, values in tensors.items()}
     storages = {kind: {s._cdata: s for s in (x.untyped_storage() for x in values)} for kind, values in local.items()}
@@ -169,6 +223,70 @@ def test_offload_frees_the_device_and_restores_bitwise(backend: str, after: str)
         assert same_bits(weights, weights_of(engine))
         assert same_bits(gradients, gradients_of(engine))
         assert bytes_on_device(engine) == before or after != "train"
+
+
+class Copies(TorchDispatchMode):
+    """Appends to ``events`` the name of each copy."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            blocks = func is not torch.ops.aten.copy_.default or not (args[2:] or [(kwargs or {}).get("non_blocking")])[0]
+            self._events.append("blocking copy" if blocks else "copy")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def transfers(engine: TrainEngine) -> Iterator[list[str]]:
+    """Return the transfers to host memory inside, in order: allocations, copies, waits, and releases of the allocator's memory."""
+    events: list[str] = []
+
+    def release(device: torch.device) -> None:
+        events.append("release" if not sum(bytes_on_device(engine).values()) else "early release")
+
+    allocate = platform.host_buffer
+    with (
+        mock.patch.object(platform, "host_buffer", lambda *args: events.append("allocation") or allocate(*args)),
+        mock.patch.object(platform, "synchronize", lambda device: events.append("wait")),
+        mock.patch.object(platform, "empty_cache", release),
+        Copies(events),
+    ):
+        yield events
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_offload_uses_kept_memory_waits_once_and_returns_memory_to_the_device(backend: str) -> None:
+    with started(backend) as engine:
+        batch = local_batch(engine, global_batch())
+        engine.train_batch(batch, loss)
+        engine.forward_backward(batch, loss)
+        weights, gradients = weights_of(engine), gradients_of(engine)
+        moments = [x.clone() for x in optimizer_tensors_of(engine)]
+        moved = sum(bytes_on_device(engine).values())
+        made, logged = [], []
+        for _ in range(2):
+            with transfers(engine) as events, mock.patch.object(state.logger, "info", lambda *args: logged.append(args)):
+                engine.offload()
+            assert "blocking copy" not in events
+            assert [event for event in events if event not in ("allocation", "copy")] == ["wait", "release"]
+            made.append(events.count("allocation"))
+            with transfers(engine) as events:
+                engine.onload()
+            assert {*events} == {"copy", "wait"}
+            assert events.count("wait") == 1
+        assert made[0] > 0
+        assert made[1] == 0, "the memory of the first offload is used again"
+        assert same_bits(weights, weights_of(engine))
+        assert same_bits(gradients, gradients_of(engine))
+        assert all(map(torch.equal, moments, optimizer_tensors_of(engine)))
+        # Rank 0 logs its bytes. The next step reports those of all ranks, once.
+        assert [args[1] for args in logged] == ([f"{moved:,}"] * 2 if engine.control.rank == 0 else [])
+        total = engine.control.gather(moved)
+        assert engine.forward_backward(batch, loss).metrics["offloaded_bytes"] == 2 * sum(total)
+        assert "offloaded_bytes" not in engine.forward_backward(batch, loss).metrics
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from areal.engine.fsdp.activation_checkpointing import recompute_layers
+from areal.engine.attention.kernels import varlen_attn
+from areal.engine.fsdp import activation_checkpointing
+from areal.engine.fsdp.activation_checkpointing import recompute_layers, saved_ops
 
 TOKENS, WIDTH, LAYERS = 64, 16, 4
 
@@ -107,3 +111,88 @@ def test_checkpointing_modes_save_memory_and_recompute_as_documented() -> None:
 )
 def test_fraction_of_checkpointed_layers_is_spread_evenly(fraction: float, calls: list[int]) -> None:
     assert run("full", fraction).calls == calls
+
+
+# ---- operations of libraries
+
+
+class Counted(TorchDispatchMode):
+    """Number of calls of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Packed(nn.Module):
+    """Attention over packed sequences by the kernel that is used on a GPU, between cheap operations."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q = torch.tanh(x).view(-1, 2, WIDTH // 2)
+        out = varlen_attn(q, q, q, cu_seqlens, cu_seqlens, TOKENS, TOKENS, window_size=(-1, 0))
+        return torch.tanh(out.flatten(1))
+
+
+@pytest.mark.parametrize(("how", "calls"), [("selective", 1), ("full", 2)])
+def test_attention_kernel_of_a_gpu_runs_once(how: Any, calls: int) -> None:
+    layer = Packed()
+    recompute_layers([layer], how, 1.0)
+    # The kernel has no implementation for a CPU: on the meta device, the same operations are dispatched.
+    x = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with Counted() as counted:
+        layer(x, torch.empty(3, dtype=torch.int32, device="meta")).sum().backward()
+    assert counted.calls[torch.ops.torch_attn._varlen_attn.default] == calls
+    assert counted.calls[torch.ops.torch_attn._varlen_attn_backward.default] == 1
+    assert counted.calls[torch.ops.aten.tanh.default] == 4
+
+
+class Product(nn.Module):
+    """A matrix product inside of an operation with a Python implementation."""
+
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self._product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self._product(torch.tanh(x)))
+
+
+def multiply_gradients(ctx: Any, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return grad @ x.T + x.T @ grad
+
+
+@pytest.mark.parametrize(("listed", "calls"), [(True, 1), (False, 2)])
+def test_operation_with_a_python_implementation_runs_once_if_listed(listed: bool, calls: int) -> None:
+    runs = []
+
+    @torch.library.custom_op("areal_tests::attention", mutates_args=())
+    def product(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x @ x
+
+    product.register_autograd(
+        multiply_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+    )
+    names = (("areal_tests", "attention"), ("areal_tests", "missing")) if listed else ()
+    gradients = []
+    for how in ("none", "selective"):
+        layer = Product(product)
+        with mock.patch.object(activation_checkpointing, "_SAVED_CUSTOM_OPS", names):
+            recompute_layers([layer], how, 1.0)
+        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        runs.clear()
+        layer(x).sum().backward()
+        gradients.append(x.grad)
+    assert len(runs) == calls
+    assert torch.equal(*gradients)
+
+
+def test_saved_operations_are_those_of_imported_libraries() -> None:
+    saved = {op.name() for op in saved_ops()}
+    assert {"torch_attn::_varlen_attn", "areal::exchange_rows", "aten::mm"} <= saved
+    assert ("flash_attn", "_flash_attn_varlen_forward") in activation_checkpointing._SAVED_CUSTOM_OPS

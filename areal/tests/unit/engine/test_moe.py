@@ -8,6 +8,7 @@ import torch
 from areal.api import TrainEngineConfig
 from areal.api.config import MoEConfig
 from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.model.layout import layout_of
 from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.engine.moe.routing import ExpertRouting, Experts, Tally
 from areal.utils.data import plan_batch
@@ -66,13 +67,14 @@ def test_recomputed_layer_counts_once_and_keeps_gradient() -> None:
     batch = [{"input_ids": torch.tensor([1, 2, 3])}, {"input_ids": torch.tensor([4])}]
     config = TrainEngineConfig(path="x")
     (mb,) = plan_batch(batch, config.mb_spec).build(n_mbs=1, device=torch.device("cpu"))
+    layout = layout_of(mb, ContextParallel(None), rows=False)
     routing = ExpertRouting(
         MoEConfig(aux_loss=0.5, z_loss=2.0, statistics=True), Experts(1, 4, 2), [ContextParallel(None)]
     )
     logits = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     weights, experts = logits.softmax(-1).topk(2)
     with routing.counting({AUX_LOSS: 2.0, Z_LOSS: 4.0}, 3.0) as tally:
-        seen = routing.of(mb, None, record=False)
+        seen = routing.of(mb, layout, record=False)
         assert seen is not None
         with torch.no_grad():
             seen.watch(0, logits, experts, weights)
@@ -84,7 +86,7 @@ def test_recomputed_layer_counts_once_and_keeps_gradient() -> None:
     (expected,) = torch.autograd.grad(3.0 * (0.5 * aux / 2.0 + 2.0 * z / 4.0), logits)
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad, expected)
-    after = routing.of(mb, None, record=False)
+    after = routing.of(mb, layout, record=False)
     assert after is not None
     assert after.tally is None, "nothing is counted after the call"
 

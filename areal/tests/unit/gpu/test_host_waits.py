@@ -1,0 +1,223 @@
+"""A call copies its batch to the device at once, and then the host waits for nothing until the results are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import masking_utils
+
+from areal.api import MicroBatchSpec, TopK
+from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.fsdp.parallelize import transformer_layers
+from areal.engine.fsdp.router import watch_routers
+from areal.engine.model.hub import read_config
+from areal.engine.schedule import SequentialSchedule
+from areal.tests.harness.sync_lint import DEVICE, SyncLint
+from areal.tests.harness.tiny import Sample, family_dir, global_batch, started
+from areal.utils import collectives, platform
+from areal.utils.data import plan_batch
+from areal.utils.host_copy import HostCopy
+
+TWO_RANKS: Any = SimpleNamespace(group_name="two ranks")
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Let collectives over ``TWO_RANKS`` return at once. On the meta device, values do not matter."""
+    size, rank = dist.get_world_size, dist.get_rank
+    with (
+        mock.patch.object(dist, "get_world_size", lambda group=None: 2 if group is TWO_RANKS else size(group)),
+        mock.patch.object(dist, "get_rank", lambda group=None: 1 if group is TWO_RANKS else rank(group)),
+        mock.patch.object(collectives, "_all_gather"),
+        mock.patch.object(collectives, "_reduce_scatter"),
+        # With one sequence per row, transformers reads once whether there is padding.
+        mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", return_value=False),
+    ):
+        yield
+
+
+@contextmanager
+def on_device(family: str, cp: str | None = None, **changes: Any) -> Iterator[Any]:
+    """Start an engine, and replace its sharded model by the full one on the device of the lint.
+
+    Args:
+        cp: mode of context parallelism over two ranks.
+    """
+    path = family_dir(family)
+    with started("fsdp:d1", path=path, **{"mb_spec": SPEC, **changes}) as engine, stand_ins():
+        components: Any = engine._components
+        # The grouped matrix product of experts is for bfloat16 only.
+        model = engine._meta_model(read_config(path)).to(torch.bfloat16)
+        watch_routers(transformer_layers(model))
+        engine.device = DEVICE
+        components.model, components.schedule = model, SequentialSchedule(model)
+        if cp is not None:
+            components.context_parallel = ContextParallel(TWO_RANKS, cp)
+            components.routing._splits = (components.context_parallel,)
+        yield engine
+
+
+def run(engine: Any, batch: list[Sample], outputs: tuple[Any, ...]) -> tuple[SyncLint, SyncLint]:
+    """Run a call. Returns the lint of the micro-batches' construction, and the lint of everything after it."""
+    with SyncLint() as build:
+        mbs = engine._prepare(batch, outputs)
+
+    def process(out: Any, mb: Any) -> tuple[Tensor, None]:
+        values = [getattr(out, name) for name in outputs if isinstance(name, str) and name != "routed_experts"]
+        return sum((x * mb.data["loss_mask"]).sum() for x in values), None  # type: ignore[return-value]
+
+    divisors = {"loss": 3.0, "moe_aux_loss": 2.0, "moe_z_loss": 1.0}
+    with SyncLint() as call, engine._components.routing.counting(divisors, 1.0):
+        engine.forward_backward_batch(mbs, process, outputs=outputs)
+        engine.forward_backward_batch(mbs, process, outputs=outputs, forward_only=True)
+    assert len(mbs) > 2
+    return build, call
+
+
+def batch_with(*keys: str) -> list[Sample]:
+    """Return samples with common prefixes, and with the named keys."""
+    batch = [dict(sample) for sample in global_batch() if len(sample["input_ids"]) > 4]
+    for i, sample in enumerate(batch):
+        n = len(sample["input_ids"])
+        sample["input_ids"][:4] = batch[0]["input_ids"][:4]
+        extra = {
+            "temperature": torch.tensor(0.5 + i),
+            "output_mask": torch.arange(n) >= 3,
+            "routed_experts": torch.tensor([[[0, 2], [1, 3]]]).expand(n, 2, 2),
+            "image": torch.randn(i, 3),
+        }
+        sample.update({key: extra[key] for key in keys})
+    return batch
+
+
+SPEC = MicroBatchSpec(max_tokens_per_mb=40, payloads=("image",))
+SHARED = {"mb_spec": SPEC.model_copy(update={"share_prefixes": True})}
+MOE = {"moe": {"aux_loss": 0.5, "z_loss": 0.25, "statistics": True}}
+LOGPROBS = ("logprobs",)
+ALL_KEYS = ("temperature", "output_mask", "image")
+CALLS: dict[str, tuple[str, str | None, dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = {
+    "plain": ("qwen3", None, {}, (), LOGPROBS),
+    "all keys": ("qwen3", None, {}, ALL_KEYS, ("logprobs", "entropy", TopK(2))),
+    "shared": ("qwen3", None, SHARED, ALL_KEYS, LOGPROBS),
+    "rows": ("qwen3", None, {"fsdp": {"attention": "rows"}}, ALL_KEYS, LOGPROBS),
+    "windows": ("gemma3_text", None, {}, (), LOGPROBS),
+    "experts": ("qwen3_moe", None, MOE, (), LOGPROBS),
+    "replay": ("qwen3_moe", None, {**MOE, **SHARED}, ("routed_experts",), ("logprobs", "routed_experts")),
+    "ulysses": ("qwen3", "ulysses", {}, ALL_KEYS, LOGPROBS),
+    "ulysses, shared": ("qwen3", "ulysses", SHARED, ALL_KEYS, LOGPROBS),
+    "gather_kv": ("gemma3_text", "gather_kv", {}, (), LOGPROBS),
+    "gather_kv, shared": ("qwen3_moe", "gather_kv", {**MOE, **SHARED}, ("routed_experts",), LOGPROBS),
+}
+
+
+CONTAINED = ("all keys", "windows", "experts", "ulysses")
+"""Calls whose paths are those of the other calls."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.thorough if name in CONTAINED else ()) for name in CALLS]
+)
+@pytest.mark.world(1)
+def test_call_copies_to_the_device_once_and_never_waits(case: str) -> None:
+    family, cp, changes, keys, outputs = CALLS[case]
+    with on_device(family, cp, **changes) as engine:
+        batch = batch_with(*keys)
+        if cp == "gather_kv":
+            run(engine, batch, outputs)  # the first call learns the windows of the layers
+        build, call = run(engine, batch, outputs)
+    assert build.waits == []
+    assert len(build.copies) == 1
+    assert call.waits == []
+    assert call.copies == []
+
+
+def test_lint_finds_operations_that_wait() -> None:
+    x, mask = torch.randn(4, device=DEVICE), torch.tensor([True, False, True, True])
+    with SyncLint() as lint:
+        mask.to(DEVICE)
+        torch.empty(4, device=DEVICE).copy_(torch.ones(4))
+        torch.tensor([1.0, 2.0], device=DEVICE)
+        x[torch.tensor([0, 2])]
+        with pytest.raises(NotImplementedError):
+            x.nonzero()
+    assert len(lint.waits) == 5, lint.waits
+    assert lint.copies == []
+    # Reads of values raise on the meta device.
+    with pytest.raises(RuntimeError):
+        x.item()
+    with SyncLint() as lint:
+        mask.to(DEVICE, non_blocking=True)
+        torch.empty(4, device=DEVICE).copy_(torch.ones(4), non_blocking=True)
+        x + torch.tensor(2.0)
+        torch.ones(3) + torch.ones(3)
+    assert lint.waits == []
+    assert len(lint.copies) == 2
+
+
+# ---- the copy
+
+
+def test_copy_restores_every_dtype_and_shape() -> None:
+    tensors = [
+        torch.arange(5, dtype=torch.int32),
+        torch.randn(3, 7),
+        torch.tensor([True, False, True]),
+        torch.randn(2, 3, dtype=torch.float64).T,
+        torch.randn(9).to(torch.bfloat16)[2:],
+        torch.zeros(0, 4),
+        torch.tensor(2.5),
+        torch.arange(12)[::3],
+    ]
+    buffers: list[Tensor] = []
+
+    def allocate(nbytes: int, device: torch.device) -> Tensor:
+        buffers.append(torch.empty(nbytes, dtype=torch.uint8))
+        return buffers[-1]
+
+    # The destination is a stand-in, so that the values of the buffer can be read.
+    copy = HostCopy(DEVICE)
+    assert all(copy.add(x) is x for x in [*tensors, tensors[1]])
+    with mock.patch.object(platform, "host_buffer", allocate), mock.patch.object(Tensor, "to", lambda x, *_, **__: x):
+        copy.run()
+    copies = [copy.get(x) for x in tensors]
+    assert len(buffers) == 1
+    assert len(buffers[0]) == 64 * 8, "a tensor that is added twice has one place"
+    for x, copied in zip(tensors, copies, strict=True):
+        assert copied.dtype == x.dtype
+        assert torch.equal(copied, x)
+        assert copied.data_ptr() % 64 == buffers[0].data_ptr() % 64
+        assert copied.untyped_storage().data_ptr() == buffers[0].data_ptr()
+
+
+def test_copy_leaves_tensors_of_a_cpu_and_of_a_graph() -> None:
+    x, trained = torch.randn(3), torch.randn(3, requires_grad=True)
+    for device in (torch.device("cpu"), DEVICE):
+        copy = HostCopy(device)
+        copy.add(x)
+        copy.add(trained)
+        copy.run()
+        assert (copy.get(x) is x) == (device.type == "cpu")
+        assert copy.get(trained).requires_grad
+        assert copy.get(trained).device == device
+
+
+def test_micro_batches_and_fillers_share_one_copy() -> None:
+    plan = plan_batch(batch_with("output_mask", "image"), SPEC)
+    with SyncLint() as lint:
+        mbs = plan.build(n_mbs=plan.n_mbs + 2, device=DEVICE)
+    assert len(lint.copies) == 1
+    assert lint.waits == []
+    for mb in mbs:
+        assert mb.data.cu_seqlens is mb.cu_seqlens
+        assert mb.wanted is not None
+        assert mb.wanted.device.type == "cpu"
+        tensors = [x for key, x in mb.data.items() if isinstance(x, Tensor)] + mb.data["image"]
+        assert {x.device for x in tensors} == {DEVICE}
