@@ -12,6 +12,7 @@ import areal.tests.mutants.prefixes
 import areal.tests.mutants.step
 import areal.tests.mutants.tensor_parallel
 import areal.tests.mutants.timing
+import areal.tests.mutants.zoo
 from areal.tests.mutants.planting import MUTANTS, plant
 
 if find_spec("megatron") is not None:
