@@ -208,7 +208,7 @@ def _check_trainable(config: PretrainedConfig) -> None:
 def _declared_obstacle(config: PretrainedConfig) -> str | None:
     """Return what excludes packing in a configuration: other components, a kind of layer, or dropout of attention weights."""
     if config.get_text_config() is not config:
-        return f"model_type = {config.model_type!r} has parts beside its language model"
+        return f"model_type = {config.model_type!r} has components in addition to its language model"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
     if others:
         return f"its layer_types has {', '.join(others)}"
@@ -218,7 +218,11 @@ def _declared_obstacle(config: PretrainedConfig) -> str | None:
 
 
 def plan_forward(
-    config: PretrainedConfig, requested: Literal["auto", "packed", "rows"], dims: ParallelDims
+    config: PretrainedConfig,
+    requested: Literal["auto", "packed", "rows"],
+    dims: ParallelDims,
+    *,
+    fp32_head: bool = False,
 ) -> ForwardPlan:
     """Choose how a model runs several sequences, packed or one per row, and which head computes its logits.
 
@@ -227,6 +231,7 @@ def plan_forward(
         requested: setting of the user. ``"auto"`` packs models that keep packed sequences apart, and logs a warning for others.
         dims: layout. Context parallelism needs packed attention; pipelines and tensor parallelism need a product with a weight
             as the head.
+        fp32_head: whether to multiply by the head's weight in float32.
 
     Raises:
         ValueError: the model cannot be trained, or not as requested.
@@ -246,6 +251,10 @@ def plan_forward(
             f"model_type = {config.model_type!r} computes logits by more than a product with a weight, which {dims} cannot "
             "split: leave p and t out"
         )
+    if own_head and fp32_head:
+        raise ValueError(
+            f"fp32_head = True, but model_type = {config.model_type!r} computes logits by its own code, in dtype: set it to False"
+        )
     if not packed and requested == "auto":
         logger.warning("%s runs one sequence per row, padded, as packed ones might mix: %s", config.model_type, why)
     return ForwardPlan(packed, own_head)
@@ -260,18 +269,6 @@ def check_sharing(spec: MicroBatchSpec, *, packed: bool) -> None:
     if spec.share_prefixes and not packed:
         raise ValueError(
             "mb_spec.share_prefixes = True, but this model runs one sequence per row, where nothing can be shared: set it to False"
-        )
-
-
-def check_own_head(config: PretrainedConfig, plan: ForwardPlan, *, fp32_head: bool) -> None:
-    """Raise if a product in float32 is requested of a head that the model computes by its own code.
-
-    Raises:
-        ValueError: ``fp32_head`` is set, and the model needs its own head.
-    """
-    if fp32_head and plan.own_head:
-        raise ValueError(
-            f"fp32_head = True, but model_type = {config.model_type!r} computes logits by its own code, in dtype: set it to False"
         )
 
 

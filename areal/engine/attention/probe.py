@@ -103,7 +103,7 @@ def _copies(config: PretrainedConfig) -> tuple[_TinyCopy, _TinyCopy]:
 
 
 class _TinyCopy:
-    """A tiny model, and the log-probs and gradients of its own forward, one sequence at a time.
+    """A tiny model, and the log-probs and gradients that its unchanged forward gives for single sequences.
 
     Args:
         config: tiny configuration.

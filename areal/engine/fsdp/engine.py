@@ -17,7 +17,7 @@ from areal.api.config import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEng
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
-from areal.engine.attention.huggingface import PACKED_ATTENTION, check_own_head, check_sharing, plan_forward
+from areal.engine.attention.huggingface import PACKED_ATTENTION, check_sharing, plan_forward
 from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
@@ -73,9 +73,8 @@ class FSDPEngine(BaseTrainEngine):
         # Refuse what cannot run, before any group or tensor exists.
         config = self.config
         hf_config = read_config(config.path)
-        plan = plan_forward(hf_config, config.fsdp.attention, self.dims)
+        plan = plan_forward(hf_config, config.fsdp.attention, self.dims, fp32_head=config.fp32_head)
         self._rows, self._own_head = not plan.packed, plan.own_head
-        check_own_head(hf_config, plan, fp32_head=config.fp32_head)
         check_sharing(config.mb_spec, packed=not self._rows)
         check_plan(hf_config, self.dims.tp, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)

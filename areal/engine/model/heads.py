@@ -113,7 +113,8 @@ class OwnHead:
         logprobs, entropies, best, best_ids = (
             torch.cat(tensors)[:n_tokens] if tensors[0] is not None else None for tensors in zip(*chunks, strict=True)
         )
-        return HeadOutputs(logprobs, entropies, TopKOutput(best, best_ids) if topk else None)
+        most_likely = None if best is None or best_ids is None else TopKOutput(best, best_ids)
+        return HeadOutputs(logprobs, entropies, most_likely)
 
     def _chunk(
         self, hidden: Tensor, targets: Tensor | None, temperature: Tensor, entropy: bool, topk: int | None

@@ -64,8 +64,11 @@ _NAMES_BY_SIZE = (
 _SIZES: Mapping[str, int] = {name: size for size, names in _NAMES_BY_SIZE for name in names.split()}
 """Sizes of a tiny copy, by the names of all families. A configuration has some of them."""
 
-_LAYERS = ("num_hidden_layers", "decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers")
-_LAYERS += ("num_layers", "num_blocks")
+_LAYERS = (
+    *("num_hidden_layers", "decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"),
+    *("num_layers", "num_blocks"),
+)
+"""Names of the number of layers."""
 
 
 def tiny_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

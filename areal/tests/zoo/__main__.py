@@ -1,6 +1,6 @@
 """Run the zoo and write its table: ``python -m areal.tests.zoo``, or some families: ``python -m areal.tests.zoo mamba bert``.
 
-Each family runs in a process of its own with a time limit, one after the other.
+Each family runs in a separate process with a time limit, one after the other.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def examine(family: str) -> Finding:
             write_model(family, folder)
         except Exception as error:  # a model may raise anything
             return Finding("no model", first_line(error))
-        # What transformers cannot run itself, the engine must refuse.
+        # The engine must refuse a model that transformers itself cannot run.
         expected, failure = None, ""
         try:
             expected = reference(folder)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api import IGNORE_INDEX, ParallelDims
-from areal.engine.attention.huggingface import ForwardPlan, check_own_head, inspect_model, plan_forward
+from areal.engine.attention.huggingface import inspect_model, plan_forward
 from areal.engine.attention.probe import probe
 from areal.engine.model import heads
 from areal.engine.model.decoder import decoder_of
@@ -111,9 +111,10 @@ def test_pipelines_and_tensor_parallelism_refuse_own_heads() -> None:
 
 
 def test_product_in_float32_refuses_own_head() -> None:
+    dims = ParallelDims.parse("fsdp:d1")
     with pytest.raises(ValueError, match="fp32_head = True, but model_type = 'electra'"):
-        check_own_head(config("electra"), ForwardPlan(packed=True, own_head=True), fp32_head=True)
-    check_own_head(config("electra"), ForwardPlan(packed=True, own_head=False), fp32_head=True)
+        plan_forward(config("electra", is_decoder=True), "auto", dims, fp32_head=True)
+    assert not plan_forward(config("llama"), "auto", dims, fp32_head=True).own_head
 
 
 def test_model_that_cannot_be_checked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
