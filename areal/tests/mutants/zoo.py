@@ -22,9 +22,9 @@ def own_head_not_used(right: Function) -> Function:
     return lambda *args: dataclasses.replace(right(*args), own_head=False)
 
 
-@mutant("areal.engine.model.heads:LinearHead.__init__", ZOO.format("granite"))
+@mutant("areal.engine.model.heads:LinearHead.__init__", "zoo/test_heads.py::test_probe_chooses_the_head[cohere-False]")
 def head_scale_dropped(right: Function) -> Function:
-    """The model's factor on its logits is dropped."""
+    """The model's factor on its logits is dropped, so that only its own head is right."""
     return lambda self, weight, **options: right(self, weight, **{**options, "logit_scale": 1.0})
 
 

@@ -30,6 +30,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+    "granite": {"logits_scaling": 8.0},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -43,7 +44,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
 }
-"""Fields that the default configuration of a family leaves unset, or sets for another use than a causal language model."""
+"""Fields that the default configuration of a family leaves unset, or sets so that less is tested than in a causal language model."""
 
 
 def tiny_config(family: str) -> PretrainedConfig:
