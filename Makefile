@@ -25,7 +25,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -72,6 +72,9 @@ docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is 
 
 test-mutants: $(VENV)/.test ## Plant bugs one at a time and check that the tests catch each.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS)
+
+test-zoo: $(VENV)/.test ## Compare every model type of transformers with transformers, and write the table of docs/model-zoo.md.
+	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.zoo
 
 bench: $(VENV)/.test ## Measure a training step and a forward, and compare them with plain loops.
 	$(BENCH) --workload ragged --ranks 1 2 --rounds 5 $(BENCH_ARGS)

@@ -1,77 +1,55 @@
-"""Probe of a model: run a tiny random copy on the CPU, and test whether it keeps packed sequences apart.
+"""Probe of a model: train a tiny random copy on the CPU, and compare it with the model's own forward.
 
 A configuration does not show whether layers mix neighbouring tokens without attention, need a window that only a mask
-contains, or see later tokens. A copy with one small layer of each kind shows it, in about a second.
+contains, or see later tokens, nor how logits are computed from hidden states. A copy with one small layer of each kind shows
+it, in a few seconds: log-probs and their gradient must be those of each sequence by itself.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal.engine.attention.context_parallel import ContextParallel
+from areal.api.batch import IGNORE_INDEX
+from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel
 from areal.engine.attention.token_stream import TokenStream
+from areal.engine.model.decoder import decoder_of
+from areal.engine.model.packed_lm import ModelInputs, PackedCausalLM
+from areal.engine.model.tiny_config import VOCABULARY, tiny_configs
 
 LENGTHS = (9, 1, 14, 2)
 """Lengths of the sequences that the probe runs. The long ones exceed the reduced sliding window."""
 
-_TOLERANCE = 1e-4  # relative; rounding of float32 stays far below, a leaked token far above
-_VOCABULARY = 96
-_HEADS = ("num_attention_heads", "num_key_value_heads")
-_SIZES = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "head_dim": 16,
-    "global_head_dim": 16,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 256,
-    "sliding_window": 4,
-    "window_size": 4,
-    "attention_window": 4,
-    "attention_chunk_size": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Relative tolerance. Rounding stays below (modeling code casts to float32 in places), a leaked token far above."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of a probe. Each field is ``None`` if the check passed, else a description of the difference.
+    """Result of a probe. Each text is ``None`` if the check passed or was not made, else a description of the difference.
 
     Attributes:
-        packed: sequences packed end to end have the same outputs as each sequence by itself.
-        rows: right-padded sequences, one per row, have the same outputs as each sequence by itself.
-        causal: a token does not change the outputs of earlier tokens. A model that fails this check cannot be trained.
+        runs: a tiny copy runs on the CPU. The other checks need it.
+        head: log-probs of single sequences are those of the model's own forward, with one of the heads.
+        own_head: they are with the model's own head only.
+        packed: sequences packed end to end have the log-probs and gradients of each sequence by itself.
+        rows: so have right-padded sequences, one per row.
+        causal: a token does not change the hidden states of earlier tokens.
+        training: without dropout, outputs in training mode are those in evaluation mode.
     """
 
-    packed: str | None
-    rows: str | None
-    causal: str | None
+    runs: str | None = None
+    head: str | None = None
+    own_head: bool = False
+    packed: str | None = None
+    rows: str | None = None
+    causal: str | None = None
+    training: str | None = None
 
 
 def probe(config: PretrainedConfig, implementation: str | None) -> ProbeResult:
@@ -82,102 +60,168 @@ def probe(config: PretrainedConfig, implementation: str | None) -> ProbeResult:
         implementation: name of a registered attention implementation that takes ``packed=AttentionLayout``. ``None``: packing
             is not checked.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         try:
-            # The reference: each sequence by itself, with the eager attention of transformers.
-            reference = _build(shrink(config), "eager")
-            sequences = [torch.randint(3, _VOCABULARY, (n,)) for n in LENGTHS]
-            alone = torch.cat([_run(reference, ids[None])[0] for ids in sequences])
-        except Exception as error:  # an unknown model may raise anything; the probe then knows nothing about it
-            why = f"a tiny copy of it does not run: {_first_line(error)}"
-            return ProbeResult(why, None, None)
+            tiny, narrow = _copies(config)
+        except Exception as error:  # an unknown model may raise anything
+            return ProbeResult(runs=f"a tiny copy of it does not run: {_first_line(error)}")
+        # The head first: everything else is compared with the head that is right for single sequences.
+        head, own_head = tiny.compare(tiny.alone(own_head=False)), False
+        if head is not None:
+            head, own_head = tiny.compare(tiny.alone(own_head=True)), True
+        if head is not None:
+            return ProbeResult(head=head, causal=tiny.causal())
         return ProbeResult(
-            packed=_compare(alone, lambda: _packed(reference, implementation, sequences)) if implementation else None,
-            rows=_compare(alone, lambda: _padded(reference, sequences)),
-            causal=_compare(alone, lambda: _with_other_ends(reference, sequences, alone)),
+            own_head=own_head,
+            packed=tiny.compare(tiny.packed(implementation, own_head)) if implementation else None,
+            rows=narrow.compare(narrow.padded(own_head)),
+            causal=tiny.causal(),
+            training=narrow.compare(narrow.padded(own_head, training=True)),
         )
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a configuration with small sizes and one layer of each kind (two, if all layers are equal)."""
-    tiny = copy.deepcopy(config)
-    # Reduce every size that the configuration has.
-    for name, size in _SIZES.items():
-        if isinstance(getattr(tiny, name, None), int):
-            setattr(tiny, name, size)
-    # Four query heads; key heads keep their kind: as many, grouped, or a single one.
-    heads, kv_heads = (getattr(config, name, None) for name in _HEADS)
-    if heads is not None:
-        tiny.num_attention_heads = 4
-    if kv_heads is not None:
-        tiny.num_key_value_heads = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
-    if hasattr(tiny, "initializer_range"):
-        tiny.initializer_range = 0.2  # large weights: one wrong token must change outputs far more than rounding does
-    _keep_layers(tiny)
-    return tiny
+def _copies(config: PretrainedConfig) -> tuple[_TinyCopy, _TinyCopy]:
+    """Return tiny copies for single or packed sequences, and for padded ones.
+
+    The first is in float64 if that runs: an amplified rounding error is smaller there than the effect of any leak. The second is in
+    float32: eager attention in float64 returns NaN at padding that sees no token.
+
+    Raises:
+        Exception: no copy runs; the error is that of the last attempt.
+    """
+    failure: Exception = ValueError("it has no tiny copy")
+    for tiny in tiny_configs(config):
+        copies = []
+        for dtype in _TOLERANCE:
+            try:
+                copies.append(_TinyCopy(tiny, dtype))
+            except Exception as error:
+                failure = error
+        if copies:
+            return copies[0], copies[-1]
+    raise failure
 
 
-def _keep_layers(tiny: PretrainedConfig) -> None:
-    """Reduce a configuration to one layer of each kind, where a kind is a combination of all per-layer settings."""
-    n = tiny.num_hidden_layers
-    # Settings with one entry for each layer, such as layer_types.
-    per_layer = {
-        name: value for name, value in vars(tiny).items() if isinstance(value, list | tuple) and len(value) == n
-    }
-    # The first layer of each kind, at least two layers in all.
-    kinds = list(zip(*per_layer.values(), strict=True))
-    keep = sorted({kinds.index(kind) for kind in kinds})
-    keep = keep if len(keep) > 1 else list(range(min(2, n)))
-    tiny.num_hidden_layers = len(keep)
-    for name, value in per_layer.items():
-        setattr(tiny, name, [value[i] for i in keep])
+class _TinyCopy:
+    """A tiny model, and the log-probs and gradients that its unchanged forward gives for single sequences.
+
+    Args:
+        config: tiny configuration.
+        dtype: dtype of the model.
+    """
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self._config, self._dtype = config, dtype
+        self._model = self._build(config, "eager")
+        # Biases start at 0 and norms at 1, which would hide a missing one.
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        self._sequences = [torch.randint(3, VOCABULARY, (n,)) for n in LENGTHS]
+        self._factors = [torch.rand(n, dtype=dtype) + 0.5 for n in LENGTHS]
+        logits = [self._model(input_ids=ids[None], use_cache=False).logits[0] for ids in self._sequences]
+        picked = [
+            torch.cat([z.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0], z.new_zeros(1)])
+            for z, ids in zip(logits, self._sequences, strict=True)
+        ]
+        self._expected = self._with_gradient(torch.cat(picked), self._model)
+
+    def alone(self, *, own_head: bool) -> Callable[[], list[Tensor]]:
+        """Return a function that runs each sequence by itself."""
+
+        def run() -> list[Tensor]:
+            model = PackedCausalLM(self._model, own_head=own_head)
+            inputs = [self._inputs([i], layout=None) for i in range(len(LENGTHS))]
+            return self._with_gradient(torch.cat([model(each)["logprobs"] for each in inputs]), self._model)
+
+        return run
+
+    def padded(self, own_head: bool, *, training: bool = False) -> Callable[[], list[Tensor]]:
+        """Return a function that runs right-padded sequences, one per row, with the attention that an engine would use."""
+
+        def run() -> list[Tensor]:
+            hf = self._copy(None).train(training)
+            out = PackedCausalLM(hf, own_head=own_head)(self._inputs(range(len(LENGTHS)), None))
+            return self._with_gradient(out["logprobs"], hf)
+
+        return run
+
+    def packed(self, implementation: str, own_head: bool) -> Callable[[], list[Tensor]]:
+        """Return a function that runs all sequences end to end, with the same weights."""
+
+        def run() -> list[Tensor]:
+            hf = self._copy(implementation)
+            layout = ContextParallel(None).layout(TokenStream.of(LENGTHS, sum(LENGTHS)))
+            out = PackedCausalLM(hf, own_head=own_head)(self._inputs(range(len(LENGTHS)), layout))
+            return self._with_gradient(out["logprobs"], hf)
+
+        return run
+
+    @torch.no_grad()
+    def causal(self) -> str | None:
+        """Replace the last token of each sequence, and describe how the hidden states of the others change."""
+        decoder, worst = decoder_of(self._model), 0.0
+        for ids in self._sequences:
+            changed = torch.cat([ids[:-1], (ids[-1:] + 1) % VOCABULARY])
+            before, after = (decoder(input_ids=x[None], use_cache=False).last_hidden_state[0] for x in (ids, changed))
+            worst = max(worst, _relative(after[:-1], before[:-1]))
+        return self._describe(worst)
+
+    def compare(self, run: Callable[[], list[Tensor]]) -> str | None:
+        """Return ``None`` if ``run`` computes the expected log-probs and gradient, else its error or the difference."""
+        try:
+            found = run()
+        except Exception as caught:
+            return _first_line(caught)
+        return self._describe(max(_relative(x, y) for x, y in zip(found, self._expected, strict=True)))
+
+    def _describe(self, error: float) -> str | None:
+        within = error <= _TOLERANCE[self._dtype]
+        return None if within else f"outputs of a tiny copy differ by {error:.1g} of their size"
+
+    def _copy(self, implementation: str | None) -> PreTrainedModel:
+        """Return a model with the same weights; ``None`` for transformers' choice of attention."""
+        hf = self._build(self._config, implementation)
+        hf.load_state_dict(self._model.state_dict())
+        return hf
+
+    def _build(self, config: PretrainedConfig, implementation: str | None) -> PreTrainedModel:
+        # A copy of the configuration, because building a model writes the attention implementation into it.
+        # The grouped matrix product of experts does not support float64.
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=implementation, experts_implementation="eager", dtype=self._dtype
+        ).eval()
+
+    def _with_gradient(self, logprobs: Tensor, model: PreTrainedModel) -> list[Tensor]:
+        """Return log-probs, and the gradient of their weighted sum in all parameters."""
+        loss = (logprobs * torch.cat(self._factors)).sum()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        return [logprobs.detach(), torch.cat([grad.flatten() for grad in grads])]
+
+    def _inputs(self, which: Iterable[int], layout: AttentionLayout | None) -> ModelInputs:
+        """Return some sequences as an engine passes them: packed with a layout, one per row without."""
+        sequences = [self._sequences[i] for i in which]
+        lengths, width = [len(ids) for ids in sequences], max(map(len, sequences))
+        grid = torch.cat([torch.arange(n) + row * width for row, n in enumerate(lengths)])
+        return ModelInputs(
+            input_ids=torch.cat(sequences),
+            position_ids=torch.cat([torch.arange(n) for n in lengths]),
+            targets=torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE_INDEX])]) for ids in sequences]),
+            temperature=1.0,
+            layout=layout,
+            rows=None if layout else (grid, len(lengths), width),
+            outputs=("logprobs",),
+        )
 
 
-def _build(tiny: PretrainedConfig, implementation: str) -> PreTrainedModel:
-    # A copy of the configuration, because building a model writes the attention implementation into it.
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(tiny), attn_implementation=implementation, dtype=torch.float32
-    )
-    return model.eval()
-
-
-def _run(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
-    return model.get_decoder()(input_ids=ids, use_cache=False, **kwargs).last_hidden_state
-
-
-def _packed(reference: PreTrainedModel, implementation: str, sequences: list[Tensor]) -> Tensor:
-    """Return the outputs of all sequences packed end to end, with the same weights."""
-    model = _build(reference.config, implementation)
-    model.load_state_dict(reference.state_dict())
-    stream = TokenStream.of(LENGTHS, sum(LENGTHS))
-    layout, positions = ContextParallel(None).layout(stream), stream.positions()[None]
-    return _run(model, torch.cat(sequences)[None], position_ids=positions, attention_mask=None, packed=layout)[0]
-
-
-def _padded(reference: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """Return the outputs of the real tokens of right-padded sequences, one per row."""
-    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]
-    return _run(reference, ids, attention_mask=mask.long())[mask]
-
-
-def _with_other_ends(reference: PreTrainedModel, sequences: list[Tensor], alone: Tensor) -> Tensor:
-    """Return the outputs of sequences whose last token is replaced; at the last token itself, the original outputs."""
-    outs = []
-    for ids, before in zip(sequences, alone.split(LENGTHS), strict=True):
-        changed = torch.cat([ids[:-1], (ids[-1:] + 1) % _VOCABULARY])
-        outs += [_run(reference, changed[None])[0, :-1], before[-1:]]
-    return torch.cat(outs)
-
-
-def _compare(expected: Tensor, run: Callable[[], Tensor]) -> str | None:
-    """Return ``None`` if ``run`` computes the expected outputs, else its error or the size of the difference."""
-    try:
-        error = ((run() - expected).abs().max() / expected.abs().max()).item()
-    except Exception as caught:
-        return _first_line(caught)
-    return None if error <= _TOLERANCE else f"outputs of a tiny copy differ by {error:.1g} of their size"
+def _relative(found: Tensor, expected: Tensor) -> float:
+    if not expected.numel():
+        return 0.0
+    error = ((found - expected).norm() / expected.norm()).item()
+    return error if error == error else torch.inf  # NaN would pass every comparison
 
 
 def _first_line(error: Exception) -> str:

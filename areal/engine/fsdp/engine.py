@@ -17,7 +17,7 @@ from areal.api.config import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEng
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
-from areal.engine.attention.huggingface import PACKED_ATTENTION, check_sharing, choose_attention
+from areal.engine.attention.huggingface import PACKED_ATTENTION, check_sharing, plan_forward
 from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
@@ -73,7 +73,8 @@ class FSDPEngine(BaseTrainEngine):
         # Refuse what cannot run, before any group or tensor exists.
         config = self.config
         hf_config = read_config(config.path)
-        self._rows = choose_attention(hf_config, config.fsdp.attention, self.dims.cp) == "rows"
+        plan = plan_forward(hf_config, config.fsdp.attention, self.dims, fp32_head=config.fp32_head)
+        self._rows, self._own_head = not plan.packed, plan.own_head
         check_sharing(config.mb_spec, packed=not self._rows)
         check_plan(hf_config, self.dims, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
@@ -237,6 +238,7 @@ class FSDPEngine(BaseTrainEngine):
                 value_head=config.value_head,
                 fp32_head=config.fp32_head,
                 keep_bytes=config.kept_logits_bytes,
+                own_head=self._own_head,
             )
             # Adapters are trained instead.
             if config.lora is not None:

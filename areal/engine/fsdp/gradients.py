@@ -118,11 +118,23 @@ def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], Non
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not an FSDP module: call parallelize() first")
 
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
     def before_backward(last: bool) -> None:
+        _gather_unused(modules)
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or every)
 
     return before_backward
+
+
+def _gather_unused(modules: Sequence[FSDPModule]) -> None:
+    """Gather and release layers that no forward has run, such as those of images: FSDP accumulates without asking."""
+    for module in modules:
+        parameters = [x for group in module._get_fsdp_state()._fsdp_param_groups for x in group.fsdp_params]
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
+            module.unshard()
+            module.reshard()
 
 
 def time_reductions(model: nn.Module, timer: PhaseTimer) -> None:

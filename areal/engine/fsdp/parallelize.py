@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.engine.fsdp.activation_checkpointing import recompute_layers
 from areal.engine.fsdp.expert_parallel import spread_experts, stacked_experts
 from areal.engine.fsdp.tensor_parallel import split_tensors
+from areal.engine.model.decoder import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.utils.mesh import submesh
 
@@ -61,7 +63,7 @@ def parallelize(
     # Layers before the root. The remaining parameters (embedding, last norm, heads) become the root's group, which stays
     # gathered from the first use to the last, so that tied embeddings share one gathered weight.
     shard_mesh = _shard_mesh(mesh, "dp_shard_cp")
-    for layer in layers:
+    for layer in _without_shared(layers, model):
         fully_shard(layer, mesh=shard_mesh, **options)
     options["reshard_after_forward"] = False
     fully_shard(model, mesh=shard_mesh, shard_placement_fn=_evenly, **options)
@@ -92,19 +94,43 @@ def _evenly(parameter: nn.Parameter) -> Shard | None:
     return None
 
 
+def _without_shared(layers: list[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Return the layers that share no parameter with another module: FSDP gathers a parameter in one group only."""
+    inside = {id(layer): {id(module) for module in layer.modules()} for layer in layers}
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(id(module))
+    return [
+        layer for layer in layers if all(owners[id(parameter)] <= inside[id(layer)] for parameter in layer.parameters())
+    ]
+
+
 def transformer_layers(model: PackedCausalLM) -> list[nn.Module]:
-    """Return the decoder layers of a model, which are gathered one at a time.
+    """Return the layers of a model's decoder, which are gathered one at a time.
+
+    Layers inside of layers are left out: code of a layer may read the parameters of its submodules.
 
     Raises:
         ValueError: no list of layers was found in the model.
     """
     # The classes that transformers declares as layers, or else the longest list of modules.
-    names = set(getattr(model.hf, "_no_split_modules", None) or ())
-    layers = [module for module in model.hf.modules() if type(module).__name__ in names]
+    decoder, names = decoder_of(model.hf), set(getattr(model.hf, "_no_split_modules", None) or ())
+    layers = list(dict.fromkeys(_outermost(decoder, names)))
     if not layers:
         layers = max(
-            (list(module) for module in model.hf.modules() if isinstance(module, nn.ModuleList)), key=len, default=[]
+            (list(module) for module in decoder.modules() if isinstance(module, nn.ModuleList)), key=len, default=[]
         )
     if not layers:
         raise ValueError(f"{type(model.hf).__name__} has no list of layers to shard; the FSDP engine cannot run it")
     return layers
+
+
+def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
+    """Yield the modules of these classes that are inside of no other such module."""
+    for child in module.children():
+        if type(child).__name__ in classes:
+            yield child
+        else:
+            yield from _outermost(child, classes)

@@ -87,16 +87,22 @@ def init_weights(chunks: ModelChunks, seed: int, device: torch.device, buffer_de
 
 
 def _compute_buffers(hf: PreTrainedModel) -> None:
-    """Run transformers' initialisation with all parameters marked as initialised, so that it only writes buffers."""
-    parameters = list(hf.parameters())
-    for parameter in parameters:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    hf.initialize_weights()
-    for parameter in parameters:
-        del parameter._is_hf_initialized  # type: ignore[attr-defined]
-    # The initialisation marks modules, too: remove the marks, so that it can run again.
-    for module in hf.modules():
-        module.__dict__.pop("_is_hf_initialized", None)
+    """Run transformers' initialisation with parameters on the meta device, so that it only writes buffers."""
+    # Shards cannot take part: some families write parameters with operations that DTensor does not support.
+    original = [(module, dict(module._parameters)) for module in hf.modules()]
+    for module, parameters in original:
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                stub = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+                stub._is_hf_initialized = True  # type: ignore[attr-defined]
+                module._parameters[name] = stub
+    try:
+        hf.initialize_weights()
+    finally:
+        for module, parameters in original:
+            module._parameters.update(parameters)
+            # The initialisation marks modules: remove the marks, so that it can run again.
+            module.__dict__.pop("_is_hf_initialized", None)
 
 
 Owners = list[tuple[nn.Module, str]]

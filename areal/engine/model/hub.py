@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 MODEL_FILES = (
@@ -55,7 +55,7 @@ def read_config(path: str) -> PretrainedConfig:
     """
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"path = {path!r}: no model configuration can be read there: {error}") from error
 
 

@@ -6,7 +6,6 @@ logits are requested.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,10 @@ from areal.api.batch import OutputName
 from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.loss_step import split_outputs
+from areal.engine.model.decoder import decoder_of
+from areal.engine.model.heads import Head, LinearHead, OwnHead
 from areal.engine.moe.routing import ROUTED_EXPERTS, Routing
 from areal.utils.dtensor import local_part
-from areal.utils.functional.logprobs import head_outputs, logits
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class PackedCausalLM(nn.Module):
         value_head: whether to add a value head.
         fp32_head: whether to multiply by the head's weight in float32.
         keep_bytes: memory for logits that are kept for the backward; see :func:`~areal.utils.functional.logprobs.head_outputs`.
+        own_head: compute logits by the model's own code after its decoder, for models whose logits are more than a product
+            with a weight.
 
     Attributes:
         vocab_group: ranks that the output head is sharded over, or ``None``.
@@ -76,13 +78,13 @@ class PackedCausalLM(nn.Module):
         value_head: bool = False,
         fp32_head: bool = False,
         keep_bytes: int | None = None,
+        own_head: bool = False,
     ) -> None:
         super().__init__()
         self.hf = hf
-        like = hf.get_output_embeddings().weight
-        self.value_head = (
-            nn.Linear(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype) if value_head else None
-        )
+        self._own_head = OwnHead(hf) if own_head else None
+        like, width = hf.get_output_embeddings().weight, hf.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(width, 1, bias=False, device=like.device, dtype=like.dtype) if value_head else None
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
         text = hf.config.get_text_config()
         # Granite divides its logits, Cohere multiplies them, Gemma caps them. These belong to the model and come before the
@@ -96,8 +98,9 @@ class PackedCausalLM(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the output head."""
-        return self.hf.get_output_embeddings().weight.shape[0]
+        """Number of logits of a token."""
+        rows: int = self.hf.get_output_embeddings().weight.shape[0]
+        return rows if self._own_head is None else self._own_head.vocab_size(rows)
 
     def forward(self, inputs: ModelInputs, hidden: Tensor | None = None) -> Any:
         """Return outputs by name, each ``[T, ...]`` for this rank's tokens (``[R, ...]`` with ``inputs.output_rows``).
@@ -117,27 +120,28 @@ class PackedCausalLM(nn.Module):
         hidden = self._run_rows(inputs) if inputs.layout is None else self._run_packed(inputs, hidden)[0]
 
         # The heads. The result is a dict, so that FSDP finds the tensors in it.
+        out = token_outputs(hidden, inputs, self._own_head or self._linear_head(), self.value_head)
+        # An in-place operation on a view would drop the backward hook that FSDP registers on the outputs.
+        return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
+
+    def _linear_head(self) -> LinearHead:
+        """Return the head that multiplies by this rank's rows of the gathered weight."""
         head = self.hf.get_output_embeddings()
-        out = token_outputs(
-            hidden,
-            inputs,
+        return LinearHead(
             lambda: local_part(head.weight),
-            self.value_head,
-            self._keep_bytes,
-            bias=local_part(head.bias),
+            keep_bytes=self._keep_bytes,
+            bias=local_part(getattr(head, "bias", None)),
             logit_scale=self._logit_scale,
             softcap=self._softcap,
             fp32=self._fp32_head,
             group=self.vocab_group,
         )
-        # An in-place operation on a view would drop the backward hook that FSDP registers on the outputs.
-        return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
 
     def _run_packed(self, inputs: ModelInputs, hidden: Tensor | None) -> Any:
         """Run the backbone on all sequences end to end, ``[1, T]``."""
         # A later pipeline stage starts from hidden states instead of token ids.
         entry = {"input_ids": inputs.input_ids[None]} if hidden is None else {"inputs_embeds": hidden}
-        result = self.hf.get_decoder()(
+        result = decoder_of(self.hf)(
             **entry,
             position_ids=inputs.position_ids[None],
             attention_mask=None,
@@ -155,7 +159,7 @@ class PackedCausalLM(nn.Module):
         grid_index, n, width = inputs.rows
         ids = inputs.input_ids.new_zeros(n * width).index_copy(0, grid_index, inputs.input_ids)
         mask = torch.zeros_like(ids).index_fill(0, grid_index, 1)
-        result = self.hf.get_decoder()(
+        result = decoder_of(self.hf)(
             input_ids=ids.view(n, width),
             attention_mask=mask.view(n, width),
             use_cache=False,
@@ -170,24 +174,14 @@ def _for_routers(inputs: ModelInputs) -> dict[str, Any]:
     return {} if inputs.routing is None else {"routing": inputs.routing}
 
 
-def token_outputs(
-    hidden: Tensor,
-    inputs: ModelInputs,
-    weight: Callable[[], Tensor],
-    value_head: nn.Module | None,
-    keep_bytes: int | None,
-    **options: Any,
-) -> dict[str, Any]:
+def token_outputs(hidden: Tensor, inputs: ModelInputs, head: Head, value_head: nn.Module | None) -> dict[str, Any]:
     """Compute the outputs that ``inputs.outputs`` names, each ``[T, ...]`` or ``[R, ...]``, from the last hidden state.
 
     Args:
         hidden: ``[T, H]``. Last hidden state.
         inputs: inputs of the forward.
-        weight: function that returns the weight of the output head, ``[V, H]`` (this rank's rows). It is called only if an
-            output needs the head.
+        head: output head. It is called only if an output needs it.
         value_head: linear layer from ``H`` to 1, or ``None``.
-        keep_bytes: see :func:`~areal.utils.functional.logprobs.head_outputs`.
-        options: arguments of both :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits``.
 
     Raises:
         ValueError: values are requested from a model without a value head.
@@ -206,16 +200,12 @@ def token_outputs(
         if value_head is None:
             raise ValueError("outputs has 'values', but the model has no value head: set value_head = True")
         out["values"] = value_head(hidden).squeeze(-1).to(torch.promote_types(hidden.dtype, torch.float32))
-    needs_head = top is not None or bool(names & {"logits", "logprobs", "entropy"})
-    if not needs_head:
-        return out
 
     # Outputs of the head. Only "logits" allocates [T, V].
-    head = weight()
     if "logits" in names:
-        out["logits"] = logits(hidden, head, temperature=inputs.temperature, **options)
+        out["logits"] = head.logits(hidden, inputs.temperature)
     if top is not None or names & {"logprobs", "entropy"}:
-        options |= {"entropy": "entropy" in names, "topk": top.k if top else None, "keep_bytes": keep_bytes}
+        options = {"entropy": "entropy" in names, "topk": top.k if top else None}
         out |= _wanted_head_outputs(hidden, head, inputs, logprobs="logprobs" in names, **options)
     return out
 
@@ -225,7 +215,7 @@ def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _wanted_head_outputs(
-    hidden: Tensor, head: Tensor, inputs: ModelInputs, *, logprobs: bool, **options: Any
+    hidden: Tensor, head: Head, inputs: ModelInputs, *, logprobs: bool, **options: Any
 ) -> dict[str, Any]:
     """Return log-probs, entropy and top-k by name, with 0 at tokens that are not in ``inputs.wanted``."""
     targets, temperature = inputs.targets if logprobs else None, inputs.temperature
@@ -235,7 +225,7 @@ def _wanted_head_outputs(
         hidden = hidden.index_select(0, rows)
         targets = targets.index_select(0, rows) if targets is not None else None
         temperature = temperature.index_select(0, rows) if isinstance(temperature, Tensor) else temperature
-    result = head_outputs(hidden, head, targets, temperature=temperature, **options)
+    result = head.outputs(hidden, targets, temperature=temperature, **options)
     by_name = {"logprobs": result.logprobs, "entropy": result.entropy, "topk": result.topk}
     out = {name: value for name, value in by_name.items() if value is not None}
     if rows is None:

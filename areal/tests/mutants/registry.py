@@ -16,6 +16,7 @@ import areal.tests.mutants.bugs.rollout
 import areal.tests.mutants.bugs.step
 import areal.tests.mutants.bugs.tensor_parallel
 import areal.tests.mutants.bugs.timing
+import areal.tests.mutants.bugs.zoo
 from areal.tests.mutants.planting import MUTANTS, plant
 
 if find_spec("megatron") is not None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from areal.api.config import FSDPConfig
 from areal.api.parallel import ParallelDims
 from areal.engine.fsdp.pipeline.schedule_specs import ScheduleSpec
+from areal.engine.model.decoder import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
 
 
@@ -140,7 +141,7 @@ def decoder_names(hf: PreTrainedModel) -> DecoderNames:
     Raises:
         ValueError: the decoder has other parameters, or a component is missing.
     """
-    decoder = hf.get_decoder()
+    decoder = decoder_of(hf)
     layer_classes = set(hf._no_split_modules or ())
     # The list whose modules are decoder layers, according to transformers.
     lists = [
@@ -177,7 +178,7 @@ def check_chain(hf: PreTrainedModel, names: DecoderNames) -> None:
     Raises:
         ValueError: the decoder changes hidden states elsewhere, or does not run on them.
     """
-    probe: Any = copy.deepcopy(hf.get_decoder())
+    probe: Any = copy.deepcopy(decoder_of(hf))
     layers, seen = getattr(probe, names.layers), list[Tensor]()
     # Replace embedding, layers and norm; the rest of the decoder's forward stays.
     for number, layer in enumerate(layers):
@@ -208,7 +209,7 @@ def build_stage(full_model: PackedCausalLM, split: PipelineSplit, stage: int) ->
     model: Any = copy.deepcopy(full_model)
     if split.decoder is None:
         return model
-    decoder = model.hf.get_decoder()
+    decoder = decoder_of(model.hf)
     layers = getattr(decoder, split.decoder.layers)
     # Layers keep their numbers, so that names stay those of the full model.
     for number, layer in enumerate(layers):
@@ -226,6 +227,6 @@ def build_stage(full_model: PackedCausalLM, split: PipelineSplit, stage: int) ->
 
 def _not_splittable(hf: PreTrainedModel, why: str) -> str:
     return (
-        f"model type {hf.config.model_type!r} cannot be cut into pipeline stages: {type(hf.get_decoder()).__name__} {why}; "
+        f"model type {hf.config.model_type!r} cannot be cut into pipeline stages: {type(decoder_of(hf)).__name__} {why}; "
         "leave p out"
     )

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from areal.engine.megatron.model.config import windows
 from areal.engine.megatron.model.layer_spec import PackedLayout, block_spec
 from areal.engine.megatron.model.rotary import RotaryAngles
+from areal.engine.model.heads import LinearHead
 from areal.engine.model.packed_lm import ModelInputs, token_outputs
 
 
@@ -125,12 +126,10 @@ class PackedGPT(GPTModel):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return token_outputs(
-            hidden.squeeze(1),
-            inputs,
+        head = LinearHead(
             self._head_weight,
-            self.value_head,
-            self._keep_bytes,
+            keep_bytes=self._keep_bytes,
             fp32=self._fp32_head,
             group=self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
         )
+        return token_outputs(hidden.squeeze(1), inputs, head, self.value_head)

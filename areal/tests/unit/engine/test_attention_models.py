@@ -26,10 +26,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from areal.api import ParallelDims
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel, choose_mode
-from areal.engine.attention.huggingface import PACKED_ATTENTION, TESTED_FAMILIES, choose_attention, why_not_packed
-from areal.engine.attention.probe import probe
+from areal.engine.attention.huggingface import PACKED_ATTENTION, TESTED_FAMILIES, inspect_model, plan_forward
+from areal.engine.attention.probe import ProbeResult, probe
 from areal.engine.attention.token_stream import TokenStream
+from areal.tests.grid.float64_mode import float64_everywhere
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -170,15 +172,19 @@ def small(model_type: str, **fields: Any) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **fields)
 
 
+def layout(cp: int) -> ParallelDims:
+    return ParallelDims.parse(f"fsdp:c{cp}")
+
+
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "olmo3", "glm4_moe", "deepseek_v3", "cohere2", "gpt_neox"])
 def test_unknown_families_without_leaks_are_packed(model_type: str) -> None:
-    assert why_not_packed(small(model_type)) is None
+    assert inspect_model(small(model_type)) == (None, False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_probe_agrees_with_known_families(family: str) -> None:
     result = probe(FAMILIES[family](), PACKED_ATTENTION)
-    assert (result.packed, result.rows, result.causal) == (None, None, None)
+    assert result == ProbeResult()
 
 
 @pytest.mark.parametrize(
@@ -193,26 +199,31 @@ def test_probe_agrees_with_known_families(family: str) -> None:
     ids=lambda x: getattr(x, "model_type", None),
 )
 def test_models_with_leaks_are_not_packed(config: PretrainedConfig, reason: str) -> None:
-    assert re.search(reason, why_not_packed(config))
+    assert re.search(reason, inspect_model(config)[0])
+
+
+def test_probe_works_where_models_are_entirely_in_float64() -> None:
+    with float64_everywhere():
+        assert inspect_model(small("mistral")) == (None, False)
 
 
 def test_unpacked_model_runs_one_sequence_per_row(caplog: pytest.LogCaptureFixture) -> None:
     config = small("gpt2")
     with caplog.at_level(logging.WARNING):
-        assert choose_attention(config, "auto", 1) == "rows"
+        assert not plan_forward(config, "auto", layout(1)).packed
     (record,) = [r for r in caplog.records if r.name == "areal.engine.attention.huggingface"]
     assert "gpt2" in record.getMessage()
     with pytest.raises(ValueError, match=r"would mix sequences: attn_pdrop = 0\.1"):
-        choose_attention(config, "packed", 1)
+        plan_forward(config, "packed", layout(1))
     with pytest.raises(ValueError, match=r"needs packed attention, but attn_pdrop = 0\.1"):
-        choose_attention(config, "auto", 2)
+        plan_forward(config, "auto", layout(2))
 
 
 def test_probe_detects_leak_in_an_unknown_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("qwen3_next")
     result = probe(config, PACKED_ATTENTION)
     assert "differ by" in result.packed
-    assert (result.rows, result.causal) == (None, None)
+    assert result == ProbeResult(packed=result.packed)
     window = small("mistral", sliding_window=4096)
     monkeypatch.setattr(AttentionLayout, "attend", _without_window(AttentionLayout.attend))
     assert "differ by" in probe(window, PACKED_ATTENTION).packed
@@ -231,22 +242,22 @@ def test_probe_keeps_random_state() -> None:
 
 def test_unsupported_models_raise() -> None:
     with pytest.raises(ValueError, match="encoder-decoder"):
-        why_not_packed(small("bart"))
+        inspect_model(small("bart"))
     with pytest.raises(ValueError, match="after a later token changed"):
-        why_not_packed(small("bert"))
+        inspect_model(small("bert"))
     config = FAMILIES["gemma3_text"]()
     config.use_bidirectional_attention = True
     with pytest.raises(ValueError, match="use_bidirectional_attention"):
-        choose_attention(config, "rows", 1)
+        plan_forward(config, "rows", layout(1))
 
 
 def test_requested_attention_is_used() -> None:
     config = FAMILIES["llama"]()
-    assert choose_attention(config, "auto", 4) == "packed"
-    assert choose_attention(config, "packed", 1) == "packed"
-    assert choose_attention(config, "rows", 1) == "rows"
+    assert plan_forward(config, "auto", layout(4)).packed
+    assert plan_forward(config, "packed", layout(1)).packed
+    assert not plan_forward(config, "rows", layout(1)).packed
     with pytest.raises(ValueError, match="'rows' was asked for"):
-        choose_attention(config, "rows", 2)
+        plan_forward(config, "rows", layout(2))
 
 
 # ---- context parallelism that needs no ranks

@@ -1,0 +1,156 @@
+"""Output heads: the product with a weight that most models have, and the head that a model computes by its own code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from areal.api import IGNORE_INDEX, TopKOutput
+from areal.engine.model.decoder import decoder_of
+from areal.utils.functional.logprobs import HeadOutputs, head_outputs, logits
+
+_CHUNK_TOKENS = 1024
+
+
+class Head(Protocol):
+    """An output head."""
+
+    def logits(self, hidden: Tensor, temperature: float | Tensor) -> Tensor:
+        """Return logits ``[T, V]`` of hidden states ``[T, H]``, divided by the temperature."""
+
+    def outputs(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None,
+        *,
+        temperature: float | Tensor,
+        entropy: bool,
+        topk: int | None,
+    ) -> HeadOutputs:
+        """Return per-token outputs of hidden states; see :func:`~areal.utils.functional.logprobs.head_outputs`."""
+
+
+class LinearHead:
+    """A head that multiplies by a weight.
+
+    Args:
+        weight: function that returns the weight, ``[V, H]`` (this rank's rows). It is called only if an output needs the head.
+        keep_bytes: see :func:`~areal.utils.functional.logprobs.head_outputs`.
+        options: arguments of both :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits``.
+    """
+
+    def __init__(self, weight: Callable[[], Tensor], *, keep_bytes: int | None, **options: Any) -> None:
+        self._weight, self._keep_bytes, self._options = weight, keep_bytes, options
+
+    def logits(self, hidden: Tensor, temperature: float | Tensor) -> Tensor:
+        return logits(hidden, self._weight(), temperature=temperature, **self._options)
+
+    def outputs(self, hidden: Tensor, targets: Tensor | None, **requested: Any) -> HeadOutputs:
+        return head_outputs(hidden, self._weight(), targets, keep_bytes=self._keep_bytes, **requested, **self._options)
+
+
+class OwnHead:
+    """The head of a model as its own forward computes it: everything after the decoder.
+
+    Chunks of hidden states replace the output of the decoder, and the model's forward computes their logits. The backward
+    recomputes them, so that the logits of one chunk exist at a time.
+
+    Args:
+        hf: the model.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self._hf = hf
+
+    @torch.no_grad()
+    def vocab_size(self, rows: int) -> int:
+        """Return the number of logits of a token, which may be fewer than the ``rows`` of the weight."""
+        like = self._hf.get_output_embeddings().weight
+        width = self._hf.config.get_text_config().hidden_size
+        return min(rows, self.logits(like.new_zeros(1, width), 1.0).shape[1])
+
+    def logits(self, hidden: Tensor, temperature: float | Tensor) -> Tensor:
+        # The ids are those of no token: the decoder, which would read them, is replaced.
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        with _decoder_returns(self._hf, hidden[None]):
+            z = self._hf(input_ids=ids, use_cache=False).logits[0]
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        scale = temperature.detach().unsqueeze(1) if isinstance(temperature, Tensor) else temperature
+        return z / scale
+
+    def outputs(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None,
+        *,
+        temperature: float | Tensor,
+        entropy: bool,
+        topk: int | None,
+    ) -> HeadOutputs:
+        # Without tokens, a dummy token takes part: all ranks must use the same parameters.
+        n_tokens, dummies = len(hidden), max(0, 1 - len(hidden))
+        hidden = torch.cat([hidden, hidden.new_zeros(dummies, hidden.shape[1])])
+        if targets is not None:
+            targets = torch.cat([targets, targets.new_full((dummies, *targets.shape[1:]), IGNORE_INDEX)])
+        scale = temperature if isinstance(temperature, Tensor) else hidden.new_full((len(hidden),), temperature)
+        scale = torch.cat([scale, scale.new_ones(len(hidden) - len(scale))]).detach()
+
+        # Chunk by chunk; the backward computes the logits of a chunk again.
+        chunks = []
+        for start in range(0, len(hidden), _CHUNK_TOKENS):
+            rows = slice(start, start + _CHUNK_TOKENS)
+            picked = None if targets is None else targets[rows]
+            chunks.append(
+                checkpoint(self._chunk, hidden[rows], picked, scale[rows], entropy, topk, use_reentrant=False)
+            )
+        logprobs, entropies, best, best_ids = (
+            torch.cat(tensors)[:n_tokens] if tensors[0] is not None else None for tensors in zip(*chunks, strict=True)
+        )
+        most_likely = None if best is None or best_ids is None else TopKOutput(best, best_ids)
+        return HeadOutputs(logprobs, entropies, most_likely)
+
+    def _chunk(
+        self, hidden: Tensor, targets: Tensor | None, temperature: Tensor, entropy: bool, topk: int | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Return log-probs, entropy, top-k and their ids of a chunk of tokens."""
+        logp = self.logits(hidden, temperature).log_softmax(-1)
+        best = logp.topk(topk, dim=-1) if topk else (None, None)
+        entropies = -(logp.exp() * logp).sum(-1) if entropy else None
+        if targets is None:
+            return None, entropies, *best
+        # A target outside the vocabulary gets NaN, as in the linear head.
+        known = (targets >= 0) & (targets < logp.shape[1])
+        ids = targets.masked_fill(~known, 0).view(len(logp), -1)
+        picked = logp.gather(1, ids).view(targets.shape)
+        picked = picked.masked_fill(~known, torch.nan).masked_fill(targets == IGNORE_INDEX, 0.0)
+        return picked, entropies, *best
+
+
+class _DecoderOutput(BaseModelOutputWithPastAndCrossAttentions):
+    """The output of a decoder that has only hidden states. Everything else that a model may read is ``None``."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def _decoder_returns(hf: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
+    """Make the decoder of a model return these hidden states, for any input."""
+    decoder = decoder_of(hf)
+    result = _DecoderOutput(last_hidden_state=hidden)
+    outer = vars(decoder).get("forward")
+    decoder.forward = lambda *args, **options: result  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del decoder.forward
+        if outer is not None:
+            decoder.forward = outer  # type: ignore[method-assign]
