@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -24,9 +25,10 @@ from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
-from areal.utils.distributed import ControlPlane, init_default_group
+from areal.utils.distributed import ControlPlane, EngineLostError, init_default_group
 from areal.utils.dtensor import local_part
-from areal.utils.mesh import build_batch_mesh, describe_mesh, destroy_groups
+from areal.utils.group_set import GroupSet
+from areal.utils.mesh import build_batch_mesh, describe_mesh, release_groups
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
 from areal.utils.seeding import seed_everything
@@ -74,7 +76,8 @@ class EngineState(TrainEngine):
         self._last_stage = self.dims.pp - 1  # pipeline rank of the last stage
         self._components: EngineComponents | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
-        self._closers: list[Callable[[], None]] = []  # called in reverse order
+        self._groups = GroupSet()  # process groups that carry tensors
+        self._closers: list[Callable[[], None]] = []  # release references to them; called in reverse order
         self._started = False
         self._onloaded = 0  # bytes brought back for the current step
 
@@ -88,9 +91,13 @@ class EngineState(TrainEngine):
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         # Process groups that this engine alone uses.
-        self.control, self._started = ControlPlane(), True
-        self.mesh = build_batch_mesh(self.dims, self.device.type)
-        self._closers = [functools.partial(destroy_groups, self.mesh)]
+        self._groups = GroupSet(self.config.collective_timeout)
+        self.control = ControlPlane(
+            groups=self._groups, timeout=self.config.control_timeout, silence=self.config.heartbeat_timeout
+        )
+        self._started = True
+        self.mesh = build_batch_mesh(self.dims, self.device.type, self._groups)
+        self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
@@ -112,7 +119,7 @@ class EngineState(TrainEngine):
 
     def destroy(self) -> None:
         try:
-            if self._components is not None:
+            if self._components is not None and self.control.verdict is None:
                 self._components.checkpointer.wait()
         finally:
             if self._closers:
@@ -122,17 +129,53 @@ class EngineState(TrainEngine):
 
     def _teardown(self, why: str) -> None:
         """Release the components, and close the process groups. The error of later calls says ``why``."""
-        if self._components is not None:
-            self._components.close()
-        self._components, self._unusable = None, why
+        # After a fault, cleaning up may meet the same error again.
+        ended = self.control.verdict is not None
+        quietly = functools.partial(contextlib.suppress, *([Exception] if ended else []))
+        if ended:
+            self._groups.abort()
+        components, self._components, self._unusable = self._components, None, why
+        if components is not None:
+            with quietly():
+                components.close()
+        del components
         # Groups are in reference cycles, and their connections close with the last reference.
         gc.collect()
         while self._closers:
-            self._closers.pop()()
+            with quietly():
+                self._closers.pop()()
+        with quietly():
+            self._groups.close()
         gc.collect()
-        platform.empty_cache(self.device)
+        with quietly():
+            platform.empty_cache(self.device)
+
+    def _teardown_after_fault(self) -> None:
+        """Release everything after a fault that has ended the engine on all ranks."""
+        if self._components is not None:
+            self._teardown(str(self.control.verdict))
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """Context of work that other ranks wait for: an error inside ends the engine on every rank.
+
+        On a single rank, the error is raised as it is, unless the device is lost.
+        """
+        try:
+            yield
+        except EngineLostError:
+            raise
+        except Exception as error:
+            final = platform.is_device_lost(error)
+            if self.dims.world_size == 1 and not final:
+                raise
+            lost = self.control.fail(error, final=final)
+            self._teardown_after_fault()
+            raise lost from error
 
     def _require_components(self) -> EngineComponents:
+        if self._started and self.control.verdict is not None:
+            self._teardown_after_fault()
         if self._components is None:
             raise RuntimeError(f"the engine cannot be used: {self._unusable}")
         return self._components
@@ -218,7 +261,8 @@ class EngineState(TrainEngine):
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""
         memory = self._require_components().memory
-        self._onloaded += memory.onload(params=True, grads=grads, optimizer=optimizer)
+        with self._ending_on_error():
+            self._onloaded += memory.onload(params=True, grads=grads, optimizer=optimizer)
 
     # ---- the optimizer's settings
 
