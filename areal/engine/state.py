@@ -104,7 +104,8 @@ class EngineState(TrainEngine):
 
         # The model, the optimizer and the other components. A failure on one rank raises on all.
         def build() -> str:
-            self._components = self._build(spec)
+            with self._ending_on_error("the engine was not built"):
+                self._components = self._build(spec)
             logs = self.control.rank == 0 and logger.isEnabledFor(logging.INFO)
             return self._applied() if logs else ""
 
@@ -156,20 +157,24 @@ class EngineState(TrainEngine):
             self._teardown(str(self.control.verdict))
 
     @contextlib.contextmanager
-    def _ending_on_error(self) -> Iterator[None]:
+    def _ending_on_error(self, note: str = "") -> Iterator[None]:
         """Context of work that other ranks wait for: an error inside ends the engine on every rank.
 
-        On a single rank, the error is raised as it is, unless the device is lost.
+        A ``ValueError`` is raised as it is: arguments are checked before any communication. On a single rank this holds for all errors,
+        unless the device is lost.
+
+        Args:
+            note: text to add to the error.
         """
         try:
             yield
-        except EngineLostError:
+        except (EngineLostError, ValueError):
             raise
         except Exception as error:
             final = platform.is_device_lost(error)
             if self.dims.world_size == 1 and not final:
                 raise
-            lost = self.control.fail(error, final=final)
+            lost = self.control.fail(error, final=final, note=note)
             self._teardown_after_fault()
             raise lost from error
 

@@ -81,17 +81,18 @@ class ControlPlane:
     def verdict(self) -> Verdict | None:
         return self._own_verdict or (self._watch.verdict if self._watch else None)
 
-    def fail(self, error: BaseException, *, final: bool) -> EngineLostError:
+    def fail(self, error: BaseException, *, final: bool, note: str = "") -> EngineLostError:
         """End the engine on every rank, because an error has left this rank out of step with the others. Not collective.
 
         Args:
             final: the process cannot use its device any more.
+            note: text to add to that of the error.
 
         Returns:
             The error to raise: the same on every rank, and that of another rank if it failed first.
         """
         way_out = "restart the process, whose device is in an error state" if final else "make another"
-        text = _text(error)
+        text = f"{_text(error)}; {note}" if note else _text(error)
         verdict = Verdict(f"rank {self.rank}: {text}" if self.size > 1 else text, way_out)
         self._own_verdict = self._watch.post(verdict) if self._watch else verdict
         return _as_error(self._own_verdict)

@@ -123,7 +123,8 @@ class FaultWatch:
         self._closing = True
         self._notify()
         self._thread.join(2 * _SEND)
-        for each in (*(link.socket for link in self._links), self._waker, self._woken, self._selector):
+        self._selector.close()
+        for each in (*(link.socket for link in self._links), self._waker, self._woken):
             each.close()
 
     # ---- connections
