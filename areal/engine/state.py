@@ -179,8 +179,10 @@ class EngineState(TrainEngine):
             raise lost from error
 
     def _require_components(self) -> EngineComponents:
-        if self._started and self.control.verdict is not None:
+        # The fault of another rank may have come between calls. It is raised once, like a fault in a call.
+        if self._components is not None and self.control.verdict is not None:
             self._teardown_after_fault()
+            self.control.require_usable()
         if self._components is None:
             raise RuntimeError(f"the engine cannot be used: {self._unusable}")
         return self._components

@@ -81,6 +81,11 @@ class ControlPlane:
     def verdict(self) -> Verdict | None:
         return self._own_verdict or (self._watch.verdict if self._watch else None)
 
+    def require_usable(self) -> None:
+        """Raise :class:`EngineLostError` if a fault has ended the engine. Not collective."""
+        if self.verdict is not None:
+            raise _as_error(self.verdict)
+
     def fail(self, error: BaseException, *, final: bool, note: str = "") -> EngineLostError:
         """End the engine on every rank, because an error has left this rank out of step with the others. Not collective.
 
@@ -108,7 +113,7 @@ class ControlPlane:
         """
         if self.size == 1:
             return [value]
-        self._require_usable()
+        self.require_usable()
         values: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(values, value, group=self._group)
@@ -128,7 +133,7 @@ class ControlPlane:
         """
         if not sends and not receives:
             return
-        self._require_usable()
+        self.require_usable()
         works: list[Any] = []
         try:
             works += [dist.isend(tensor, group=self._group, group_dst=rank) for tensor, rank in sends]
@@ -201,10 +206,6 @@ class ControlPlane:
             self._watch.close()
             self._groups.close()
         self._group = self._watch = None
-
-    def _require_usable(self) -> None:
-        if self.verdict is not None:
-            raise _as_error(self.verdict)
 
     def _after_failure(self, error: BaseException) -> EngineLostError:
         """Return the error to raise after an exchange has failed."""

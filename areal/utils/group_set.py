@@ -67,7 +67,7 @@ class GroupSet:
             if self._aborted:
                 return
             self._aborted = True
-            _abort(self._groups)
+            _abort(list(self._groups))
             for connection in self._connections():
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
