@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import areal.tests.mutants.faults
 import areal.tests.mutants.lora
 import areal.tests.mutants.moe
 import areal.tests.mutants.options
