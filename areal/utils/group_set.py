@@ -1,7 +1,7 @@
 """Process groups that are closed together: destroyed at the end of an engine, or aborted after a fault.
 
 ``destroy_process_group`` waits for pending collectives, which never complete after a fault. ``abort`` does not wait, and wakes threads that
-wait in a collective. Gloo has no abort: the connections of its groups are shut down instead, with the same effect.
+wait in a collective. Gloo does not support it: the connections of its groups are shut down instead, with the same effect.
 """
 
 from __future__ import annotations

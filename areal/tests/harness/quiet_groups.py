@@ -68,14 +68,14 @@ class _QuietGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())
         self.inner, self.blocking = inner, blocking
         self.aborted = threading.Event()
-        self.pending = 0
+        self.pending: set[Future[Any]] = set()
 
     def start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         future: Future[Any] = Future()
-        self.pending += 1
+        self.pending.add(future)
         work = None
         with contextlib.suppress(RuntimeError):
-            work = None if _fault.exists() else getattr(self.inner, name)(*args, **kwargs)
+            work = None if self.failed() else getattr(self.inner, name)(*args, **kwargs)
         threading.Thread(target=self.finish, args=(work, future), daemon=True).start()
         return _create_work_from_future(future)
 
@@ -83,10 +83,10 @@ class _QuietGroup(dist.ProcessGroup):
         done = threading.Event()
         if work is not None:
             threading.Thread(target=_wait, args=(work, done), daemon=True).start()
-        while not done.wait(_POLL) and not _fault.exists():
+        while not done.wait(_POLL) and not self.failed():
             pass
-        if done.is_set() and not _fault.exists():
-            self.pending -= 1
+        if done.is_set() and not self.failed():
+            self.pending.discard(future)
             future.set_result(None)
         elif not self.blocking:
             future.set_result(None)
@@ -96,6 +96,10 @@ class _QuietGroup(dist.ProcessGroup):
             future.set_exception(
                 AssertionError("a collective waited for a peer that has failed, and was never aborted")
             )
+
+    def failed(self) -> bool:
+        """Return whether a peer may be missing in a collective."""
+        return self.size() > 1 and _fault.exists()
 
     def abort(self) -> None:
         self.aborted.set()

@@ -67,7 +67,7 @@ def gloo_is_not_aborted(right: Function) -> Function:
     ENGINE + "test_error_before_the_first_forward_is_the_one_that_is_raised[w1-fsdp:d1]",
 )
 def reset_before_the_first_forward(right: Function) -> Function:
-    """FSDP is reset although its first forward has not initialized the state."""
+    """FSDP is reset before its first forward, which initializes the state."""
 
     def wrong(model: Any) -> bool:
         model.reset_iter_state()
@@ -137,5 +137,5 @@ def beats_only_with_messages(right: Function) -> Function:
 
 @mutant("areal.utils.group_set:as_timeout", ENGINE + "test_control_timeout_limits_how_late_a_rank_may_be[w2]")
 def control_timeout_without_effect(right: Function) -> Function:
-    """Exchanges between ranks have no limit of time."""
+    """The time of exchanges between ranks is not limited."""
     return lambda seconds: right(None)

@@ -1,6 +1,6 @@
 """A fault on one rank ends the call on all ranks, on every layout, also where collectives never raise, as on NCCL.
 
-Layouts of the numeric grid, but not cells of it: a fault has no float64 reference, needs an engine of its own, and does not depend on objectives,
+Layouts of the numeric grid, but not cells of it: a fault comes without a float64 reference, needs a separate engine, and does not depend on objectives,
 splits or dtypes.
 """
 

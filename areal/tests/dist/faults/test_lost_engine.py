@@ -75,7 +75,7 @@ def lost_device() -> Exception:
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:r2", "megatron:d2"])
 def test_ranks_agree_after_the_model_failed_in_a_forward_on_one_rank(backend: str) -> None:
-    """A forward of replicas has no collective: the other rank learns of the fault from the agreement alone."""
+    """A forward of replicas runs without collectives: the other rank learns of the fault from the agreement alone."""
     with started(backend) as engine:
         batch = local_batch(engine, global_batch())
         fails = mock.patch.object(type(engine), "_forward_compute_mb", failing(no_memory()))
