@@ -11,6 +11,7 @@ A connection that closes, or is silent for too long, is a lost rank. The beats c
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import secrets
@@ -79,7 +80,7 @@ class FaultWatch:
         self._posted: deque[Verdict] = deque()
         self._held: Verdict | None = None
         self._held_since = 0.0
-        self._closing = self._ended = False
+        self._closing = self._exiting = self._ended = False
         # Connect before the thread starts, so that no connection is made in the background.
         self._links = self._accept_all(gather, address) if rank == 0 else self._connect(gather)
         self._selector = selectors.DefaultSelector()
@@ -89,6 +90,7 @@ class FaultWatch:
             self._selector.register(link.socket, selectors.EVENT_READ, link)
         self._thread = threading.Thread(target=self._serve, name=f"fault watch of rank {rank}", daemon=True)
         self._thread.start()
+        atexit.register(self._stop_at_exit)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -120,6 +122,7 @@ class FaultWatch:
 
     def close(self) -> None:
         """Tell the other ranks that this one leaves, and end the thread."""
+        atexit.unregister(self._stop_at_exit)
         self._closing = True
         self._notify()
         self._thread.join(2 * _SEND)
@@ -201,7 +204,14 @@ class FaultWatch:
                 self._end(self._held)
         if self._held is not None:
             self._end(self._held)
-        self._leave()
+        if not self._exiting:
+            self._leave()
+
+    def _stop_at_exit(self) -> None:
+        """End the thread before the interpreter ends: it must not abort groups meanwhile. The other ranks see a rank that is gone."""
+        self._exiting = self._closing = True
+        self._notify()
+        self._thread.join(_GRACE)
 
     def _report(self, fault: Verdict) -> None:
         """Send a fault to rank 0. Rank 0 holds the first one for a moment: its cause may be a rank that is lost, which comes next."""

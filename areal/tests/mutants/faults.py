@@ -10,7 +10,6 @@ from areal.tests.mutants.planting import Function, mutant
 
 ENGINE = "dist/faults/test_lost_engine.py::"
 LAYOUT = "dist/faults/test_every_layout.py::test_fault_on_one_rank_ends_the_call_on_every_rank[{}]"
-LOST = "dist/faults/test_lost_ranks.py::test_surviving_ranks_name_the_dead_rank[{}]"
 
 
 @mutant(
@@ -117,14 +116,12 @@ def fault_is_kept_for_itself(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.utils.fault_watch:FaultWatch._read", LOST.format("die_in_a_loss-0-SIGSTOP"))
+@mutant("areal.utils.fault_watch:FaultWatch.__init__", ENGINE + "test_rank_without_a_sign_of_life_is_lost[w2]")
 def silence_is_not_noticed(right: Function) -> Function:
     """A rank without a sign of life is waited for."""
 
-    def wrong(self: Any, link: Any, now: float) -> bool:
-        alive = right(self, link, now)
-        link.seen = float("inf")
-        return alive
+    def wrong(self: Any, rank: int, size: int, gather: Any, address: str, silence: float, on_verdict: Any) -> None:
+        right(self, rank, size, gather, address, 1e6, on_verdict)
 
     return wrong
 

@@ -21,9 +21,9 @@ from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.registry import create_engine
 from areal.tests.harness.tiny import config, global_batch, layouts, local_batch, loss, process_groups, started
 from areal.tests.harness.world import world
-from areal.utils import group_set, platform
+from areal.utils import fault_watch, group_set, platform
 from areal.utils.data import BatchPlan
-from areal.utils.distributed import ControlPlane, EngineLostError
+from areal.utils.distributed import ControlPlane, EngineLostError, RankLostError
 from areal.utils.group_set import GroupSet
 
 GUILTY = 1
@@ -198,7 +198,7 @@ def test_groups_are_aborted_after_a_fault_and_destroyed_otherwise(backend: str) 
 def test_abort_wakes_a_thread_that_waits_in_a_collective() -> None:
     groups = GroupSet()
     with groups.creating():
-        group = dist.new_group(backend="gloo", timeout=timedelta(minutes=5))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=7))
     if world().rank == 0:
         threading.Timer(0.5, groups.abort).start()
         start = time.monotonic()
@@ -219,7 +219,24 @@ def test_rank_that_lives_is_waited_for() -> None:
     with started("fsdp:d2", heartbeat_timeout=2.0) as engine:
         if guilty():
             time.sleep(3.5)
-        assert engine.train_batch(local_batch(engine, global_batch()), loss).update_successful
+        try:
+            assert engine.train_batch(local_batch(engine, global_batch()), loss).update_successful
+        except RankLostError as error:
+            pytest.fail(f"a rank that lives was lost: {error}")
+
+
+@pytest.mark.world(2)
+def test_rank_without_a_sign_of_life_is_lost() -> None:
+    """As if the process were stopped: its connections stay open."""
+    control = ControlPlane(silence=2.0, timeout=9.0)
+    with mock.patch.object(fault_watch._Link, "send", return_value=True) if guilty() else nullcontext():
+        start = time.monotonic()
+        while guilty() and control.verdict is None and time.monotonic() - start < 12:
+            time.sleep(0.1)
+        text = raised(lambda: control.gather(1), RankLostError, seconds=12)
+    assert text.startswith("rank 1 of 2 is gone; ")
+    assert time.monotonic() - start < 6
+    control.close()
 
 
 @pytest.mark.world(2)
