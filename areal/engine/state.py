@@ -182,7 +182,8 @@ class EngineState(TrainEngine):
         # The fault of another rank may have come between calls. It is raised once, like a fault in a call.
         if self._components is not None and self.control.verdict is not None:
             self._teardown_after_fault()
-            self.control.require_usable()
+            if not self.control.was_raised:
+                self.control.require_usable()
         if self._components is None:
             raise RuntimeError(f"the engine cannot be used: {self._unusable}")
         return self._components

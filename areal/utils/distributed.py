@@ -45,6 +45,7 @@ class ControlPlane:
     Attributes:
         rank, size: rank of this process among the engine's ranks, and their number.
         verdict: the fault that has ended the engine, or ``None``.
+        was_raised: the verdict has been raised on this rank.
 
     Args:
         alone: a control plane of this process only, without a process group, in a world of any size.
@@ -63,6 +64,7 @@ class ControlPlane:
     ) -> None:
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
+        self.was_raised = False
         self._own_verdict: Verdict | None = None
         self._group, self._watch = None, None
         if self.size == 1:
@@ -84,7 +86,7 @@ class ControlPlane:
     def require_usable(self) -> None:
         """Raise :class:`EngineLostError` if a fault has ended the engine. Not collective."""
         if self.verdict is not None:
-            raise _as_error(self.verdict)
+            raise self._as_error(self.verdict)
 
     def fail(self, error: BaseException, *, final: bool, note: str = "") -> EngineLostError:
         """End the engine on every rank, because an error has left this rank out of step with the others. Not collective.
@@ -100,7 +102,7 @@ class ControlPlane:
         text = f"{_text(error)}; {note}" if note else _text(error)
         verdict = Verdict(f"rank {self.rank}: {text}" if self.size > 1 else text, way_out)
         self._own_verdict = self._watch.post(verdict) if self._watch else verdict
-        return _as_error(self._own_verdict)
+        return self._as_error(self._own_verdict)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, by rank. Collective.
@@ -211,7 +213,11 @@ class ControlPlane:
         """Return the error to raise after an exchange has failed."""
         # Frames refer to the group, and keep its connections open.
         traceback.clear_frames(error.__traceback__)
-        return _as_error(self._watch.after_failure(error)) if self._watch else EngineLostError(str(error))
+        return self._as_error(self._watch.after_failure(error)) if self._watch else EngineLostError(str(error))
+
+    def _as_error(self, verdict: Verdict) -> EngineLostError:
+        self.was_raised = True
+        return (RankLostError if verdict.lost else EngineLostError)(str(verdict))
 
     def _abort(self) -> None:
         """Abort all process groups of the engine, so that no thread waits in one. Called from another thread."""
@@ -228,10 +234,6 @@ class ControlPlane:
             if platform.is_device_lost(error):
                 raise self.fail(error, final=True) from error
             return None, error
-
-
-def _as_error(verdict: Verdict) -> EngineLostError:
-    return (RankLostError if verdict.lost else EngineLostError)(str(verdict))
 
 
 Fault = tuple[bool, str]
