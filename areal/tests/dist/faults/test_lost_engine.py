@@ -174,7 +174,7 @@ def test_error_while_building_on_one_rank_raises_on_every_rank(backend: str) -> 
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:t2"])
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
 def test_groups_are_aborted_after_a_fault_and_destroyed_otherwise(backend: str) -> None:
     """On NCCL, destroy_process_group waits for collectives that never complete."""
     before, threads = process_groups(), threading.active_count()
