@@ -269,6 +269,19 @@ class TrainEngineConfig(StrictConfig):
         default="auto",
         description="Reduce gradients on the last micro-batch of a `call`, or on each, which takes less memory. `auto` chooses by size.",
     )
+    control_timeout: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that a living rank may be late for a call, for example while it generates; None waits without limit.",
+    )
+    collective_timeout: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that one collective on tensors may take; None is torch's default: 10 minutes on NCCL, 30 on gloo.",
+    )
+    heartbeat_timeout: float = Field(
+        default=20.0, ge=2, description="Seconds without a sign of life after which a stopped rank counts as lost."
+    )
     deterministic: bool = Field(
         default=False, description="Use only deterministic kernels; slower on a GPU, see docs/precision-and-memory.md."
     )

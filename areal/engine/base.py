@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,10 @@ from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
 from areal.utils import platform
 from areal.utils.data import BatchPlan, plan_batch
+from areal.utils.distributed import EngineLostError
 from areal.utils.profiling.phase_timer import TimedCall
+
+logger = logging.getLogger(__name__)
 
 _DISCARDED = "all pending gradients were discarded; the engine can be used for the next call"
 
@@ -89,7 +93,7 @@ class BaseTrainEngine(EngineState):
             self._onload_for_step(grads=True, optimizer=True)
             with components.schedule.last_call():
                 step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
-            stats = self.optimizer_step()
+            stats = self._apply_gradients()
             # The slowest rank is the one that the others waited for.
             seconds, timings = max(self.control.gather(call.read()), key=lambda times: times[0])
         return dataclasses.replace(step, **vars(stats), seconds=seconds, timings=timings)
@@ -189,7 +193,8 @@ class BaseTrainEngine(EngineState):
         padded_length = longest if schedule.equal_lengths else None
         # Index tensors that the model needs are copied to the device together with the batch.
         layout = functools.partial(StreamLayout.of, cp=components.context_parallel, rows=components.rows)
-        return plan.build(n_mbs=n_mbs, device=self.device, padded_length=padded_length, layout=layout)
+        with self._ending_on_error():
+            return plan.build(n_mbs=n_mbs, device=self.device, padded_length=padded_length, layout=layout)
 
     # ---- step 2: weights
 
@@ -225,7 +230,7 @@ class BaseTrainEngine(EngineState):
             # A reduction that was complete is not any more, even if this call is interrupted.
             state.set(accumulated=state.accumulated)
 
-        # Run the model. An error of the model may be on this rank alone, while its peers wait in a collective.
+        # Run the model. An error of the model may be on this rank alone, while its peers wait in a collective, or go on without it.
         faults = Faults()
         results: dict[int, Any] = {}
         try:
@@ -233,12 +238,13 @@ class BaseTrainEngine(EngineState):
         except Exception as error:
             faults.break_off(error)
         if faults.broken:
-            self._abort_groups(f"its model failed: {faults.first}")
+            self._end_or_reset(faults)
 
         # Raise the faults of all ranks on every rank, before any collective that only healthy ranks would enter.
         packed = pack_results(results, self._stages, faults)
         self._settle(faults.first, keep=forward_only)
-        results = broadcast_results(results, packed, self._stages, self.device)
+        with self._ending_on_error():
+            results = broadcast_results(results, packed, self._stages, self.device)
         if state is not None:
             state.set(accumulated=True)
         return [results[mb.index] for mb in mbs.real]
@@ -276,37 +282,59 @@ class BaseTrainEngine(EngineState):
 
     # ---- faults of step 3
 
-    def _abort_groups(self, why: str) -> None:
-        """Close the process groups of this rank, so that peers that wait in a collective fail at once too.
+    def _end_or_reset(self, faults: Faults) -> None:
+        """End the engine on all ranks after an error of the model, which leaves them out of step.
 
         On a single rank the model is reset instead, if that is possible.
         """
-        if self.dims.world_size > 1 or not self._require_components().schedule.recover():
-            self._teardown(why)
-        platform.empty_cache(self.device)
+        error = faults.first or RuntimeError("the model failed")
+        if self.dims.world_size == 1 and not faults.final and self._reset_model():
+            return
+        lost = self.control.fail(error, final=faults.final)
+        self._teardown_after_fault()
+        raise lost from error
+
+    def _reset_model(self) -> bool:
+        """Reset the model after a failed micro-batch. Returns False if that is impossible."""
+        try:
+            reset = self._require_components().schedule.recover()
+            platform.empty_cache(self.device)
+        except Exception:
+            logger.exception("the model cannot be reset after an error")
+            return False
+        return reset
 
     def _settle(self, error: Exception | None, *, keep: bool) -> None:
         """Raise on every rank when any rank has an error. Gradients are discarded then, unless ``keep``."""
-        note = ("" if keep else _DISCARDED) if self._components else "the engine cannot be used any more: make another"
         with self._discarding_grads(unless=keep):
-            self.control.settle(error, note)
+            self.control.settle(error, "" if keep else _DISCARDED)
 
     @contextlib.contextmanager
     def _discarding_grads(self, *, unless: bool) -> Iterator[None]:
-        """Discard incomplete gradients after an error inside."""
+        """Discard incomplete gradients after an error inside, and everything if the error has ended the engine."""
         try:
             yield
+        except EngineLostError:
+            self._teardown_after_fault()
+            raise
         except Exception:
-            if self._components is not None and not unless:
+            if not unless:
                 self.zero_grad()
             raise
 
     # ---- optimizer
 
     def optimizer_step(self) -> OptimStats:
+        stats = self._apply_gradients()
+        # Return only if all ranks have taken the step.
+        self.control.gather(None)
+        return stats
+
+    def _apply_gradients(self) -> OptimStats:
         optimizer = self._require_optimizer()
-        self._reduced_components().memory.onload(params=True, grads=True, optimizer=True)
-        with self.timer.phase("optimizer"):
+        components = self._reduced_components()
+        with self._ending_on_error(), self.timer.phase("optimizer"):
+            components.memory.onload(params=True, grads=True, optimizer=True)
             stats = optimizer.step()
             self.zero_grad()
         return stats
@@ -317,8 +345,8 @@ class BaseTrainEngine(EngineState):
         if not state.accumulated:
             raise RuntimeError("no gradient is pending: call forward_backward() first")
         if not state.reduced:
-            components.memory.onload(params=False, grads=True, optimizer=False)
-            with self.timer.phase("reduce"):
+            with self._ending_on_error(), self.timer.phase("reduce"):
+                components.memory.onload(params=False, grads=True, optimizer=False)
                 # The gradients of adapters are reduced alike on all engines.
                 if components.adapters is None:
                     self._finalize_grads()

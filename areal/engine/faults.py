@@ -23,12 +23,14 @@ class Faults:
     Attributes:
         first: first error, or ``None``.
         broken: the model failed, so that this rank is out of step with its peers.
+        final: this process cannot use its device any more.
         current_mb: micro-batch that the model is running.
     """
 
     def __init__(self) -> None:
         self.first: Exception | None = None
         self.broken = False
+        self.final = False
         self.current_mb: MicroBatch | None = None
 
     @contextlib.contextmanager
@@ -38,12 +40,15 @@ class Faults:
             yield
         except Exception as error:
             self.first = error
+            self.final = platform.is_device_lost(error)
+            self.broken = self.broken or self.final
 
     def break_off(self, error: Exception) -> None:
         """Store an error of the model."""
         # Its frames refer to activations and process groups.
         traceback.clear_frames(error.__traceback__)
         self.broken = True
+        self.final = self.final or platform.is_device_lost(error)
         self.first = self.first or locate(error, self.current_mb)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -25,9 +26,10 @@ from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
-from areal.utils.distributed import ControlPlane, init_default_group
+from areal.utils.distributed import ControlPlane, EngineLostError, init_default_group
 from areal.utils.dtensor import local_part
-from areal.utils.mesh import build_batch_mesh, describe_mesh, destroy_groups
+from areal.utils.group_set import GroupSet
+from areal.utils.mesh import build_batch_mesh, describe_mesh, release_groups
 from areal.utils.placement import check_separate
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
@@ -76,7 +78,8 @@ class EngineState(TrainEngine):
         self._last_stage = self.dims.pp - 1  # pipeline rank of the last stage
         self._components: EngineComponents | None = None
         self._unusable = "it is not initialized: call initialize(FinetuneSpec(...))"
-        self._closers: list[Callable[[], None]] = []  # called in reverse order
+        self._groups = GroupSet()  # process groups that carry tensors
+        self._closers: list[Callable[[], None]] = []  # release references to them; called in reverse order
         self._started = False
         self._device_memory = 0  # bytes of the smallest device of all ranks
         self._moved: Counter[str] = Counter()  # bytes moved since the last step, by name of the metric
@@ -93,10 +96,14 @@ class EngineState(TrainEngine):
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         # Process groups that this engine alone uses.
-        self.control, self._started = ControlPlane(), True
+        self._groups = GroupSet(self.config.collective_timeout)
+        self.control = ControlPlane(
+            groups=self._groups, timeout=self.config.control_timeout, silence=self.config.heartbeat_timeout
+        )
+        self._started = True
         check_separate(self.control.gather(platform.gpu_uuid(self.device)), platform.collective_backend())
-        self.mesh = build_batch_mesh(self.dims, self.device.type)
-        self._closers = [functools.partial(destroy_groups, self.mesh)]
+        self.mesh = build_batch_mesh(self.dims, self.device.type, self._groups)
+        self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
         self._sync = StepSync(self.control, self.mesh, self._last_stage)
         seed_everything(self.config.seed + self.dp_rank)
@@ -105,7 +112,8 @@ class EngineState(TrainEngine):
 
         # The model, the optimizer and the other components. A failure on one rank raises on all.
         def build() -> str:
-            self._components = self._build(spec)
+            with self._ending_on_error("the engine was not built"):
+                self._components = self._build(spec)
             logs = self.control.rank == 0 and logger.isEnabledFor(logging.INFO)
             return self._applied() if logs else ""
 
@@ -120,7 +128,7 @@ class EngineState(TrainEngine):
 
     def destroy(self) -> None:
         try:
-            if self._components is not None:
+            if self._components is not None and self.control.verdict is None:
                 self._components.checkpointer.wait()
         finally:
             if self._closers:
@@ -130,18 +138,61 @@ class EngineState(TrainEngine):
 
     def _teardown(self, why: str) -> None:
         """Release the components, and close the process groups. The error of later calls says ``why``."""
-        if self._components is not None:
-            self._components.close()
-        self._components, self._unusable = None, why
+        # After a fault, cleaning up may meet the same error again.
+        ended = self.control.verdict is not None
+        quietly = functools.partial(contextlib.suppress, *([Exception] if ended else []))
+        if ended:
+            self._groups.abort()
+        components, self._components, self._unusable = self._components, None, why
+        if components is not None:
+            with quietly():
+                components.close()
+        del components
         # Groups are in reference cycles, and their connections close with the last reference.
         gc.collect()
         while self._closers:
-            self._closers.pop()()
+            with quietly():
+                self._closers.pop()()
+        with quietly():
+            self._groups.close()
         gc.collect()
-        platform.empty_cache(self.device)
-        platform.empty_host_cache(self.device)
+        with quietly():
+            platform.empty_cache(self.device)
+            platform.empty_host_cache(self.device)
+
+    def _teardown_after_fault(self) -> None:
+        """Release everything after a fault that has ended the engine on all ranks."""
+        if self._components is not None:
+            self._teardown(str(self.control.verdict))
+
+    @contextlib.contextmanager
+    def _ending_on_error(self, note: str = "") -> Iterator[None]:
+        """Context of work that other ranks wait for: an error inside ends the engine on every rank.
+
+        A ``ValueError`` is raised as it is: arguments are checked before any communication. On a single rank this holds for all errors,
+        unless the device is lost.
+
+        Args:
+            note: text to add to the error.
+        """
+        try:
+            yield
+        except (EngineLostError, ValueError):
+            raise
+        except Exception as error:
+            final = platform.is_device_lost(error)
+            if self.dims.world_size == 1 and not final:
+                raise
+            lost = self.control.fail(error, final=final, note=note)
+            self._teardown_after_fault()
+            raise lost from error
 
     def _require_components(self) -> EngineComponents:
+        # The fault of another rank may have come between calls. It is raised once, like a fault in a call.
+        if self._components is not None and self.control.verdict is not None:
+            self._teardown_after_fault()
+            if not self.control.was_raised:
+                self.control.require_usable()
         if self._components is None:
             raise RuntimeError(f"the engine cannot be used: {self._unusable}")
         return self._components
@@ -236,7 +287,8 @@ class EngineState(TrainEngine):
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""
         memory = self._require_components().memory
-        self._moved["onloaded_bytes"] += memory.onload(params=True, grads=grads, optimizer=optimizer)
+        with self._ending_on_error():
+            self._moved["onloaded_bytes"] += memory.onload(params=True, grads=grads, optimizer=optimizer)
 
     # ---- the optimizer's settings
 

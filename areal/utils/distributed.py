@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from areal.utils import platform
+from areal.utils.fault_watch import FaultWatch, Verdict
+from areal.utils.group_set import GroupSet, as_timeout
 from areal.utils.placement import VisibleGPUs, exchange, place
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_ROLL_CALL = timedelta(seconds=15)
+
+class EngineLostError(RuntimeError):
+    """A fault has left the ranks of an engine out of step, so that none of them can use it any more. Raised on every rank."""
 
 
-class RankLostError(RuntimeError):
+class RankLostError(EngineLostError):
     """A rank died or does not answer."""
 
 
@@ -52,21 +54,70 @@ def init_default_group() -> None:
 class ControlPlane:
     """Exchanges small Python values between all ranks of an engine, on the host, over process groups that no tensor of the model uses.
 
-    An error on one rank is raised on all ranks. A dead rank raises :class:`RankLostError` with its number, without a timeout.
+    An error on one rank is raised on all ranks. A rank that dies or stops raises :class:`RankLostError` with its number on all others, and
+    :meth:`fail` raises :class:`EngineLostError`: both at once, also where a rank waits in a collective.
 
     Attributes:
         rank, size: rank of this process among the engine's ranks, and their number.
+        verdict: the fault that has ended the engine, or ``None``.
+        was_raised: the verdict has been raised on this rank.
 
     Args:
         alone: a control plane of this process only, without a process group, in a world of any size.
+        groups: process groups that carry the engine's tensors. They are aborted when the engine ends by a fault.
+        timeout: seconds that a rank may be late for an exchange. Defaults to no limit: a rank that lives is waited for.
+        silence: seconds without a sign of life after which a rank is lost.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        alone: bool = False,
+        groups: GroupSet | None = None,
+        timeout: float | None = None,
+        silence: float = 20.0,
+    ) -> None:
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
-        self._roll = dist.new_group(backend="gloo") if self.size > 1 else None  # for the roll call alone
-        self._lost: str | None = None  # the message, once a rank was lost
+        self.was_raised = False
+        self._own_verdict: Verdict | None = None
+        self._group, self._watch = None, None
+        if self.size == 1:
+            return
+        self._data_groups, self._groups = groups or GroupSet(), GroupSet()
+        with self._groups.creating():
+            self._group = dist.new_group(backend="gloo", timeout=as_timeout(timeout))
+        address = self._groups.address()
+        try:
+            self._watch = FaultWatch(self.rank, self.size, self.gather, address, silence, self._abort)
+        except Exception:
+            self._groups.close()
+            raise
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self._own_verdict or (self._watch.verdict if self._watch else None)
+
+    def require_usable(self) -> None:
+        """Raise :class:`EngineLostError` if a fault has ended the engine. Not collective."""
+        if self.verdict is not None:
+            raise self._as_error(self.verdict)
+
+    def fail(self, error: BaseException, *, final: bool, note: str = "") -> EngineLostError:
+        """End the engine on every rank, because an error has left this rank out of step with the others. Not collective.
+
+        Args:
+            final: the process cannot use its device any more.
+            note: text to add to that of the error.
+
+        Returns:
+            The error to raise: the same on every rank, and that of another rank if it failed first.
+        """
+        way_out = "restart the process, whose device is in an error state" if final else "make another"
+        text = f"{_text(error)}; {note}" if note else _text(error)
+        verdict = Verdict(f"rank {self.rank}: {text}" if self.size > 1 else text, way_out)
+        self._own_verdict = self._watch.post(verdict) if self._watch else verdict
+        return self._as_error(self._own_verdict)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, by rank. Collective.
@@ -75,17 +126,16 @@ class ControlPlane:
             value: any picklable object.
 
         Raises:
-            RankLostError: a rank died; names it.
+            EngineLostError: a rank died, or failed; names it.
         """
         if self.size == 1:
             return [value]
-        if self._lost is not None:
-            raise RankLostError(self._lost)
+        self.require_usable()
         values: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(values, value, group=self._group)
         except Exception as error:
-            raise self._call_the_roll(error) from None
+            raise self._after_failure(error) from None
         return values
 
     def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
@@ -96,12 +146,11 @@ class ControlPlane:
             receives: tensors to fill with the ranks that send them. Contiguous, on the CPU.
 
         Raises:
-            RankLostError: a rank died; names it.
+            EngineLostError: a rank died, or failed; names it.
         """
         if not sends and not receives:
             return
-        if self._lost is not None:
-            raise RankLostError(self._lost)
+        self.require_usable()
         works: list[Any] = []
         try:
             works += [dist.isend(tensor, group=self._group, group_dst=rank) for tensor, rank in sends]
@@ -111,7 +160,7 @@ class ControlPlane:
         except Exception as error:
             work = None
             works.clear()  # pending works keep the group open
-            raise self._call_the_roll(error) from None
+            raise self._after_failure(error) from None
 
     def attempt(self, fn: Callable[[], _T], note: str = "") -> _T:
         """Call ``fn`` on this rank, and raise on every rank when it raised on any. Collective.
@@ -126,7 +175,7 @@ class ControlPlane:
         Raises:
             ValueError, RuntimeError: as in :meth:`settle`.
         """
-        result, error = _call(fn)
+        result, error = self._call(fn)
         try:
             self.settle(error, note)
             return cast(_T, result)
@@ -145,7 +194,7 @@ class ControlPlane:
         Raises:
             ValueError, RuntimeError: as in :meth:`settle`.
         """
-        result, error = _call(fn)
+        result, error = self._call(fn)
         try:
             answers = self.gather((as_fault(error), result))
             raise_together([fault for fault, _ in answers], error, note)
@@ -163,51 +212,43 @@ class ControlPlane:
             ValueError: all errors are ``ValueError``. The text names the ranks and the error of each.
             RuntimeError: any error is of another type.
         """
+        if platform.is_device_lost(error):
+            raise self.fail(cast(BaseException, error), final=True) from error
         raise_together(self.gather(as_fault(error)), error, note)
 
     def close(self) -> None:
-        """Close the process groups."""
-        for group in (self._group, self._roll):
-            if group is not None and self._lost is None:
-                dist.destroy_process_group(group)
-        self._group = self._roll = None
+        """Close the process groups, and the connections over which ranks watch each other."""
+        if self._watch is not None:
+            self._own_verdict = self.verdict
+            self._watch.close()
+            self._groups.close()
+        self._group = self._watch = None
 
-    def _call_the_roll(self, error: BaseException) -> RankLostError:
-        """Find the ranks that are lost, and return the error to raise."""
-        # Close the broken group and its connections, so that every survivor fails too and joins this roll call.
+    def _after_failure(self, error: BaseException) -> EngineLostError:
+        """Return the error to raise after an exchange has failed."""
+        # Frames refer to the group, and keep its connections open.
         traceback.clear_frames(error.__traceback__)
-        dist.destroy_process_group(self._group)
-        self._group = None
-        gc.collect()
-        # Exchange a message with each peer alone: a failed collective does not say which peer is dead.
-        lost = [peer for peer in range(self.size) if peer != self.rank and not self._answers(peer)]
-        names = ", ".join(map(str, lost)) or "unknown"
-        self._lost = (
-            f"rank {names} of {self.size} is gone; the engine cannot be used any more: "
-            "restart the job from its last checkpoint"
-        )
-        return RankLostError(self._lost)
+        return self._as_error(self._watch.after_failure(error)) if self._watch else EngineLostError(str(error))
 
-    def _answers(self, peer: int) -> bool:
+    def _as_error(self, verdict: Verdict) -> EngineLostError:
+        self.was_raised = True
+        return (RankLostError if verdict.lost else EngineLostError)(str(verdict))
+
+    def _abort(self) -> None:
+        """Abort all process groups of the engine, so that no thread waits in one. Called from another thread."""
+        self._groups.abort()
+        self._data_groups.abort()
+
+    def _call(self, fn: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+        """Return the result of ``fn``, or the error that it raised. Ends the engine if the device is lost."""
         try:
-            works = [
-                dist.isend(torch.zeros(1), group=self._roll, group_dst=peer),
-                dist.irecv(torch.zeros(1), group=self._roll, group_src=peer),
-            ]
-            for work in works:
-                if work is not None:
-                    work.wait(_ROLL_CALL)
-        except RuntimeError:
-            return False
-        return True
-
-
-def _call(fn: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Return the result of ``fn``, or the error that it raised."""
-    try:
-        return fn(), None
-    except Exception as error:
-        return None, error
+            return fn(), None
+        except EngineLostError:
+            raise
+        except Exception as error:
+            if platform.is_device_lost(error):
+                raise self.fail(error, final=True) from error
+            return None, error
 
 
 Fault = tuple[bool, str]
@@ -218,8 +259,12 @@ def as_fault(error: BaseException | None) -> Fault | None:
     """Convert an error to the form that is sent between ranks. ``None`` stays ``None``."""
     if error is None:
         return None
+    return isinstance(error, ValueError), _text(error)
+
+
+def _text(error: BaseException) -> str:
     plain = isinstance(error, ValueError) or type(error) is RuntimeError
-    return isinstance(error, ValueError), str(error) if plain else f"{type(error).__name__}: {error}"
+    return str(error) if plain else f"{type(error).__name__}: {error}"
 
 
 def raise_together(faults: list[Fault | None], error: BaseException | None, note: str = "") -> None:

@@ -30,26 +30,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from areal.api.parallel import ParallelDims
 from areal.utils import platform
+from areal.utils.group_set import GroupSet
 
 _mesh_numbers = itertools.count()
 
 
-def build_batch_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+def build_batch_mesh(dims: ParallelDims, device_type: str, groups: GroupSet) -> DeviceMesh:
     """Build the mesh over which batches are split, with axes ``pp, dp, cp, tp``. Collective."""
-    return _build(device_type, {"pp": dims.pp, "dp": dims.dp, "cp": dims.cp, "tp": dims.tp})
+    return _build(device_type, {"pp": dims.pp, "dp": dims.dp, "cp": dims.cp, "tp": dims.tp}, groups)
 
 
-def build_param_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+def build_param_mesh(dims: ParallelDims, device_type: str, groups: GroupSet) -> DeviceMesh:
     """Build the mesh over which parameters are sharded, with axes ``pp, dp_replicate, dp_shard_cp, tp``. Collective."""
     axes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "dp_shard_cp": dims.dp_shard * dims.cp, "tp": dims.tp}
-    return _build(device_type, _numbered(axes))
+    return _build(device_type, _numbered(axes), groups)
 
 
-def build_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+def build_expert_mesh(dims: ParallelDims, device_type: str, groups: GroupSet) -> DeviceMesh:
     """Build the mesh over which experts are spread and sharded, with axes ``pp, dp_replicate, edp, ep``. Collective."""
     shards = dims.dp_shard * dims.cp // dims.ep
     axes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "edp": shards, "ep": dims.ep}
-    return _build(device_type, _numbered(axes))
+    return _build(device_type, _numbered(axes), groups)
 
 
 def submesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
@@ -63,26 +64,21 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     return " ".join(f"{_plain(name)}={n}" for name, n in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def destroy_groups(mesh: DeviceMesh) -> None:
-    """Close the process groups of a mesh. On gloo, a peer that waits in one of them fails at once.
+def release_groups(mesh: DeviceMesh) -> None:
+    """Release the references of a mesh to its process groups, before they are closed.
 
-    The connections of a group close with the last reference to it: release the model and collect garbage before.
+    DTensor's caches may keep a mesh, and from torch 2.13 on a mesh keeps its groups, whose connections close with the last reference.
     """
-    groups = mesh.get_all_groups()
-    # DTensor's caches may keep a mesh, and from torch 2.13 on a mesh keeps its groups.
     getattr(mesh, "_pg_registry", {}).clear()
-    while groups:
-        group = groups.pop()
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
-def _build(device_type: str, axes: dict[str, int]) -> DeviceMesh:
-    """Build a mesh over all ranks. Its process groups are used by nothing else, so that :func:`destroy_groups` can close them."""
+def _build(device_type: str, axes: dict[str, int], groups: GroupSet) -> DeviceMesh:
+    """Build a mesh over all ranks. Its process groups are used by nothing else, and are added to ``groups``, which closes them."""
     ranks = torch.arange(dist.get_world_size()).view(tuple(axes.values()))
     # With a backend by name, an axis over all ranks gets a group instead of the default one, which outlives the engine.
     backends = tuple((platform.collective_backend(), None) for _ in axes) if ranks.numel() > 1 else None
-    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes), backend_override=backends)
+    with groups.creating():
+        return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes), backend_override=backends)
 
 
 def _numbered(axes: dict[str, int]) -> dict[str, int]:

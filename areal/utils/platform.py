@@ -121,6 +121,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
+def is_device_lost(error: BaseException | None) -> bool:
+    """Return whether an error leaves the device unusable for this process: an illegal access, a failed assertion in a kernel, broken memory.
+
+    Every later call to the device raises the same error, until the process is restarted.
+    """
+    while error is not None:
+        if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 # ---- time and memory of a device
 
 

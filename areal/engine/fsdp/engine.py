@@ -47,7 +47,7 @@ from areal.engine.options import MODEL_OPTIONS
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import reshard
-from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, destroy_groups
+from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, release_groups
 
 
 class FSDPEngine(BaseTrainEngine):
@@ -78,12 +78,12 @@ class FSDPEngine(BaseTrainEngine):
         check_sharing(config.mb_spec, packed=not self._rows)
         check_plan(hf_config, self.dims, packed=not self._rows)
         check_pipeline_attention(self.dims, packed=not self._rows)
-        # Meshes, which close after the model is released.
-        param_mesh = build_param_mesh(self.dims, self.device.type)
-        self._closers.append(functools.partial(self._close, param_mesh))
-        expert_mesh = build_expert_mesh(self.dims, self.device.type) if self.dims.ep > 1 else None
+        # Meshes, released after the model.
+        param_mesh = build_param_mesh(self.dims, self.device.type, self._groups)
+        self._closers.append(functools.partial(self._release, param_mesh))
+        expert_mesh = build_expert_mesh(self.dims, self.device.type, self._groups) if self.dims.ep > 1 else None
         if expert_mesh is not None:
-            self._closers.append(functools.partial(destroy_groups, expert_mesh))
+            self._closers.append(functools.partial(release_groups, expert_mesh))
         # The sharded model with its weights, and all that works on its shards.
         chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
@@ -139,10 +139,10 @@ class FSDPEngine(BaseTrainEngine):
 
     # ---- how the components are built
 
-    def _close(self, param_mesh: DeviceMesh) -> None:
-        """Close the process groups, after releasing the reference that this engine has to them."""
+    def _release(self, param_mesh: DeviceMesh) -> None:
+        """Release the references that this engine has to its process groups."""
         self._gradients = None
-        destroy_groups(param_mesh)
+        release_groups(param_mesh)
 
     def _describe(
         self, chunks: ModelChunks, cp: ContextParallel, param_mesh: DeviceMesh, expert_mesh: DeviceMesh | None
@@ -282,7 +282,9 @@ def _recover(model: nn.Module) -> bool:
     """Reset FSDP after a failed micro-batch. Returns False before torch 2.13, which cannot."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         return False
-    model.reset_iter_state()  # type: ignore[operator]
+    # FSDP initializes the state in the first forward. Without it, there is nothing to reset.
+    if hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_state"):  # type: ignore[operator]
+        model.reset_iter_state()  # type: ignore[operator]
     # Torch keeps gradients that are not reduced yet.
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -68,9 +68,9 @@ class MegatronEngine(BaseTrainEngine):
         hf = read_config(config.path)
         check_family(hf)
         check_layout(hf, self.dims, config)
-        # Process groups, which close after the model is released.
-        process_groups = ProcessGroups(self.dims)
-        self._closers.append(functools.partial(self._close, process_groups))
+        # Process groups, released after the model.
+        process_groups = ProcessGroups(self.dims, self._groups)
+        self._closers.append(functools.partial(self._release, process_groups))
         groups = process_groups.collection
         _prepare_process()
         # One chunk for each pipeline stage of this rank, wrapped in Megatron-Core's gradient buffers.
@@ -148,10 +148,10 @@ class MegatronEngine(BaseTrainEngine):
 
     # ---- how the components are built
 
-    def _close(self, groups: ProcessGroups) -> None:
-        """Close the process groups, after releasing the reference that this engine has to them."""
+    def _release(self, groups: ProcessGroups) -> None:
+        """Release the references that this engine has to its process groups."""
         self._gradients = None
-        groups.close()
+        groups.release()
 
     def _build_chunks(
         self, hf: PretrainedConfig, megatron: TransformerConfig, groups: ProcessGroupCollection

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal.api.parallel import ParallelDims
 from areal.utils import platform
+from areal.utils.group_set import GroupSet
 
 Ranks = tuple[int, ...]
 
@@ -50,9 +51,17 @@ class ProcessGroups:
 
     Attributes:
         collection: groups of this rank, in the form that Megatron-Core takes.
+
+    Args:
+        dims: layout.
+        groups: set that closes the groups.
     """
 
-    def __init__(self, dims: ParallelDims) -> None:
+    def __init__(self, dims: ParallelDims, groups: GroupSet) -> None:
+        with groups.creating():
+            self._create(dims)
+
+    def _create(self, dims: ParallelDims) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._groups: dict[Ranks, dist.ProcessGroup | None] = {}  # by their ranks; None without this rank
         world = torch.arange(self._size)
@@ -67,14 +76,10 @@ class ProcessGroups:
         collection.hcp = None
         self.collection = collection
 
-    def close(self) -> None:
-        """Close every group. On gloo, a peer that waits in one of them fails once the last reference is gone."""
+    def release(self) -> None:
+        """Release the references to the groups, before they are closed."""
         del self.collection
-        groups = [group for group in self._groups.values() if group is not None]
         self._groups.clear()
-        # No variable of this frame may keep a reference to a group.
-        while groups:
-            dist.destroy_process_group(groups.pop())
 
     def _group(self, grid: Tensor, axes: tuple[str, ...], spans: list[str]) -> dist.ProcessGroup:
         """Create all groups over the axes ``spans``, and return that of this rank."""

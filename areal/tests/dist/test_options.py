@@ -155,6 +155,13 @@ def buckets(engine: TrainEngine) -> list[Any]:
     return [len(chunk.bucket_groups) for chunk in model]
 
 
+def limits(engine: TrainEngine) -> list[Any]:
+    """Seconds that exchanges, collectives and ranks may take."""
+    groups = [engine.control._group, *engine._groups._groups]  # type: ignore[attr-defined]
+    gloo = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [engine.control._watch._silence, *sorted(backend.options._timeout.total_seconds() for backend in gloo)]  # type: ignore[attr-defined, union-attr]
+
+
 # ---- the table
 
 
@@ -214,6 +221,9 @@ OPTIONS: dict[str, Option] = {
     "optimizer.decay_ratio": Option(0.9, numbers, {"optimizer.lr_scheduler": "wsd"}),
     "activation_checkpointing": Option("full", recomputed),
     "offload_dir": Option("<folder>", files),
+    "control_timeout": Option(3.0, limits, layout="d2"),
+    "collective_timeout": Option(3.0, limits, layout="d2"),
+    "heartbeat_timeout": Option(3.0, limits, layout="d2"),
     "grad_sync": Option(
         "micro_batch", "dist/step/test_engine.py::test_gradients_are_reduced_per_call_or_per_micro_batch*"
     ),

@@ -48,7 +48,7 @@ SAME_ON_ANY_ENGINE = {
 
 ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
     "loss_called_without_weight": (
-        "dist/step/test_faults.py::test_loss_is_not_called_on_rank_without_weight[megatron:d2p2]",
+        "dist/faults/test_faults.py::test_loss_is_not_called_on_rank_without_weight[megatron:d2p2]",
     ),
     "window_off_by_one": ("dist/megatron/test_megatron.py::test_megatron_sliding_windows[w1]",),
     "temperature_ignored_in_evaluation": (
@@ -59,10 +59,10 @@ ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
     ),
     "fillers_balanced": ("dist/parallel/test_moe.py::test_balancing_losses_are_loss_terms[megatron:d2--*]",),
     "fault_stays_with_its_rank": (
-        "dist/step/test_faults.py::test_process_function_error_on_one_rank_raises_on_all_ranks[megatron:d2]",
+        "dist/faults/test_faults.py::test_process_function_error_on_one_rank_raises_on_all_ranks[megatron:d2]",
     ),
     "different_batches_accepted": (
-        "dist/step/test_faults.py::test_different_batches_in_one_dp_shard_raise[megatron:p2]",
+        "dist/faults/test_faults.py::test_different_batches_in_one_dp_shard_raise[megatron:p2]",
     ),
 }
 """Tests for bugs that are caught by a different test on Megatron."""

@@ -19,7 +19,7 @@ from areal.tests.mutants.planting import Function, mutant
 LOOP = "dist/step/test_steps.py::test_custom_loop_equals_train_batch[{}]"
 THREE = "dist/step/test_steps.py::test_three_steps_track_the_reference[{}]"
 CALLS = "dist/step/test_steps.py::test_accumulated_calls_equal_one_batch[{}]"
-SKIPPED = "dist/step/test_bad_losses.py::test_non_finite_gradient_skips_step[fsdp:d1]"
+SKIPPED = "dist/faults/test_bad_losses.py::test_non_finite_gradient_skips_step[fsdp:d1]"
 
 
 # ---- divisor of the gradient
@@ -103,7 +103,7 @@ def fillers_as_real(mbs: Any) -> Any:
 
 @mutant(
     "areal.engine.loss_step:LossStep.__call__",
-    "dist/step/test_faults.py::test_loss_is_not_called_on_rank_without_weight[fsdp:d2c2]",
+    "dist/faults/test_faults.py::test_loss_is_not_called_on_rank_without_weight[fsdp:d2c2]",
 )
 def loss_called_without_weight(right: Function) -> Function:
     """The loss function is called for a micro-batch without weight."""
@@ -271,7 +271,7 @@ def calls_do_not_add_up(right: Function) -> Function:
 
 @mutant(
     "areal.engine.base:BaseTrainEngine.eval_batch",
-    "dist/step/test_faults.py::test_calls_out_of_order_raise_and_change_nothing[fsdp:d1]",
+    "dist/faults/test_faults.py::test_calls_out_of_order_raise_and_change_nothing[fsdp:d1]",
 )
 def evaluation_discards_gradients(right: Function) -> Function:
     """An evaluation discards pending gradients."""
@@ -384,7 +384,7 @@ def order_not_restored(right: Function) -> Function:
 
 @mutant(
     "areal.utils.distributed:raise_together",
-    "dist/step/test_faults.py::test_process_function_error_on_one_rank_raises_on_all_ranks[fsdp:d2]",
+    "dist/faults/test_faults.py::test_process_function_error_on_one_rank_raises_on_all_ranks[fsdp:d2]",
 )
 def fault_stays_with_its_rank(right: Function) -> Function:
     """An error raises only on the rank where it occurred."""
@@ -393,7 +393,7 @@ def fault_stays_with_its_rank(right: Function) -> Function:
 
 @mutant(
     "areal.utils.data.microbatch:BatchPlan.digest",
-    "dist/step/test_faults.py::test_different_batches_in_one_dp_shard_raise[fsdp:c2]",
+    "dist/faults/test_faults.py::test_different_batches_in_one_dp_shard_raise[fsdp:c2]",
 )
 def different_batches_accepted(right: Function) -> Function:
     """Different batches on ranks with the same data-parallel shard are accepted."""

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ from areal.tests.harness.tiny import (
 )
 from areal.tests.harness.worker import Call
 from areal.tests.harness.world import world
+from areal.utils.distributed import RankLostError
 
 UNUSABLE = "the engine cannot be used any more"
 
@@ -163,41 +164,40 @@ def initialize(engine: TrainEngine) -> None:
 
 # ---- a rank that dies: in a separate pool, which ends with the test
 
-DEAD = 1
-SURVIVE = 20.0
+SILENCE = 3.0
+SURVIVE = 12.0
 
 
-def die_in_a_loss(signal_number: int) -> None:
-    """Kill rank 1 in the middle of the second step."""
-    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
+def die_in_a_loss(dead: int, signal_number: int) -> None:
+    """Kill or stop a rank in the middle of the second step."""
+    with survivors_answer(dead) as engine:
         engine.train_batch(local_batch(engine, global_batch()), loss)
 
         def last(out: TokenOutputs, batch: Batch) -> Tensor:
-            if world().rank == DEAD:
+            if world().rank == dead:
                 os.kill(os.getpid(), signal_number)
             return loss(out, batch)
 
         engine.train_batch(local_batch(engine, global_batch()), last)
 
 
-def die_between_steps() -> None:
-    """Kill rank 1 between steps; the others notice in the next call."""
-    with pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone"), survivors_answer() as engine:  # noqa: PT012
+def die_between_steps(dead: int) -> None:
+    """End a rank between steps; the others notice in the next call."""
+    with survivors_answer(dead) as engine:
         engine.train_batch(local_batch(engine, global_batch()), loss)
-        if world().rank == DEAD:
+        if world().rank == dead:
             os._exit(3)
         engine.train_batch(local_batch(engine, global_batch()), loss)
 
 
-def die_in_the_model(backend: str) -> None:
-    """Kill rank 1 in a layer, where the others wait for its weight shard or pipeline stage."""
-    gone = pytest.raises(RuntimeError, match=f"rank {DEAD} of 3 is gone")
-    with gone, survivors_answer(backend) as engine:
+def die_in_the_model(dead: int, signal_number: int, backend: str) -> None:
+    """Kill or stop a rank in a layer, where the others wait for its weight shard or pipeline stage."""
+    with survivors_answer(dead, backend) as engine:
         engine.train_batch(local_batch(engine, global_batch()), loss)
 
         def kill(x: Tensor) -> Tensor:
-            if world().rank == DEAD:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if world().rank == dead:
+                os.kill(os.getpid(), signal_number)
             return x
 
         with mlp_that(engine, kill, on_call=0):
@@ -205,33 +205,40 @@ def die_in_the_model(backend: str) -> None:
 
 
 @contextmanager
-def survivors_answer(backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
-    """Kill a rank of an engine on three ranks. The survivors must raise in time, and immediately at the next call."""
+def survivors_answer(dead: int, backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
+    """Lose a rank of an engine on three ranks. The survivors must name it in time, and raise immediately at the next call."""
     path = family_dir("qwen3", num_hidden_layers=3)  # one layer for each stage of p3
-    engine = create_engine(config(backend, path=path, mb_spec={"n_mbs": 2}))
+    engine = create_engine(config(backend, path=path, mb_spec={"n_mbs": 2}, heartbeat_timeout=SILENCE))
     initialize(engine)
+    pids = engine.control.gather(os.getpid())
     start = time.monotonic()
-    try:
+    with pytest.raises(RankLostError, match=f"rank {dead} of 3 is gone"):
         yield engine
-    finally:
-        assert time.monotonic() - start < SURVIVE
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="cannot be used"):
-            engine.eval_batch(global_batch(), loss)
-        engine.destroy()
-        assert time.monotonic() - start < 5
+    assert time.monotonic() - start < SURVIVE
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"cannot be used: rank {dead} of 3 is gone.* restart the job"):
+        engine.eval_batch(global_batch(), loss)
+    assert time.monotonic() - start < 1
+    engine.destroy()
+    assert time.monotonic() - start < 5
+    # A rank that was only stopped ends now.
+    with suppress(ProcessLookupError):
+        os.kill(pids[dead], signal.SIGKILL)
 
 
 @pytest.mark.skipif("RANK" in os.environ, reason="starts processes of its own")
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("die_in_a_loss", {"signal_number": signal.SIGKILL}),
-        ("die_between_steps", {}),
-        ("die_in_the_model", {"backend": "fsdp:d3"}),
-        ("die_in_the_model", {"backend": "megatron:p3"}),
+        pytest.param("die_in_a_loss", {"dead": 1, "signal_number": signal.SIGKILL}, marks=pytest.mark.thorough),
+        ("die_in_a_loss", {"dead": 0, "signal_number": signal.SIGSTOP}),
+        ("die_between_steps", {"dead": 1}),
+        pytest.param("die_in_the_model", {"dead": 0, "signal_number": signal.SIGKILL, "backend": "fsdp:d3"}, marks=pytest.mark.thorough),
+        ("die_in_the_model", {"dead": 1, "signal_number": signal.SIGSTOP, "backend": "fsdp:d3"}),
+        ("die_in_the_model", {"dead": 1, "signal_number": signal.SIGKILL, "backend": "megatron:p3"}),
+        pytest.param("die_in_the_model", {"dead": 2, "signal_number": signal.SIGSTOP, "backend": "megatron:p3"}, marks=pytest.mark.thorough),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.get("backend", ""),
+    ids=lambda value: value if isinstance(value, str) else "-".join(str(getattr(x, "name", x)) for x in value.values()),
 )
 def test_surviving_ranks_name_the_dead_rank(
     name: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,9 +251,9 @@ def test_surviving_ranks_name_the_dead_rank(
     finally:
         pool.close()
     answers = failure.value.answers
-    assert {rank: answer.status for rank, answer in answers.items()} == {0: "passed", 1: "died", 2: "passed"}, str(
-        failure.value
-    )
+    dead = arguments["dead"]
+    expected = {rank: "died" if rank == dead else "passed" for rank in range(3)}
+    assert {rank: answer.status for rank, answer in answers.items()} == expected, str(failure.value)
 
 
 # ---- layouts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch, LossFn, Metric, TokenOutputs
-from areal.tests.dist.step.test_faults import DISCARDED, explode, raised, twins
+from areal.tests.dist.faults.test_faults import DISCARDED, explode, raised, twins
 from areal.tests.harness.tiny import gradients_of, layouts, loss, same_bits, weights_of
 from areal.tests.harness.world import world
 

@@ -1,0 +1,146 @@
+"""A fault on one rank ends the call on all ranks, on every layout, also where collectives never raise, as on NCCL.
+
+Layouts of the numeric grid, but not cells of it: a fault comes without a float64 reference, needs a separate engine, and does not depend on objectives,
+splits or dtypes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from areal.api import Batch, FinetuneSpec, OptimizerConfig, TokenOutputs, TrainEngine
+from areal.engine.registry import create_engine
+from areal.tests.grid.cell_engine import CellEngine
+from areal.tests.grid.layouts import Cell, Layout, all_layouts
+from areal.tests.harness.quiet_groups import quiet_groups
+from areal.tests.harness.tiny import writing
+from areal.tests.harness.world import world
+
+SECONDS = 8.0
+"""Longest time until all ranks have raised."""
+
+IN_CI = ("fsdp:d2", "fsdp:p2", "megatron:d2", "megatron:t2")
+"""Layouts that are not thorough."""
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fail: Callable[[], None]) -> Tensor:
+        ctx.fail = fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.fail()
+        return grad, None
+
+
+def last_norm(engine: TrainEngine) -> nn.Module:
+    """Return the norm before the attention of this rank's last layer: collectives come before it and after it."""
+    return [module for name, module in engine._components.model.named_modules() if name.endswith("input_layernorm")][-1]
+
+
+def cases() -> list[Any]:
+    """Every layout, with collectives that return at once or block; and the layouts of one rank once."""
+    return [
+        pytest.param(
+            layout,
+            blocking,
+            id=f"{layout.name}-{'blocks' if blocking else 'returns'}",
+            marks=[
+                pytest.mark.world(layout.world, timeout=240),
+                *([] if layout.name in IN_CI else [pytest.mark.thorough]),
+            ],
+        )
+        for layout in all_layouts()
+        for blocking in ((False, True) if layout.world > 1 else (False,))
+    ]
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "process"])
+@pytest.mark.parametrize(("layout", "blocking"), cases())
+def test_fault_on_one_rank_ends_the_call_on_every_rank(layout: Layout, blocking: bool, place: str, tmp_path: Path) -> None:
+    announced = tmp_path / "fault"
+    guilty = last_rank_with_losses(layout) if place == "process" else layout.world - 1
+    cell = Cell(layout, layout.family, dtype="float32")
+    threads = threading.active_count()
+
+    def fail() -> None:
+        if place != "process":
+            announced.touch()
+        raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+    def fail_in_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+        if place == "process" and world().rank == guilty:
+            fail()
+        return cell.objective.loss_fn(outputs, batch)
+
+    with quiet_groups(announced, blocking=blocking):
+        with writing():
+            config = cell.config(OptimizerConfig(lr=1e-3))
+        engine = create_engine(config)
+        engine.initialize(FinetuneSpec(total_train_steps=10))
+        batch = CellEngine(cell, engine).batch()
+        engine.train_batch(batch, cell.objective.loss_fn, cell.objective.weight_fn)
+        if place != "process" and world().rank == guilty:
+            hook = last_norm(engine).register_forward_hook(
+                lambda module, args, out: fail() if place == "forward" else _FailsInBackward.apply(out, fail)
+            )
+
+        def call(loss_fn: Any) -> Any:
+            if place == "forward":
+                return engine.forward_batch(batch)
+            return engine.train_batch(batch, loss_fn, cell.objective.weight_fn)
+
+        # The first call raises on all ranks, in time, with the same text.
+        text, seconds = outcome(lambda: call(fail_in_loss))
+        if place != "process" and world().rank == guilty:
+            hook.remove()
+        assert seconds < SECONDS
+        first = [text] * layout.world
+        if layout.world > 1:
+            dist.all_gather_object(first, text)
+        assert set(first) == {first[0]}
+        assert "out of memory" in text or "OutOfMemoryError" in text
+        assert layout.world == 1 or f"rank {guilty}: " in text
+
+        # The second works on all ranks, or raises at once on all.
+        usable = place == "process" or layout.world == 1
+        assert ("cannot be used any more" in text) != usable
+        text, seconds = outcome(lambda: call(cell.objective.loss_fn))
+        assert (text == "") == usable, text
+        if not usable:
+            assert "the engine cannot be used: " in text
+            assert "make another" in text
+            assert seconds < 1
+        start = time.monotonic()
+        engine.destroy()
+        assert time.monotonic() - start < SECONDS
+    assert not [each for each in threading.enumerate() if each.name.startswith("fault watch")]
+    assert layout.world > 1 or threading.active_count() == threads
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, float]:
+    """Return the error of a call, or an empty text, and its seconds."""
+    start = time.monotonic()
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def last_rank_with_losses(layout: Layout) -> int:
+    """Return the last rank of the stage that computes losses."""
+    engine = create_engine(Cell(layout, layout.family, dtype="float32").config(OptimizerConfig(lr=1e-3)))
+    per_stage = layout.world // engine.dims.pp
+    return (engine._last_stage + 1) * per_stage - 1
