@@ -13,16 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-# torch 2.13 renamed both functions, and warns when the old names are used.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather ``[t, ...]`` of every rank end to end, ``[size * t, ...]``. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
-    _all_gather(out, x, group=group)
+    dist.all_gather_single(out, x, group=group)
     return out
 
 
@@ -30,7 +26,7 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum ``[size * t, ...]`` over ranks, and return this rank's rows ``[t, ...]``. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
-    _reduce_scatter(out, x, op=dist.ReduceOp.SUM, group=group)
+    dist.reduce_scatter_single(out, x, op=dist.ReduceOp.SUM, group=group)
     return out
 
 

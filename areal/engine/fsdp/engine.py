@@ -279,9 +279,7 @@ class FSDPEngine(BaseTrainEngine):
 
 
 def _recover(model: nn.Module) -> bool:
-    """Reset FSDP after a failed micro-batch. Returns False before torch 2.13, which cannot."""
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        return False
+    """Reset FSDP after a failed micro-batch. Returns True: the model can be used."""
     # FSDP initializes the state in the first forward. Without it, there is nothing to reset.
     if hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_state"):  # type: ignore[operator]
         model.reset_iter_state()  # type: ignore[operator]

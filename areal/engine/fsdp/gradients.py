@@ -146,7 +146,7 @@ def time_reductions(model: nn.Module, timer: PhaseTimer) -> None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in param_groups(module):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
                 # FSDP offers no hook around its reductions: wrap the methods of each group.
                 for name in ("post_backward", "finalize_backward"):
                     setattr(group, name, _timed(getattr(group, name), group, timer))
@@ -161,18 +161,9 @@ def _timed(inner: Callable[..., None], group: Any, timer: PhaseTimer) -> Callabl
     return timed
 
 
-def param_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP's parameter groups of one module. Torch 2.11 has at most one."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    group = state._fsdp_param_group
-    return [] if group is None else [group]
-
-
 def discard_unreduced(module: FSDPModule) -> None:
     """Discard the unsharded gradients accumulated since the last reduction."""
-    for group in param_groups(module):
+    for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             # The unsharded parameter exists only after the first gather.
@@ -182,7 +173,7 @@ def discard_unreduced(module: FSDPModule) -> None:
 
 def accumulate(module: FSDPModule) -> None:
     """Add new gradients of gathered weights to their sums over micro-batches, as FSDP does after its own backward."""
-    for group in param_groups(module):
+    for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import areal.tests.mutants.bugs.costs
 import areal.tests.mutants.bugs.empty_ranks
 import areal.tests.mutants.bugs.faults
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
-import areal.tests.mutants.bugs.memory
 import areal.tests.mutants.bugs.moe
 import areal.tests.mutants.bugs.options
 import areal.tests.mutants.bugs.pipeline
@@ -16,7 +16,6 @@ import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollout
 import areal.tests.mutants.bugs.step
 import areal.tests.mutants.bugs.tensor_parallel
-import areal.tests.mutants.bugs.timing
 import areal.tests.mutants.bugs.zoo
 from areal.tests.mutants.planting import MUTANTS, plant
 

@@ -152,9 +152,6 @@ class _Stage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: torch would discard the gradients of earlier calls here, but no shape inference took place."""
 
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Do nothing. In torch before 2.13, this check expects hidden states from the last stage, too."""
-
     # In a forward-only call, a stage does not have a gradient for the previous stage on the same rank.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:

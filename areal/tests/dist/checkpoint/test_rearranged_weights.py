@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from areal.api import LoRAConfig, SaveLoadMeta
-from areal.engine.attention.probe import shrink
+from areal.engine.model.tiny_config import shrink
 from areal.engine.checkpoint.tensor_layout import disk_layout, joined, stored_tensors
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import (

@@ -15,7 +15,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 class SeenDtypes(TorchDispatchMode):
-    """Collect the floating dtypes of all results that have elements."""
+    """Collect the floating dtypes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,9 +23,9 @@ class SeenDtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        # The checkpoint function of torch 2.11 makes an empty float32 tensor.
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.numel()]
-        self.seen |= {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        self.seen |= {
+            leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        }
         return out
 
 

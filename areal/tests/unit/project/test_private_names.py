@@ -20,59 +20,72 @@ _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _MODULE = "torch.distributed.fsdp:FSDPModule"
 _STAGE = "torch.distributed.pipelining:PipelineStage"
+_C10D = "torch.distributed.distributed_c10d"
+_OLD = (2, 11)
 
-# Name -> where it is defined, and the first release of torch that has it and the first that does not have it any more.
-# All were read in torch 2.11.0, 2.12.0 and 2.13.0.
-_ALWAYS = ((0, 0), (99, 0))
-TORCH_NAMES: dict[str, tuple[str, tuple[int, int], tuple[int, int]]] = {
+# Name -> where it is defined, and the first release of torch that has it, if that is not 2.11 or older.
+# Read in torch 2.11.0, 2.12.0 and 2.13.0. In 2.12, zero-bubble schedules also fail inside torch.
+TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     # FSDP2
-    "_get_fsdp_state": (_MODULE, *_ALWAYS),
-    "_fsdp_param_group": (_STATE, *_ALWAYS),  # 2.12 made it a property: the only group of a module
-    "_fsdp_param_groups": (_STATE, (2, 12), (99, 0)),
-    "_unsharded_param": (_PARAM, *_ALWAYS),
-    "fsdp_params": (_GROUP, *_ALWAYS),
-    "post_backward": (_GROUP, *_ALWAYS),
-    "finalize_backward": (_GROUP, *_ALWAYS),
-    "reduce_grads": (_GROUP, *_ALWAYS),
-    "unsharded_accumulated_grad": (_PARAM, *_ALWAYS),
-    "accumulate_unsharded_grad_if_needed": (_PARAM, *_ALWAYS),
-    "to_accumulated_grad_if_needed": (_PARAM, *_ALWAYS),
-    "reset_iter_state": (_MODULE, (2, 13), (99, 0)),  # before, a failed micro-batch ends the engine
+    "_get_fsdp_state": (_MODULE, _OLD),
+    "_fsdp_param_groups": (_STATE, (2, 12)),  # before, a module has one group: _fsdp_param_group
+    "_comm_ctx": (_STATE, _OLD),
+    "_orig_size": (_PARAM, _OLD),
+    "_unsharded_param": (_PARAM, _OLD),
+    "fsdp_params": (_GROUP, _OLD),
+    "post_backward": (_GROUP, _OLD),
+    "finalize_backward": (_GROUP, _OLD),
+    "reduce_grads": (_GROUP, _OLD),
+    "unsharded_accumulated_grad": (_PARAM, _OLD),
+    "accumulate_unsharded_grad_if_needed": (_PARAM, _OLD),
+    "to_accumulated_grad_if_needed": (_PARAM, _OLD),
+    "reset_iter_state": (_MODULE, (2, 13)),  # before, a failed micro-batch ends the engine also on one rank
     # pipelines
-    "forward_maybe_with_nosync": (_STAGE, *_ALWAYS),
-    "perform_reduce_grad": (_STAGE, *_ALWAYS),
-    "_post_metadata_inference_cleanup": (_STAGE, (2, 12), (99, 0)),
-    "_validate_fwd_outputs": (_STAGE, (0, 0), (2, 12)),
+    "forward_maybe_with_nosync": (_STAGE, _OLD),
+    "perform_reduce_grad": (_STAGE, _OLD),
+    "_post_metadata_inference_cleanup": (
+        _STAGE,
+        (2, 12),
+    ),  # 2.11 has _validate_fwd_outputs, which refuses hidden states
     # process groups and tensors
-    "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", *_ALWAYS),
-    "all_gather_single": ("torch.distributed", (2, 13), (99, 0)),
-    "_local_tensor": ("torch.distributed.tensor:DTensor", *_ALWAYS),
-    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", *_ALWAYS),
-    "_is_view": ("torch:Tensor", *_ALWAYS),
-    "_foreach_mul_": ("torch", *_ALWAYS),
-    "_foreach_norm": ("torch", *_ALWAYS),
+    "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", _OLD),
+    "_world": (_C10D, _OLD),
+    "_set_pg_timeout": (_C10D, _OLD),
+    "_abort_process_group": (_C10D, _OLD),
+    "_resolve_process_group": (_C10D, _OLD),
+    "_get_backend": ("torch.distributed:ProcessGroup", _OLD),
+    "all_gather_single": ("torch.distributed", (2, 13)),  # before: all_gather_into_tensor
+    "reduce_scatter_single": ("torch.distributed", (2, 13)),  # before: reduce_scatter_tensor
+    "_local_tensor": ("torch.distributed.tensor:DTensor", _OLD),
+    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", _OLD),
+    "_is_view": ("torch:Tensor", _OLD),
+    "_foreach_mul_": ("torch", _OLD),
+    "_foreach_norm": ("torch", _OLD),
     # modules
-    "_apply": ("torch.nn:Module", *_ALWAYS),
-    "_parameters": ("torch.nn:Module", *_ALWAYS),
-    "_buffers": ("torch.nn:Module", *_ALWAYS),
-    "_forward_pre_hooks": ("torch.nn:Module", *_ALWAYS),
-    "_non_persistent_buffers_set": ("torch.nn:Module", *_ALWAYS),
+    "_apply": ("torch.nn:Module", _OLD),
+    "_parameters": ("torch.nn:Module", _OLD),
+    "_buffers": ("torch.nn:Module", _OLD),
+    "_forward_pre_hooks": ("torch.nn:Module", _OLD),
+    "_non_persistent_buffers_set": ("torch.nn:Module", _OLD),
     # tools
-    "_pytree": ("torch.utils", *_ALWAYS),
-    "_device_constructors": ("torch.utils._device", *_ALWAYS),
-    "TorchDispatchMode": ("torch.utils._python_dispatch", *_ALWAYS),
-    "_dynamo": ("torch", *_ALWAYS),
-    "_profiler_enabled": ("torch.autograd", *_ALWAYS),
-    "_dump_snapshot": ("torch.cuda.memory", *_ALWAYS),
-    "_record_memory_history": ("torch.cuda.memory", *_ALWAYS),
+    "_pytree": ("torch.utils", _OLD),
+    "_device_constructors": ("torch.utils._device", _OLD),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", _OLD),
+    "_dynamo": ("torch", _OLD),
+    "_profiler_enabled": ("torch.autograd", _OLD),
+    "_dump_snapshot": ("torch.cuda.memory", _OLD),
+    "_record_memory_history": ("torch.cuda.memory", _OLD),
     # operations whose results selective checkpointing keeps
-    "_grouped_mm": ("torch:ops.aten", *_ALWAYS),
-    "_flash_attention_forward": ("torch:ops.aten", *_ALWAYS),
-    "_scaled_dot_product_cudnn_attention": ("torch:ops.aten", *_ALWAYS),
-    "_scaled_dot_product_efficient_attention": ("torch:ops.aten", *_ALWAYS),
-    "_scaled_dot_product_flash_attention": ("torch:ops.aten", *_ALWAYS),
-    "_scaled_dot_product_flash_attention_for_cpu": ("torch:ops.aten", *_ALWAYS),
+    "_grouped_mm": ("torch:ops.aten", _OLD),
+    "_flash_attention_forward": ("torch:ops.aten", _OLD),
+    "_scaled_dot_product_cudnn_attention": ("torch:ops.aten", _OLD),
+    "_scaled_dot_product_efficient_attention": ("torch:ops.aten", _OLD),
+    "_scaled_dot_product_flash_attention": ("torch:ops.aten", _OLD),
+    "_scaled_dot_product_flash_attention_for_cpu": ("torch:ops.aten", _OLD),
 }
+
+# Names that the CPU build of torch lacks.
+GPU_NAMES = {"_group_start", "_group_end"}
 
 # Private names of transformers, Megatron-Core and the standard library. The tests of their users fail without them.
 OTHER_NAMES = {
@@ -86,18 +99,18 @@ OTHER_NAMES = {
 
 def test_private_names_of_other_packages_are_listed() -> None:
     used = _private_names()
-    listed = {name for name in TORCH_NAMES if name.startswith("_")} | OTHER_NAMES
+    listed = {name for name in TORCH_NAMES if name.startswith("_")} | OTHER_NAMES | GPU_NAMES
     undeclared = {name: files for name, files in used.items() if name not in listed}
     assert not undeclared, f"list these names with their releases: {undeclared}"
     sources = "\n".join(path.read_text() for path in _sources())
-    unused = [name for name in (*TORCH_NAMES, *OTHER_NAMES) if not re.search(rf"\b{name}\b", sources)]
+    unused = [name for name in (*TORCH_NAMES, *OTHER_NAMES, *GPU_NAMES) if not re.search(rf"\b{name}\b", sources)]
     assert not unused, f"no source uses these names any more: {unused}"
 
 
 @pytest.mark.parametrize("name", TORCH_NAMES)
 def test_listed_names_of_torch_exist_in_their_releases(name: str) -> None:
-    where, first, last = TORCH_NAMES[name]
-    assert _defines(where, name) == (first <= TORCH < last), f"torch {torch.__version__}: {where}.{name}"
+    where, first = TORCH_NAMES[name]
+    assert _defines(where, name) == (first <= TORCH), f"torch {torch.__version__}: {where}.{name}"
 
 
 def _defines(where: str, name: str) -> bool:

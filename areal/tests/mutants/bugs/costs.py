@@ -1,4 +1,4 @@
-"""Bugs that waste memory of the device, or make the host wait for it, that the suite must catch."""
+"""Bugs of costs that the suite must catch: of memory, of waits of the host, and of their measurement."""
 
 from __future__ import annotations
 
@@ -67,3 +67,27 @@ def one_copy_for_each_tensor(right: Function) -> Function:
 def unsharded_gradients_not_counted(right: Function) -> Function:
     """The default keeps unsharded gradients of a model of any size."""
     return lambda model: (right(model)[0],) * 2
+
+
+@mutant(
+    "areal.utils.profiling.phase_timer:TimedCall.read",
+    "unit/engine/test_phase_timer.py::test_nested_phase_time_counts_only_for_the_innermost",
+)
+def reduction_counted_twice(right: Function) -> Function:
+    """The time of a reduction is also counted in the backward around it."""
+
+    def wrong(self: Any) -> Any:
+        seconds, timings = right(self)
+        if {"backward", "reduce"} <= set(timings):
+            timings["backward"] += timings["reduce"]
+        return seconds, timings
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.fsdp.gradients:time_reductions", "dist/step/test_profile.py::test_phases_sum_to_the_step[fsdp:r2]"
+)
+def reductions_not_told_apart(right: Function) -> Function:
+    """FSDP's reductions within a backward are counted as backward."""
+    return lambda model, timer: None
