@@ -191,6 +191,7 @@ class PPOTrainer:
             self.engine.version,
             skip_flat=self.updates.skip_flat,
             mask_truncated=self.updates.mask_truncated,
+            temperature=self.engine.config.temperature,
         )
         scalars = report.reduce(self.engine.global_sum)
         self._check_sampling(report.samplings)
@@ -254,9 +255,7 @@ class PPOTrainer:
                 generator = torch.Generator().manual_seed(mixed(plan.seed, self.step, epoch))
                 order = torch.randperm(plan.groups, generator=generator).tolist()
             # By position in the global batch, so that the assignment does not depend on the rank that played a group.
-            minibatch_of = {
-                group.index: order[self.runner.position(group.index)] * count // plan.groups for group in groups
-            }
+            minibatch_of = {group.index: order[group.position] * count // plan.groups for group in groups}
             for index in range(count):
                 yield [sample for sample in samples if minibatch_of[int(sample["group_ids"])] == index]
 

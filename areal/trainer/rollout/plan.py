@@ -30,6 +30,7 @@ class Group:
         failed: number of episodes that raised.
         error: text of the first exception, or ``None``.
         rejected: mean reward of each group that ``keep`` rejected between the previous group and this one.
+        position: position in the global batch, from 0. Set when the batch is complete.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Group:
     failed: int = 0
     error: str | None = None
     rejected: tuple[float, ...] = ()
+    position: int = 0
 
     def state(self) -> dict[str, Any]:
         """Return the group as containers, numbers and tensors, for a checkpoint."""
@@ -47,7 +49,10 @@ class Group:
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Group:
         """Restore a group from :meth:`state`."""
-        sequences = tuple(Sequence.of_state(each) for each in state["sequences"])
+        # States of earlier releases have no episodes: there, every sequence was a member of its group.
+        sequences = tuple(
+            Sequence.of_state({"episode": number} | each) for number, each in enumerate(state["sequences"])
+        )
         return cls(state["index"], sequences, state["failed"], state["error"], tuple(state.get("rejected", ())))
 
 

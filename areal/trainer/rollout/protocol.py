@@ -214,13 +214,12 @@ class Sequence:
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Sequence:
         """Restore a sequence from :meth:`state`."""
-        # States of earlier releases lack the sampling parameters and the episode.
+        # States of earlier releases lack the sampling parameters.
         segments = tuple(
             Segment(each["tokens"], each["trainable"], each["values"], each.get("sampling", {}))
             for each in state["segments"]
         )
-        episode = state.get("episode")
-        return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"], episode)
+        return cls(segments, state["reward"], state["group"], state["truncated"], state["stats"], state["episode"])
 
     @property
     def trained_tokens(self) -> int:

@@ -38,6 +38,7 @@ class RolloutReport:
         version: version of the weights to train.
         skip_flat: leave out groups whose rewards are all equal.
         mask_truncated: do not train on truncated answers.
+        temperature: of answers whose sampling parameters are unknown.
 
     Attributes:
         samples: samples for the engine, in the order of the groups.
@@ -54,6 +55,7 @@ class RolloutReport:
         *,
         skip_flat: bool = False,
         mask_truncated: bool = False,
+        temperature: float = 1.0,
     ) -> None:
         self.samples: list[dict[str, Tensor]] = []
         self.untrained: list[dict[str, Tensor]] = []
@@ -73,7 +75,8 @@ class RolloutReport:
                 for name, value in sequence.stats.items():
                     total, count = self._stats.get(name, (0.0, 0))
                     self._stats[name] = (total + value, count + 1)
-                sample = sequence.sample()
+                # All samples of a batch have the same keys.
+                sample = {"temperature": torch.tensor(float(temperature))} | sequence.sample()
                 overlong = max_tokens is not None and len(sample["input_ids"]) > max_tokens
                 # A flat group is reported, whether it is trained on or not.
                 if not (flat and skip_flat):

@@ -123,10 +123,6 @@ class Runner:
         """Number of groups that this rank runs for each batch."""
         return len(range(self.rank, self.plan.groups, self.size))
 
-    def position(self, index: int) -> int:
-        """Return the position of a group in its batch, from 0. A replacement has the position of the group that it replaces."""
-        return index % self.plan.groups
-
     # ---- called by the trainer's thread
 
     def advance(self, trained: int) -> None:
@@ -165,7 +161,9 @@ class Runner:
             for number in numbers:
                 played = self._finished.pop(number)
                 if isinstance(played, Group):
-                    groups.append(replace(played, rejected=tuple(rejected)))
+                    # Not from the index: replacements have indices of later batches.
+                    position = len(groups) * self.size + self.rank
+                    groups.append(replace(played, rejected=tuple(rejected), position=position))
                     rejected = []
                 else:
                     rejected.append(played)

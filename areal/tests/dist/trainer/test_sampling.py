@@ -103,3 +103,26 @@ def test_distribution_that_the_trainer_cannot_apply_is_refused(
         trainer = grpo_trainer(engine, rollout.runner, rollout.sync, updates=Updates(recompute_logprobs=recompute))
         with pytest.raises(ValueError, match=error):
             trainer.train(1)
+
+
+@pytest.mark.world(1)
+def test_rollouts_of_an_earlier_release_are_trained_with_new_ones() -> None:
+    """They have neither sampling parameters nor episodes: the engine's temperature applies, and each is a member of its group."""
+    plan, curve = dataclasses.replace(PLAN, max_staleness=1), Curve()
+    with policy() as engine, played(engine, plan, episode(temperature=0.5)) as rollout:
+        trainer = grpo_trainer(engine, rollout.runner, rollout.sync)
+        trainer.train(1)
+        state = trainer.state_dict()
+    waiting = state["runner"][0]["waiting"]
+    # One group of the next batch waits, and the other is played after the resume.
+    del waiting[1:]
+    for sequence in waiting[0]["sequences"]:
+        del sequence["episode"]
+        for segment in sequence["segments"]:
+            del segment["sampling"]
+    with policy(temperature=0.5) as engine, played(engine, plan, episode(temperature=0.5)) as rollout:
+        engine.set_version(1)
+        trainer = grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve)
+        trainer.load_state_dict(state)
+        trainer.train(2)
+    assert curve["rollout/sequences"] == [6]

@@ -141,6 +141,17 @@ def test_filtered_groups_are_replaced(staleness: int) -> None:
     assert actual == [[1, 2], [4, 5], [7, 8], [10, 11]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kept_groups_have_the_positions_of_a_full_batch(rank: int) -> None:
+    """However many were rejected between them, so that mini-batches are of equal size."""
+    plan = Plan(groups=4, shuffle=False)
+    with running(Client(), episode(), plan, keep=lambda g: g[0].group in (1, 9, 16, 22), rank=rank, size=2) as runner:
+        runner.advance(0)
+        groups = runner.next_batch(timeout=20)
+    assert [group.index for group in groups] == ([16, 22] if rank == 0 else [1, 9])
+    assert [group.position for group in groups] == [rank, rank + 2]
+
+
 def test_keep_that_rejects_too_many_groups_raises(caplog: pytest.LogCaptureFixture) -> None:
     """Instead of playing for ever. The log tells of rejected groups before."""
     client, plan = Client(), Plan(groups=2, group_size=2, max_rejected=5, max_concurrent=4)
