@@ -16,8 +16,10 @@ DType = Literal["bfloat16", "float32", "float64"]
 """Dtypes of an engine. float16 is not supported: its gradients underflow without a loss scaler."""
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
-GradSync = Literal["auto", "call", "micro_batch"]
 """Activations that are recomputed in the backward instead of being kept."""
+
+GradSync = Literal["auto", "call", "micro_batch"]
+"""Micro-batches on which gradients are reduced: by size, the last one of a call, or each."""
 
 ENGINE_GROUP = "areal.engines"
 """Entry point group in which packages register engines."""

@@ -193,7 +193,7 @@ class PPOTrainer:
             mask_truncated=self.updates.mask_truncated,
             temperature=self.engine.config.temperature,
         )
-        scalars = report.reduce(self.engine.global_sum)
+        scalars = report.reduce(self.engine.global_sum, self._exchange.gather)
         self._check_sampling(report.samplings)
         timer.lap("wait")
         # 2. Everything that the objective reads.

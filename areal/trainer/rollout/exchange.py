@@ -75,6 +75,10 @@ class RolloutExchange:
             groups += pickle.loads(buffer.numpy().tobytes())
         return sorted(groups, key=lambda group: group.index)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks of the world, in rank order. Collective."""
+        return self._control.gather(value)
+
     def _close(self) -> None:
         """Close the process groups, unless the world was closed before."""
         if dist.is_initialized():

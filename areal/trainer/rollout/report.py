@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from areal.trainer.losses import kl_k1, kl_k3
-from areal.trainer.rollout.exchange import gather
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.sampling_check import SamplingItems
 
@@ -18,6 +20,7 @@ _SUMS = (
     "failed",
     "overlong",
     "truncated",
+    "episodes",
     "reward",
     "reward_squared",
     "tokens",
@@ -70,6 +73,7 @@ class RolloutReport:
             self._add(groups=1, failed=group.failed, flat_groups=flat)
             known = [reward for reward in group.rejected if not math.isnan(reward)]
             self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known))
+            rewards: defaultdict[object, list[float]] = defaultdict(list)
             for sequence in group.sequences:
                 # An episode's statistics count even if its sequence is not trained on.
                 for name, value in sequence.stats.items():
@@ -93,27 +97,37 @@ class RolloutReport:
                 self._add(
                     sequences=1,
                     truncated=sequence.truncated,
-                    reward=sequence.reward,
-                    reward_squared=sequence.reward**2,
                     tokens=sequence.trained_tokens,
                     staleness=version - sequence.oldest_version(version),
                 )
+                rewards[object() if sequence.episode is None else sequence.episode].append(sequence.reward)
+            # An episode counts once, as in the baseline of its group.
+            for reward in map(fmean, rewards.values()):
+                self._add(episodes=1, reward=reward, reward_squared=reward**2)
 
     def _add(self, **numbers: float) -> None:
         """Add numbers to the sums of the same names."""
         for name, number in numbers.items():
             self._sums[name] += number
 
-    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def reduce(
+        self,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> dict[str, float]:
         """Return statistics of the global batch, with names ``rollout/...``; equal on all ranks. Collective.
 
-        - ``reward``, ``reward_std``: mean and standard deviation over sequences.
+        - ``reward``, ``reward_std``: mean and standard deviation over episodes. The reward of an episode is the mean of its sequences.
         - ``tokens``: mean number of sampled tokens of a sequence.
         - ``staleness``: mean number of updates since the oldest token of a sequence was generated.
         - ``truncated``, ``flat_groups``: fractions of sequences and groups.
         - ``sequences``, ``failed`` (episodes), ``overlong``, ``groups_rejected`` (by ``keep``): counts.
         - ``rejected_reward``: mean reward of the rejected groups, if there are any. All other numbers are without these groups.
         - each name in ``Sequence.stats``: mean over the sequences that have it.
+
+        Args:
+            sum_over_ranks: ``engine.global_sum``.
+            gather: returns the values of all ranks. By default there is this rank only.
 
         Raises:
             RuntimeError: no rank has a sequence.
@@ -127,15 +141,16 @@ class RolloutReport:
                 f"on this rank the first error was {self.error}"
             )
         # A variance from sums may be slightly negative by rounding.
-        reward = total["reward"] / n
+        episodes = total["episodes"]
+        reward = total["reward"] / episodes
         rejected = total["groups_rejected"]
         of_rejected = {"rollout/rejected_reward": total["rejected_reward"] / rejected} if rejected else {}
         return (
-            self._mean_stats()
+            self._mean_stats(gather)
             | of_rejected
             | {
                 "rollout/reward": reward,
-                "rollout/reward_std": max(0.0, total["reward_squared"] / n - reward**2) ** 0.5,
+                "rollout/reward_std": max(0.0, total["reward_squared"] / episodes - reward**2) ** 0.5,
                 "rollout/tokens": total["tokens"] / n,
                 "rollout/staleness": total["staleness"] / n,
                 "rollout/truncated": total["truncated"] / n,
@@ -147,7 +162,7 @@ class RolloutReport:
             }
         )
 
-    def _mean_stats(self) -> dict[str, float]:
+    def _mean_stats(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
         """Return the mean of each name in ``Sequence.stats`` over the world, and collect the sampling parameters of all ranks.
 
         Every data-parallel coordinate has the same number of ranks, which have the same sequences, so the repetition does not change a mean.

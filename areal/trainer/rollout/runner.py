@@ -183,16 +183,6 @@ class Runner:
             kept += isinstance(self._finished[number], Group)
         return numbers
 
-    def drain(self) -> list[Group | float]:
-        """Wait for the running groups without starting others, and return the groups not consumed yet; then continue."""
-        with self._changed:
-            self._draining = True
-            self._changed.wait_for(lambda: self._running == 0)
-            waiting = [self._finished[number] for number in sorted(self._finished)]
-            self._draining = False
-        self._loop.call_soon_threadsafe(self._start_allowed)
-        return waiting
-
     def at_close(self, function: Callable[[], object]) -> None:
         """Call ``function`` when the runner is closed."""
         self._at_close.callback(function)
@@ -214,9 +204,15 @@ class Runner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's runner, including groups not consumed yet. Waits for running groups."""
-        # Drained: a running episode cannot be saved.
-        waiting = [group.state() if isinstance(group, Group) else group for group in self.drain()]
-        return {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected, "waiting": waiting}
+        with self._changed:
+            # A running episode cannot be saved: wait without starting others.
+            self._draining = True
+            self._changed.wait_for(lambda: self._running == 0)
+            waiting = [self._finished[number] for number in sorted(self._finished)]
+            counts = {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected}
+            self._draining = False
+        self._loop.call_soon_threadsafe(self._start_allowed)
+        return counts | {"waiting": [group.state() if isinstance(group, Group) else group for group in waiting]}
 
     def resharded_state(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's state for a run that was saved on another number of ranks and has replaced no group.

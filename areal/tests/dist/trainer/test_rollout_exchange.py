@@ -124,11 +124,19 @@ def test_error_of_one_runner_is_raised_on_all_ranks() -> None:
         for name, marks in (("fsdp:d2", []), ("fsdp:c2", [pytest.mark.thorough]), ("fsdp:d2c2", [pytest.mark.thorough]))
     ],
 )
-def test_trainer_trains_on_each_sequence_once(backend: str) -> None:
-    curve = Curve()
+def test_trainer_trains_on_each_sequence_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks exchange objects over groups of their own: on the default group, a rank that is lost is not noticed."""
+    curve, on_default, gather = Curve(), [], dist.all_gather_object
+
+    def recorded(values: list[Any], value: Any, group: Any = None) -> None:
+        on_default.extend([value] if group is None else [])
+        gather(values, value, group=group)
+
+    monkeypatch.setattr(dist, "all_gather_object", recorded)
     with (
         started(backend, path=model_dir("qwen3"), optimizer=OptimizerConfig(lr=1e-3)) as engine,
         played(engine, Plan(groups=4, group_size=2)) as rollout,
     ):
         grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve).train(1)
     assert curve["rollout/sequences"] == [4 * 2]
+    assert not on_default

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
+from areal.trainer.rollout import exchange
 
 SAMPLING = "dist/trainer/test_sampling.py::{}"
 EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
@@ -102,7 +103,7 @@ def position_from_index(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.plan:Group.of_state",
-    SAMPLING.format("test_rollouts_of_an_earlier_release_are_trained_with_new_ones"),
+    SAMPLING.format("test_rollouts_of_an_earlier_release_are_trained_with_new_ones[*]"),
 )
 def episodes_of_old_states_missing(right: Function) -> Function:
     """Sequences of a state without episodes get no numbers, and those of new groups have them."""
@@ -114,6 +115,24 @@ def episodes_of_old_states_missing(right: Function) -> Function:
         return dataclasses.replace(group, sequences=lost) if old else group
 
     return planted
+
+
+@mutant(
+    "areal.trainer.rollout.report:fmean",
+    RUNNER.format("test_reward_is_the_mean_over_episodes"),
+)
+def reward_of_one_sequence(right: Function) -> Function:
+    """The reward of an episode is that of its last sequence."""
+    return lambda rewards: list(rewards)[-1]
+
+
+@mutant(
+    "areal.trainer.rollout.exchange:RolloutExchange.gather",
+    EXCHANGE.format("test_trainer_trains_on_each_sequence_once[*:d2]"),
+)
+def statistics_over_the_default_group(right: Function) -> Function:
+    """Statistics are gathered over the default process group, where a rank that is lost is not noticed."""
+    return lambda self, value: exchange.gather(value)
 
 
 @mutant(

@@ -337,6 +337,18 @@ def test_report_computes_rollout_metrics() -> None:
         RolloutReport([Group(0, (), failed=1, error="KeyError: x")], None, 0).reduce(lambda x: x)
 
 
+def test_reward_is_the_mean_over_episodes() -> None:
+    """An episode of several sequences counts once, with the mean of their rewards, as in the baseline of its group."""
+    answer = Completion((3,), (-1.0,), (0,), "stop")
+    single = protocol.Sequence.single([1], answer, 1.0)
+    rewards = {0: [1.0], 1: [0.0, 0.5, 0.0, 0.5]}
+    sequences = [replace(single, reward=reward, episode=number) for number in rewards for reward in rewards[number]]
+    scalars = RolloutReport([Group(0, tuple(sequences))], None, 0).reduce(lambda x: x)
+    assert scalars["rollout/reward"] == pytest.approx((1 + 0.25) / 2)
+    assert scalars["rollout/reward_std"] == pytest.approx((1 - 0.25) / 2)
+    assert scalars["rollout/sequences"] == 5
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 3)])
 def test_runner_resumes_on_another_number_of_ranks(before: int, after: int) -> None:
     plan = Plan(groups=4, group_size=2, max_staleness=1)
