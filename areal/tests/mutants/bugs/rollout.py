@@ -90,29 +90,13 @@ def hanging_reward_keeps_its_thread(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.runner:Runner.next_batch",
-    RUNNER.format("test_kept_groups_have_the_positions_of_a_full_batch[0]"),
+    RUNNER.format("test_kept_groups_have_the_positions_of_a_full_batch[1]"),
 )
 def position_from_index(right: Function) -> Function:
     """A replacement has the position of its index, which another group of the batch may have, too."""
 
     def planted(self: Any, timeout: float | None = None) -> Any:
         return [dataclasses.replace(g, position=g.index % self.plan.groups) for g in right(self, timeout)]
-
-    return planted
-
-
-@mutant(
-    "areal.trainer.rollout.plan:Group.of_state",
-    SAMPLING.format("test_rollouts_of_an_earlier_release_are_trained_with_new_ones[*]"),
-)
-def episodes_of_old_states_missing(right: Function) -> Function:
-    """Sequences of a state without episodes get no numbers, and those of new groups have them."""
-
-    def planted(cls: Any, state: dict[str, Any]) -> Any:
-        old = all("episode" not in each for each in state["sequences"])
-        group = right(cls, state)
-        lost = tuple(dataclasses.replace(each, episode=None) for each in group.sequences)
-        return dataclasses.replace(group, sequences=lost) if old else group
 
     return planted
 
