@@ -68,7 +68,8 @@ def test_log_probs_are_those_of_the_rollouts_temperature(backend: str) -> None:
                 reference=reference,
                 updates=Updates(recompute_logprobs=recompute),
             )
-        assert step["rollout/logprob_error"] < 1e-5
+        if recompute:
+            assert step["rollout/logprob_error"] < 1e-5
         # With the rollout's log-probs as old ones, the ratio compares them with the forward of the update.
         assert step["actor/policy/ratio_max"] == pytest.approx(1, abs=1e-5)
         assert abs(step["actor/kl_ref/k3"]) < 1e-8
