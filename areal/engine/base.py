@@ -207,7 +207,8 @@ class BaseTrainEngine(EngineState):
 
     def global_sum(self, x: Tensor) -> Tensor:
         total = x.detach().clone().to(self.device)
-        dist.all_reduce(total, group=self.dp_group)
+        with self._ending_on_error():
+            dist.all_reduce(total, group=self.dp_group)
         return total.to(x.device)
 
     # ---- step 3: the verb under all the others

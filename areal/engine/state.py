@@ -166,26 +166,21 @@ class EngineState(TrainEngine):
             self._teardown(str(self.control.verdict))
 
     @contextlib.contextmanager
-    def _ending_on_error(self, note: str = "") -> Iterator[None]:
-        """Context of work that other ranks wait for: an error inside ends the engine on every rank.
-
-        A ``ValueError`` is raised as it is: arguments are checked before any communication. On a single rank this holds for all errors,
-        unless the device is lost.
+    def _ending_on_error(
+        self, note: str = "", *, unless: tuple[type[Exception], ...] = (ValueError,)
+    ) -> Iterator[None]:
+        """Context of work that other ranks wait for: an error inside ends the engine on every rank, and releases its components.
 
         Args:
             note: text to add to the error.
+            unless: types of errors that are raised as they are. By default those of arguments, which are checked before any communication.
         """
         try:
-            yield
-        except (EngineLostError, ValueError):
-            raise
-        except Exception as error:
-            final = platform.is_device_lost(error)
-            if self.dims.world_size == 1 and not final:
-                raise
-            lost = self.control.fail(error, final=final, note=note)
+            with self.control.ending_on_error(note, unless=unless):
+                yield
+        except EngineLostError:
             self._teardown_after_fault()
-            raise lost from error
+            raise
 
     def _require_components(self) -> EngineComponents:
         # The fault of another rank may have come between calls. It is raised once, like a fault in a call.
@@ -243,35 +238,54 @@ class EngineState(TrainEngine):
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         components = self._require_components()
-        components.memory.onload(params=True, grads=False, optimizer=False)
-        return components.weights.named_tensors()
+        with self._ending_on_error():
+            components.memory.onload(params=True, grads=False, optimizer=False)
+        return self._stream(components.weights.named_tensors())
 
     def named_gradients(self) -> Iterator[NamedTensor]:
         components = self._reduced_components()
-        components.memory.onload(params=True, grads=True, optimizer=False)
-        return components.weights.named_gradients()
+        with self._ending_on_error():
+            components.memory.onload(params=True, grads=True, optimizer=False)
+        return self._stream(components.weights.named_gradients())
+
+    def _stream(self, tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield tensors that all ranks gather together. An error on one rank is raised on all."""
+        while True:
+            with self._ending_on_error(unless=()):
+                self.control.require_usable()
+                tensor = next(tensors, None)
+                # After a fault, a collective may return without its values: the stream ends only if it was complete on all ranks.
+                if tensor is None:
+                    self.control.gather(None)
+                    return
+            yield tensor
 
     # ---- checkpoints
 
     def save(self, meta: SaveLoadMeta) -> None:
         components = self._require_components()
-        components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
-        components.checkpointer.save(meta)
+        with self._ending_on_error():
+            components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+            components.checkpointer.save(meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
         components = self._require_components()
-        components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
-        self.zero_grad()
-        components.checkpointer.load(meta)
+        with self._ending_on_error():
+            components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+            self.zero_grad()
+            components.checkpointer.load(meta)
 
     def wait_for_checkpoint(self) -> None:
-        self._require_components().checkpointer.wait()
+        checkpointer = self._require_components().checkpointer
+        with self._ending_on_error():
+            checkpointer.wait()
 
     # ---- memory
 
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         memory, reserved = self._require_components().memory, platform.reserved_bytes(self.device)
-        nbytes = memory.offload(params=params, grads=grads, optimizer=optimizer)
+        with self._ending_on_error():
+            nbytes = memory.offload(params=params, grads=grads, optimizer=optimizer)
         # The allocator would keep the freed memory for this process: return it, for an inference engine on this device.
         platform.empty_cache(self.device)
         self._moved["offloaded_bytes"] += nbytes
@@ -282,7 +296,9 @@ class EngineState(TrainEngine):
             )
 
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._require_components().memory.onload(params=params, grads=grads, optimizer=optimizer)
+        memory = self._require_components().memory
+        with self._ending_on_error():
+            memory.onload(params=params, grads=grads, optimizer=optimizer)
 
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +20,9 @@ from areal.utils.placement import VisibleGPUs, exchange, place
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+_TOGETHER = "_raised_on_every_rank"
+"""Attribute of an error that every rank raises in the same call."""
 
 
 class EngineLostError(RuntimeError):
@@ -118,6 +122,25 @@ class ControlPlane:
         verdict = Verdict(f"rank {self.rank}: {text}" if self.size > 1 else text, way_out)
         self._own_verdict = self._watch.post(verdict) if self._watch else verdict
         return self._as_error(self._own_verdict)
+
+    @contextlib.contextmanager
+    def ending_on_error(self, note: str = "", *, unless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Context of work that other ranks wait for: an error inside ends the engine on every rank.
+
+        Errors that all ranks raise together are raised as they are. On a single rank this holds for all errors, unless the device is lost.
+
+        Args:
+            note: text to add to the error.
+            unless: types of further errors that are raised as they are.
+        """
+        try:
+            yield
+        except Exception as error:
+            final = platform.is_device_lost(error)
+            together = isinstance(error, EngineLostError) or getattr(error, _TOGETHER, False)
+            if together or isinstance(error, unless) or (self.size == 1 and not final):
+                raise
+            raise self.fail(error, final=final, note=note) from error
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, by rank. Collective.
@@ -291,4 +314,6 @@ def raise_together(faults: list[Fault | None], error: BaseException | None, note
     named = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()]
     message = "; ".join(named if len(faults) > 1 else by_text)
     kind = ValueError if all_values else RuntimeError
-    raise kind(f"{message} ({note})" if note else message) from error
+    together = kind(f"{message} ({note})" if note else message)
+    setattr(together, _TOGETHER, True)
+    raise together from error

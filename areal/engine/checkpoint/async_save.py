@@ -93,8 +93,13 @@ class CheckpointSaver:
         self._observe("draft opened")
 
         # 2. Everything that needs collectives or the current values of tensors happens here, in the calling thread.
+        def prepare_together() -> SaveTask:
+            # After an error on one rank alone, the others would wait for its exchanges.
+            with self._control.ending_on_error(f"nothing was saved to {path}"):
+                return prepare(draft)
+
         try:
-            task = self._control.attempt(lambda: prepare(draft), f"nothing was saved to {path}")
+            task = self._control.attempt(prepare_together, f"nothing was saved to {path}")
         except Exception:
             self._discard(draft)
             raise

@@ -64,7 +64,7 @@ def prepare_files(
     writer = FileSystemWriter(draft, sync_files=False)  # record() syncs each file when it computes the checksum
     plan, metadata = _agree_on_plan(dict(tensors), planner, writer, control)
     if asynchronous:
-        planner.stage(plan)
+        control.attempt(lambda: planner.stage(plan))
 
     def write() -> WrittenFiles:
         # Tensors of the plan, then the other files. The first rank needs the results to write the metadata.

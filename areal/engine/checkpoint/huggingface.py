@@ -198,7 +198,8 @@ def prepare_hf(
 
     # 2. Gather tensor by tensor.
     sink = _CopySink(draft, own_files) if asynchronous else _FileSink(draft, own_files)
-    _gather_tensors(files, writers, SliceGatherer(export.slices, control), sink, observe)
+    faults = _gather_tensors(files, writers, SliceGatherer(export.slices, control), sink, observe)
+    control.settle(faults[0] if faults else None)
 
     # 3. Close the files. The first rank also writes configuration, tokenizer and index.
     def write() -> WrittenFiles:
@@ -220,10 +221,10 @@ def _gather_tensors(
     gatherer: SliceGatherer,
     sink: _FileSink | _CopySink,
     observe: Observe,
-) -> None:
+) -> list[Exception]:
     """Gather all tensors of all files, and pass those of this rank's files to ``sink``. Collective.
 
-    An error of this rank's disk is raised at the end: until then, other ranks need its slices.
+    Errors of this rank's disk are returned, not raised: until the end, other ranks need its slices.
     """
     faults: list[Exception] = []
     for done, (file, spec) in enumerate((file, spec) for file, specs in files.items() for spec in specs):
@@ -231,13 +232,12 @@ def _gather_tensors(
         if tensor is not None and not faults:
             try:
                 sink.put(file, tensor)
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 faults.append(error)
         # Two stages within the loop, for tests that kill a rank there.
         if done in (0, 8):
             observe(f"tensor {done}")
-    if faults:
-        raise faults[0]
+    return faults
 
 
 class _FileSink:

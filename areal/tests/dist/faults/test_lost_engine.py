@@ -15,8 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.api import FinetuneSpec, TrainEngine
+from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
 from areal.engine.base import BaseTrainEngine
+from areal.engine.checkpoint.gather_slices import SliceGatherer
+from areal.engine.checkpoint.safetensors import TensorWriter
+from areal.engine.checkpoint.tensor_layout import DiskTensor
+from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.registry import create_engine
 from areal.tests.harness.tiny import config, global_batch, layouts, local_batch, loss, process_groups, started
@@ -148,6 +152,71 @@ def test_error_outside_of_the_model_ends_the_engine_on_every_rank(backend: str, 
             call = engine.optimizer_step if where != "batch" else (lambda: engine.forward_backward(batch, loss))
             text = raised(call)
         assert text == f"rank {GUILTY}: OutOfMemoryError: tried to allocate 2.00 GiB (the engine cannot be used any more: make another)"
+
+
+class _FailingAfter:
+    """A replacement for a method that raises after some calls, on one rank."""
+
+    def __init__(self, inner: Callable[..., Any], calls: int, error: Exception) -> None:
+        self._inner, self._calls, self._error = inner, calls, error
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self._calls -= 1
+        if self._calls < 0 and guilty():
+            raise self._error
+        return self._inner(*args, **options)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("error", [no_memory(), ValueError("a wrong shape")], ids=["memory", "value"])
+@pytest.mark.parametrize(
+    ("backend", "stream", "step"),
+    [
+        ("fsdp:d2", "tensors", (DiskTensor, "cut")),
+        ("fsdp:d2", "gradients", (DiskTensor, "cut")),
+        ("megatron:t2", "tensors", (LocalParameter, "slices")),
+    ],
+    ids=["fsdp-tensors", "fsdp-gradients", "megatron-tensors"],
+)
+def test_error_in_a_stream_on_one_rank_raises_on_every_rank(
+    backend: str, stream: str, step: tuple[type, str], error: Exception
+) -> None:
+    """The other rank waits for the next tensor."""
+    with started(backend) as engine:
+        engine.forward_backward(local_batch(engine, global_batch()), loss)
+        fails = _FailingAfter(getattr(*step), 3, error)
+        with mock.patch.object(*step, autospec=True, side_effect=fails):
+            text = raised(lambda: list(getattr(engine, f"named_{stream}")()))
+        assert f"rank {GUILTY}: " in text
+        assert str(error) in text
+        assert set(everywhere(engine._components is None)) == {True}
+
+
+@pytest.mark.world(2)
+def test_error_between_the_exchanges_of_a_save_raises_on_every_rank(tmp_path: Path) -> None:
+    """The other rank waits for a slice of this one."""
+    path = everywhere(tmp_path)[0] / "saved"
+    with started("fsdp:d2") as engine:
+        fails = _FailingAfter(SliceGatherer._owners, 2, ValueError("a wrong shape"))
+        with mock.patch.object(SliceGatherer, "_owners", autospec=True, side_effect=fails):
+            text = raised(lambda: engine.save(SaveLoadMeta(path)))
+        assert f"rank {GUILTY}: a wrong shape; nothing was saved to" in text
+        assert set(everywhere(engine._components is None)) == {True}
+        assert not path.exists()
+
+
+@pytest.mark.world(2)
+def test_error_of_the_disk_leaves_the_engine_usable(tmp_path: Path) -> None:
+    """Every rank gathers to the end before the error is raised."""
+    path = everywhere(tmp_path)[0] / "saved"
+    with started("fsdp:d2") as engine:
+        writes = _FailingAfter(TensorWriter.write, 0, no_memory())
+        with mock.patch.object(TensorWriter, "write", autospec=True, side_effect=writes):
+            with mock.patch(f"{__name__}.GUILTY", 0):  # the rank that writes the only file
+                text = raised(lambda: engine.save(SaveLoadMeta(path)), RuntimeError)
+        assert "nothing was saved to" in text
+        engine.save(SaveLoadMeta(path))
+        assert path.exists()
 
 
 @pytest.mark.world(2)

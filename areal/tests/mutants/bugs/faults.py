@@ -103,7 +103,16 @@ def optimizer_fails_alone(right: Function) -> Function:
         def __exit__(self, *_: Any) -> None:
             pass
 
-    return lambda self, note="": Nothing()
+    return lambda self, note="", **_: Nothing()
+
+
+@mutant(
+    "areal.engine.state:EngineState._stream",
+    ENGINE + "test_error_in_a_stream_on_one_rank_raises_on_every_rank[w2-fsdp-tensors-value]",
+)
+def stream_fails_alone(right: Function) -> Function:
+    """An error in a stream of weights raises on its own rank only."""
+    return lambda self, tensors: tensors
 
 
 @mutant("areal.utils.fault_watch:FaultWatch._report", LAYOUT.format("fsdp:d2-blocks-backward"))
