@@ -135,10 +135,11 @@ class ControlPlane:
         """
         try:
             yield
+        except EngineLostError:
+            raise
         except Exception as error:
             final = platform.is_device_lost(error)
-            together = isinstance(error, EngineLostError) or getattr(error, _TOGETHER, False)
-            if together or isinstance(error, unless) or (self.size == 1 and not final):
+            if getattr(error, _TOGETHER, False) or isinstance(error, unless) or (self.size == 1 and not final):
                 raise
             raise self.fail(error, final=final, note=note) from error
 
