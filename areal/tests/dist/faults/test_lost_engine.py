@@ -31,6 +31,8 @@ from areal.utils.distributed import ControlPlane, EngineLostError, RankLostError
 from areal.utils.group_set import GroupSet
 
 GUILTY = 1
+DESTROY = dist.destroy_process_group
+"""The function itself, where a test counts calls."""
 
 
 def everywhere(value: Any) -> list[Any]:
@@ -43,13 +45,22 @@ def everywhere(value: Any) -> list[Any]:
 
 def raised(call: Callable[[], Any], kind: type[Exception] = EngineLostError, seconds: float = 5.0) -> str:
     """Return the error of a call, which every rank must raise in time with the same text."""
+    # A group of its own, with a short limit: without the error, the other rank may wait in the call for ever.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10)) if world().size > 1 else None
     start = time.monotonic()
     with pytest.raises((RuntimeError, ValueError)) as caught:
         call()
     assert time.monotonic() - start < seconds
-    texts = everywhere((type(caught.value).__name__, str(caught.value)))
-    assert texts == [(kind.__name__, str(caught.value))] * world().size
-    return str(caught.value)
+    text = str(caught.value)
+    texts = [("", "")] * world().size if group else [(type(caught.value).__name__, text)]
+    if group:
+        try:
+            dist.all_gather_object(texts, (type(caught.value).__name__, text), group=group)
+        except RuntimeError as error:
+            raise AssertionError(f"the other rank does not raise: {text}") from error
+        DESTROY(group)
+    assert texts == [(kind.__name__, text)] * world().size
+    return text
 
 
 def guilty() -> bool:

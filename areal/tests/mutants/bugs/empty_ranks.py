@@ -130,7 +130,7 @@ def minibatch_skipped_by_one_rank(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.trainer.rollout.report:disagreement", SKIPPED.format("w2-rollout's log-probs"))
+@mutant("areal.trainer.rollout.report:disagreement", SKIPPED.format("w2-recomputed"))
 def unmeasured_disagreement_is_zero(right: Function) -> Function:
     """A batch without a trained token reports a disagreement of exactly 0 between trainer and rollout."""
     return lambda *args: {"rollout/logprob_error": 0.0, "rollout/logprob_k3": 0.0} | right(*args)

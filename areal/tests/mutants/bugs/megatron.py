@@ -31,6 +31,8 @@ OTHERS = (
 """Targets of bugs that exist only in another engine."""
 
 SAME_ON_ANY_ENGINE = {
+    "stream_fails_alone": "the template ends the engine on all ranks, around any stream",
+    "optimizer_fails_alone": "the template ends the engine on all ranks, around any optimizer",
     "positions_run_on": "its families have rotary positions alone, which are relative",
     "key_heads_in_wrong_order": "the test calls the function without an engine",
     "warmup_subtracted_twice": "the test calls the function without an engine",
