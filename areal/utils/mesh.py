@@ -67,9 +67,9 @@ def describe_mesh(mesh: DeviceMesh) -> str:
 def release_groups(mesh: DeviceMesh) -> None:
     """Release the references of a mesh to its process groups, before they are closed.
 
-    DTensor's caches may keep a mesh, and from torch 2.13 on a mesh keeps its groups, whose connections close with the last reference.
+    DTensor's caches may keep a mesh, and a mesh keeps its groups, whose connections close with the last reference.
     """
-    getattr(mesh, "_pg_registry", {}).clear()
+    mesh._pg_registry.clear()
 
 
 def _build(device_type: str, axes: dict[str, int], groups: GroupSet) -> DeviceMesh:

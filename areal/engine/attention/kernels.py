@@ -7,7 +7,6 @@ on one run of segments of equal size at a time, so that neither a ``T x T`` mask
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,6 @@ try:
 except ImportError:
     flash_attn_varlen_func = None
 
-# Older torch releases cannot group heads in varlen_attn: key heads are repeated for them.
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _FLASH_HEAD_DIM = 256  # largest head dim of the variable-length kernels
 _BLOCK = 512
 """Queries in a block if a mask must be materialized. Bounds the mask to ``_BLOCK`` rows."""
@@ -241,13 +238,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
             softcap=options.softcap or 0.0,
             deterministic=deterministic,
         )
-    elif _VARLEN_HAS_GQA:
+    else:
         grouped = k.shape[1] != q.shape[1]
         out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0), enable_gqa=grouped)
-    else:
-        groups = q.shape[1] // k.shape[1]
-        k, v = (x if groups == 1 else x.repeat_interleave(groups, dim=1) for x in (k, v))
-        out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0))
     return out[..., :head_dim]
 
 

@@ -182,11 +182,8 @@ def without_data(lengths: list[tuple[int, int]], dims: tuple[int, int]) -> tuple
     return tensors, Segments(q_lens, k_lens, cu, cu)
 
 
-@pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize(("dims", "width"), [((8, 8), 8), ((12, 5), 16)])
-def test_torch_varlen_call_arguments(
-    monkeypatch: pytest.MonkeyPatch, has_gqa: bool, dims: tuple[int, int], width: int
-) -> None:
+def test_torch_varlen_call_arguments(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], width: int) -> None:
     calls: list[dict[str, Any]] = []
     varlen = kernels.varlen_attn
 
@@ -198,10 +195,6 @@ def test_torch_varlen_call_arguments(
     monkeypatch.setattr(kernels, "_runs_varlen", lambda *_: True)
     monkeypatch.setattr(kernels, "flash_attn_varlen_func", None)
     monkeypatch.setattr(kernels, "varlen_attn", spy)
-    if not has_gqa:
-        monkeypatch.setattr(kernels, "_VARLEN_HAS_GQA", False)
-    elif not kernels._VARLEN_HAS_GQA:
-        pytest.skip("this torch has no enable_gqa")
     with FakeTensorMode():
         qkv, ends = without_data(LOWER_RIGHT, dims)
         index = torch.empty(sum(ends.k_lens), dtype=torch.int64)
@@ -212,8 +205,8 @@ def test_torch_varlen_call_arguments(
                 assert grad.shape == x.shape
     assert [call["window_size"] for call in calls] == [(-1, 0), (2, 0), (-1, 0)]
     for call in calls:
-        assert call["heads"] == ([4, 2, 2] if has_gqa else [4, 4, 4])
-        assert call.get("enable_gqa", False) == has_gqa
+        assert call["heads"] == [4, 2, 2]
+        assert call.get("enable_gqa", False)
         assert call["dims"] == [width] * 3
         assert call["max"] == (9, 12)
         assert call["scale"] == 0.5
