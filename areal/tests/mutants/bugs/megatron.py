@@ -31,22 +31,16 @@ OTHERS = (
 """Targets of bugs that exist only in another engine."""
 
 SAME_ON_ANY_ENGINE = {
-    "stream_fails_alone": "the template ends the engine on all ranks, around any stream",
     "optimizer_fails_alone": "the template ends the engine on all ranks, around any optimizer",
     "positions_run_on": "its families have rotary positions alone, which are relative",
-    "key_heads_in_wrong_order": "the test calls the function without an engine",
-    "warmup_subtracted_twice": "the test calls the function without an engine",
     "dropout_in_evaluation": "its families have no dropout",
     "empty_list_refused_by_its_rank": "an engine has no part in reading a batch",
     "minibatch_skipped_by_one_rank": "trainers are the same on any engine",
-    "unmeasured_disagreement_is_zero": "trainers are the same on any engine",
     "empty_rank_counts_in_statistics": "trainers are the same on any engine",
-    "last_offset_of_even_vocabulary": "the function gets the rows of a rank, from any engine",
-    "filler_among_the_largest": "the function gets the rows of a rank, from any engine",
     "interleaved_rows_read_in_order": "its families store weights in the form of modules",
     "merged_weight_read_from_the_start": "its families store weights in the form of modules",
 }
-"""Bugs that need no second test on Megatron, and the reason."""
+"""Bugs that need no second test on Megatron, and the reason. So do those of tests that name no engine: the second test is the first."""
 
 ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
     "loss_called_without_weight": (
@@ -71,10 +65,11 @@ ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
 
 
 def plant_on_megatron(each: Mutant) -> None:
-    """Register a bug for this engine too."""
+    """Register a bug for this engine too, unless its tests are the same on any."""
     tests = ELSEWHERE.get(each.name) or tuple(_on_megatron(test) for test in each.tests)
     name = TWIN.format(each.name)
-    MUTANTS[name] = dataclasses.replace(each, name=name, tests=tests)
+    if tests != each.tests:
+        MUTANTS[name] = dataclasses.replace(each, name=name, tests=tests)
 
 
 def _on_megatron(test: str | Mapping[str, str]) -> str | Mapping[str, str]:
