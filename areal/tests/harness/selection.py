@@ -1,15 +1,17 @@
 """The tests that ``.ci/run`` leaves to ``make test``: the marker ``thorough``, set by rules over all tests that were collected.
 
-1. Four ranks run three training steps on every product of two kinds of parallelism. Further layouts of four ranks (:data:`FOUR_RANKS`) and
-   other properties of a step (:data:`PRODUCTS`) are shown on two ranks.
-2. Of further schedules of a pipeline, only the three steps.
-3. Of the grid, all cells in float64, and one cell in a lower precision for each layout: rounding differs by layout, errors show in float64.
+1. Four ranks run three training steps on products of two kinds of parallelism in which each kind occurs. Further layouts of four ranks
+   (:data:`FOUR_RANKS`) and other properties of a step (:data:`PRODUCTS`) are shown on two ranks.
+2. A further mode of a kind of parallelism (:data:`MODES`) runs the three steps, and cells of the grid unless it is a pipeline schedule.
+3. Of the grid, :data:`CELLS` cells for each layout, at most one of them in a lower precision: rounding differs by layout, errors show in
+   float64. Each value of each factor occurs in a cell.
 4. Of a test on ranks with several parametrizations, combinations in which each value occurs. The others are their product.
 5. Never a test that a planted bug names: the run plants them all.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -34,6 +36,8 @@ FOUR_RANKS = (
     *("fsdp:c4", "fsdp:d4", "fsdp:p4", "megatron:c4"),  # one kind of parallelism
     *("fsdp:c2t2-gather_kv", "fsdp:d2c2-gather_kv"),  # the second mode of a product
     *("fsdp:r2c2", "fsdp:r2e2"),  # replicas of what ``r2d2`` and the layouts of two ranks show
+    *("fsdp:d2e2", "fsdp:c2e2", "fsdp:d2p2", "fsdp:c2p2", "fsdp:p2t2"),  # each kind meets others in what is left
+    *("megatron:c2p2", "megatron:d2p2"),
 )
 """Layouts of four ranks whose three training steps are thorough."""
 
@@ -42,6 +46,12 @@ STEPS = "three_steps"
 
 SCHEDULES = ("fsdp:p2-GPipe", "fsdp:p2v2-Interleaved1F1B")
 """Pipeline schedules that are thorough except in the three steps."""
+
+MODES = (*SCHEDULES, "fsdp:p2v2-InterleavedZeroBubble", "c2-gather_kv", "t2-no_sp", "(attn:d1t2|ffn:d1e2)")
+"""Modes that are thorough except in the three steps and the grid: beside each, another mode runs the same code of a test."""
+
+CELLS = 4
+"""Cells of the grid for each layout that are not thorough."""
 
 ELSEWHERE = (
     "megatron:p2-hf",  # saves that are killed while the code of the FSDP engine writes
@@ -60,7 +70,7 @@ def mark_thorough(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if id(item) in named:
             _unmark(item)
-    for item in [*_rounded_again(items), *_products(items, named)]:
+    for item in [*_further_cells(items, named), *_products(items, named)]:
         if id(item) not in named:
             item.add_marker(pytest.mark.thorough)
 
@@ -93,7 +103,8 @@ def _is_further_layout(item: pytest.Item) -> bool:
         return True
     if STEPS in name:
         return any(each in name for each in FOUR_RANKS)
-    return any(each in name for each in SCHEDULES) or (size == 4 and any(each in name for each in PRODUCTS))
+    modes = SCHEDULES if name.startswith(GRID) else MODES
+    return any(each in name for each in modes) or (size == 4 and any(each in name for each in PRODUCTS))
 
 
 def _unmark(item: pytest.Item) -> None:
@@ -101,20 +112,23 @@ def _unmark(item: pytest.Item) -> None:
     item.own_markers[:] = [marker for marker in item.own_markers if marker.name != "thorough"]
 
 
-def _rounded_again(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the cells of the grid in a lower precision, but the first of each layout."""
-    seen: set[str] = set()
-    again = []
-    for item in items:
-        if not short_id(item).startswith(GRID) or item.get_closest_marker("thorough"):
-            continue
+def _further_cells(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item]:
+    """Return the cells of the grid beyond :data:`CELLS` for each layout, and those in a lower precision beyond one."""
+    cells = [item for item in items if short_id(item).startswith(GRID) and not item.get_closest_marker("thorough")]
+    cells.sort(key=lambda item: id(item) not in named)  # what a planted bug names counts first
+    chosen: defaultdict[str, list[bool]] = defaultdict(list)
+    seen: set[tuple[str, str]] = set()
+    further = []
+    for item in cells:
         cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
-        if cell.dtype == "float64":
+        values, rounded = {(name, str(value)) for name, value in vars(cell).items()}, cell.dtype != "float64"
+        others = chosen[cell.layout.name]
+        if values <= seen and (len(others) >= CELLS or (rounded and any(others))):
+            further.append(item)
             continue
-        if cell.layout.name in seen:
-            again.append(item)
-        seen.add(cell.layout.name)
-    return again
+        others.append(rounded)
+        seen |= values
+    return further
 
 
 def _products(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item]:

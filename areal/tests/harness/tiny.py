@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ LAYOUTS = {
 }
 """Layouts of tests that run on every layout, by world size."""
 
-THOROUGH = ("fsdp:p2",)
+THOROUGH = ("fsdp:c2", "fsdp:p2")
 """Layouts that only the thorough set runs, unless a test lists them in ``also``."""
 
 OPTIMIZER = OptimizerConfig(lr=0.01, lr_scheduler="linear", gradient_clipping=0.5)
@@ -90,6 +90,16 @@ def local_batch(engine: TrainEngine, everything: list[Sample]) -> list[Sample]:
 def loss(out: TokenOutputs, batch: Batch) -> Tensor:
     """Compute a policy gradient without a ratio."""
     return -(out.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
+
+
+BATCH_VERBS: tuple[Callable[[TrainEngine, Any], Any], ...] = (
+    lambda engine, batch: engine.train_batch(batch, loss),
+    lambda engine, batch: engine.forward_backward(batch, loss),
+    lambda engine, batch: engine.eval_batch(batch, loss),
+    lambda engine, batch: engine.forward_batch(batch),
+    lambda engine, batch: engine.microbatches(batch),
+)
+"""Every verb that takes a batch."""
 
 
 def weights_of(engine: TrainEngine) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from areal.api import Batch, MicroBatch, MicroBatchSpec, TokenOutputs, TrainEngi
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.models import VOCAB
-from areal.tests.harness.tiny import Sample, config, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import BATCH_VERBS, Sample, config, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
 from areal.tests.harness.world import world
 
 DISCARDED = "all pending gradients were discarded"
@@ -144,15 +144,6 @@ BAD_BATCHES: dict[str, tuple[Callable[[list[Sample]], Any], tuple[str, ...]]] = 
 }  # fmt: skip
 """Fault -> (input that replaces the valid samples, message of the error)."""
 
-VERBS: tuple[Callable[[TrainEngine, Any], Any], ...] = (
-    lambda engine, batch: engine.train_batch(batch, loss),
-    lambda engine, batch: engine.forward_backward(batch, loss),
-    lambda engine, batch: engine.eval_batch(batch, loss),
-    lambda engine, batch: engine.forward_batch(batch),
-    lambda engine, batch: engine.microbatches(batch),
-)
-
-
 @pytest.mark.parametrize("backend", layouts(1, 2, 4))
 def test_malformed_batch_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend) as pair:
@@ -161,7 +152,7 @@ def test_malformed_batch_on_one_rank_raises_on_all_ranks(backend: str) -> None:
             good = [sample for sample in pair.batch() if len(sample["input_ids"]) > 4]
             batch = spoil(good) if pair.is_guilty else good
             with raised(ValueError, *says, guilty=pair.guilty):
-                VERBS[i % len(VERBS)](pair.engine, batch)
+                BATCH_VERBS[i % len(BATCH_VERBS)](pair.engine, batch)
                 pytest.fail(f"{name} was accepted")
             if i % 4 == 0:
                 pair.check()

@@ -45,7 +45,7 @@ def everywhere(value: Any) -> list[Any]:
 
 def raised(call: Callable[[], Any], kind: type[Exception] = EngineLostError, seconds: float = 5.0) -> str:
     """Return the error of a call, which every rank must raise in time with the same text."""
-    # A group of its own, with a short limit: without the error, the other rank may wait in the call for ever.
+    # A separate group with a short limit: without the error, the other rank may wait in the call for ever.
     try:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=10)) if world().size > 1 else None
     except dist.DistStoreError as error:

@@ -17,7 +17,7 @@ from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import LORA, Cell, Layout
 from areal.tests.harness.moe_reference import TOLERANCE, assert_terms, moe_reference, recorded, with_replay
-from areal.tests.harness.tiny import Sample, global_batch, gradients_of, loss, same_bits, started
+from areal.tests.harness.tiny import BATCH_VERBS, Sample, global_batch, gradients_of, loss, same_bits, started
 from areal.tests.harness.world import world
 
 
@@ -213,15 +213,6 @@ def test_experts_with_an_empty_rank(backend: str) -> None:
 
 # ---- errors
 
-VERBS: tuple[Callable[[TrainEngine, Any], Any], ...] = (
-    lambda engine, batch: engine.train_batch(batch, loss),
-    lambda engine, batch: engine.forward_backward(batch, loss),
-    lambda engine, batch: engine.eval_batch(batch, loss),
-    lambda engine, batch: engine.forward_batch(batch),
-    lambda engine, batch: engine.microbatches(batch),
-)
-
-
 @pytest.mark.parametrize(
     "backend",
     layouts("fsdp:d1", "fsdp:d2", "fsdp:c2", "megatron:d2", "megatron:p2", thorough=("megatron:d1", "fsdp:d2c2", "megatron:t2p2")),
@@ -232,7 +223,7 @@ def test_empty_global_batch_raises_one_error_and_changes_nothing(backend: str) -
         samples = everything[engine.dp_rank :: engine.dp_size]
         engine.forward_backward(samples, loss)
         before = gradients_of(engine)
-        for verb in VERBS[1:]:
+        for verb in BATCH_VERBS[1:]:
             for nothing in ([], as_input([], "padded", like=everything[0])):
                 with pytest.raises(ValueError, match=re.escape("empty batch: no rank has a sample")) as raised:
                     verb(engine, nothing)
@@ -241,7 +232,7 @@ def test_empty_global_batch_raises_one_error_and_changes_nothing(backend: str) -
         assert same_bits(before, gradients_of(engine))
         engine.optimizer_step()
         with pytest.raises(ValueError, match="empty batch"):
-            VERBS[0](engine, [])
+            BATCH_VERBS[0](engine, [])
         assert engine.train_batch(samples, loss).update_successful
 
 

@@ -1,6 +1,7 @@
 """Evaluation between the calls of a step: pending gradients do not change, and no stale weight is used."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -10,18 +11,33 @@ from areal.tests.grid.layouts import Cell, all_layouts
 from areal.tests.grid.cell_engine import start_cell
 
 OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
-CHOSEN = {
-    ("fsdp", "float64"): (("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble"), ("plain", "keep_gathered")),
-    ("megatron", "float64"): (("megatron:d2", "megatron:p2v2"), ("plain",)),
-    ("megatron", "float32"): (("megatron:d2", "megatron:d2p2"), ("plain", "overlap")),
-}
+CHOSEN = (
+    ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble", "megatron:d2", "megatron:p2v2"),
+    ("plain",),
+    "float64",
+), (
+    ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble"),
+    ("keep_gathered",),
+    "float64",
+), (
+    ("megatron:d2", "megatron:d2p2"),
+    ("plain", "overlap"),
+    "float32",
+)
+"""Layouts, options and dtype of some cells."""
+
+THOROUGH = ("c2-ulysses-keep_gathered", "ZBVZeroBubble-keep_gathered")
+
+
+def case(cell: Cell) -> Any:
+    name = f"{cell.layout.name}-{cell.options}-{cell.dtype}"
+    marks = [pytest.mark.thorough] if any(each in name for each in THOROUGH) else []
+    return pytest.param(cell, id=name, marks=[pytest.mark.world(cell.layout.world), *marks])
+
+
 CELLS = [
-    pytest.param(
-        Cell(layout, family="qwen3_tied", cut="tokens24", options=option, dtype=dtype),
-        id=f"{layout.name}-{option}-{dtype}",
-        marks=pytest.mark.world(layout.world),
-    )
-    for (_, dtype), (names, options) in CHOSEN.items()
+    case(Cell(layout, family="qwen3_tied", cut="tokens24", options=option, dtype=dtype))
+    for names, options, dtype in CHOSEN
     for layout in all_layouts()
     for option in options
     if layout.name in names

@@ -15,7 +15,12 @@ BACKENDS = {
     2: ("fsdp:d2", "fsdp:t2", "fsdp:p2", "megatron:d2", "megatron:p2", "megatron:t2"),
     4: ("fsdp:d2c2", "megatron:d2p2"),
 }
-CASES = [pytest.param(backend, marks=pytest.mark.world(size)) for size, names in BACKENDS.items() for backend in names]
+THOROUGH = ("fsdp:d2c2", "fsdp:p2", "megatron:t2", "megatron:d2")
+CASES = [
+    pytest.param(backend, marks=[pytest.mark.world(size), *([pytest.mark.thorough] if backend in THOROUGH else [])])
+    for size, names in BACKENDS.items()
+    for backend in names
+]
 
 
 @pytest.mark.parametrize("backend", CASES)

@@ -256,9 +256,12 @@ def test_import_of_api_and_data_is_fast() -> None:
         "import time, torch, sys; start = time.process_time(); import areal.api, areal.utils.data; "
         "print(time.process_time() - start, 'transformers' in sys.modules)"
     )
-    answers = [run(code).split() for _ in range(3)]
-    assert {slow for _, slow in answers} == {"False"}
-    assert min(float(seconds) for seconds, _ in answers) < 0.5
+    seconds: list[float] = []
+    while len(seconds) < 3 and min(seconds, default=1.0) >= 0.5:  # on a busy machine, one import of three may be slow
+        its_seconds, imports_transformers = run(code).split()
+        seconds.append(float(its_seconds))
+        assert imports_transformers == "False"
+    assert min(seconds) < 0.5
 
 
 def test_import_of_the_package_is_lazy() -> None:
