@@ -1,0 +1,8 @@
+"""Dispatch: the ranks of an engine in other processes, behind one handle that is itself an engine."""
+
+from areal.dispatch.executor import Executor, Handle
+from areal.dispatch.group import WorkerGroup
+from areal.dispatch.in_process import InProcess
+from areal.dispatch.pending import Pending
+
+__all__ = ["Executor", "Handle", "InProcess", "Pending", "WorkerGroup"]

@@ -1,0 +1,65 @@
+"""The protocol between a handle and the processes that run its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from areal.dispatch.workplace import Answer, Handle, Workplace
+
+Work = Callable[[Workplace, Any], Any]
+"""Runs in the process of a rank, with the objects that the process holds and the argument of the rank."""
+
+
+class Executor(Protocol):
+    """Processes, one for each rank, that run functions. Several groups may use the same processes.
+
+    Calls reach all ranks in one order, also if several threads of the driver make them.
+
+    Attributes:
+        size: number of ranks.
+    """
+
+    size: int
+
+    def put(self, value: Any) -> Handle:
+        """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank."""
+        ...
+
+    def ship(self, function: Any, what: str) -> Handle:
+        """Store a function, or an object with functions, for all ranks. The same function is stored once.
+
+        Args:
+            function: any object.
+            what: name of the argument, for the error.
+
+        Raises:
+            ValueError: the function cannot be sent. Names it and the ways out.
+        """
+        ...
+
+    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Answer]]:
+        """Run ``work(workplace, arguments[rank])`` on every rank.
+
+        Args:
+            what: name of the call, for errors.
+            work: function. Its result must be picklable.
+            arguments: one for each rank.
+
+        Returns:
+            The answers of all ranks, by rank. An error of ``work`` is part of the answer; an error of the future means that the processes are
+            lost.
+
+        Raises:
+            RuntimeError: the processes are lost or closed.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Replace all processes by new ones, which hold nothing."""
+        ...
+
+    def close(self) -> None:
+        """End the processes. May be called twice."""
+        ...

@@ -1,0 +1,412 @@
+"""A group of ranks behind one handle, which is itself an engine with one data-parallel shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from areal.api import (
+    FinetuneSpec,
+    LossFn,
+    LossObjective,
+    LossWeightFn,
+    MicroBatchList,
+    NamedTensor,
+    OptimStats,
+    SaveLoadMeta,
+    StepOutput,
+    TrainEngine,
+    TrainEngineConfig,
+    WeightTransport,
+    default_loss_weight,
+)
+from areal.api.engine import BatchInput, Outputs
+from areal.api.loss import Normalization, ProcessOutputFn
+from areal.dispatch.adapters import GroupAdapters
+from areal.dispatch.calls import Calls, rank_0
+from areal.dispatch.executor import Executor
+from areal.dispatch.in_process import InProcess
+from areal.dispatch.micro_batches import RemoteMicroBatches, joined
+from areal.dispatch.pending import Pending
+from areal.dispatch.table import TABLE, Returned
+from areal.dispatch.table import Sent as Sending
+from areal.dispatch.transport import GroupTransport
+from areal.dispatch.works import (
+    CarriedState,
+    Destroy,
+    EnterContext,
+    ExitContext,
+    Initialize,
+    Keep,
+    Load,
+    MakeTransport,
+    NextTensors,
+    OnMicroBatches,
+    OpenStream,
+)
+from areal.engine.options import engine_config
+from areal.engine.registry import engine_class
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+STREAM_BYTES = 256 * 2**20
+"""Bytes of a stream of tensors that travel to the driver at once, or one tensor if it is larger."""
+
+
+class WorkerGroup(TrainEngine):
+    """An engine whose ranks run elsewhere. The driver sees one data-parallel shard: it passes global batches, and gets global results.
+
+    :data:`~areal.dispatch.table.TABLE` says for each member what the ranks receive and what the driver returns. A batch is divided by the cost
+    of its samples. It may have any number of samples, also fewer than there are data-parallel coordinates.
+
+    Args:
+        config: configuration of the engine on every rank.
+        executor: processes of the ranks, which several groups may share. Default: this process, for a layout of one rank.
+        name: name of the engine in the processes, different for each group of an executor.
+
+    Raises:
+        ValueError: the layout and the executor differ in size, or the engine does not support the layout or an option.
+    """
+
+    def __init__(self, config: TrainEngineConfig, executor: Executor | None = None, *, name: str = "engine") -> None:
+        self._executor = executor or InProcess()
+        self.config = engine_config(engine_class(config.dims.backend), config)
+        self.dims = config.dims
+        if self.dims.world_size != self._executor.size:
+            raise ValueError(
+                f"TrainEngineConfig.backend = {config.backend!r} has {self.dims.world_size} ranks, and the executor {self._executor.size} "
+                "processes: give both the same number"
+            )
+        self.device = torch.device("cpu")
+        self.version = 0
+        self._calls = Calls(self._executor, name, self.config)
+
+    # ---- any function, any verb
+
+    def run(self, fn: Callable[[TrainEngine, Any], R], batch: BatchInput | None = None) -> list[R]:
+        """Call ``fn(engine, shard)`` on every rank, the primitive under all verbs.
+
+        Args:
+            fn: function that pickles by cloudpickle. Its result must pickle. Verbs of the engine are collective inside.
+            batch: divided like that of a verb; ``shard`` is ``None`` without.
+
+        Returns:
+            The results of all ranks, by rank.
+
+        Raises:
+            ValueError: the function cannot be sent, or the batch is invalid.
+        """
+        return self.start_run(fn, batch).result()
+
+    def start_run(self, fn: Callable[[TrainEngine, Any], R], batch: BatchInput | None = None) -> Pending[list[R]]:
+        """Start :meth:`run` and return its future."""
+        self._calls.require_seats()
+        shards = None if batch is None else self._calls.shards(batch)[1]
+        return self._calls.start("run", self._calls.function(fn, Returned.RANKS), list, shards)
+
+    def map(self, fn: Callable[[TrainEngine, Any], Any], batch: BatchInput) -> Any:
+        """Call ``fn(engine, shard)`` on every rank, and return results by sample, as :meth:`forward_batch` does.
+
+        Args:
+            fn: as in :meth:`run`. Returns a list with an item for each sample of the shard (or for a padded batch, tensors ``[B_i, ...]``), or
+                a dict of these.
+            batch: divided like that of a verb.
+        """
+        plan, shards = self._calls.shards(batch)
+        work = self._calls.function(fn, Returned.SAMPLES)
+        return self._calls.start(
+            "map", work, lambda values: plan.merge(self._calls.by_coordinate(values)), shards
+        ).result()
+
+    def start(self, verb: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Start a verb and return its future: ``group.start(TrainEngine.train_batch, batch, loss)``.
+
+        Calls run on the ranks in the order in which they were started.
+
+        Args:
+            verb: a method of :class:`~areal.api.TrainEngine`.
+            args, kwargs: its arguments.
+
+        Raises:
+            ValueError: the verb has no future (streams, contexts and the driver's own members), or an argument cannot be sent.
+        """
+        name = verb.__name__
+        arguments = inspect.signature(verb).bind(self, *args, **kwargs).arguments
+        arguments.pop("self")
+        return self._start(name, arguments)
+
+    def _start(self, name: str, arguments: dict[str, Any]) -> Pending[Any]:
+        """Start a member of the interface as its row of the table says."""
+        special = {
+            "initialize": self._start_initialize,
+            "destroy": self._start_destroy,
+            "save": self._start_save,
+            "load": self._start_load,
+            "set_version": self._start_set_version,
+        }
+        if name in special:
+            return special[name](**arguments)
+        row, calls = TABLE[name], self._calls
+        calls.require_seats()
+        if row.sent is Sending.SHARDS:
+            plan, shards = calls.shards(arguments.pop("batch"))
+            if row.returned is Returned.LAYOUT:
+                key = calls.new_key("microbatches")
+                return calls.start(name, Keep(calls.name, key), lambda values: self._kept(plan, values, key), shards)
+            verb = calls.verb(name, arguments, row.returned)
+            if row.returned is Returned.SAMPLES:
+                return calls.start(name, verb, lambda values: plan.merge(calls.by_coordinate(values)), shards)
+            return calls.start(name, verb, rank_0, shards)
+        if row.sent is Sending.MICROBATCHES:
+            mbs = arguments.pop("mbs")
+            if not isinstance(mbs, RemoteMicroBatches):
+                raise ValueError(f"mbs is a {type(mbs).__name__}: pass what microbatches() of this group returned")
+            work = OnMicroBatches(calls.verb(name, arguments, row.returned), mbs.key)
+            # Each coordinate has returned the results of its micro-batches.
+            if row.returned is Returned.MICROBATCHES:
+                return calls.start(name, work, lambda values: [x for its in calls.by_coordinate(values) for x in its])
+            return calls.start(name, work, rank_0)
+        if row.returned is not Returned.RANK_0:
+            raise ValueError(f"{name} has no future: call it itself")
+        return calls.start(name, calls.verb(name, arguments, row.returned), rank_0)
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        return self._start(name, arguments).result()
+
+    # ---- life cycle
+
+    def initialize(self, spec: FinetuneSpec) -> None:
+        self._call("initialize", spec=spec)
+
+    def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
+        def finish(seats: list[Any]) -> None:
+            self._calls.seats = seats
+
+        return self._calls.start("initialize", Initialize(self._calls.name, self.config, spec), finish)
+
+    def destroy(self) -> None:
+        self._call("destroy")
+
+    def _start_destroy(self) -> Pending[None]:
+        self._calls.seats = None
+        return self._calls.start("destroy", Destroy(self._calls.name), rank_0)
+
+    # ---- position in the layout: that of the driver
+
+    @property
+    def dp_rank(self) -> int:
+        return 0
+
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+    @property
+    def dp_group(self) -> NoReturn:
+        raise RuntimeError(
+            "a group has no process group in the driver, which has the only data-parallel shard: sum with global_sum(x), or use "
+            "engine.dp_group in a function of run(fn)"
+        )
+
+    @property
+    def is_main(self) -> bool:
+        return True
+
+    def set_version(self, version: int) -> None:
+        self._call("set_version", version=version)
+
+    def _start_set_version(self, version: int) -> Pending[None]:
+        self.version = version
+        return self._calls.start("set_version", self._calls.verb("set_version", {"version": version}, Returned.RANK_0), rank_0)
+
+    # ---- batches
+
+    def microbatches(self, batch: BatchInput) -> MicroBatchList:
+        return self._call("microbatches", batch=batch)
+
+    def _kept(self, plan: Any, values: list[Any], key: str) -> RemoteMicroBatches:
+        mbs = joined(plan, self._calls.by_coordinate(values), key)
+        self._calls.drop_with(mbs, key)
+        return mbs
+
+    def global_sum(self, x: Tensor) -> Tensor:
+        return x.detach().clone()
+
+    def global_weight(
+        self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn = default_loss_weight
+    ) -> Tensor | dict[str, Tensor]:
+        return self._call("global_weight", mbs=mbs, loss_weight_fn=loss_weight_fn)
+
+    # ---- forward and backward
+
+    def forward_backward_batch(
+        self,
+        mbs: MicroBatchList,
+        process_output: ProcessOutputFn,
+        *,
+        outputs: Outputs = ("logprobs",),
+        forward_only: bool = False,
+    ) -> list[Any]:
+        return self._call(
+            "forward_backward_batch", mbs=mbs, process_output=process_output, outputs=outputs, forward_only=forward_only
+        )
+
+    def forward_backward(
+        self,
+        batch: BatchInput,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
+        *,
+        outputs: Outputs | None = None,
+        normalization: Normalization = "weight",
+        loss_weight: float = 1.0,
+    ) -> StepOutput:
+        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs}
+        return self._call(
+            "forward_backward", batch=batch, **loss, normalization=normalization, loss_weight=loss_weight
+        )
+
+    def train_batch(
+        self,
+        batch: BatchInput,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
+        *,
+        outputs: Outputs | None = None,
+    ) -> StepOutput:
+        return self._call(
+            "train_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs
+        )
+
+    def eval_batch(
+        self,
+        batch: BatchInput,
+        loss_fn: LossFn | LossObjective,
+        loss_weight_fn: LossWeightFn | None = None,
+        *,
+        outputs: Outputs | None = None,
+    ) -> StepOutput:
+        return self._call("eval_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs)
+
+    def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
+        return self._call("forward_batch", batch=batch, outputs=outputs)
+
+    # ---- optimizer
+
+    def zero_grad(self) -> None:
+        self._call("zero_grad")
+
+    def optimizer_step(self) -> OptimStats:
+        return self._call("optimizer_step")
+
+    @property
+    def lr(self) -> float:
+        return self._call("lr")
+
+    def set_lr(self, lr: float) -> None:
+        self._call("set_lr", lr=lr)
+
+    # ---- weights and checkpoints
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        return self._stream("named_tensors")
+
+    def named_gradients(self) -> Iterator[NamedTensor]:
+        return self._stream("named_gradients")
+
+    def _stream(self, path: str) -> Iterator[NamedTensor]:
+        """Iterate over a stream of all ranks, chunk by chunk. Left early, it is closed on all ranks."""
+        calls, key = self._calls, self._calls.new_key("stream")
+        calls.require_seats()
+        calls.run(path, OpenStream(calls.verb(path, {}, Returned.RANK_0), key))
+        chunk = NextTensors(key, STREAM_BYTES, copied=True)
+
+        def tensors() -> Iterator[NamedTensor]:
+            ended = False
+            try:
+                while not ended:
+                    named, ended = calls.run(path, chunk)[0]
+                    yield from named
+            finally:
+                if not ended:
+                    calls.drop(key)
+
+        return tensors()
+
+    def transport(self, make: Callable[[TrainEngine], WeightTransport]) -> GroupTransport:
+        """Make a weight transport on every rank. Its ``send(group, version)`` sends the weights from the ranks.
+
+        Args:
+            make: called on every rank with its engine, such as ``lambda engine: DiskTransport(engine.control, folder)``.
+        """
+        self._calls.require_seats()
+        key = self._calls.new_key("transport")
+        self._calls.run("transport", MakeTransport(self._calls.name, self._executor.ship(make, "make"), key))
+        return GroupTransport(self._calls, key, self)
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        self._call("save", meta=meta)
+
+    def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
+        # The driver's objects stay here: their state travels.
+        carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
+        self._calls.require_seats()
+        meta = dataclasses.replace(meta, stateful=carried)
+        return self._calls.start("save", self._calls.verb("save", {"meta": meta}, Returned.RANK_0), rank_0)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        self._call("load", meta=meta)
+
+    def _start_load(self, meta: SaveLoadMeta) -> Pending[None]:
+        def finish(values: list[Any]) -> None:
+            self.version, states = values[0]
+            for name, state in states.items():
+                meta.stateful[name].load_state_dict(state)
+
+        self._calls.require_seats()
+        named = dataclasses.replace(meta, stateful={name: CarriedState() for name in meta.stateful})
+        return self._calls.start("load", Load(self._calls.name, named), finish)
+
+    def wait_for_checkpoint(self) -> None:
+        self._call("wait_for_checkpoint")
+
+    # ---- memory
+
+    def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        self._call("offload", params=params, grads=grads, optimizer=optimizer)
+
+    def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        self._call("onload", params=params, grads=grads, optimizer=optimizer)
+
+    # ---- adapters
+
+    @property
+    def adapters(self) -> GroupAdapters:
+        if self.config.lora is None:
+            raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
+        return GroupAdapters(self._call, self._stream)
+
+    def reference(self) -> AbstractContextManager[None]:
+        return self._context("reference", {})
+
+    def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
+        return self._context("profile", {"folder": folder, "memory": memory, "stacks": stacks})
+
+    @contextmanager
+    def _context(self, path: str, arguments: dict[str, Any]) -> Iterator[None]:
+        """Enter a context on all ranks, and leave it, also after an error."""
+        calls, key = self._calls, self._calls.new_key("context")
+        calls.require_seats()
+        calls.run(path, EnterContext(calls.verb(path, arguments, Returned.RANKS), key))
+        try:
+            yield
+        finally:
+            calls.run(path, ExitContext(key))

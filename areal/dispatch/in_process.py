@@ -1,0 +1,48 @@
+"""One rank in this process: nothing to install, nothing to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from areal.dispatch.executor import Work
+from areal.dispatch.workplace import Answer, Handle, Workplace, answer
+
+
+@dataclass(frozen=True)
+class Here:
+    """A value of this process."""
+
+    value: Any
+
+    def get(self) -> Any:
+        return self.value
+
+
+class InProcess:
+    """Implements :class:`~areal.dispatch.executor.Executor` for one rank, in the thread that calls."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self._workplace = Workplace(0, 1)
+
+    def put(self, value: Any) -> Handle:
+        return Here(value)
+
+    def ship(self, function: Any, what: str) -> Handle:
+        return Here(function)
+
+    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Answer]]:
+        future: Future[list[Answer]] = Future()
+        future.set_result([answer(work, self._workplace, arguments[0])])
+        return future
+
+    def restart(self) -> None:
+        self.close()
+        self._workplace = Workplace(0, 1)
+
+    def close(self) -> None:
+        self._workplace.objects.clear()

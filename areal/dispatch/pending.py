@@ -1,0 +1,73 @@
+"""Results of calls that may still run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from areal.dispatch.workplace import KINDS, Answer
+
+T = TypeVar("T")
+
+
+class RemoteTraceback(Exception):
+    """Traceback of an error in another process, chained as the cause of the error that the driver raises."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Pending(Generic[T]):
+    """Result of a call on all ranks.
+
+    Args:
+        answers: answers of all ranks.
+        finish: makes the result from the values of all ranks, by rank. Called once, by the first :meth:`result`.
+    """
+
+    def __init__(self, answers: Future[list[Answer]], finish: Callable[[list[Any]], T]) -> None:
+        self._answers, self._finish = answers, finish
+        self._lock = threading.Lock()
+        self._result: list[T] = []
+
+    def done(self) -> bool:
+        """Return True if :meth:`result` does not wait."""
+        return self._answers.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the call to end on all ranks, and return its result.
+
+        Args:
+            timeout: seconds to wait; ``None`` waits without limit.
+
+        Raises:
+            ValueError, RuntimeError: an error of the call, with the text that the engine raised.
+            TimeoutError: the call still runs.
+        """
+        answers = self._answers.result(timeout)
+        raise_errors(answers)
+        with self._lock:
+            if not self._result:
+                self._result.append(self._finish([answer.value for answer in answers]))
+        return self._result[0]
+
+
+def raise_errors(answers: Sequence[Answer]) -> None:
+    """Raise the error of a call, if any rank has one. An engine raises the same error on all ranks; others get the number of their rank.
+
+    Raises:
+        ValueError, RuntimeError: the error, with the remote traceback as its cause.
+    """
+    failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.kind]
+    if not failed:
+        return
+    rank, first = failed[0]
+    if first.error is not None and len(answers) == 1:
+        raise first.error
+    same = len(failed) == len(answers) and len({(answer.kind, answer.text) for _, answer in failed}) == 1
+    text = first.text if same else "; ".join(f"rank {rank}: {answer.text}" for rank, answer in failed)
+    kinds = {answer.kind for _, answer in failed}
+    kind = KINDS[first.kind] if len(kinds) == 1 else RuntimeError
+    raise kind(text) from RemoteTraceback(first.trace)

@@ -1,0 +1,102 @@
+"""How each member of the engine's interface is dispatched to the ranks. The code reads this table, and the docs print it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Sent(Enum):
+    """What the ranks receive."""
+
+    SHARDS = "one shard for each data-parallel coordinate"
+    MICROBATCHES = "which of the micro-batches that they hold"
+    SAME = "the same arguments"
+    NOTHING = "nothing"
+
+
+class Returned(Enum):
+    """What the driver returns."""
+
+    RANK_0 = "result of rank 0"
+    RANKS = "one result for each rank"
+    SAMPLES = "results in the caller's order, form and device, from one rank of each coordinate"
+    MICROBATCHES = "one result for each micro-batch, in the order of the coordinates"
+    LAYOUT = "the layout of the micro-batches, which stay on the ranks"
+    STREAM = "a stream of rank 0, bounded in bytes; all ranks iterate at the same pace"
+    CONTEXT = "a context that all ranks enter and leave, also after an error"
+    DRIVER = "the driver's own value, for one data-parallel shard"
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one member is dispatched."""
+
+    sent: Sent
+    returned: Returned
+
+
+_STEP = Row(Sent.SHARDS, Returned.RANK_0)
+_ALL = Row(Sent.SAME, Returned.RANK_0)
+_STREAM = Row(Sent.SAME, Returned.STREAM)
+_CONTEXT = Row(Sent.SAME, Returned.CONTEXT)
+_DRIVER = Row(Sent.NOTHING, Returned.DRIVER)
+
+TABLE: dict[str, Row] = {
+    "train_batch": _STEP,
+    "forward_backward": _STEP,
+    "eval_batch": _STEP,
+    "forward_batch": Row(Sent.SHARDS, Returned.SAMPLES),
+    "microbatches": Row(Sent.SHARDS, Returned.LAYOUT),
+    "global_weight": Row(Sent.MICROBATCHES, Returned.RANK_0),
+    "forward_backward_batch": Row(Sent.MICROBATCHES, Returned.MICROBATCHES),
+    "initialize": _ALL,
+    "destroy": _ALL,
+    "optimizer_step": _ALL,
+    "zero_grad": _ALL,
+    "set_lr": _ALL,
+    "set_version": _ALL,
+    "offload": _ALL,
+    "onload": _ALL,
+    "save": _ALL,
+    "load": _ALL,
+    "wait_for_checkpoint": _ALL,
+    "lr": _ALL,
+    "named_tensors": _STREAM,
+    "named_gradients": _STREAM,
+    "reference": _CONTEXT,
+    "profile": _CONTEXT,
+    "adapters": _DRIVER,
+    "adapters.names": _ALL,
+    "adapters.selected": _ALL,
+    "adapters.add": _ALL,
+    "adapters.select": _ALL,
+    "adapters.remove": _ALL,
+    "adapters.save": _ALL,
+    "adapters.load": _ALL,
+    "adapters.named_tensors": _STREAM,
+    "config": _DRIVER,
+    "dims": _DRIVER,
+    "device": _DRIVER,
+    "version": _DRIVER,
+    "dp_rank": _DRIVER,
+    "dp_size": _DRIVER,
+    "dp_group": _DRIVER,
+    "is_main": _DRIVER,
+    "global_sum": _DRIVER,
+}
+"""Member of ``TrainEngine``, or of ``Adapters`` after ``adapters.``, by name."""
+
+
+def dispatch_table() -> str:
+    """Format the table in Markdown."""
+    groups: dict[Row, list[str]] = {}
+    for name, row in TABLE.items():
+        groups.setdefault(row, []).append(f"`{name}`")
+    lines = ["| members | sent to the ranks | returned |", "| --- | --- | --- |"]
+    lines += [f"| {', '.join(names)} | {row.sent.value} | {row.returned.value} |" for row, names in groups.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(dispatch_table())

@@ -1,0 +1,40 @@
+"""Weight transports whose senders are on the ranks."""
+
+from __future__ import annotations
+
+from areal.api import SelectName, TensorSource, WeightUpdateMeta
+from areal.dispatch.calls import Calls
+from areal.dispatch.works import OnTransport, Sent
+
+
+class GroupTransport:
+    """Implements :class:`areal.api.WeightTransport` by the transports of all ranks. The weights do not travel through the driver.
+
+    Args:
+        calls: calls of the group.
+        key: name of the transports on the ranks.
+        source: the group, the only source that the ranks can send.
+    """
+
+    def __init__(self, calls: Calls, key: str, source: TensorSource) -> None:
+        self._calls, self._key, self._source = calls, key, source
+
+    def send(self, source: TensorSource, version: int, *, select: SelectName | None = None) -> WeightUpdateMeta:
+        """Implement :meth:`areal.api.WeightTransport.send`.
+
+        Raises:
+            ValueError: ``source`` is not the group of the transport; and as above.
+        """
+        if source is not self._source:
+            raise ValueError(
+                f"source = {source!r}: the transport is on the ranks of one group and sends its weights: pass that group"
+            )
+        arguments = {"version": version}
+        if select is not None:
+            arguments["select"] = Sent(self._calls.executor.ship(select, "select"))
+        return self._calls.run("send", OnTransport(self._calls.name, self._key, "send", arguments))[0]
+
+    def close(self) -> None:
+        """Implement :meth:`areal.api.WeightTransport.close`."""
+        if self._calls.seats is not None:
+            self._calls.run("close", OnTransport(self._calls.name, self._key, "close"))

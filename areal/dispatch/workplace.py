@@ -1,0 +1,80 @@
+"""The process of a rank: the objects that it holds, and the answer to a call."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from areal.api import TrainEngine
+from areal.utils.distributed import EngineLostError, RankLostError
+
+KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, RuntimeError, EngineLostError, RankLostError, TimeoutError)
+}
+"""Errors that keep their type on the way to the driver. Others become ``RuntimeError``."""
+
+
+class Handle(Protocol):
+    """Refers to a value that the ranks can read."""
+
+    def get(self) -> Any:
+        """Return the value, in the process of a rank."""
+        ...
+
+
+class Workplace:
+    """The objects of one rank's process.
+
+    Attributes:
+        rank, size: rank of the process, and number of ranks.
+        objects: engines by name, and whatever calls leave for later calls: micro-batches, streams, open contexts.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.objects: dict[str, Any] = {}
+
+    def engine(self, name: str) -> TrainEngine:
+        """Return an engine.
+
+        Raises:
+            RuntimeError: there is none of this name.
+        """
+        if name not in self.objects:
+            raise RuntimeError("the engine cannot be used: it is not initialized: call initialize(FinetuneSpec(...))")
+        return self.objects[name]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Result of a call on one rank, or its error.
+
+    Attributes:
+        value: result.
+        kind: name of the error's type; empty without an error.
+        text: text of the error.
+        trace: traceback of the error in the process of the rank.
+        error: the error itself, where it was raised in this process.
+    """
+
+    value: Any = None
+    kind: str = ""
+    text: str = ""
+    trace: str = ""
+    error: Exception | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors do not always survive a pickle; their text does.
+        return Answer, (self.value, self.kind, self.text, self.trace)
+
+
+def answer(work: Callable[[Workplace, Any], Any], workplace: Workplace, argument: Any) -> Answer:
+    """Call a function on this rank. An error becomes part of the answer."""
+    try:
+        return Answer(work(workplace, argument))
+    except Exception as error:
+        kind = type(error).__name__
+        text = str(error) if kind in KINDS else f"{kind}: {error}"
+        return Answer(None, kind if kind in KINDS else "RuntimeError", text, traceback.format_exc(), error)

@@ -1,0 +1,301 @@
+"""What the ranks run: functions with the engine of a group, in the process of a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from areal.api import FinetuneSpec, MicroBatchList, NamedTensor, SaveLoadMeta, TrainEngineConfig
+from areal.dispatch.executor import Handle
+from areal.dispatch.in_process import Here
+from areal.dispatch.table import Returned
+from areal.dispatch.workplace import Workplace
+from areal.engine.registry import create_engine
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of a rank in the layout.
+
+    Attributes:
+        dp_rank: data-parallel coordinate.
+        is_main: the rank returns the outputs of its coordinate.
+    """
+
+    dp_rank: int
+    is_main: bool
+
+
+@dataclass(frozen=True)
+class Initialize:
+    """Creates and initializes the engine of a group. Returns the rank's :class:`Seat`."""
+
+    engine: str
+    config: TrainEngineConfig
+    spec: FinetuneSpec
+
+    def __call__(self, workplace: Workplace, _: Any) -> Seat:
+        if self.engine in workplace.objects:
+            raise RuntimeError("the engine is already initialized: destroy it, or make another")
+        engine = create_engine(self.config)
+        engine.initialize(self.spec)
+        workplace.objects[self.engine] = engine
+        return Seat(engine.dp_rank, engine.is_main)
+
+
+@dataclass(frozen=True)
+class Destroy:
+    """Destroys the engine of a group, with everything that its calls have left."""
+
+    engine: str
+
+    def __call__(self, workplace: Workplace, _: Any) -> None:
+        engine = workplace.objects.pop(self.engine, None)
+        for key in [key for key in workplace.objects if key.startswith(f"{self.engine}/")]:
+            del workplace.objects[key]
+        if engine is not None:
+            engine.destroy()
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Calls a member of the engine. Its arguments are values or handles."""
+
+    engine: str
+    path: str
+    arguments: Mapping[str, Any]
+    returned: Returned
+
+    def __call__(self, workplace: Workplace, shard: Handle | None) -> Any:
+        engine = workplace.engine(self.engine)
+        arguments = resolved(self.arguments)
+        if shard is not None:
+            arguments["batch"] = shard.get()
+        member = attrgetter(self.path)(engine)
+        value = member(**arguments) if callable(member) else member
+        return value if is_kept(self.returned, workplace, engine) else None
+
+
+@dataclass(frozen=True)
+class Function:
+    """Calls the caller's function with the engine and the shard of the rank."""
+
+    engine: str
+    function: Handle
+    returned: Returned
+
+    def __call__(self, workplace: Workplace, shard: Handle | None) -> Any:
+        engine = workplace.engine(self.engine)
+        value = self.function.get()(engine, None if shard is None else shard.get())
+        return value if is_kept(self.returned, workplace, engine) else None
+
+
+def is_kept(returned: Returned, workplace: Workplace, engine: Any) -> bool:
+    """Return whether the driver reads the result of this rank."""
+    if returned is Returned.RANKS:
+        return True
+    if returned in (Returned.SAMPLES, Returned.MICROBATCHES, Returned.LAYOUT):
+        return engine.is_main
+    return workplace.rank == 0
+
+
+def resolved(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the values of handles."""
+    return {name: value.get() if isinstance(value, Sent) else value for name, value in arguments.items()}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An argument that was shipped."""
+
+    handle: Handle
+
+    def get(self) -> Any:
+        return self.handle.get()
+
+
+# ---- micro-batches
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Makes the micro-batches of a batch and keeps them under a key. Returns their layout."""
+
+    engine: str
+    key: str
+
+    def __call__(self, workplace: Workplace, shard: Handle) -> MicroBatchList | None:
+        engine = workplace.engine(self.engine)
+        mbs = workplace.objects[self.key] = engine.microbatches(shard.get())
+        return _without_tensors(mbs) if engine.is_main else None
+
+
+@dataclass(frozen=True)
+class OnMicroBatches:
+    """Calls a verb with the micro-batches under a key."""
+
+    verb: Verb
+    key: str
+
+    def __call__(self, workplace: Workplace, _: Any) -> Any:
+        mbs = workplace.objects[self.key]
+        return dataclasses.replace(self.verb, arguments={**self.verb.arguments, "mbs": Sent(Here(mbs))})(workplace, None)
+
+
+def _without_tensors(mbs: MicroBatchList) -> MicroBatchList:
+    """Return the layout of micro-batches, without what the ranks compute with."""
+    return dataclasses.replace(
+        mbs,
+        mbs=tuple(
+            dataclasses.replace(mb, data=type(mb.data)({}, mb.cu_seqlens.cpu()), cu_seqlens=mb.cu_seqlens.cpu(), tree=None, layout=None)
+            for mb in mbs
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Drops objects of earlier calls."""
+
+    keys: tuple[str, ...]
+
+    def __call__(self, workplace: Workplace, _: Any) -> None:
+        for key in self.keys:
+            workplace.objects.pop(key, None)
+
+
+# ---- streams and contexts
+
+
+@dataclass(frozen=True)
+class OpenStream:
+    """Begins to iterate over tensors."""
+
+    verb: Verb
+    key: str
+
+    def __call__(self, workplace: Workplace, _: Any) -> None:
+        member = attrgetter(self.verb.path)(workplace.engine(self.verb.engine))
+        workplace.objects[self.key] = iter(member(**resolved(self.verb.arguments)))
+
+
+@dataclass(frozen=True)
+class NextTensors:
+    """Iterates over the next tensors, up to a number of bytes. Rank 0 returns them, and whether the stream has ended.
+
+    Attributes:
+        key: of the stream.
+        nbytes: bytes after which the chunk ends. All ranks see the same tensors, and end it at the same one.
+        copied: copy to host memory, because a later tensor may reuse the memory.
+    """
+
+    key: str
+    nbytes: int
+    copied: bool
+
+    def __call__(self, workplace: Workplace, _: Any) -> tuple[list[NamedTensor], bool]:
+        chunk: list[NamedTensor] = []
+        total = 0
+        for name, tensor in workplace.objects[self.key]:
+            total += tensor.nbytes
+            if workplace.rank == 0:
+                chunk.append(NamedTensor(name, torch.empty_like(tensor, device="cpu").copy_(tensor) if self.copied else tensor))
+            if total >= self.nbytes:
+                return chunk, False
+        del workplace.objects[self.key]
+        return chunk, True
+
+
+@dataclass(frozen=True)
+class EnterContext:
+    """Enters a context of the engine, which stays open under a key."""
+
+    verb: Verb
+    key: str
+
+    def __call__(self, workplace: Workplace, _: Any) -> Any:
+        member = attrgetter(self.verb.path)(workplace.engine(self.verb.engine))
+        context: AbstractContextManager[Any] = member(**resolved(self.verb.arguments))
+        value = context.__enter__()
+        workplace.objects[self.key] = context
+        return value
+
+
+@dataclass(frozen=True)
+class ExitContext:
+    """Leaves a context."""
+
+    key: str
+
+    def __call__(self, workplace: Workplace, _: Any) -> None:
+        context = workplace.objects.pop(self.key, None)
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
+# ---- checkpoints
+
+
+@dataclass
+class CarriedState:
+    """State of an object of the driver, saved and loaded in its place."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+@dataclass(frozen=True)
+class Load:
+    """Loads a checkpoint. Returns the version, and the states of the driver's objects."""
+
+    engine: str
+    meta: SaveLoadMeta
+
+    def __call__(self, workplace: Workplace, _: Any) -> tuple[int, dict[str, dict[str, Any]]] | None:
+        engine = workplace.engine(self.engine)
+        carried = {name: CarriedState() for name in self.meta.stateful}
+        engine.load(dataclasses.replace(self.meta, stateful=carried))
+        return (engine.version, {name: each.state for name, each in carried.items()}) if workplace.rank == 0 else None
+
+
+# ---- weight transports
+
+
+@dataclass(frozen=True)
+class MakeTransport:
+    """Makes a weight transport on every rank."""
+
+    engine: str
+    make: Handle
+    key: str
+
+    def __call__(self, workplace: Workplace, _: Any) -> None:
+        workplace.objects[self.key] = self.make.get()(workplace.engine(self.engine))
+
+
+@dataclass(frozen=True)
+class OnTransport:
+    """Calls a method of a transport; ``send`` gets the engine as its source."""
+
+    engine: str
+    key: str
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, workplace: Workplace, _: Any) -> Any:
+        arguments = resolved(self.arguments)
+        if self.method == "send":
+            arguments["source"] = workplace.engine(self.engine)
+        value = getattr(workplace.objects[self.key], self.method)(**arguments)
+        return value if workplace.rank == 0 else None
