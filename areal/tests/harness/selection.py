@@ -6,7 +6,8 @@
 3. Of the grid, :data:`CELLS` cells for each layout, at most one of them in a lower precision: rounding differs by layout, errors show in
    float64. Each value of each factor occurs in a cell.
 4. Of a test on ranks with several parametrizations, combinations in which each value occurs. The others are their product.
-5. Never a test that a planted bug names: the run plants them all.
+5. Of any other test on ranks, :data:`CASES` cases.
+6. Never a test that a planted bug names: the run plants them all.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ MODES = (*SCHEDULES, "fsdp:p2v2-InterleavedZeroBubble", "c2-gather_kv", "t2-no_s
 CELLS = 4
 """Cells of the grid for each layout that are not thorough."""
 
+CASES = 8
+"""Cases of a test on ranks that are not thorough, unless each is about something else (:data:`EACH`)."""
+
+EACH = (GRID, STEPS, "test_options")
+"""Tests whose cases are not counted."""
+
 ELSEWHERE = (
     "megatron:p2-hf",  # saves that are killed while the code of the FSDP engine writes
     "test_killed_server_raises_within_the_deadline[vllm]",
@@ -70,9 +77,10 @@ def mark_thorough(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if id(item) in named:
             _unmark(item)
-    for item in [*_further_cells(items, named), *_products(items, named)]:
-        if id(item) not in named:
-            item.add_marker(pytest.mark.thorough)
+    for rule in (_further_cells, _products, _further_cases):
+        for item in rule(items, named):
+            if id(item) not in named:
+                item.add_marker(pytest.mark.thorough)
 
 
 def world_size(item: pytest.Item) -> int:
@@ -148,6 +156,23 @@ def _products(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item
             seen |= _values(best)
             candidates.remove(best)
         further += candidates
+    return further
+
+
+def _further_cases(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item]:
+    """Return the cases of each test on ranks beyond :data:`CASES`, those of planted bugs counted first. The others are evenly spaced."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = short_id(item)
+        counted = name.startswith("dist/") and not any(each in name for each in EACH)
+        if counted and not item.get_closest_marker("thorough"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    further = []
+    for cases in functions.values():
+        others = [item for item in cases if id(item) not in named]
+        count = max(CASES - (len(cases) - len(others)), 0)
+        kept = {len(others) * i // count for i in range(count)} if count < len(others) else set(range(len(others)))
+        further += [item for i, item in enumerate(others) if i not in kept]
     return further
 
 

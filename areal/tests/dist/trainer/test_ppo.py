@@ -136,7 +136,8 @@ def test_refresh_reference_copies_policy_weights(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], mine[name]) for name in after)
 
 
-@pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:t2", "megatron:p2")))
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", layouts("fsdp:d2", "megatron:t2", "megatron:p2"))
 def test_adapters_learn_with_base_model_as_reference(backend: str) -> None:
     """As with a second engine for the reference; the rollout gets merged weights."""
     lora, curves = LoRAConfig(rank=8, alpha=64), []
