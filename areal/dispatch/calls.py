@@ -5,20 +5,38 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from areal.api import LossObjective, TrainEngineConfig
+from areal.api import LossObjective, NamedTensor, TrainEngineConfig
 from areal.api.engine import BatchInput
 from areal.dispatch.executor import Executor, Handle, Work
+from areal.dispatch.micro_batches import RemoteMicroBatches, joined
 from areal.dispatch.pending import Pending
 from areal.dispatch.shards import ShardPlan, plan_shards
-from areal.dispatch.works import Drop, Function, Seat, Sent, Verb
-from areal.dispatch.table import Returned
+from areal.dispatch.table import TABLE, Returned, Row, Sent
+from areal.dispatch.works import (
+    Argument,
+    Drop,
+    EnterContext,
+    ExitContext,
+    Function,
+    Keep,
+    NextTensors,
+    OnMicroBatches,
+    OpenStream,
+    Seat,
+    Verb,
+)
 
 T = TypeVar("T")
 
+STREAM_BYTES = 256 * 2**20
+"""Bytes of a stream of tensors that travel to the driver at once, or one tensor if it is larger."""
+
 _NOT_INITIALIZED = "the engine cannot be used: it is not initialized: call initialize(FinetuneSpec(...))"
+_LOST = "the engine cannot be used, call restart() to go on from the last checkpoint"
 
 
 class Calls:
@@ -30,12 +48,13 @@ class Calls:
         config: configuration of the engine.
 
     Attributes:
-        seats: place of each rank in the layout; ``None`` before the engine is initialized.
+        generation: that of the executor's processes in which the engine is.
     """
 
     def __init__(self, executor: Executor, name: str, config: TrainEngineConfig) -> None:
         self.executor, self.name, self.config = executor, name, config
-        self.seats: list[Seat] | None = None
+        self.generation = executor.generation
+        self._seats: list[Seat] | None = None
         self._numbers = itertools.count()
         # Keys of objects that the driver does not refer to any more. The garbage collector may run in any thread.
         self._unused: list[str] = []
@@ -66,17 +85,79 @@ class Calls:
         """Run ``work`` on every rank, and return the values of all ranks."""
         return self.start(what, work, list, arguments).result()
 
-    # ---- what is sent
+    # ---- the engine's life
+
+    def take_seats(self, seats: list[Seat] | None) -> None:
+        """Set the places of all ranks in the layout, which an initialized engine has; ``None`` without an engine."""
+        self._seats, self.generation = seats, self.executor.generation
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine is initialized in processes that live."""
+        return self._seats is not None and self.executor.lost is None and self.generation == self.executor.generation
 
     def require_seats(self) -> list[Seat]:
         """Return the places of all ranks.
 
         Raises:
-            RuntimeError: the engine is not initialized.
+            RuntimeError: the engine is not initialized, or its processes are lost.
         """
-        if self.seats is None:
+        if self.executor.lost is not None:
+            raise RuntimeError(f"{_LOST}: {self.executor.lost}") from self.executor.lost
+        if self._seats is None:
             raise RuntimeError(_NOT_INITIALIZED)
-        return self.seats
+        if self.generation != self.executor.generation:
+            raise RuntimeError(f"{_LOST}: its processes were replaced")
+        return self._seats
+
+    # ---- a member of the interface
+
+    def start_member(self, name: str, arguments: dict[str, Any]) -> Pending[Any]:
+        """Call a member on all ranks, as its row of the table says.
+
+        Args:
+            name: as in the table.
+            arguments: by name.
+
+        Raises:
+            ValueError: an argument cannot be sent, or the member has no future.
+        """
+        row = TABLE[name]
+        self.require_seats()
+        if row.sent is Sent.SHARDS:
+            return self._start_on_shards(name, row, arguments)
+        if row.sent is Sent.MICROBATCHES:
+            return self._start_on_microbatches(name, row, arguments)
+        if row.returned is not Returned.RANK_0:
+            raise ValueError(f"{name} has no future: call it itself")
+        return self.start(name, self.verb(name, arguments, row.returned), rank_0)
+
+    def _start_on_shards(self, name: str, row: Row, arguments: dict[str, Any]) -> Pending[Any]:
+        plan, shards = self.shards(arguments.pop("batch"))
+        if row.returned is Returned.LAYOUT:
+            key = self.new_key("microbatches")
+            return self.start(name, Keep(self.name, key), lambda values: self._kept(plan, values, key), shards)
+        verb = self.verb(name, arguments, row.returned)
+        if row.returned is Returned.SAMPLES:
+            return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards)
+        return self.start(name, verb, rank_0, shards)
+
+    def _kept(self, plan: ShardPlan, values: list[Any], key: str) -> RemoteMicroBatches:
+        mbs = joined(plan, self.by_coordinate(values), key)
+        weakref.finalize(mbs, self._unused.append, key)
+        return mbs
+
+    def _start_on_microbatches(self, name: str, row: Row, arguments: dict[str, Any]) -> Pending[Any]:
+        mbs = arguments.pop("mbs")
+        if not isinstance(mbs, RemoteMicroBatches):
+            raise ValueError(f"mbs is a {type(mbs).__name__}: pass what microbatches() of this group returned")
+        work = OnMicroBatches(self.verb(name, arguments, row.returned), mbs.key)
+        # Each coordinate returns the results of its micro-batches.
+        if row.returned is Returned.MICROBATCHES:
+            return self.start(name, work, lambda values: [x for each in self.by_coordinate(values) for x in each])
+        return self.start(name, work, rank_0)
+
+    # ---- what is sent
 
     def shards(self, batch: BatchInput) -> tuple[ShardPlan, list[Handle]]:
         """Divide a batch by data-parallel coordinate, and store each shard once. Returns the plan, and the handle of each rank.
@@ -96,7 +177,9 @@ class Calls:
             ValueError: a function cannot be sent.
         """
         shipped = {
-            name: Sent(self.executor.ship(value, name)) if callable(value) or isinstance(value, LossObjective) else value
+            name: Argument(self.executor.ship(value, name))
+            if callable(value) or isinstance(value, LossObjective)
+            else value
             for name, value in arguments.items()
         }
         return Verb(self.name, path, shipped, returned)
@@ -111,10 +194,6 @@ class Calls:
         """Return a key for an object that stays on the ranks."""
         return f"{self.name}/{kind}/{next(self._numbers)}"
 
-    def drop_with(self, owner: object, key: str) -> None:
-        """Drop the objects of a key once ``owner`` is not used any more, with a later call."""
-        weakref.finalize(owner, self._unused.append, key)
-
     def drop(self, key: str) -> None:
         """Drop an object on the ranks."""
         self.executor.start("drop", Drop((key,)), [None] * self.executor.size)
@@ -123,8 +202,48 @@ class Calls:
         with self._lock:
             keys, count = tuple(self._unused), len(self._unused)
             del self._unused[:count]
-        if keys and self.seats is not None:
+        if keys and self.started:
             self.executor.start("drop", Drop(keys), [None] * self.executor.size)
+
+    # ---- streams and contexts
+
+    def stream(self, path: str) -> Iterator[NamedTensor]:
+        """Iterate over a stream of tensors on all ranks, and return that of rank 0 in chunks. Left early, it is closed on all ranks.
+
+        Args:
+            path: member that returns the stream.
+        """
+        self.require_seats()
+        key = self.new_key("stream")
+        self.run(path, OpenStream(self.verb(path, {}, Returned.RANK_0), key))
+        return self._chunks(path, key)
+
+    def _chunks(self, path: str, key: str) -> Iterator[NamedTensor]:
+        ended = False
+        try:
+            while not ended:
+                tensors, ended = self.run(path, NextTensors(key, STREAM_BYTES))[0]
+                yield from tensors
+        finally:
+            if not ended and self.started:
+                self.run(path, Drop((key,)))
+
+    @contextmanager
+    def context(self, path: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Enter a context on all ranks, and leave it, also after an error.
+
+        Args:
+            path: member that returns the context.
+            arguments: by name.
+        """
+        self.require_seats()
+        key = self.new_key("context")
+        self.run(path, EnterContext(self.verb(path, arguments, Returned.RANKS), key))
+        try:
+            yield
+        finally:
+            if self.started:
+                self.run(path, ExitContext(key))
 
     # ---- what is returned
 

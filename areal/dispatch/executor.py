@@ -19,9 +19,13 @@ class Executor(Protocol):
 
     Attributes:
         size: number of ranks.
+        generation: number of times that the processes were replaced.
+        lost: error that has ended the processes, or ``None``.
     """
 
     size: int
+    generation: int
+    lost: Exception | None
 
     def put(self, value: Any) -> Handle:
         """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -33,32 +33,21 @@ from areal.dispatch.adapters import GroupAdapters
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
-from areal.dispatch.micro_batches import RemoteMicroBatches, joined
-from areal.dispatch.pending import Pending
-from areal.dispatch.table import TABLE, Returned
-from areal.dispatch.table import Sent as Sending
+from areal.dispatch.pending import Pending, done
+from areal.dispatch.table import Returned
 from areal.dispatch.transport import GroupTransport
 from areal.dispatch.works import (
     CarriedState,
     Destroy,
-    EnterContext,
-    ExitContext,
     Initialize,
-    Keep,
     Load,
     MakeTransport,
-    NextTensors,
-    OnMicroBatches,
-    OpenStream,
 )
 from areal.engine.options import engine_config
 from areal.engine.registry import engine_class
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-STREAM_BYTES = 256 * 2**20
-"""Bytes of a stream of tensors that travel to the driver at once, or one tensor if it is larger."""
 
 
 class WorkerGroup(TrainEngine):
@@ -88,6 +77,8 @@ class WorkerGroup(TrainEngine):
         self.device = torch.device("cpu")
         self.version = 0
         self._calls = Calls(self._executor, name, self.config)
+        self._spec: FinetuneSpec | None = None
+        self._checkpoint: SaveLoadMeta | None = None
 
     # ---- any function, any verb
 
@@ -144,41 +135,16 @@ class WorkerGroup(TrainEngine):
         return self._start(name, arguments)
 
     def _start(self, name: str, arguments: dict[str, Any]) -> Pending[Any]:
-        """Start a member of the interface as its row of the table says."""
-        special = {
+        special: dict[str, Callable[..., Pending[Any]]] = {
             "initialize": self._start_initialize,
             "destroy": self._start_destroy,
             "save": self._start_save,
             "load": self._start_load,
             "set_version": self._start_set_version,
         }
-        if name in special:
-            return special[name](**arguments)
-        row, calls = TABLE[name], self._calls
-        calls.require_seats()
-        if row.sent is Sending.SHARDS:
-            plan, shards = calls.shards(arguments.pop("batch"))
-            if row.returned is Returned.LAYOUT:
-                key = calls.new_key("microbatches")
-                return calls.start(name, Keep(calls.name, key), lambda values: self._kept(plan, values, key), shards)
-            verb = calls.verb(name, arguments, row.returned)
-            if row.returned is Returned.SAMPLES:
-                return calls.start(name, verb, lambda values: plan.merge(calls.by_coordinate(values)), shards)
-            return calls.start(name, verb, rank_0, shards)
-        if row.sent is Sending.MICROBATCHES:
-            mbs = arguments.pop("mbs")
-            if not isinstance(mbs, RemoteMicroBatches):
-                raise ValueError(f"mbs is a {type(mbs).__name__}: pass what microbatches() of this group returned")
-            work = OnMicroBatches(calls.verb(name, arguments, row.returned), mbs.key)
-            # Each coordinate has returned the results of its micro-batches.
-            if row.returned is Returned.MICROBATCHES:
-                return calls.start(name, work, lambda values: [x for its in calls.by_coordinate(values) for x in its])
-            return calls.start(name, work, rank_0)
-        if row.returned is not Returned.RANK_0:
-            raise ValueError(f"{name} has no future: call it itself")
-        return calls.start(name, calls.verb(name, arguments, row.returned), rank_0)
+        return special[name](**arguments) if name in special else self._calls.start_member(name, arguments)
 
-    def _call(self, name: str, **arguments: Any) -> Any:
+    def _call(self, name: str, /, **arguments: Any) -> Any:
         return self._start(name, arguments).result()
 
     # ---- life cycle
@@ -187,17 +153,34 @@ class WorkerGroup(TrainEngine):
         self._call("initialize", spec=spec)
 
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
-        def finish(seats: list[Any]) -> None:
-            self._calls.seats = seats
-
-        return self._calls.start("initialize", Initialize(self._calls.name, self.config, spec), finish)
+        self._spec = spec
+        return self._calls.start("initialize", Initialize(self._calls.name, self.config, spec), self._calls.take_seats)
 
     def destroy(self) -> None:
         self._call("destroy")
 
     def _start_destroy(self) -> Pending[None]:
-        self._calls.seats = None
+        # Nothing is left where the processes are lost.
+        if not self._calls.started:
+            return done(None)
+        self._calls.take_seats(None)
         return self._calls.start("destroy", Destroy(self._calls.name), rank_0)
+
+    def restart(self) -> None:
+        """Go on after the loss of a rank: in new processes, from the last checkpoint that this group saved or loaded, if there is one.
+
+        Groups that share the processes are restarted one by one. The processes are replaced once.
+
+        Raises:
+            RuntimeError: the group was never initialized.
+        """
+        if self._spec is None:
+            raise RuntimeError("the group was never initialized: call initialize(FinetuneSpec(...))")
+        if self._executor.lost is not None or self._calls.generation == self._executor.generation:
+            self._executor.restart()
+        self.initialize(self._spec)
+        if self._checkpoint is not None:
+            self.load(self._checkpoint)
 
     # ---- position in the layout: that of the driver
 
@@ -225,17 +208,14 @@ class WorkerGroup(TrainEngine):
 
     def _start_set_version(self, version: int) -> Pending[None]:
         self.version = version
-        return self._calls.start("set_version", self._calls.verb("set_version", {"version": version}, Returned.RANK_0), rank_0)
+        return self._calls.start(
+            "set_version", self._calls.verb("set_version", {"version": version}, Returned.RANK_0), rank_0
+        )
 
     # ---- batches
 
     def microbatches(self, batch: BatchInput) -> MicroBatchList:
         return self._call("microbatches", batch=batch)
-
-    def _kept(self, plan: Any, values: list[Any], key: str) -> RemoteMicroBatches:
-        mbs = joined(plan, self._calls.by_coordinate(values), key)
-        self._calls.drop_with(mbs, key)
-        return mbs
 
     def global_sum(self, x: Tensor) -> Tensor:
         return x.detach().clone()
@@ -270,9 +250,7 @@ class WorkerGroup(TrainEngine):
         loss_weight: float = 1.0,
     ) -> StepOutput:
         loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs}
-        return self._call(
-            "forward_backward", batch=batch, **loss, normalization=normalization, loss_weight=loss_weight
-        )
+        return self._call("forward_backward", batch=batch, **loss, normalization=normalization, loss_weight=loss_weight)
 
     def train_batch(
         self,
@@ -282,9 +260,7 @@ class WorkerGroup(TrainEngine):
         *,
         outputs: Outputs | None = None,
     ) -> StepOutput:
-        return self._call(
-            "train_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs
-        )
+        return self._call("train_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs)
 
     def eval_batch(
         self,
@@ -317,29 +293,10 @@ class WorkerGroup(TrainEngine):
     # ---- weights and checkpoints
 
     def named_tensors(self) -> Iterator[NamedTensor]:
-        return self._stream("named_tensors")
+        return self._calls.stream("named_tensors")
 
     def named_gradients(self) -> Iterator[NamedTensor]:
-        return self._stream("named_gradients")
-
-    def _stream(self, path: str) -> Iterator[NamedTensor]:
-        """Iterate over a stream of all ranks, chunk by chunk. Left early, it is closed on all ranks."""
-        calls, key = self._calls, self._calls.new_key("stream")
-        calls.require_seats()
-        calls.run(path, OpenStream(calls.verb(path, {}, Returned.RANK_0), key))
-        chunk = NextTensors(key, STREAM_BYTES, copied=True)
-
-        def tensors() -> Iterator[NamedTensor]:
-            ended = False
-            try:
-                while not ended:
-                    named, ended = calls.run(path, chunk)[0]
-                    yield from named
-            finally:
-                if not ended:
-                    calls.drop(key)
-
-        return tensors()
+        return self._calls.stream("named_gradients")
 
     def transport(self, make: Callable[[TrainEngine], WeightTransport]) -> GroupTransport:
         """Make a weight transport on every rank. Its ``send(group, version)`` sends the weights from the ranks.
@@ -356,11 +313,14 @@ class WorkerGroup(TrainEngine):
         self._call("save", meta=meta)
 
     def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
+        def finish(_: list[None]) -> None:
+            self._checkpoint = meta if meta.weight_format == "dcp" else self._checkpoint
+
         # The driver's objects stay here: their state travels.
-        carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
         self._calls.require_seats()
-        meta = dataclasses.replace(meta, stateful=carried)
-        return self._calls.start("save", self._calls.verb("save", {"meta": meta}, Returned.RANK_0), rank_0)
+        carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
+        sent = dataclasses.replace(meta, stateful=dict(carried))
+        return self._calls.start("save", self._calls.verb("save", {"meta": sent}, Returned.RANK_0), finish)
 
     def load(self, meta: SaveLoadMeta) -> None:
         self._call("load", meta=meta)
@@ -370,6 +330,7 @@ class WorkerGroup(TrainEngine):
             self.version, states = values[0]
             for name, state in states.items():
                 meta.stateful[name].load_state_dict(state)
+            self._checkpoint = meta if meta.weight_format == "dcp" else self._checkpoint
 
         self._calls.require_seats()
         named = dataclasses.replace(meta, stateful={name: CarriedState() for name in meta.stateful})
@@ -392,21 +353,10 @@ class WorkerGroup(TrainEngine):
     def adapters(self) -> GroupAdapters:
         if self.config.lora is None:
             raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
-        return GroupAdapters(self._call, self._stream)
+        return GroupAdapters(self._call, self._calls.stream)
 
     def reference(self) -> AbstractContextManager[None]:
-        return self._context("reference", {})
+        return self._calls.context("reference", {})
 
     def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
-        return self._context("profile", {"folder": folder, "memory": memory, "stacks": stacks})
-
-    @contextmanager
-    def _context(self, path: str, arguments: dict[str, Any]) -> Iterator[None]:
-        """Enter a context on all ranks, and leave it, also after an error."""
-        calls, key = self._calls, self._calls.new_key("context")
-        calls.require_seats()
-        calls.run(path, EnterContext(calls.verb(path, arguments, Returned.RANKS), key))
-        try:
-            yield
-        finally:
-            calls.run(path, ExitContext(key))
+        return self._calls.context("profile", {"folder": folder, "memory": memory, "stacks": stacks})

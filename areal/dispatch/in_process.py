@@ -25,8 +25,10 @@ class InProcess:
     """Implements :class:`~areal.dispatch.executor.Executor` for one rank, in the thread that calls."""
 
     size = 1
+    lost: Exception | None = None
 
     def __init__(self) -> None:
+        self.generation = 0
         self._workplace = Workplace(0, 1)
 
     def put(self, value: Any) -> Handle:
@@ -42,7 +44,7 @@ class InProcess:
 
     def restart(self) -> None:
         self.close()
-        self._workplace = Workplace(0, 1)
+        self.generation += 1
 
     def close(self) -> None:
         self._workplace.objects.clear()

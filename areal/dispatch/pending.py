@@ -63,7 +63,7 @@ def raise_errors(answers: Sequence[Answer]) -> None:
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.kind]
     if not failed:
         return
-    rank, first = failed[0]
+    first = failed[0][1]
     if first.error is not None and len(answers) == 1:
         raise first.error
     same = len(failed) == len(answers) and len({(answer.kind, answer.text) for _, answer in failed}) == 1
@@ -71,3 +71,10 @@ def raise_errors(answers: Sequence[Answer]) -> None:
     kinds = {answer.kind for _, answer in failed}
     kind = KINDS[first.kind] if len(kinds) == 1 else RuntimeError
     raise kind(text) from RemoteTraceback(first.trace)
+
+
+def done(value: T) -> Pending[T]:
+    """Return the result of a call that no rank has to run."""
+    answers: Future[list[Answer]] = Future()
+    answers.set_result([])
+    return Pending(answers, lambda _: value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from areal.api import SelectName, TensorSource, WeightUpdateMeta
 from areal.dispatch.calls import Calls
-from areal.dispatch.works import OnTransport, Sent
+from areal.dispatch.works import Argument, OnTransport
 
 
 class GroupTransport:
@@ -29,12 +31,13 @@ class GroupTransport:
             raise ValueError(
                 f"source = {source!r}: the transport is on the ranks of one group and sends its weights: pass that group"
             )
-        arguments = {"version": version}
+        self._calls.require_seats()
+        arguments: dict[str, Any] = {"version": version}
         if select is not None:
-            arguments["select"] = Sent(self._calls.executor.ship(select, "select"))
+            arguments["select"] = Argument(self._calls.executor.ship(select, "select"))
         return self._calls.run("send", OnTransport(self._calls.name, self._key, "send", arguments))[0]
 
     def close(self) -> None:
         """Implement :meth:`areal.api.WeightTransport.close`."""
-        if self._calls.seats is not None:
+        if self._calls.started:
             self._calls.run("close", OnTransport(self._calls.name, self._key, "close"))

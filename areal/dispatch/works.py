@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import torch
-
 from areal.api import FinetuneSpec, MicroBatchList, NamedTensor, SaveLoadMeta, TrainEngineConfig
 from areal.dispatch.executor import Handle
 from areal.dispatch.in_process import Here
@@ -107,11 +105,11 @@ def is_kept(returned: Returned, workplace: Workplace, engine: Any) -> bool:
 
 def resolved(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with the values of handles."""
-    return {name: value.get() if isinstance(value, Sent) else value for name, value in arguments.items()}
+    return {name: value.get() if isinstance(value, Argument) else value for name, value in arguments.items()}
 
 
 @dataclass(frozen=True)
-class Sent:
+class Argument:
     """An argument that was shipped."""
 
     handle: Handle
@@ -144,8 +142,12 @@ class OnMicroBatches:
     key: str
 
     def __call__(self, workplace: Workplace, _: Any) -> Any:
-        mbs = workplace.objects[self.key]
-        return dataclasses.replace(self.verb, arguments={**self.verb.arguments, "mbs": Sent(Here(mbs))})(workplace, None)
+        mbs = workplace.objects.get(self.key)
+        if mbs is None:
+            raise ValueError("mbs is not on the ranks of this group: pass what its microbatches() returned")
+        return dataclasses.replace(self.verb, arguments={**self.verb.arguments, "mbs": Argument(Here(mbs))})(
+            workplace, None
+        )
 
 
 def _without_tensors(mbs: MicroBatchList) -> MicroBatchList:
@@ -153,7 +155,9 @@ def _without_tensors(mbs: MicroBatchList) -> MicroBatchList:
     return dataclasses.replace(
         mbs,
         mbs=tuple(
-            dataclasses.replace(mb, data=type(mb.data)({}, mb.cu_seqlens.cpu()), cu_seqlens=mb.cu_seqlens.cpu(), tree=None, layout=None)
+            dataclasses.replace(
+                mb, data=type(mb.data)({}, mb.cu_seqlens.cpu()), cu_seqlens=mb.cu_seqlens.cpu(), tree=None, layout=None
+            )
             for mb in mbs
         ),
     )
@@ -192,12 +196,10 @@ class NextTensors:
     Attributes:
         key: of the stream.
         nbytes: bytes after which the chunk ends. All ranks see the same tensors, and end it at the same one.
-        copied: copy to host memory, because a later tensor may reuse the memory.
     """
 
     key: str
     nbytes: int
-    copied: bool
 
     def __call__(self, workplace: Workplace, _: Any) -> tuple[list[NamedTensor], bool]:
         chunk: list[NamedTensor] = []
@@ -205,7 +207,8 @@ class NextTensors:
         for name, tensor in workplace.objects[self.key]:
             total += tensor.nbytes
             if workplace.rank == 0:
-                chunk.append(NamedTensor(name, torch.empty_like(tensor, device="cpu").copy_(tensor) if self.copied else tensor))
+                # A copy, because the next tensor may reuse the memory.
+                chunk.append(NamedTensor(name, tensor.detach().to("cpu", copy=True)))
             if total >= self.nbytes:
                 return chunk, False
         del workplace.objects[self.key]
@@ -265,7 +268,7 @@ class Load:
     def __call__(self, workplace: Workplace, _: Any) -> tuple[int, dict[str, dict[str, Any]]] | None:
         engine = workplace.engine(self.engine)
         carried = {name: CarriedState() for name in self.meta.stateful}
-        engine.load(dataclasses.replace(self.meta, stateful=carried))
+        engine.load(dataclasses.replace(self.meta, stateful=dict(carried)))
         return (engine.version, {name: each.state for name, each in carried.items()}) if workplace.rank == 0 else None
 
 

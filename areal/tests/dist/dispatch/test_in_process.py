@@ -1,0 +1,248 @@
+"""A group in this process gives the bits of the engine alone, for every member of the interface."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.api import Batch, FinetuneSpec, LoRAConfig, MicroBatch, SaveLoadMeta, StepOutput, TokenOutputs, TopK, TrainEngine
+from areal.dispatch import WorkerGroup
+from areal.engine.registry import create_engine
+from areal.tests.grid.cases import as_input
+from areal.tests.harness.tiny import BATCH_VERBS, config, global_batch, gradients_of, loss, same_bits, started, weights_of
+
+BACKENDS = ["fsdp:d1", "megatron:d1"]
+
+
+@contextmanager
+def group(backend: str, **changes: Any) -> Iterator[WorkerGroup]:
+    with WorkerGroup(config(backend, **changes)) as made:
+        made.initialize(FinetuneSpec(total_train_steps=1000))
+        yield made
+
+
+def untimed(step: StepOutput) -> StepOutput:
+    return dataclasses.replace(step, seconds=0.0, timings={})
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True if two results are equal bit for bit."""
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and same_bits({"": a}, {"": b})
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def half_of_the_loss(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+    return loss(outputs, mb.data) / 2, outputs.logprobs.detach()
+
+
+CALLS: dict[str, Callable[[TrainEngine], Any]] = {
+    "train_batch": lambda engine: untimed(engine.train_batch(global_batch(), loss)),
+    "forward_backward": lambda engine: untimed(engine.forward_backward(global_batch(1), loss, loss_weight=0.5)),
+    "named_gradients": gradients_of,
+    "eval_batch": lambda engine: untimed(engine.eval_batch(global_batch(2), loss)),
+    "optimizer_step": lambda engine: engine.optimizer_step(),
+    "forward_batch": lambda engine: engine.forward_batch(global_batch(3)),
+    "padded": lambda engine: engine.forward_batch(as_input(global_batch(3), "padded"), outputs=("logprobs", "entropy", TopK(3))),
+    "set_lr": lambda engine: (engine.set_lr(0.125), engine.lr)[1],
+    "custom": lambda engine: (
+        mbs := engine.microbatches(global_batch(4)),
+        engine.global_weight(mbs),
+        results := engine.forward_backward_batch(mbs, half_of_the_loss),
+        mbs.restore(results),
+        len(mbs),
+        mbs.n_tokens,
+    )[1:],
+    "zero_grad": lambda engine: engine.zero_grad(),
+    "named_tensors": weights_of,
+    "offload": lambda engine: (engine.offload(), untimed(engine.train_batch(global_batch(), loss)))[1],
+}
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_verb_gives_the_bits_of_the_engine(backend: str) -> None:
+    with started(backend) as engine, group(backend) as handle:
+        for name, call in CALLS.items():
+            assert same(call(handle), call(engine)), name
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_errors_are_those_of_the_engine(backend: str) -> None:
+    """The same type and text, and the group goes on after them."""
+
+    def raised(call: Callable[[], Any]) -> tuple[type, str]:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        return type(caught.value), str(caught.value)
+
+    def explode(outputs: TokenOutputs, batch: Batch) -> Tensor:
+        raise KeyError("advantages")
+
+    with started(backend) as engine, group(backend) as handle:
+        for verb in BATCH_VERBS:
+            assert raised(lambda verb=verb: verb(handle, 7)) == raised(lambda verb=verb: verb(engine, 7))
+            assert raised(lambda verb=verb: verb(handle, [])) == raised(lambda verb=verb: verb(engine, []))
+        for call in (
+            lambda it: it.train_batch(global_batch(), explode),
+            lambda it: it.optimizer_step(),
+            lambda it: it.adapters,
+            lambda it: list(it.named_gradients()),
+            lambda it: it.load(SaveLoadMeta("/nowhere", weight_format="dcp")),
+        ):
+            assert raised(lambda call=call: call(handle)) == raised(lambda call=call: call(engine))
+        assert handle.train_batch(global_batch(), loss).update_successful
+
+
+@pytest.mark.world(1)
+def test_driver_sees_one_data_parallel_shard() -> None:
+    with group("fsdp:d1") as handle:
+        assert (handle.dp_rank, handle.dp_size, handle.is_main) == (0, 1, True)
+        x = torch.arange(3.0)
+        assert torch.equal(handle.global_sum(x), x)
+        with pytest.raises(RuntimeError, match="global_sum"):
+            handle.dp_group  # noqa: B018
+        handle.set_version(7)
+        assert handle.version == 7
+        assert handle.run(lambda engine, shard: (engine.version, shard)) == [(7, None)]
+        assert handle.run(lambda engine, shard: len(shard), global_batch()) == [len(global_batch())]
+        lengths = [len(sample["input_ids"]) for sample in global_batch()]
+        assert handle.map(lambda engine, shard: [len(sample["input_ids"]) for sample in shard], global_batch()) == lengths
+
+
+@pytest.mark.world(1)
+def test_call_before_initialize_or_after_destroy_raises() -> None:
+    handle = WorkerGroup(config("fsdp:d1"))
+    with pytest.raises(RuntimeError, match=r"call initialize\(FinetuneSpec"):
+        handle.train_batch(global_batch(), loss)
+    with pytest.raises(RuntimeError, match="never initialized"):
+        handle.restart()
+    handle.initialize(FinetuneSpec(total_train_steps=10))
+    handle.destroy()
+    handle.destroy()
+    with pytest.raises(RuntimeError, match=r"call initialize\(FinetuneSpec"):
+        handle.forward_batch(global_batch())
+
+
+def test_layout_of_another_size_than_the_executor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'fsdp:d2' has 2 ranks, and the executor 1 processes"):
+        WorkerGroup(config("fsdp:d2", path="nowhere"))
+
+
+class Counter:
+    """State of the driver that does not pickle."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.lock = count, __import__("threading").Lock()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("first", ["engine", "group"])
+def test_checkpoint_of_one_is_loaded_by_the_other(first: str, tmp_path: Path) -> None:
+    """With state of the driver's objects, and the version."""
+    with started("fsdp:d1") as engine, group("fsdp:d1") as handle:
+        saver, loader = (engine, handle) if first == "engine" else (handle, engine)
+        saver.train_batch(global_batch(), loss)
+        saver.set_version(5)
+        saver.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": Counter(3)}))
+        counter = Counter(0)
+        loader.load(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": counter}))
+        assert (counter.count, loader.version) == (3, 5)
+        assert same(untimed(loader.train_batch(global_batch(1), loss)), untimed(saver.train_batch(global_batch(1), loss)))
+
+
+@pytest.mark.world(1)
+def test_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    with group("fsdp:d1") as handle:
+        handle.train_batch(global_batch(), loss)
+        counter = Counter(1)
+        handle.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": counter}))
+        expected = untimed(handle.train_batch(global_batch(1), loss))
+        counter.count = 9
+        handle.restart()
+        assert counter.count == 1
+        assert same(untimed(handle.train_batch(global_batch(1), loss)), expected)
+
+
+@pytest.mark.world(1)
+def test_adapters_and_reference(tmp_path: Path) -> None:
+    lora = {"lora": LoRAConfig(rank=2)}
+    with started("fsdp:d1", **lora) as engine, group("fsdp:d1", **lora) as handle:
+        for it in (engine, handle):
+            it.train_batch(global_batch(), loss)
+            it.adapters.add("second", seed=3)
+            it.adapters.select("second")
+            it.train_batch(global_batch(1), loss)
+            it.adapters.save("second", tmp_path / type(it).__name__)
+        assert handle.adapters.names == engine.adapters.names
+        assert handle.adapters.selected == "second"
+        assert same(list(handle.adapters.named_tensors()), list(engine.adapters.named_tensors()))
+        with pytest.raises(KeyError), handle.reference():
+            assert same(handle.forward_batch(global_batch()), reference_of(engine))
+            raise KeyError("inside")
+        # The context was left on the ranks, after the error too.
+        assert same(handle.forward_batch(global_batch()), engine.forward_batch(global_batch()))
+
+
+def reference_of(engine: TrainEngine) -> Any:
+    with engine.reference():
+        return engine.forward_batch(global_batch())
+
+
+@pytest.mark.world(1)
+def test_stream_that_is_left_early_is_closed() -> None:
+    with group("fsdp:d1") as handle:
+        stream = handle.named_tensors()
+        next(stream)
+        del stream
+        assert handle.train_batch(global_batch(), loss).update_successful
+        assert len(weights_of(handle)) > 1
+
+
+@pytest.mark.world(1)
+def test_futures() -> None:
+    with started("fsdp:d1") as engine, group("fsdp:d1") as handle:
+        step = handle.start(TrainEngine.train_batch, global_batch(), loss)
+        outputs = handle.start(TrainEngine.forward_batch, global_batch(1))
+        assert outputs.done()
+        assert same(untimed(step.result()), untimed(engine.train_batch(global_batch(), loss)))
+        assert same(outputs.result(), engine.forward_batch(global_batch(1)))
+        with pytest.raises(ValueError, match="no future"):
+            handle.start(TrainEngine.named_tensors)
+
+
+@pytest.mark.world(1)
+def test_microbatches_are_dropped_with_the_last_reference() -> None:
+    with group("fsdp:d1") as handle:
+        mbs = handle.microbatches(global_batch())
+        kept = lambda: [key for key in handle._executor._workplace.objects if "microbatches" in key]  # noqa: E731
+        assert len(kept()) == 1
+        with pytest.raises(ValueError, match="what microbatches"):
+            handle.global_weight(create_engine_mbs())
+        del mbs
+        handle.zero_grad()
+        assert not kept()
+
+
+def create_engine_mbs() -> Any:
+    with create_engine(config("fsdp:d1")) as engine:
+        engine.initialize(FinetuneSpec(total_train_steps=10))
+        return engine.microbatches(global_batch())

@@ -1,0 +1,41 @@
+"""The table of dispatch has each member of the interface, and a group has the signatures of an engine."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from areal.api import Adapters, TrainEngine
+from areal.dispatch import WorkerGroup
+from areal.dispatch.adapters import GroupAdapters
+from areal.dispatch.table import TABLE, dispatch_table
+
+
+def members(interface: type) -> dict[str, Any]:
+    """Return methods, properties and attributes of an interface."""
+    public = {name: value for name, value in vars(interface).items() if not name.startswith("_")}
+    return {**dict.fromkeys(interface.__annotations__), **public}
+
+
+def test_every_member_has_a_row() -> None:
+    expected = {*members(TrainEngine), *(f"adapters.{name}" for name in members(Adapters))}
+    assert set(TABLE) == expected
+
+
+@pytest.mark.parametrize(("interface", "group"), [(TrainEngine, WorkerGroup), (Adapters, GroupAdapters)])
+def test_group_has_the_signatures_of_the_interface(interface: type, group: type) -> None:
+    for name, member in members(interface).items():
+        own = vars(group).get(name)
+        if inspect.isfunction(member):
+            mine, theirs = inspect.signature(own), inspect.signature(member)
+            assert mine.parameters == theirs.parameters, name
+        elif isinstance(member, property):
+            assert isinstance(own, property), name
+
+
+def test_table_in_markdown_names_every_member_once() -> None:
+    text = dispatch_table()
+    for name in TABLE:
+        assert text.count(f"`{name}`") == 1, name
