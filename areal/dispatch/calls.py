@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api import LossObjective, NamedTensor, TrainEngineConfig
@@ -27,6 +30,7 @@ from areal.dispatch.works import (
     OnMicroBatches,
     OpenStream,
     Seat,
+    Sees,
     Verb,
 )
 
@@ -59,6 +63,7 @@ class Calls:
         # Keys of objects that the driver does not refer to any more. The garbage collector may run in any thread.
         self._unused: list[str] = []
         self._lock = threading.Lock()
+        self._shared: set[Path] = set()  # folders that were checked
 
     # ---- the primitive
 
@@ -229,21 +234,52 @@ class Calls:
                 self.run(path, Drop((key,)))
 
     @contextmanager
-    def context(self, path: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    def context(self, path: str, arguments: Mapping[str, Any], ranks: Sequence[int] | None = None) -> Iterator[None]:
         """Enter a context on all ranks, and leave it, also after an error.
 
         Args:
             path: member that returns the context.
             arguments: by name.
+            ranks: ranks that enter it; ``None`` for all.
+
+        Raises:
+            ValueError: there is no such rank.
         """
-        self.require_seats()
+        size = len(self.require_seats())
+        unknown = [rank for rank in ranks or () if not 0 <= rank < size]
+        if unknown:
+            raise ValueError(f"ranks = {ranks}: there is no rank {unknown[0]}; ranks are from 0 to {size - 1}")
         key = self.new_key("context")
-        self.run(path, EnterContext(self.verb(path, arguments, Returned.RANKS), key))
+        chosen = None if ranks is None else frozenset(ranks)
+        self.run(path, EnterContext(self.verb(path, arguments, Returned.RANKS), key, chosen))
         try:
             yield
         finally:
             if self.started:
                 self.run(path, ExitContext(key))
+
+    # ---- folders
+
+    def check_shared(self, folder: str | Path) -> None:
+        """Check once that a folder is the same for the driver and all ranks, by a file that each looks for.
+
+        Raises:
+            ValueError: a rank does not see the file. Names the rank and its host.
+        """
+        folder = Path(folder).absolute()
+        if folder in self._shared:
+            return
+        # The deepest folder that exists: a rank may not make the rest of the path while another looks for it.
+        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+        with tempfile.NamedTemporaryFile(prefix=".areal-shared-", dir=existing) as probe:
+            seen = self.run("check_shared", Sees(Path(probe.name)))
+        blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
+        if blind:
+            raise ValueError(
+                f"{existing} is another folder for the driver on {socket.gethostname()} than for {', '.join(blind)}, so that a checkpoint in "
+                f"{folder} would be in parts: name a folder of a file system that all nodes share"
+            )
+        self._shared.add(folder)
 
     # ---- what is returned
 

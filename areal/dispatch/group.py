@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
@@ -60,12 +60,21 @@ class WorkerGroup(TrainEngine):
         config: configuration of the engine on every rank.
         executor: processes of the ranks, which several groups may share. Default: this process, for a layout of one rank.
         name: name of the engine in the processes, different for each group of an executor.
+        shared_folder: folder of checkpoints, on a file system that all nodes share. It is checked when the engine is initialized. By default
+            the first :meth:`save` to a folder checks it, before anything is written.
 
     Raises:
         ValueError: the layout and the executor differ in size, or the engine does not support the layout or an option.
     """
 
-    def __init__(self, config: TrainEngineConfig, executor: Executor | None = None, *, name: str = "engine") -> None:
+    def __init__(
+        self,
+        config: TrainEngineConfig,
+        executor: Executor | None = None,
+        *,
+        name: str = "engine",
+        shared_folder: str | Path | None = None,
+    ) -> None:
         self._executor = executor or InProcess()
         self.config = engine_config(engine_class(config.dims.backend), config)
         self.dims = config.dims
@@ -77,6 +86,7 @@ class WorkerGroup(TrainEngine):
         self.device = torch.device("cpu")
         self.version = 0
         self._calls = Calls(self._executor, name, self.config)
+        self._shared_folder = shared_folder
         self._spec: FinetuneSpec | None = None
         self._checkpoint: SaveLoadMeta | None = None
 
@@ -151,6 +161,8 @@ class WorkerGroup(TrainEngine):
 
     def initialize(self, spec: FinetuneSpec) -> None:
         self._call("initialize", spec=spec)
+        if self._shared_folder is not None:
+            self._calls.check_shared(self._shared_folder)
 
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
         self._spec = spec
@@ -316,8 +328,9 @@ class WorkerGroup(TrainEngine):
         def finish(_: list[None]) -> None:
             self._checkpoint = meta if meta.weight_format == "dcp" else self._checkpoint
 
-        # The driver's objects stay here: their state travels.
         self._calls.require_seats()
+        self._calls.check_shared(Path(meta.path).parent)
+        # The driver's objects stay here: their state travels.
         carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
         sent = dataclasses.replace(meta, stateful=dict(carried))
         return self._calls.start("save", self._calls.verb("save", {"meta": sent}, Returned.RANK_0), finish)
@@ -358,5 +371,13 @@ class WorkerGroup(TrainEngine):
     def reference(self) -> AbstractContextManager[None]:
         return self._calls.context("reference", {})
 
-    def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
-        return self._calls.context("profile", {"folder": folder, "memory": memory, "stacks": stacks})
+    def profile(
+        self,
+        folder: str | Path,
+        *,
+        memory: bool = True,
+        stacks: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Profile all ranks, or those in ``ranks``. Files are written where the ranks run; see :meth:`areal.api.TrainEngine.profile`."""
+        return self._calls.context("profile", {"folder": folder, "memory": memory, "stacks": stacks}, ranks)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from areal.api import FinetuneSpec, MicroBatchList, NamedTensor, SaveLoadMeta, TrainEngineConfig
@@ -217,17 +219,23 @@ class NextTensors:
 
 @dataclass(frozen=True)
 class EnterContext:
-    """Enters a context of the engine, which stays open under a key."""
+    """Enters a context of the engine, which stays open under a key.
+
+    Attributes:
+        ranks: ranks that enter it; ``None`` for all.
+    """
 
     verb: Verb
     key: str
+    ranks: frozenset[int] | None = None
 
-    def __call__(self, workplace: Workplace, _: Any) -> Any:
+    def __call__(self, workplace: Workplace, _: Any) -> None:
+        if self.ranks is not None and workplace.rank not in self.ranks:
+            return
         member = attrgetter(self.verb.path)(workplace.engine(self.verb.engine))
         context: AbstractContextManager[Any] = member(**resolved(self.verb.arguments))
-        value = context.__enter__()
+        context.__enter__()
         workplace.objects[self.key] = context
-        return value
 
 
 @dataclass(frozen=True)
@@ -243,6 +251,16 @@ class ExitContext:
 
 
 # ---- checkpoints
+
+
+@dataclass(frozen=True)
+class Sees:
+    """Returns whether the process sees a file, and the name of its host."""
+
+    path: Path
+
+    def __call__(self, workplace: Workplace, _: Any) -> tuple[bool, str]:
+        return self.path.exists(), socket.gethostname()
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.api import Batch, FinetuneSpec, LoRAConfig, MicroBatch, SaveLoadMeta, StepOutput, TokenOutputs, TopK, TrainEngine
-from areal.dispatch import WorkerGroup
+from areal.api import (
+    Batch,
+    FinetuneSpec,
+    LoRAConfig,
+    MicroBatch,
+    SaveLoadMeta,
+    StepOutput,
+    TokenOutputs,
+    TopK,
+    TrainEngine,
+)
+from areal.dispatch import InProcess, WorkerGroup
+from areal.dispatch.workplace import Answer
+from areal.dispatch.works import Sees
+from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import as_input
-from areal.tests.harness.tiny import BATCH_VERBS, config, global_batch, gradients_of, loss, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    BATCH_VERBS,
+    config,
+    global_batch,
+    gradients_of,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
+from areal.utils.dtensor import full_box
+from areal.weight_sync.disk import DiskTransport
 
 BACKENDS = ["fsdp:d1", "megatron:d1"]
 
@@ -54,7 +79,9 @@ CALLS: dict[str, Callable[[TrainEngine], Any]] = {
     "eval_batch": lambda engine: untimed(engine.eval_batch(global_batch(2), loss)),
     "optimizer_step": lambda engine: engine.optimizer_step(),
     "forward_batch": lambda engine: engine.forward_batch(global_batch(3)),
-    "padded": lambda engine: engine.forward_batch(as_input(global_batch(3), "padded"), outputs=("logprobs", "entropy", TopK(3))),
+    "padded": lambda engine: engine.forward_batch(
+        as_input(global_batch(3), "padded"), outputs=("logprobs", "entropy", TopK(3))
+    ),
     "set_lr": lambda engine: (engine.set_lr(0.125), engine.lr)[1],
     "custom": lambda engine: (
         mbs := engine.microbatches(global_batch(4)),
@@ -119,7 +146,9 @@ def test_driver_sees_one_data_parallel_shard() -> None:
         assert handle.run(lambda engine, shard: (engine.version, shard)) == [(7, None)]
         assert handle.run(lambda engine, shard: len(shard), global_batch()) == [len(global_batch())]
         lengths = [len(sample["input_ids"]) for sample in global_batch()]
-        assert handle.map(lambda engine, shard: [len(sample["input_ids"]) for sample in shard], global_batch()) == lengths
+        assert (
+            handle.map(lambda engine, shard: [len(sample["input_ids"]) for sample in shard], global_batch()) == lengths
+        )
 
 
 @pytest.mark.world(1)
@@ -166,7 +195,9 @@ def test_checkpoint_of_one_is_loaded_by_the_other(first: str, tmp_path: Path) ->
         counter = Counter(0)
         loader.load(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": counter}))
         assert (counter.count, loader.version) == (3, 5)
-        assert same(untimed(loader.train_batch(global_batch(1), loss)), untimed(saver.train_batch(global_batch(1), loss)))
+        assert same(
+            untimed(loader.train_batch(global_batch(1), loss)), untimed(saver.train_batch(global_batch(1), loss))
+        )
 
 
 @pytest.mark.world(1)
@@ -246,3 +277,59 @@ def create_engine_mbs() -> Any:
     with create_engine(config("fsdp:d1")) as engine:
         engine.initialize(FinetuneSpec(total_train_steps=10))
         return engine.microbatches(global_batch())
+
+
+@pytest.mark.world(1)
+def test_profile_of_named_ranks(tmp_path: Path) -> None:
+    with group("fsdp:d1") as handle:
+        with handle.profile(tmp_path / "all", ranks=[0]):
+            handle.train_batch(global_batch(), loss)
+        assert (tmp_path / "all" / "trace-rank0.json.gz").exists()
+        with handle.profile(tmp_path / "none", ranks=[]):
+            handle.train_batch(global_batch(), loss)
+        assert not (tmp_path / "none").exists()
+        with pytest.raises(ValueError, match="there is no rank 3"), handle.profile(tmp_path, ranks=[3]):
+            pass
+
+
+class OtherDisk(InProcess):
+    """A process on another host, which does not see the driver's files."""
+
+    def start(self, what: str, work: Any, arguments: Any) -> Any:
+        if not isinstance(work, Sees):
+            return super().start(what, work, arguments)
+        future: Future[list[Answer]] = Future()
+        future.set_result([Answer((False, "node-2"))])
+        return future
+
+
+@pytest.mark.world(1)
+def test_folder_that_is_not_shared_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with WorkerGroup(config("fsdp:d1"), OtherDisk()) as handle:
+        handle.initialize(FinetuneSpec(total_train_steps=10))
+        with pytest.raises(ValueError, match="another folder for the driver on .* than for rank 0 on node-2"):
+            handle.save(SaveLoadMeta(tmp_path / "new" / "step", weight_format="dcp"))
+        assert not list(tmp_path.iterdir())
+        assert handle.train_batch(global_batch(), loss).update_successful
+    with WorkerGroup(config("fsdp:d1"), OtherDisk(), shared_folder=tmp_path) as handle:
+        with pytest.raises(ValueError, match="node-2"):
+            handle.initialize(FinetuneSpec(total_train_steps=10))
+
+
+@pytest.mark.world(1)
+def test_weights_are_sent_from_the_ranks(tmp_path: Path) -> None:
+    with group("fsdp:d1") as handle, group("fsdp:d1") as other:
+        transport = handle.transport(lambda engine: DiskTransport(engine.control, tmp_path / "weights"))
+        handle.train_batch(global_batch(), loss)
+        sent = transport.send(handle, 3)
+        assert sent.version == 3
+        assert sent.n_tensors == len(weights_of(handle))
+        received = TensorFiles.of_model(tmp_path / "weights" / "version-00000003")
+        with received as files:
+            assert all(
+                torch.equal(files.read(name, full_box(tensor.shape)), tensor)
+                for name, tensor in weights_of(handle).items()
+            )
+        with pytest.raises(ValueError, match="pass that group"):
+            transport.send(other, 4)
+        transport.close()
