@@ -71,7 +71,7 @@ class StepSync:
         counts, lengths, digests, dropped = zip(*descriptions, strict=True)
         self._check_same_batch(digests)
         if not any(counts):
-            raise _empty_batch(sum(self._once_per_shard(dropped)))
+            raise empty_batch(sum(self._once_per_shard(dropped)))
         # A rank without micro-batches does not know the keys from which fillers are built: they are those of the first rank that has some.
         if not all(counts):
             first = next(rank for rank, count in enumerate(counts) if count)
@@ -191,7 +191,7 @@ class StepSync:
         return [answer for answer, counts in zip(answers, self._counts_shard, strict=True) if counts]
 
 
-def _empty_batch(dropped: int) -> ValueError:
+def empty_batch(dropped: int) -> ValueError:
     """Return the error for a global batch without a sample. Its text is the same on all ranks."""
     if dropped:
         return ValueError(

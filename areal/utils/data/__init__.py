@@ -4,7 +4,7 @@ from areal.utils.data.columns import Columns, read_batch
 from areal.utils.data.digest import checksum
 from areal.utils.data.loader import ShardedLoader, sharded_loader
 from areal.utils.data.microbatch import BatchPlan, plan_batch
-from areal.utils.data.packing import deal, pack, sequence_cost
+from areal.utils.data.packing import deal, deal_sharing, pack, sequence_cost
 from areal.utils.data.padding import from_left_padded, pad, round_up, row_lengths, unpad
 from areal.utils.data.segments import segment_mean, segment_sum
 from areal.utils.data.sequences import (
@@ -23,6 +23,7 @@ __all__ = [
     "ShardedLoader",
     "checksum",
     "deal",
+    "deal_sharing",
     "from_hf_labels",
     "from_left_padded",
     "from_prompt_response",

@@ -203,7 +203,9 @@ def _copy_to(mbs: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch
     return [mapped(mb, copy.get) for mb in mbs]
 
 
-def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab_size: int | None = None) -> BatchPlan:
+def plan_batch(
+    batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab_size: int | None = None, trees: bool = True
+) -> BatchPlan:
     """Check a rank's batch and divide it into micro-batches, without communication.
 
     The caller's dict and tensors are not changed. Later changes to them do not affect the plan, except changes to payloads,
@@ -215,6 +217,7 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
         spec: budget and granularity.
         align: the length of a micro-batch is rounded up to a multiple of this. The budget includes it.
         vocab_size: upper bound of ``input_ids`` and ``target_ids``. ``None``: only negative ids are refused.
+        trees: build the prefix trees of ``spec.share_prefixes``. A caller that only checks the batch needs none.
 
     Raises:
         ValueError: the batch is invalid, or a sequence exceeds the budget and ``spec.overlong`` is ``"error"``. The error
@@ -266,7 +269,7 @@ def plan_batch(batch: BatchInput, spec: MicroBatchSpec, *, align: int = 1, vocab
         form=columns.form,
         bins=bins,
         trees=(None,) * len(bins)
-        if prefixes is None
+        if prefixes is None or not trees
         else _build_trees(prefixes, bins, columns.form, tokens, sequences),
         dropped=dropped,
         align=align,

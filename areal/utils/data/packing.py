@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 _MIN_SHARED_FRACTION = 1 / 16
 """Neighbours are kept in one bin if at least this fraction of their tokens is shared."""
@@ -108,6 +110,45 @@ def deal(costs: Sequence[float], n: int) -> list[list[int]]:
     return _spread(range(len(costs)), costs, n)
 
 
+def deal_sharing(costs: Sequence[float], shared: Sequence[float], n: int) -> list[list[int]]:
+    """Deal sequences with common prefixes: what neighbours share costs once on a rank with both.
+
+    Neighbours with long common prefixes form a family. A family that costs more than ``1/n`` of all is divided where its
+    members share least, until each part costs less or is one sequence. Then the most expensive part goes to the rank that has
+    the smallest cost with it, and so on. Deterministic.
+
+    Args:
+        costs: cost of each sequence, in lexicographic order of the sequences; see :func:`deal`.
+        shared: cost of what each sequence shares with the sequence before it, at most its cost.
+        n: number of ranks.
+
+    Returns:
+        Lists of indices in ascending order, one for each rank.
+    """
+    # Links between neighbours; 0 where a family begins. Families are numbered, so that few pairs of parts have to be compared.
+    joined = [
+        k > 0 and common >= cost * _MIN_SHARED_FRACTION
+        for k, (cost, common) in enumerate(zip(costs, shared, strict=True))
+    ]
+    links = [common if join else 0.0 for common, join in zip(shared, joined, strict=True)]
+    family = list(accumulate(0 if join else 1 for join in joined))
+    parts = _divide(costs, links, (sum(costs) - sum(links)) / n)
+
+    def saved(part: tuple[int, int], there: list[tuple[int, int]]) -> float:
+        """Return the cost of what a part shares with the parts of a rank: those that are its neighbours there share most."""
+        at = bisect(there, part)
+        pairs = [(there[at - 1], part)] if at else []
+        pairs += [(part, there[at])] if at < len(there) else []
+        return max((min(links[a[1] : b[0] + 1]) for a, b in pairs if family[a[0]] == family[b[0]]), default=0.0)
+
+    loads, held = [0.0] * n, [list[tuple[int, int]]() for _ in range(n)]
+    for cost, part in sorted(parts, key=lambda each: (-each[0], each[1])):
+        load, rank = min((loads[rank] + cost - saved(part, held[rank]), rank) for rank in range(n))
+        loads[rank] = load
+        held[rank].insert(bisect(held[rank], part), part)
+    return [[k for start, end in there for k in range(start, end)] for there in held]
+
+
 def sequence_cost(length: int, attention: float) -> float:
     """Return the cost of training on a sequence, in tokens of a short sequence: ``length + attention * length ** 2``.
 
@@ -146,6 +187,27 @@ def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[in
                 break
             free[node] = most
     return [sorted(members) for members in bins if members]
+
+
+def _divide(costs: Sequence[float], links: Sequence[float], most: float) -> list[tuple[float, tuple[int, int]]]:
+    """Divide a row of sequences at its weakest links, until each part costs at most ``most`` or is one sequence.
+
+    Returns:
+        Cost, begin and end of each part.
+    """
+    parts: list[tuple[float, tuple[int, int]]] = []
+    pending = [(0, len(costs))] if costs else []
+    while pending:
+        start, end = pending.pop()
+        inner = links[start + 1 : end]
+        cost = sum(costs[start:end]) - sum(inner)
+        weakest = min(inner, default=math.inf)
+        # A link of 0 is none: a part is of one family.
+        if end - start == 1 or (weakest > 0 and cost <= most):
+            parts.append((cost, (start, end)))
+        else:
+            pending += pairwise([start, *(k for k in range(start + 1, end) if links[k] == weakest), end])
+    return parts
 
 
 def _longest_first(members: Sequence[int], lengths: Sequence[float]) -> list[int]:

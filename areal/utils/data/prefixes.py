@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal.api import PrefixTree
 
-_HIDDEN_STATE_KEYS = ("input_ids", "routed_experts")
+HIDDEN_STATE_KEYS = ("input_ids", "routed_experts")
 """Per-token keys that hidden states depend on. Only tokens that agree in all of them are shared."""
 
 
@@ -29,7 +29,7 @@ class Prefixes:
 
     def __init__(self, tokens: Mapping[str, Sequence[Tensor]]) -> None:
         # One integer matrix [S_i, C] for each sample: a token is a row of all values that its hidden state depends on.
-        columns = [tokens[key] for key in _HIDDEN_STATE_KEYS if key in tokens]
+        columns = [tokens[key] for key in HIDDEN_STATE_KEYS if key in tokens]
         self._rows = [_integers(tensors) for tensors in zip(*columns, strict=True)]
         # Big-endian bytes compare like the (non-negative) numbers they encode, and much faster than lists.
         keys = [row.astype(">u4").tobytes() for row in self._rows]
