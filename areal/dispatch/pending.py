@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from areal.dispatch.workplace import KINDS, Answer
+from areal.dispatch.workplace import KINDS, Reply
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Pending(Generic[T]):
         finish: makes the result from the values of all ranks, by rank. Called once, by the first :meth:`result`.
     """
 
-    def __init__(self, answers: Future[list[Answer]], finish: Callable[[list[Any]], T]) -> None:
+    def __init__(self, answers: Future[list[Reply]], finish: Callable[[list[Any]], T]) -> None:
         self._answers, self._finish = answers, finish
         self._lock = threading.Lock()
         self._result: list[T] = []
@@ -54,7 +54,7 @@ class Pending(Generic[T]):
         return self._result[0]
 
 
-def raise_errors(answers: Sequence[Answer]) -> None:
+def raise_errors(answers: Sequence[Reply]) -> None:
     """Raise the error of a call, if any rank has one. An engine raises the same error on all ranks; others get the number of their rank.
 
     Raises:
@@ -75,6 +75,6 @@ def raise_errors(answers: Sequence[Answer]) -> None:
 
 def done(value: T) -> Pending[T]:
     """Return the result of a call that no rank has to run."""
-    answers: Future[list[Answer]] = Future()
+    answers: Future[list[Reply]] = Future()
     answers.set_result([])
     return Pending(answers, lambda _: value)
