@@ -1,4 +1,4 @@
-"""The calls of one group: what is sent to its ranks, and what becomes of their answers."""
+"""The calls of one group: what is sent to its ranks, and what becomes of their replies."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Executor(Protocol):
             arguments: one for each rank.
 
         Returns:
-            The answers of all ranks, by rank. An error of ``work`` is part of the answer; an error of the future means that the processes are
+            The replies of all ranks, by rank. An error of ``work`` is part of the reply; an error of the future means that the processes are
             lost.
 
         Raises:

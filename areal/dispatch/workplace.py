@@ -1,4 +1,4 @@
-"""The process of a rank: the objects that it holds, and the answer to a call."""
+"""The process of a rank: the objects that it holds, and the reply to a call."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Reply:
 
 
 def reply_to(work: Callable[[Workplace, Any], Any], workplace: Workplace, argument: Any) -> Reply:
-    """Call a function on this rank. An error becomes part of the answer."""
+    """Call a function on this rank. An error becomes part of the reply."""
     try:
         return Reply(work(workplace, argument))
     except Exception as error:
