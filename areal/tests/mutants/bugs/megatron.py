@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import nn
 
 from areal.tests.mutants.bugs.step import CALLS, LOOP, SKIPPED, THREE, fillers_as_real
@@ -267,3 +268,12 @@ def megatron_stages_swapped(right: Function) -> Function:
         return numbers
 
     return wrong
+
+
+@mutant(
+    "areal.engine.megatron.point_to_point:StageCommunicator._communicate",
+    "dist/megatron/test_megatron.py::test_interleaved_stages_communicate_in_the_groups_of_the_engine[w2]",
+)
+def megatron_stages_in_the_default_group(right: Function) -> Function:
+    """Interleaved stages communicate over the default process group, which no fault aborts."""
+    return P2PCommunicator._communicate
