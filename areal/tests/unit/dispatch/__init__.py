@@ -1,1 +1,1 @@
-"""Tests of dispatch in one process: shards, the wire format, and the driver's objects."""
+"""Tests of dispatch without ranks."""
