@@ -82,8 +82,8 @@ def unpacked_tensors_share_memory(right: Function) -> Function:
 
 @mutant(
     "areal.dispatch.wire:_Packing._group",
-    WIRE + "test_a_value_travels_in_few_buffers[one array for each key of a list]",
+    WIRE + "test_a_value_travels_in_few_buffers[named tensors]",
 )
 def buffer_for_each_tensor(right: Function) -> Function:
-    """Every list of tensors and every tensor gets an array."""
+    """Every tensor outside of lists gets an array."""
     return lambda self, x, name: right(self, x, f"{name}/{id(x)}")

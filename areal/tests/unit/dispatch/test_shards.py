@@ -74,7 +74,7 @@ def equal(a: Any, b: Any) -> bool:
 # ---- the division
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, report_multiple_bugs=False)
 @given(TOKENS, st.integers(2, 5), st.sampled_from([1, 1, 2, 3]), st.booleans(), st.sampled_from(FORMS))
 def test_every_sample_is_in_one_shard_and_units_stay_together(
     samples: list[list[int]], n: int, size: int, sharing: bool, form: str
