@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from areal.api import MicroBatchSpec, TopKOutput
 from areal.dispatch.shards import ATTENTION, ShardPlan, plan_shards
-from areal.dispatch.wire import pack, unpack
+from areal.dispatch.wire import pack_tensors, unpack_tensors
 from areal.tests.unit.data.test_bad_batches import BAD_BATCHES, VOCAB
 from areal.utils.data import plan_batch, read_batch, sequence_cost
 from areal.utils.data.prefixes import Prefixes
@@ -272,7 +272,7 @@ def test_a_batch_on_a_gpu_is_sent_through_host_memory(form: str) -> None:
     on_host = batch_of([[1, 2], [3], [4]], form)
     batch = pytree.tree_map_only(Tensor, lambda x: x.cuda(), on_host)
     plan = plan_shards(batch, MicroBatchSpec(**SPEC), 2)
-    shards = [unpack(pack(shard)) for shard in plan.shards]
+    shards = [unpack_tensors(pack_tensors(shard)) for shard in plan.shards]
     assert equal(shards, list(plan_shards(on_host, MicroBatchSpec(**SPEC), 2).shards))
     assert equal(plan.merge([like_an_engine(shard) for shard in shards]), like_an_engine(batch))
 
