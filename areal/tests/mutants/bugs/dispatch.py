@@ -17,11 +17,7 @@ PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of
 # ---- shards
 
 
-@mutant(
-    "areal.dispatch.shards:ShardPlan._items",
-    SHARDS + "test_merged_results_of_shards_are_the_result_of_the_batch",
-    PARITY,
-)
+@mutant("areal.dispatch.shards:ShardPlan._items", SHARDS + "test_merged_results_of_shards_are_the_result_of_the_batch")
 def results_ordered_by_coordinate(right: Function) -> Function:
     """Results are returned in the order of the shards instead of the caller's."""
     return lambda self, parts, ranks: [value for part in parts for value in part]
