@@ -154,7 +154,8 @@ def plan_shards(
     Samples that an engine drops for their length cost nothing, and are dealt evenly.
 
     Args:
-        batch: list of samples, or padded dict, on any device.
+        batch: list of samples, or padded dict. Tensors stay on their device until
+            :func:`~areal.dispatch.wire.pack_tensors` copies them to the host.
         spec: rules of the engines.
         n: number of coordinates. With 1, the batch is neither checked nor copied.
         align, vocab_size: as in :func:`~areal.utils.data.plan_batch`.
@@ -193,7 +194,6 @@ def _select(batch: BatchInput, members: Sequence[int]) -> BatchInput:
     """Return some samples of a batch, in its form."""
     if not isinstance(batch, Mapping):
         return [batch[i] for i in members]
-    # One index for each device: usually the only one.
     index = torch.tensor(members, dtype=torch.int64)
     return {key: _selected(value, members, index) if key != "meta" else value for key, value in batch.items()}
 

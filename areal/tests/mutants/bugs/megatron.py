@@ -38,6 +38,8 @@ SAME_ON_ANY_ENGINE = {
     "empty_list_refused_by_its_rank": "an engine has no part in reading a batch",
     "minibatch_skipped_by_one_rank": "trainers are the same on any engine",
     "empty_rank_counts_in_statistics": "trainers are the same on any engine",
+    "empty_shard_padded_with_a_sample": "a driver divides a batch for any engine",
+    "few_samples_lose_one": "a driver divides a batch for any engine",
     "interleaved_rows_read_in_order": "its families store weights in the form of modules",
     "merged_weight_read_from_the_start": "its families store weights in the form of modules",
 }
