@@ -1,0 +1,1 @@
+"""Tests of dispatch in one process."""
