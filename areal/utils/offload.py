@@ -155,6 +155,13 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     return n_moments * local_part(parameter).numel() * itemsize
 
 
+def make_resizable(tensors: Iterable[Tensor]) -> None:
+    """Copy tensors that are mapped from a file to memory, in place, because a mapped storage cannot be freed."""
+    for tensor in tensors:
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of tensors, each once."""
     return sum(storage.nbytes() for storage in _storages(tensors))

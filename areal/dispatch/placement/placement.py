@@ -13,9 +13,9 @@ _ALL = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 class Placement:
     """Decides which models and rollouts are on devices that cannot hold all of them. Moves nothing itself.
 
-    For each use, :meth:`request` returns the moves that make room. What is on the device already is not moved. What leaves, leaves before
-    anything comes, so that no budget is exceeded between two moves. Known later uses can be announced: then what is needed last leaves
-    first. Otherwise it is what was used least recently. In both cases, the bytes moved are at most 1.5 times those of the latter rule.
+    For each use, :meth:`request` returns the moves that make room. State that is on the device already is not moved. Offloads come before
+    onloads, so that no budget is exceeded between two moves. By default, the least recently used state leaves. If later uses are announced,
+    the state that is needed last leaves. In both cases, the bytes moved are at most 1.5 times those of the first rule.
 
     Args:
         budgets: bytes of each device for state that is placed here. Activations and other temporary memory come on top.

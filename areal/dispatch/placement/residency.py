@@ -73,7 +73,7 @@ class Residency:
         return sum(self.sizes[part].get(device, 0) for part in parts)
 
     def set_part(self, part: Part, sizes: Mapping[str, int], *, existing: bool, on_device: bool) -> None:
-        """Add a part, or correct what is known of it. What was put somewhere else is there for the rule too."""
+        """Add a part, or correct its bytes and its place, for the least-recently-used rule too."""
         known = (part in self.existing, part in self.on_device) if part in self.sizes else None
         self.sizes[part] = dict(sizes)
         if known == (existing, on_device):
@@ -127,12 +127,12 @@ class Residency:
         self, request: Request, upcoming: Sequence[Request], ahead: bool, pinned: frozenset[Part]
     ) -> tuple[list[Part], list[Part]]:
         kept = request.needed | pinned
-        # 1. What the rule would do.
+        # 1. The moves of the rule.
         gone = self._victims(self._lru, kept, sorted(self._lru - kept, key=self._recency))
         come = (request.needed & self.existing) - self._lru
         self._lru = (self._lru - set(gone)) | come
         self._lru_moved += self.nbytes(gone) + self.nbytes(come)
-        # 2. What leaves: needed last, or what the rule does not keep; and of these nothing in vain.
+        # 2. Our own moves: parts leave that are needed last, or that the rule does not keep; and of these none in vain.
         candidates = sorted(self.on_device - kept, key=self._recency)
         if ahead:
             candidates.sort(key=lambda part: (-_next_use(part, upcoming), self.nbytes([part])))

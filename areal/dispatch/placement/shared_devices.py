@@ -21,7 +21,7 @@ class Sleeper(Protocol):
 
     @property
     def asleep(self) -> bool:
-        """Whether the memory is free."""
+        """True if the memory is free."""
         ...
 
     def sleep(self) -> None:
@@ -56,7 +56,7 @@ class SharedDevices:
         self._devices = tuple(budgets)
         self._engines: dict[str, _Shared] = {}
         self._rollouts: dict[str, Sleeper] = {}
-        # Parts that a use has allocated: they have no more bytes than that. Some parameters never get a gradient.
+        # Parts that a use has allocated. Their bytes are measured: some parameters never get a gradient.
         self._settled: set[Part] = set()
 
     def add(self, name: str, engine: TrainEngine, devices: Sequence[str] | None = None) -> None:
@@ -187,7 +187,7 @@ def _measured(devices: Sequence[str], reports: Sequence[EngineMemory]) -> dict[K
 
 
 def _measured_kind(devices: Sequence[str], ranks: Sequence[KindMemory]) -> _Measured:
-    # Without adapters, which stay. Where a kind has both, adapters have gradients and optimizer state, and the model has weights.
+    # Tensors of adapters stay on the device: they are not part of what moves.
     sizes = _by_device(devices, [rank.total - rank.fixed for rank in ranks])
     allocated = _by_device(devices, [rank.total - max(rank.fixed, rank.missing) for rank in ranks])
     moved = any(rank.offloaded for rank in ranks)

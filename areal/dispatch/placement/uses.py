@@ -16,7 +16,7 @@ class Kind(Enum):
 
 
 class Use(Enum):
-    """What a model or a rollout is about to do."""
+    """Uses of a model, or of a rollout (``GENERATE``)."""
 
     FORWARD = "forward"
     EVAL = "eval"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.placement import Kind, Need, Part, SharedDevices, Use, shared_devices
 from areal.tests.harness.tiny import config, family_dir, global_batch, loss, same_bits, started, weights_of
+from areal.trainer.rollout.local import LocalRollout
+from areal.trainer.rollout.protocol import Sampling
 
 KINDS = {Kind.WEIGHTS: "params", Kind.GRADIENTS: "grads", Kind.OPTIMIZER: "optimizer"}
 
@@ -120,6 +124,30 @@ def test_bytes_agree_with_the_placement_after_each_use(backend: str, announced: 
         for _ in range(2):
             alone.train_batch(batch, loss)
         assert same_bits(weights_of(policy), weights_of(alone))
+
+
+@pytest.mark.world(1)
+def test_rollout_sleeps_while_the_policy_trains_and_gets_its_weights() -> None:
+    replica = AutoModelForCausalLM.from_pretrained(family_dir("qwen3"), dtype=torch.float32).eval()
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=())
+    with started("fsdp:d1") as policy, LocalRollout(replica, max_context=64) as rollout:
+        weights = policy.memory()[0].params.total
+        shared = SharedDevices({"gpu": state_bytes(policy)})
+        shared.add_rollout("rollout", rollout, 2 * weights)
+        shared.add("policy", policy)
+        for version in range(1, 3):
+            with shared.use("policy", Use.STEP):
+                assert rollout.asleep
+                policy.train_batch(samples(), loss)
+            # Both are on the device: a rollout does not take weights in its sleep.
+            with shared.use("rollout", Use.GENERATE), shared.use("policy", Use.SYNC):
+                rollout.update(policy.named_tensors(), version)
+            with shared.use("rollout", Use.GENERATE):
+                answer = asyncio.run(rollout.generate([1, 2, 3], sampling))
+            assert answer.versions == (version,) * 4
+            assert_agrees(shared, {"policy": policy})
+            trained = weights_of(policy)
+            assert all(torch.equal(x, trained[name]) for name, x in replica.state_dict().items() if name in trained)
 
 
 @pytest.mark.world(1)

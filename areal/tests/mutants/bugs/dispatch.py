@@ -117,3 +117,39 @@ def adapters_are_not_reported(right: Function) -> Function:
 def optimizer_state_is_not_announced(right: Function) -> Function:
     """The first step creates optimizer state that the report has not announced."""
     return lambda optimizer: 0
+
+
+_SLEEP = "unit/trainer/test_rollout_sleep.py::test_"
+
+
+@mutant("areal.trainer.rollout.local:LocalRollout.sleep", f"{_SLEEP}sleep_with_running_answers_is_refused")
+def sleep_loses_running_answers(right: Function) -> Function:
+    """A rollout goes to sleep while answers are running."""
+
+    def wrong(self: Any) -> None:
+        self._pending.clear()
+        right(self)
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.http.client:HTTPRollout._check_awake",
+    f"{_SLEEP}update_of_sleeping_servers_is_refused_and_not_lost[vllm]",
+)
+def sleeping_servers_get_weights(right: Function) -> Function:
+    """An update is sent to servers that are asleep."""
+    return lambda self: None
+
+
+@mutant("areal.trainer.rollout.http.server:Server.wake", f"{_SLEEP}sglang_without_a_backup_needs_an_update")
+def lost_weights_of_a_server_are_used(right: Function) -> Function:
+    """A server whose weights did not survive its sleep generates."""
+
+    async def wrong(self: Any, dialect: Any, seconds: float) -> str:
+        version = self.version
+        fault = await right(self, dialect, seconds)
+        self.version = version
+        return fault
+
+    return wrong
