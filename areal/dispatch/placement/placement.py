@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from areal.dispatch.placement.residency import Request, Residency
+from areal.dispatch.placement.residency import Residency, UsedParts
 from areal.dispatch.placement.uses import CREATED, NEEDED, Action, Kind, Move, Need, Part, Use
 
 _ALL = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
@@ -167,7 +167,7 @@ class Placement:
         for device, nbytes in fixed.items():
             self._state.capacity[device] -= nbytes
 
-    def _request(self, need: Need) -> Request:
+    def _request(self, need: Need) -> UsedParts:
         def parts(kinds: Iterable[Kind]) -> frozenset[Part]:
             return frozenset(Part(need.owner, kind) for kind in kinds)
 
@@ -178,7 +178,7 @@ class Placement:
                 f"{need.owner!r} has no use {need.use.value!r}: there are {', '.join(known) or 'none'}, and only rollouts generate"
             )
         freed = needed & self._freed_by_step if need.use is Use.STEP else frozenset()
-        return Request(needed, parts(CREATED.get(need.use, ())), freed)
+        return UsedParts(needed, parts(CREATED.get(need.use, ())), freed)
 
     def _check_fits(self, need: Need, needed: frozenset[Part], pinned: frozenset[Part]) -> None:
         for device, capacity in self._state.capacity.items():

@@ -19,7 +19,7 @@ _KINDS = list(Kind)
 
 
 @dataclass(frozen=True)
-class Request:
+class UsedParts:
     """Parts of one use.
 
     Attributes:
@@ -85,7 +85,7 @@ class Residency:
     # ---- a request
 
     def plan(
-        self, request: Request, upcoming: Sequence[Request] = (), pinned: frozenset[Part] = frozenset()
+        self, request: UsedParts, upcoming: Sequence[UsedParts] = (), pinned: frozenset[Part] = frozenset()
     ) -> tuple[list[Part], list[Part]]:
         """Make room for a request. Returns the parts that leave, and those that come after.
 
@@ -104,7 +104,7 @@ class Residency:
                 best, lowest = steps, cost
         return self._serve(request, window[1:], best > 0, pinned)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: UsedParts) -> None:
         """End a request: free what its use frees."""
         for parts in (self.existing, self.on_device, self._lru):
             parts -= request.freed
@@ -113,7 +113,7 @@ class Residency:
         """Return whether the parts fit on their devices together."""
         return all(self.bytes_on(device, parts) <= capacity for device, capacity in self.capacity.items())
 
-    def _trial(self, window: Sequence[Request], steps: int, pinned: frozenset[Part]) -> Residency:
+    def _trial(self, window: Sequence[UsedParts], steps: int, pinned: frozenset[Part]) -> Residency:
         """Return the state after some requests, of which ``steps`` look ahead."""
         trial = copy.copy(self)
         for name in ("existing", "on_device", "_lru", "_last"):
@@ -124,7 +124,7 @@ class Residency:
         return trial
 
     def _serve(
-        self, request: Request, upcoming: Sequence[Request], ahead: bool, pinned: frozenset[Part]
+        self, request: UsedParts, upcoming: Sequence[UsedParts], ahead: bool, pinned: frozenset[Part]
     ) -> tuple[list[Part], list[Part]]:
         kept = request.needed | pinned
         # 1. The moves of the rule.
@@ -175,5 +175,5 @@ class Residency:
         return self._last[part], _KINDS.index(part.kind), part.owner
 
 
-def _next_use(part: Part, upcoming: Sequence[Request]) -> float:
+def _next_use(part: Part, upcoming: Sequence[UsedParts]) -> float:
     return next((number for number, request in enumerate(upcoming) if part in request.needed), math.inf)

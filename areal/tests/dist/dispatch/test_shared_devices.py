@@ -77,7 +77,9 @@ def value_loss(out: Any, batch: Any) -> torch.Tensor:
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
-@pytest.mark.parametrize("announced", [False, True], ids=["unannounced", "announced"])
+@pytest.mark.parametrize(
+    "announced", [pytest.param(False, id="unannounced", marks=pytest.mark.thorough), pytest.param(True, id="announced")]
+)
 def test_bytes_agree_with_the_placement_after_each_use(backend: str, announced: bool, tmp_path: Path) -> None:
     batch = samples()
     with three_models(backend) as engines, started(backend) as alone:
@@ -181,6 +183,26 @@ def test_error_inside_a_use_corrects_the_placement() -> None:
         # A verb of another use than the announced one.
         with shared.use("policy", Use.FORWARD):
             engine.train_batch(samples(), loss)
+        assert_agrees(shared, {"policy": engine})
+
+
+@pytest.mark.world(1)
+def test_move_that_fails_is_not_counted() -> None:
+    class Sleepless(FakeRollout):
+        def sleep(self) -> None:
+            raise RuntimeError("2 answers are running")
+
+    with started("fsdp:d1") as engine, mock.patch.object(shared_devices.logger, "warning") as warning:
+        shared = SharedDevices({"gpu": state_bytes(engine)})
+        shared.add("policy", engine)
+        shared.add_rollout("rollout", Sleepless(), engine.memory()[0].params.total)
+        with pytest.raises(RuntimeError, match="2 answers are running"), shared.use("policy", Use.STEP):
+            raise AssertionError("not reached")
+        assert any("rollout" in call[0] for call in warning.call_args_list)
+        assert shared.placement.is_on_device(Part("rollout", Kind.ROLLOUT))
+        assert_agrees(shared, {"policy": engine})
+        with shared.use("policy", Use.FORWARD):
+            engine.forward_batch(samples())
         assert_agrees(shared, {"policy": engine})
 
 

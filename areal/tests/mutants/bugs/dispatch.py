@@ -7,7 +7,7 @@ from typing import Any
 
 from areal.api import EngineMemory, KindMemory
 from areal.dispatch.placement import Kind, Move, Need, Part, Use
-from areal.dispatch.placement.residency import Request
+from areal.dispatch.placement.residency import UsedParts
 from areal.tests.mutants.planting import Function, mutant
 
 # ---- shared devices
@@ -33,11 +33,11 @@ def onload_comes_before_the_offload_that_makes_room(right: Function) -> Function
 def optimizer_is_needed_for_a_forward(right: Function) -> Function:
     """A forward brings the optimizer state to the device."""
 
-    def wrong(self: Any, need: Need) -> Request:
+    def wrong(self: Any, need: Need) -> UsedParts:
         if need.use is not Use.FORWARD:
             return right(self, need)
         request = right(self, need)
-        return Request(request.needed | {Part(need.owner, Kind.OPTIMIZER)}, request.created, request.freed)
+        return UsedParts(request.needed | {Part(need.owner, Kind.OPTIMIZER)}, request.created, request.freed)
 
     return wrong
 

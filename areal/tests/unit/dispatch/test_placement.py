@@ -151,7 +151,7 @@ def scenes(draw: Callable[..., Any]) -> tuple[Scene, list[Need], int | None]:
     return Scene(budgets, models, rollouts, lazy), uses, draw(st.sampled_from([0, 1, 3, None]))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(scenes())
 def test_budgets_hold_every_use_is_reached_and_few_bytes_move(drawn: tuple[Scene, list[Need], int | None]) -> None:
     scene, uses, announced = drawn

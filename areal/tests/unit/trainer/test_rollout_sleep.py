@@ -114,6 +114,7 @@ def test_close_while_asleep_gives_the_model_its_weights() -> None:
 
 SLEEP = {"sglang": "/release_memory_occupation", "vllm": "/sleep"}
 WAKE = {"sglang": "/resume_memory_occupation", "vllm": "/wake_up"}
+KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.thorough)]
 DIALECTS: dict[str, Dialect] = {"sglang": SGLang(weights_backup=True), "vllm": VLLM()}
 
 
@@ -151,7 +152,7 @@ def test_servers_sleep_and_wake_with_the_same_weights(kind: str, server: http.Pr
         assert (server.calls(SLEEP[kind]), server.calls(WAKE[kind])) == (2, 2)
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_update_of_sleeping_servers_is_refused_and_not_lost(kind: str, server: http.Process, tmp_path: Path) -> None:
     with client(server, DIALECTS[kind], tmp_path) as engine:
         engine.sleep()
@@ -183,7 +184,7 @@ def test_sglang_without_a_backup_needs_an_update(server: http.Process, tmp_path:
         http.assert_drawn_from(http.replica(1), answer)
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_sleep_with_running_requests_is_refused(kind: str, server: http.Process, tmp_path: Path) -> None:
     server.tell(step_seconds=0.02)
     with client(server, DIALECTS[kind], tmp_path) as engine:
@@ -195,7 +196,7 @@ def test_sleep_with_running_requests_is_refused(kind: str, server: http.Process,
         assert server.calls(SLEEP[kind]) == 0
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_server_that_cannot_sleep_keeps_all_awake(kind: str, server: http.Process, tmp_path: Path) -> None:
     """Sleep mode is off on one server."""
     urls = [server.url, server.url.replace("127.0.0.1", "localhost")]
@@ -211,7 +212,7 @@ def test_server_that_cannot_sleep_keeps_all_awake(kind: str, server: http.Proces
         assert len(run(*(engine.generate(PROMPT, endless(3)) for _ in range(4)))) == 4
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_server_that_does_not_wake_is_excluded(kind: str, server: http.Process, tmp_path: Path) -> None:
     with client(server, DIALECTS[kind], tmp_path, update_seconds=0.5) as engine:
         engine.sleep()
