@@ -1,1 +1,1 @@
-"""Tests of dispatch in one process."""
+"""Tests of dispatch without ranks."""
