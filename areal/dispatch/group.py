@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal.api import (
+    EngineMemory,
     FinetuneSpec,
     LossFn,
     LossObjective,
@@ -359,6 +360,11 @@ class WorkerGroup(TrainEngine):
 
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._call("onload", params=params, grads=grads, optimizer=optimizer)
+
+    def memory(self) -> list[EngineMemory]:
+        self._calls.require_seats()
+        reports = self._calls.run("memory", self._calls.verb("memory", {}, TABLE["memory"].returned))
+        return [report for reports_of_rank in reports for report in reports_of_rank]
 
     # ---- adapters
 
