@@ -193,7 +193,6 @@ def _select(batch: BatchInput, members: Sequence[int]) -> BatchInput:
     """Return some samples of a batch, in its form."""
     if not isinstance(batch, Mapping):
         return [batch[i] for i in members]
-    # One index for each device: usually the only one.
     index = torch.tensor(members, dtype=torch.int64)
     return {key: _selected(value, members, index) if key != "meta" else value for key, value in batch.items()}
 

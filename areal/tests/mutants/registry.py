@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import areal.tests.mutants.bugs.costs
+import areal.tests.mutants.bugs.dispatch
 import areal.tests.mutants.bugs.empty_ranks
 import areal.tests.mutants.bugs.faults
 import areal.tests.mutants.bugs.lora

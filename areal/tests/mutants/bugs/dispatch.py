@@ -1,0 +1,89 @@
+"""Bugs of dispatch that the suite must catch: shards, the wire format, calls and processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from areal.tests.mutants.planting import Function, mutant
+from areal.utils.data import deal
+
+SHARDS = "unit/dispatch/test_shards.py::"
+WIRE = "unit/dispatch/test_wire.py::"
+PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
+
+
+# ---- shards
+
+
+@mutant(
+    "areal.dispatch.shards:ShardPlan._items",
+    SHARDS + "test_merged_results_of_shards_are_the_result_of_the_batch",
+    PARITY,
+)
+def results_ordered_by_coordinate(right: Function) -> Function:
+    """Results are returned in the order of the shards instead of the caller's."""
+    return lambda self, parts, ranks: [value for part in parts for value in part]
+
+
+@mutant("areal.dispatch.shards:_select", PARITY)
+def empty_shard_padded_with_a_sample(right: Function) -> Function:
+    """A coordinate without samples computes the first sample of the batch, too."""
+    return lambda batch, members: right(batch, members or (0,))
+
+
+@mutant("areal.dispatch.shards:_select", SHARDS + "test_every_sample_is_in_one_shard_and_units_stay_together")
+def shards_padded_to_even_rows(right: Function) -> Function:
+    """Each shard has an even number of rows: the last one is repeated."""
+    return lambda batch, members: right(batch, (*members, *members[-1:]) if len(members) % 2 else members)
+
+
+@mutant("areal.dispatch.shards:plan_shards", SHARDS + "test_every_sample_is_in_one_shard_and_units_stay_together")
+def units_divided_between_shards(right: Function) -> Function:
+    """Samples of a unit of ``granularity`` samples go to different coordinates."""
+
+    def wrong(batch: Any, spec: Any, n: int, **options: Any) -> Any:
+        return right(batch, spec.model_copy(update={"granularity": 1}), n, **options)
+
+    return wrong
+
+
+@mutant("areal.utils.data.packing:deal", PARITY)
+def few_samples_lose_one(right: Function) -> Function:
+    """With fewer samples than coordinates, the last sample is in no shard, unless it is the only one."""
+
+    def wrong(costs: Any, n: int) -> Any:
+        return right(costs[:-1] if 1 < len(costs) <= n else costs, n)
+
+    return wrong
+
+
+@mutant("areal.utils.data.packing:deal_sharing", SHARDS + "test_samples_of_a_prompt_stay_together[system0]")
+def samples_of_a_prompt_scattered(right: Function) -> Function:
+    """Samples are dealt by their own cost, whether or not they share a prompt."""
+    return lambda costs, shared, n: deal(costs, n)
+
+
+@mutant("areal.dispatch.shards:_check_kinds", SHARDS + "test_a_key_that_a_shard_would_read_differently_raises[3-*]")
+def key_read_differently_in_a_shard(right: Function) -> Function:
+    """A per-sequence key that is per-token by its shape in one shard is sent there."""
+    return lambda plan, spec, indices: None
+
+
+# ---- the wire format
+
+
+@mutant("areal.dispatch.wire:_copy_of", WIRE + "test_unpacked_memory_is_writable_and_of_its_own")
+def unpacked_tensors_share_memory(right: Function) -> Function:
+    """Tensors of a rank are the memory of the object store, which other ranks read."""
+    return lambda array, dtype: torch.from_numpy(array).view(dtype)
+
+
+@mutant(
+    "areal.dispatch.wire:_Packing._group",
+    WIRE + "test_a_value_travels_in_few_buffers[one array for each key of a list]",
+)
+def buffer_for_each_tensor(right: Function) -> Function:
+    """Every list of tensors and every tensor gets an array."""
+    return lambda self, x, name: right(self, x, f"{name}/{id(x)}")
