@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -99,6 +100,7 @@ class Watch:
     def __init__(self, processes: Processes, limits: Limits) -> None:
         self._processes, self._limits = processes, limits
         self.error: Exception | None = None
+        self._ended: list[Call] = []
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         # Held while a call is submitted to all ranks: all of them get the calls of several threads in one order.
         self._lock = threading.Lock()
@@ -123,6 +125,7 @@ class Watch:
                     raise ValueError(f"the arguments of {what} cannot be sent to the ranks: {error}") from error
                 # Some ranks run the call and would wait for the others.
                 failure = RuntimeError(f"{what} was sent to some ranks only: {error}: call restart()")
+                self._ended.append(Call(what, refs))
                 self._finish(failure)
                 raise failure from error
             call = Call(what, refs)
@@ -135,10 +138,20 @@ class Watch:
             self._finish(error)
         self._calls.put(None)
 
-    def lose(self, rank: int, reason: str) -> Exception:
-        """End all processes because one is lost. Returns the error to raise."""
+    def lose(self, rank: int, reason: str, cause: BaseException | None = None) -> Exception:
+        """End all processes because one is lost. Returns the error to raise.
+
+        Args:
+            rank: rank of the lost process.
+            reason: verb phrase for the text of the error.
+            cause: error of Ray.
+        """
         with self._lock:
-            return self.error if self.error is not None else self._finish(self._lost(rank, reason))
+            if self.error is not None:
+                return self.error
+            error = self._lost(rank, reason)
+            error.__cause__ = cause
+            return self._finish(error)
 
     # ---- the thread
 
@@ -148,16 +161,19 @@ class Watch:
             try:
                 answers = self._collect(call)
             except Loss as loss:
-                error = self.lose(loss.rank, f"{loss.reason} during {call.what}")
-                self._fail(call, error)
-                return
+                error = self.lose(loss.rank, f"{loss.reason} during {call.what}", loss.__cause__)
             except Exception as unexpected:
-                error = RuntimeError(f"Ray does not answer any more during {call.what}: {unexpected}: call restart()")
                 with self._lock:
-                    self._finish(error)
-                self._fail(call, self.error or error)
-                return
-            call.future.set_result(answers)
+                    error = self._finish(
+                        RuntimeError(f"Ray does not answer during {call.what}: {unexpected}: call restart()")
+                    )
+            else:
+                call.future.set_result(answers)
+                continue
+            call.future.set_exception(error)
+            # Ray prints errors that are not fetched.
+            self._drain([ref for each in (call, *self._ended) for ref in each.refs], SILENT_SECONDS)
+            return
 
     def _collect(self, call: Call) -> list[Answer]:
         """Return the answers to a call, by rank.
@@ -208,6 +224,9 @@ class Watch:
             return Answer(None, "RuntimeError", f"{type(error.cause).__name__}: {error.cause}", str(error))
         except RayError as error:
             raise Loss(rank, "died") from error
+        except Exception as error:
+            text = f"the result of rank {rank} cannot be read in the driver: {type(error).__name__}: {error}"
+            return Answer(None, "ValueError", text, traceback.format_exc())
 
     def _hear(self, rank: int, sign: Sign, ref: ObjectRef) -> None:
         """Note the position of a rank."""
@@ -275,16 +294,13 @@ class Watch:
         # The thread fails the call that it waits for.
         with suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is not None:
-                self._fail(call, error)
+                call.future.set_exception(error)
+                self._ended.append(call)
         self._calls.put(None)
         return error
 
-    def _fail(self, call: Call, error: Exception) -> None:
-        call.future.set_exception(error)
-        self._drain(call.refs, SILENT_SECONDS)
-
     def _drain(self, refs: list[ObjectRef], seconds: float) -> None:
-        """Fetch the remaining answers: Ray prints errors that are not fetched."""
+        """Fetch answers, and ignore them."""
         with suppress(Exception):
             for ref in ray.wait(refs, num_returns=len(refs), timeout=seconds)[0]:
                 with suppress(RayError):

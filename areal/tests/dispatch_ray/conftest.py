@@ -1,4 +1,4 @@
-"""Fixtures: Ray on this machine, once for each session, and two processes that tests share unless they end them."""
+"""Fixtures: Ray on this machine, and two processes that tests share unless they end them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 2**20
 """Bytes of a result of the shared processes."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Any]:
     """Ray on this machine. The start fails where the machine is so busy that a part of Ray takes 30 s: one more try."""
     if "WORLD_SIZE" in os.environ:
@@ -39,7 +39,7 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair(cluster: Any) -> Iterator[Any]:
     """Two processes, which no test ends."""
     from areal.dispatch.ray import RayWorkers
