@@ -1,21 +1,30 @@
-"""Other ends of processes: that of the driver, of a node, and of ranks that wait for one that has failed."""
+"""Other ends of processes: in any verb, with the driver, with a node, and while they wait for a failed rank."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
+from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.workplace import Workplace
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run
+from areal.tests.dist.dispatch.test_in_process import same, untimed
+from areal.tests.harness.tiny import config, global_batch, loss
+from areal.weight_sync.disk import DiskTransport
 
 pytestmark = pytest.mark.thorough
 
@@ -82,6 +91,66 @@ def test_ranks_that_wait_for_a_failed_one_have_less_time(cluster: Any) -> None:
         with pytest.raises(WorkerLostError, match=r"rank 1 .* has not moved for 3 s"):
             run(workers, fail_on_rank_0)
         assert time.monotonic() - begin < 30
+
+
+def killed_in(place: str) -> Callable[[TrainEngine, Any], None]:
+    """Return a function that prepares the process of rank 1 to be killed at a place."""
+
+    def kill(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def plant(engine: Any, shard: Any) -> None:
+        if os.environ["RANK"] == "0":
+            return
+        if place == "forward":
+            next(type(m) for m in engine._components.model.modules() if type(m).__name__.endswith("MLP")).forward = kill
+        elif place == "optimizer":
+            torch.optim.AdamW.step = kill  # type: ignore[method-assign]
+        elif place == "save":
+            os.fsync = kill
+        else:
+            engine.named_tensors = kill
+
+    return plant
+
+
+@pytest.mark.timeout(580)
+def test_rank_killed_at_any_place_is_replaced(cluster: Any, tmp_path: Path) -> None:
+    """The steps after it are those of a run without the loss, to the bit."""
+    calls: dict[str, Callable[[WorkerGroup], Any]] = {
+        "forward": lambda group: group.forward_batch(global_batch()),
+        "optimizer": lambda group: group.train_batch(global_batch(), loss),
+        "save": lambda group: group.save(SaveLoadMeta(tmp_path / "second", weight_format="dcp")),
+        "weight sync": lambda group: group.transport(
+            lambda engine: DiskTransport(engine.control, tmp_path / "weights")
+        ).send(group, 1),
+    }
+    with RayWorkers(2) as workers, WorkerGroup(config("fsdp:d2"), workers) as group:
+        group.initialize(FinetuneSpec(total_train_steps=1000))
+        group.train_batch(global_batch(), loss)
+        group.save(SaveLoadMeta(tmp_path / "first", weight_format="dcp"))
+        expected = untimed(group.train_batch(global_batch(1), loss))
+        for place, call in calls.items():
+            pid = workers.stations[1].pid
+            group.run(killed_in(place))
+            begin = time.monotonic()
+            with pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
+                call(group)
+            assert time.monotonic() - begin < 20, place
+            group.restart()
+            assert same(untimed(group.train_batch(global_batch(1), loss)), expected), place
+
+
+@pytest.mark.timeout(280)
+def test_address_and_port_can_be_set(cluster: Any) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"a process could not listen on port = {port}"):
+            RayWorkers(1, port=port)
+    with RayWorkers(1, port=port, address="127.0.0.1") as workers:
+        its = run(workers, functions.environment)[0]
+        assert (its["MASTER_ADDR"], its["MASTER_PORT"]) == ("127.0.0.1", str(port))
+        assert run(workers, functions.all_reduce, [2.0]) == [2.0]
 
 
 @pytest.mark.timeout(280)
