@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -100,6 +101,8 @@ class RayWorkers:
         """Start processes, and a watch over them."""
         self._processes: Processes = start_processes(self._start)
         self._watch = Watch(self._processes, self._limits)
+        # The thread of the watch refers to the processes: without this, they would outlive an executor that was not closed.
+        weakref.finalize(self, self._watch.end, RuntimeError(_CLOSED)).atexit = False
         nodes = dict.fromkeys(station.node_name for station in self.stations)
         logger.info("%d processes on %d nodes: %s", self.size, len(nodes), ", ".join(nodes))
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-collect_ignore_glob = ["test_*.py"] if find_spec("ray") is None else []
-
 START = {
     "num_cpus": 4,
     "resources": {"chip": 2},
@@ -20,6 +18,12 @@ START = {
 }
 LIMIT = 2**20
 """Bytes of a result of the shared processes."""
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Skip the folder without Ray, which its modules import."""
+    if find_spec("ray") is None:
+        pytest.skip("needs the extra ray", allow_module_level=True)
 
 
 @pytest.fixture(scope="package")

@@ -77,3 +77,11 @@ def oversleep(workplace: Workplace, late: int) -> None:
     if workplace.rank == late:
         time.sleep(600)
     dist.barrier()
+
+
+def wait_until_ended(pids: list[int], seconds: float = 60.0) -> None:
+    """Wait until processes of this machine have ended."""
+    limit = time.monotonic() + seconds
+    while alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < limit, f"processes {alive} still run"
+        time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.workplace import Workplace
 from areal.tests.dispatch_ray import functions
-from areal.tests.dispatch_ray.functions import run
+from areal.tests.dispatch_ray.functions import run, wait_until_ended
 from areal.tests.dist.dispatch.test_in_process import same, untimed
 from areal.tests.harness.tiny import config, global_batch, loss
 from areal.weight_sync.disk import DiskTransport
@@ -147,10 +148,15 @@ def test_address_and_port_can_be_set(cluster: Any) -> None:
         port = server.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"a process could not listen on port = {port}"):
             RayWorkers(1, port=port)
-    with RayWorkers(1, port=port, address="127.0.0.1") as workers:
-        its = run(workers, functions.environment)[0]
-        assert (its["MASTER_ADDR"], its["MASTER_PORT"]) == ("127.0.0.1", str(port))
-        assert run(workers, functions.all_reduce, [2.0]) == [2.0]
+    workers = RayWorkers(1, port=port, address="127.0.0.1")
+    its = run(workers, functions.environment)[0]
+    assert (its["MASTER_ADDR"], its["MASTER_PORT"]) == ("127.0.0.1", str(port))
+    assert run(workers, functions.all_reduce, [2.0]) == [2.0]
+    # Processes end with the last reference to them, without close().
+    pid = workers.stations[0].pid
+    del workers
+    gc.collect()
+    wait_until_ended([pid])
 
 
 @pytest.mark.timeout(280)
@@ -162,10 +168,7 @@ def test_processes_end_with_the_driver(cluster: Any) -> None:
     assert len(pids) == 2
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    limit = time.monotonic() + 60
-    while alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < limit, f"processes {alive} still run"
-        time.sleep(0.1)
+    wait_until_ended(pids)
 
 
 @pytest.mark.timeout(580)

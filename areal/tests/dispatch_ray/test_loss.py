@@ -20,7 +20,7 @@ from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
 from areal.tests.dispatch_ray import functions
-from areal.tests.dispatch_ray.functions import run, start
+from areal.tests.dispatch_ray.functions import run, start, wait_until_ended
 from areal.tests.dist.dispatch.test_in_process import same, untimed
 from areal.tests.harness.tiny import config, global_batch, loss
 
@@ -28,14 +28,11 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
-def ending(workers: RayWorkers, seconds: float = 30.0) -> Iterator[list[int]]:
+def ending(workers: RayWorkers) -> Iterator[list[int]]:
     """Yield the process ids, and check afterwards that the processes end, and that their placement group is removed."""
     pids, groups = [station.pid for station in workers.stations], reserved() - 1
     yield pids
-    limit = time.monotonic() + seconds
-    while alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < limit, f"processes {alive} still run"
-        time.sleep(0.05)
+    wait_until_ended(pids)
     assert reserved() == groups
 
 

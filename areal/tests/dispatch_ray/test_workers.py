@@ -37,7 +37,7 @@ def test_environment_is_that_of_torchrun_and_of_the_caller(pair: RayWorkers) -> 
 def test_threads_reach_both_ranks_in_one_order(pair: RayWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     run(pair, functions.noted)
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that threads are interrupted between the submissions to the two ranks
+    sys.setswitchinterval(1e-6)  # interrupts threads between the submissions to the two ranks
     try:
         with ThreadPoolExecutor(4) as threads:
             calls = threads.map(lambda token: start(pair, functions.note, [token, token]), range(200))
