@@ -83,6 +83,7 @@ bench: $(VENV)/.test ## Measure a training step and a forward, and compare them 
 bench-overhead: $(VENV)/.test ## Measure the engine's own overhead, on one rank and on two.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
 	$(RUN) 2 -m benchmarks.overhead
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.dispatch
 
 bench-gpu: $(VENV)/.test ## Measure training steps of Qwen3 shapes on a GPU.
 	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)

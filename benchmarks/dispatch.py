@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal.api import MicroBatchSpec
 from areal.dispatch.shards import plan_shards
-from areal.dispatch.wire import pack, unpack
+from areal.dispatch.wire import pack_tensors, unpack_tensors
 
 ROUNDS = 15
 SAMPLES = 64
@@ -61,12 +61,12 @@ def transfer_ms(samples: list[dict[str, Tensor]], rounds: int) -> tuple[tuple[fl
     def get(data: bytes, buffers: list[pickle.PickleBuffer]) -> object:
         return pickle.loads(data, buffers=buffers)
 
-    plain, packed = dump(samples), dump(pack(samples))
+    plain, packed = dump(samples), dump(pack_tensors(samples))
     return (
         (least_ms(lambda: dump(samples), rounds), least_ms(partial(get, *plain), rounds)),
         (
-            least_ms(lambda: dump(pack(samples)), rounds),
-            least_ms(lambda: unpack(pickle.loads(packed[0], buffers=packed[1])), rounds),
+            least_ms(lambda: dump(pack_tensors(samples)), rounds),
+            least_ms(lambda: unpack_tensors(pickle.loads(packed[0], buffers=packed[1])), rounds),
         ),
     )
 

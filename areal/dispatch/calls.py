@@ -1,4 +1,4 @@
-"""The calls of one group: what is sent to its ranks, and what becomes of their answers."""
+"""The calls of one group: what is sent to its ranks, and what becomes of their replies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from areal.api import LossObjective, NamedTensor, TrainEngineConfig
 from areal.api.engine import BatchInput
 from areal.dispatch.executor import Executor, Handle, Work
-from areal.dispatch.micro_batches import RemoteMicroBatches, joined
+from areal.dispatch.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.pending import Pending
 from areal.dispatch.shards import ShardPlan, plan_shards
-from areal.dispatch.table import TABLE, Returned, Row, Sent
+from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.dispatch.works import (
     Argument,
     Drop,
@@ -137,7 +137,7 @@ class Calls:
             raise ValueError(f"{name} has no future: call it itself")
         return self.start(name, self.verb(name, arguments, row.returned), rank_0)
 
-    def _start_on_shards(self, name: str, row: Row, arguments: dict[str, Any]) -> Pending[Any]:
+    def _start_on_shards(self, name: str, row: Route, arguments: dict[str, Any]) -> Pending[Any]:
         plan, shards = self.shards(arguments.pop("batch"))
         if row.returned is Returned.LAYOUT:
             key = self.new_key("microbatches")
@@ -148,11 +148,11 @@ class Calls:
         return self.start(name, verb, rank_0, shards)
 
     def _kept(self, plan: ShardPlan, values: list[Any], key: str) -> RemoteMicroBatches:
-        mbs = joined(plan, self.by_coordinate(values), key)
+        mbs = joined_layouts(plan, self.by_coordinate(values), key)
         weakref.finalize(mbs, self._unused.append, key)
         return mbs
 
-    def _start_on_microbatches(self, name: str, row: Row, arguments: dict[str, Any]) -> Pending[Any]:
+    def _start_on_microbatches(self, name: str, row: Route, arguments: dict[str, Any]) -> Pending[Any]:
         mbs = arguments.pop("mbs")
         if not isinstance(mbs, RemoteMicroBatches):
             raise ValueError(f"mbs is a {type(mbs).__name__}: pass what microbatches() of this group returned")

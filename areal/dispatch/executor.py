@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from areal.dispatch.workplace import Answer, Handle, Workplace
+from areal.dispatch.workplace import Handle, Reply, Workplace
 
 Work = Callable[[Workplace, Any], Any]
 """Runs in the process of a rank, with the objects that the process holds and the argument of the rank."""
@@ -43,7 +43,7 @@ class Executor(Protocol):
         """
         ...
 
-    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Answer]]:
+    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         """Run ``work(workplace, arguments[rank])`` on every rank.
 
         Args:
@@ -52,7 +52,7 @@ class Executor(Protocol):
             arguments: one for each rank.
 
         Returns:
-            The answers of all ranks, by rank. An error of ``work`` is part of the answer; an error of the future means that the processes are
+            The replies of all ranks, by rank. An error of ``work`` is part of the reply; an error of the future means that the processes are
             lost.
 
         Raises:

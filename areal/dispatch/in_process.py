@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.dispatch.executor import Work
-from areal.dispatch.workplace import Answer, Handle, Workplace, answer
+from areal.dispatch.workplace import Handle, Reply, Workplace, reply_to
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class InProcess:
     def ship(self, function: Any, what: str) -> Handle:
         return Here(function)
 
-    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Answer]]:
-        future: Future[list[Answer]] = Future()
-        future.set_result([answer(work, self._workplace, arguments[0])])
+    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
+        future: Future[list[Reply]] = Future()
+        future.set_result([reply_to(work, self._workplace, arguments[0])])
         return future
 
     def restart(self) -> None:

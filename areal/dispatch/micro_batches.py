@@ -24,7 +24,7 @@ class RemoteMicroBatches(MicroBatchList):
     key: str = ""
 
 
-def joined(plan: ShardPlan, lists: Sequence[MicroBatchList], key: str) -> RemoteMicroBatches:
+def joined_layouts(plan: ShardPlan, lists: Sequence[MicroBatchList], key: str) -> RemoteMicroBatches:
     """Return the micro-batches of all coordinates as one list.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from areal.dispatch.workplace import KINDS, Answer
+from areal.dispatch.workplace import KINDS, Reply
 
 T = TypeVar("T")
 
@@ -23,18 +23,18 @@ class Pending(Generic[T]):
     """Result of a call on all ranks.
 
     Args:
-        answers: answers of all ranks.
+        replies: replies of all ranks.
         finish: makes the result from the values of all ranks, by rank. Called once, by the first :meth:`result`.
     """
 
-    def __init__(self, answers: Future[list[Answer]], finish: Callable[[list[Any]], T]) -> None:
-        self._answers, self._finish = answers, finish
+    def __init__(self, replies: Future[list[Reply]], finish: Callable[[list[Any]], T]) -> None:
+        self._replies, self._finish = replies, finish
         self._lock = threading.Lock()
         self._result: list[T] = []
 
     def done(self) -> bool:
         """Return True if :meth:`result` does not wait."""
-        return self._answers.done()
+        return self._replies.done()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the call to end on all ranks, and return its result.
@@ -46,29 +46,29 @@ class Pending(Generic[T]):
             ValueError, RuntimeError: an error of the call, with the text that the engine raised.
             TimeoutError: the call still runs.
         """
-        answers = self._answers.result(timeout)
-        raise_errors(answers)
+        replies = self._replies.result(timeout)
+        raise_errors(replies)
         with self._lock:
             if not self._result:
-                self._result.append(self._finish([answer.value for answer in answers]))
+                self._result.append(self._finish([reply.value for reply in replies]))
         return self._result[0]
 
 
-def raise_errors(answers: Sequence[Answer]) -> None:
+def raise_errors(replies: Sequence[Reply]) -> None:
     """Raise the error of a call, if any rank has one. An engine raises the same error on all ranks; others get the number of their rank.
 
     Raises:
         ValueError, RuntimeError: the error, with the remote traceback as its cause.
     """
-    failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.kind]
+    failed = [(rank, reply) for rank, reply in enumerate(replies) if reply.kind]
     if not failed:
         return
     first = failed[0][1]
-    if first.error is not None and len(answers) == 1:
+    if first.error is not None and len(replies) == 1:
         raise first.error
-    same = len(failed) == len(answers) and len({(answer.kind, answer.text) for _, answer in failed}) == 1
-    text = first.text if same else "; ".join(f"rank {rank}: {answer.text}" for rank, answer in failed)
-    kinds = {answer.kind for _, answer in failed}
+    same = len(failed) == len(replies) and len({(reply.kind, reply.text) for _, reply in failed}) == 1
+    text = first.text if same else "; ".join(f"rank {rank}: {reply.text}" for rank, reply in failed)
+    kinds = {reply.kind for _, reply in failed}
     kind = KINDS[first.kind] if len(kinds) == 1 else RuntimeError
     # The longest: on the rank where the error began it also has the cause.
     raise kind(text) from RemoteTraceback(max((answer.trace for _, answer in failed), key=len))
@@ -76,6 +76,6 @@ def raise_errors(answers: Sequence[Answer]) -> None:
 
 def done(value: T) -> Pending[T]:
     """Return the result of a call that no rank has to run."""
-    answers: Future[list[Answer]] = Future()
-    answers.set_result([])
-    return Pending(answers, lambda _: value)
+    replies: Future[list[Reply]] = Future()
+    replies.set_result([])
+    return Pending(replies, lambda _: value)

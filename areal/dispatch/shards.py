@@ -154,7 +154,8 @@ def plan_shards(
     Samples that an engine drops for their length cost nothing, and are dealt evenly.
 
     Args:
-        batch: list of samples, or padded dict, on any device.
+        batch: list of samples, or padded dict. Tensors stay on their device until
+            :func:`~areal.dispatch.wire.pack_tensors` copies them to the host.
         spec: rules of the engines.
         n: number of coordinates. With 1, the batch is neither checked nor copied.
         align, vocab_size: as in :func:`~areal.utils.data.plan_batch`.

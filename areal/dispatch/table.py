@@ -29,27 +29,27 @@ class Returned(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class Route:
     """How one member is dispatched."""
 
     sent: Sent
     returned: Returned
 
 
-_STEP = Row(Sent.SHARDS, Returned.RANK_0)
-_ALL = Row(Sent.SAME, Returned.RANK_0)
-_STREAM = Row(Sent.SAME, Returned.STREAM)
-_CONTEXT = Row(Sent.SAME, Returned.CONTEXT)
-_DRIVER = Row(Sent.NOTHING, Returned.DRIVER)
+_STEP = Route(Sent.SHARDS, Returned.RANK_0)
+_ALL = Route(Sent.SAME, Returned.RANK_0)
+_STREAM = Route(Sent.SAME, Returned.STREAM)
+_CONTEXT = Route(Sent.SAME, Returned.CONTEXT)
+_DRIVER = Route(Sent.NOTHING, Returned.DRIVER)
 
-TABLE: dict[str, Row] = {
+TABLE: dict[str, Route] = {
     "train_batch": _STEP,
     "forward_backward": _STEP,
     "eval_batch": _STEP,
-    "forward_batch": Row(Sent.SHARDS, Returned.SAMPLES),
-    "microbatches": Row(Sent.SHARDS, Returned.LAYOUT),
-    "global_weight": Row(Sent.MICROBATCHES, Returned.RANK_0),
-    "forward_backward_batch": Row(Sent.MICROBATCHES, Returned.MICROBATCHES),
+    "forward_batch": Route(Sent.SHARDS, Returned.SAMPLES),
+    "microbatches": Route(Sent.SHARDS, Returned.LAYOUT),
+    "global_weight": Route(Sent.MICROBATCHES, Returned.RANK_0),
+    "forward_backward_batch": Route(Sent.MICROBATCHES, Returned.MICROBATCHES),
     "initialize": _ALL,
     "destroy": _ALL,
     "optimizer_step": _ALL,
@@ -90,7 +90,7 @@ TABLE: dict[str, Row] = {
 
 def dispatch_table() -> str:
     """Format the table in Markdown."""
-    groups: dict[Row, list[str]] = {}
+    groups: dict[Route, list[str]] = {}
     for name, row in TABLE.items():
         groups.setdefault(row, []).append(f"`{name}`")
     lines = ["| members | sent to the ranks | returned |", "| --- | --- | --- |"]

@@ -46,7 +46,7 @@ class Packed:
         return sum(array.nbytes for array in self.arrays)
 
 
-def pack(value: Any) -> Packed:
+def pack_tensors(value: Any) -> Packed:
     """Copy the tensors of a value to flat arrays on the host.
 
     Tensors are found in lists, dicts, tuples and named tuples of any depth. A list of dicts with the same keys, the usual batch, becomes one
@@ -60,7 +60,7 @@ def pack(value: Any) -> Packed:
     return packing.packed(packing.take(value, ""))
 
 
-def unpack(packed: Packed) -> Any:
+def unpack_tensors(packed: Packed) -> Any:
     """Return the value that was packed, with CPU tensors in new memory.
 
     Memory of the arrays is not used: it may be read-only, or shared with other processes. Numpy arrays in lists, dicts and tuples are copied,
@@ -154,7 +154,7 @@ class _Packing:
         if count > 1 and all(item is first for item in value):
             return _Repeated(self.take(first, name), count)
         if _is_uniform(value):
-            array, tensors = self._group(first, name)
+            array, tensors = self._group(value[0], name)
             start = len(tensors)
             tensors += value
             flat = all(x.dim() == 1 for x in value)

@@ -1,4 +1,4 @@
-"""The process of a rank: the objects that it holds, and the answer to a call."""
+"""The process of a rank: the objects that it holds, and the reply to a call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Workplace:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """Result of a call on one rank, or its error.
 
     Attributes:
@@ -67,14 +67,14 @@ class Answer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors do not always survive a pickle; their text does.
-        return Answer, (self.value, self.kind, self.text, self.trace)
+        return Reply, (self.value, self.kind, self.text, self.trace)
 
 
-def answer(work: Callable[[Workplace, Any], Any], workplace: Workplace, argument: Any) -> Answer:
-    """Call a function on this rank. An error becomes part of the answer."""
+def reply_to(work: Callable[[Workplace, Any], Any], workplace: Workplace, argument: Any) -> Reply:
+    """Call a function on this rank. An error becomes part of the reply."""
     try:
-        return Answer(work(workplace, argument))
+        return Reply(work(workplace, argument))
     except Exception as error:
         kind = type(error).__name__
         text = str(error) if kind in KINDS else f"{kind}: {error}"
-        return Answer(None, kind if kind in KINDS else "RuntimeError", text, traceback.format_exc(), error)
+        return Reply(None, kind if kind in KINDS else "RuntimeError", text, traceback.format_exc(), error)

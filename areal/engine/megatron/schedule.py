@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.megatron.point_to_point import StageCommunicator
 from areal.engine.schedule import ForwardFn, ProcessFn, Schedule
 from areal.utils.profiling.phase_timer import PhaseTimer
 
@@ -48,7 +48,7 @@ class MegatronSchedule(Schedule):
         self._groups = groups
         self._stages, self._virtual = groups.pp.size(), config.virtual_pipeline_model_parallel_size
         self._run = get_forward_backward_func(pp_size=self._stages, vp_size=self._virtual)
-        self._p2p = P2PCommunicator(groups.pp, config) if self._stages > 1 else None
+        self._p2p = StageCommunicator(groups.pp, config) if self._stages > 1 else None
         self._config = config
         # Token dispatchers keep references to the last graph, see _release_graph.
         modules = [module for chunk in chunks for module in chunk.modules()]

@@ -2,7 +2,8 @@
 
 On gloo a collective raises when a peer is gone. On NCCL it stays in the stream: the host goes on with garbage, or waits for the stream until
 the group is aborted. These groups pass everything on to gloo until some rank has failed, which the test announces by a file. From then on,
-collectives return at once without doing anything, or block the host until ``abort``.
+collectives return at once without doing anything, or block the host until ``abort``. Received integers block in both cases: they are shapes,
+which the host reads.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ class _QuietGroup(dist.ProcessGroup):
         work = None
         with contextlib.suppress(RuntimeError):
             work = None if self.failed() else getattr(self.inner, name)(*args, **kwargs)
-        threading.Thread(target=self.finish, args=(work, future), daemon=True).start()
+        blocks = self.blocking or (name == "recv" and not args[0][0].is_floating_point())
+        threading.Thread(target=self.finish, args=(work, future, blocks), daemon=True).start()
         return _create_work_from_future(future)
 
-    def finish(self, work: Work | None, future: Future[Any]) -> None:
+    def finish(self, work: Work | None, future: Future[Any], blocks: bool) -> None:
         done = threading.Event()
         if work is not None:
             threading.Thread(target=_wait, args=(work, done), daemon=True).start()
@@ -88,7 +90,7 @@ class _QuietGroup(dist.ProcessGroup):
         if done.is_set() and not self.failed():
             self.pending.discard(future)
             future.set_result(None)
-        elif not self.blocking:
+        elif not blocks:
             future.set_result(None)
         elif self.aborted.wait(_STUCK):
             future.set_exception(RuntimeError("communicator was aborted"))

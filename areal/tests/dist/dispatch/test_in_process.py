@@ -25,7 +25,7 @@ from areal.api import (
     TrainEngine,
 )
 from areal.dispatch import InProcess, WorkerGroup
-from areal.dispatch.workplace import Answer
+from areal.dispatch.workplace import Reply
 from areal.dispatch.works import Sees
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.registry import create_engine
@@ -298,8 +298,8 @@ class OtherDisk(InProcess):
     def start(self, what: str, work: Any, arguments: Any) -> Any:
         if not isinstance(work, Sees):
             return super().start(what, work, arguments)
-        future: Future[list[Answer]] = Future()
-        future.set_result([Answer((False, "node-2"))])
+        future: Future[list[Reply]] = Future()
+        future.set_result([Reply((False, "node-2"))])
         return future
 
 

@@ -116,8 +116,6 @@ def test_trainer_on_a_group_has_the_curve_of_the_engine(run: Callable[[Make, Pat
     assert len(group.steps) >= STEPS
     for expected, actual in zip(engine.steps, group.steps, strict=True):
         assert expected.keys() == actual.keys()
-        assert not {
-            name: (actual[name], value)
-            for name, value in expected.items()
-            if actual[name] != value and not TIMES.search(name)
-        }
+        # Rollouts round by which requests they compute together.
+        measured = {name: value for name, value in expected.items() if not TIMES.search(name)}
+        assert {name: actual[name] for name in measured} == pytest.approx(measured, rel=1e-5, abs=1e-6)

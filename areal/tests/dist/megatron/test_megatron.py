@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from areal.api import FinetuneSpec
 from areal.api.config import MegatronConfig
 from areal.engine.registry import create_engine
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
-from areal.tests.grid.layouts import Cell, Layout
+from areal.tests.grid.layouts import Cell, Layout, all_layouts
 from areal.tests.grid.cell_engine import ZERO_LR, start_cell
 from areal.tests.harness.tiny import config, loss, local_batch, global_batch, started
 
@@ -195,6 +197,28 @@ def test_unsupported_recomputation_raises() -> None:
 def test_overlapped_gather_requires_overlapped_reduction() -> None:
     with pytest.raises(ValueError, match="overlap_param_gather = True needs"):
         MegatronConfig(overlap_param_gather=True)
+
+
+@pytest.mark.world(2)
+def test_interleaved_stages_communicate_in_the_groups_of_the_engine() -> None:
+    """An engine that ends by a fault aborts its own groups: in the default group, a rank would wait for a peer that has failed."""
+    layout = next(layout for layout in all_layouts() if layout.name == "megatron:p2v2")
+    point = Cell(layout, cut="tokens24", dtype="float32")
+    with start_cell(point) as run:
+        engine, objective = run.engine, point.objective
+        # Both modules, because a batched operation must be one of the functions in the second.
+        with contextlib.ExitStack() as stack:
+            spies = [mock.Mock(side_effect=getattr(dist, name)) for name in ("isend", "irecv")]
+            for module in (dist, dist.distributed_c10d):
+                stack.enter_context(mock.patch.multiple(module, isend=spies[0], irecv=spies[1]))
+            engine.train_batch(run.batch(), objective.loss_fn, objective.weight_fn)
+        groups = [
+            next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, dist.ProcessGroup))
+            for spy in spies
+            for call in spy.call_args_list
+        ]
+        assert len(groups) > 4
+        assert set(groups) <= set(engine._groups._groups)
 
 
 @pytest.mark.world(2)

@@ -45,6 +45,7 @@ def trained(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> Curv
     return curve
 
 
+@pytest.mark.world(1)
 def test_correction_without_recomputed_logprobs_is_measured_in_the_update() -> None:
     """With one update per batch, its forward has the log-probs that the trainer would recompute: the run is the same."""
     curves = []
@@ -62,6 +63,7 @@ def test_correction_without_recomputed_logprobs_is_measured_in_the_update() -> N
     assert not {"rollout/logprob_error", "rollout/logprob_k3"} & {name for step in without.steps for name in step}
 
 
+@pytest.mark.world(1)
 def test_correction_of_rollout_logprobs_with_themselves_is_refused() -> None:
     blind = Updates(recompute_logprobs=False)
     with policy() as engine, played(engine, STALE) as rollout:
@@ -91,6 +93,7 @@ def batch() -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@pytest.mark.world(1)
 def test_verbs_take_an_objective() -> None:
     objective = grpo_objective(kl_coef=0.0, old="logprobs", report_entropy=True)
     spelled_out = (objective.loss_fn, objective.weight_fn)
@@ -102,6 +105,7 @@ def test_verbs_take_an_objective() -> None:
         assert engine.train_batch(batch(), objective).loss == pytest.approx(expected.loss, abs=1e-7)
 
 
+@pytest.mark.world(1)
 def test_a_forgotten_weight_function_or_output_is_refused_by_name() -> None:
     objective = grpo_objective(kl_coef=0.0, old="logprobs", report_entropy=True)
     with policy() as engine:
@@ -151,6 +155,7 @@ def test_mini_batches_of_each_epoch_hold_other_groups_equal_on_any_layout(
     assert curve["actor/policy/ratio_max"][0] == max(ratios)
 
 
+@pytest.mark.world(1)
 def test_masked_answers_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[list[Any]] = []
     plan = Plan(groups=4, group_size=4, seed=3)

@@ -20,11 +20,7 @@ PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of
 # ---- shards
 
 
-@mutant(
-    "areal.dispatch.shards:ShardPlan._items",
-    SHARDS + "test_merged_results_of_shards_are_the_result_of_the_batch",
-    PARITY,
-)
+@mutant("areal.dispatch.shards:ShardPlan._items", SHARDS + "test_merged_results_of_shards_are_the_result_of_the_batch")
 def results_ordered_by_coordinate(right: Function) -> Function:
     """Results are returned in the order of the shards instead of the caller's."""
     return lambda self, parts, ranks: [value for part in parts for value in part]
@@ -85,10 +81,10 @@ def unpacked_tensors_share_memory(right: Function) -> Function:
 
 @mutant(
     "areal.dispatch.wire:_Packing._group",
-    WIRE + "test_a_value_travels_in_few_buffers[one array for each key of a list]",
+    WIRE + "test_a_value_travels_in_few_buffers[named tensors]",
 )
 def buffer_for_each_tensor(right: Function) -> Function:
-    """Every list of tensors and every tensor gets an array."""
+    """Every tensor outside of lists gets an array."""
     return lambda self, x, name: right(self, x, f"{name}/{id(x)}")
 
 

@@ -13,7 +13,7 @@ from areal.tests.mutants.planting import Function, mutant
 FORMULA = "unit/losses/test_formulas.py::test_loss_and_gradient_equal_formula[{}]"
 ADVANTAGE = "unit/losses/test_formulas.py::test_advantage_equals_formula[{}]"
 ESTIMATORS = "unit/trainer/test_estimators.py::test_{}"
-OBJECTIVES = "dist/trainer/test_objectives.py::test_{}"
+OBJECTIVES = "dist/trainer/test_objectives.py::test_{}[w1]"
 
 
 @mutant(
@@ -73,7 +73,7 @@ def loss_alone_is_accepted(right: Function) -> Function:
 @mutant(
     "areal.trainer.monitoring:reduce_metrics",
     ESTIMATORS.format("numbers_of_several_updates_are_combined_as_declared"),
-    OBJECTIVES.format("mini_batches_of_each_epoch_hold_other_groups_equal_on_any_layout[w1]"),
+    OBJECTIVES.format("mini_batches_of_each_epoch_hold_other_groups_equal_on_any_layout"),
 )
 def maxima_are_averaged(right: Function) -> Function:
     """Every number of several updates is logged as a mean."""
@@ -120,7 +120,7 @@ def untrained_answers_leave_the_baseline(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.ppo:PPOTrainer._minibatches",
-    OBJECTIVES.format("mini_batches_of_each_epoch_hold_other_groups_equal_on_any_layout[w1]"),
+    OBJECTIVES.format("mini_batches_of_each_epoch_hold_other_groups_equal_on_any_layout"),
 )
 def epochs_repeat_their_mini_batches(right: Function) -> Function:
     """Each epoch has the mini-batches of the first."""

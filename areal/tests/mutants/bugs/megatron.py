@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import nn
 
 from areal.tests.mutants.bugs.step import CALLS, LOOP, SKIPPED, THREE, fillers_as_real
@@ -37,6 +38,8 @@ SAME_ON_ANY_ENGINE = {
     "empty_list_refused_by_its_rank": "an engine has no part in reading a batch",
     "minibatch_skipped_by_one_rank": "trainers are the same on any engine",
     "empty_rank_counts_in_statistics": "trainers are the same on any engine",
+    "empty_shard_padded_with_a_sample": "a driver divides a batch for any engine",
+    "few_samples_lose_one": "a driver divides a batch for any engine",
     "interleaved_rows_read_in_order": "its families store weights in the form of modules",
     "merged_weight_read_from_the_start": "its families store weights in the form of modules",
 }
@@ -267,3 +270,12 @@ def megatron_stages_swapped(right: Function) -> Function:
         return numbers
 
     return wrong
+
+
+@mutant(
+    "areal.engine.megatron.point_to_point:StageCommunicator._communicate",
+    "dist/megatron/test_megatron.py::test_interleaved_stages_communicate_in_the_groups_of_the_engine[w2]",
+)
+def megatron_stages_in_the_default_group(right: Function) -> Function:
+    """Interleaved stages communicate over the default process group, which no fault aborts."""
+    return P2PCommunicator._communicate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from areal.api import MicroBatchSpec, TopKOutput
 from areal.dispatch.shards import ATTENTION, ShardPlan, plan_shards
+from areal.dispatch.wire import pack_tensors, unpack_tensors
 from areal.tests.unit.data.test_bad_batches import BAD_BATCHES, VOCAB
 from areal.utils.data import plan_batch, read_batch, sequence_cost
 from areal.utils.data.prefixes import Prefixes
@@ -74,7 +77,7 @@ def equal(a: Any, b: Any) -> bool:
 # ---- the division
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, report_multiple_bugs=False)
 @given(TOKENS, st.integers(2, 5), st.sampled_from([1, 1, 2, 3]), st.booleans(), st.sampled_from(FORMS))
 def test_every_sample_is_in_one_shard_and_units_stay_together(
     samples: list[list[int]], n: int, size: int, sharing: bool, form: str
@@ -248,6 +251,30 @@ def test_a_coordinate_without_samples_adds_nothing() -> None:
         # Its result is not read: a function may return anything for no samples.
         for nothing in (results[3], None, [torch.ones(2)]):
             assert equal(plan.merge([*results[:3], nothing]), like_an_engine(batch))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_merged_results_are_on_the_device_of_the_batch(form: str) -> None:
+    """Without a GPU, on torch's device without memory."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "meta")
+    plan = plan_shards(batch_of([[1, 2], [3], [4]], form), MicroBatchSpec(**SPEC), 2)
+    assert plan.divided is not None
+    plan = replace(plan, divided=(replace(plan.divided[0], device=device), plan.divided[1]))
+    merged = plan.merge([like_an_engine(shard) for shard in plan.shards])
+    assert {x.device.type for x in pytree.tree_leaves(merged)} == {device.type}
+    values = plan.merge([[{"x": torch.ones(2)} for _ in members] for members in plan.indices])
+    assert {value["x"].device.type for value in values} == {device.type}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_on_a_gpu_is_sent_through_host_memory(form: str) -> None:
+    on_host = batch_of([[1, 2], [3], [4]], form)
+    batch = pytree.tree_map_only(Tensor, lambda x: x.cuda(), on_host)
+    plan = plan_shards(batch, MicroBatchSpec(**SPEC), 2)
+    shards = [unpack_tensors(pack_tensors(shard)) for shard in plan.shards]
+    assert equal(shards, list(plan_shards(on_host, MicroBatchSpec(**SPEC), 2).shards))
+    assert equal(plan.merge([like_an_engine(shard) for shard in shards]), like_an_engine(batch))
 
 
 def test_one_coordinate_gets_the_batch_itself() -> None:

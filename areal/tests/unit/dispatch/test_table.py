@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +41,7 @@ def test_table_in_markdown_names_every_member_once() -> None:
     text = dispatch_table()
     for name in TABLE:
         assert text.count(f"`{name}`") == 1, name
+
+
+def test_docs_show_the_table() -> None:
+    assert dispatch_table() in (Path(__file__).parents[4] / "docs" / "dispatch.md").read_text()

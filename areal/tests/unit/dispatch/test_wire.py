@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal.api import MicroBatchSpec, NamedTensor, StepOutput, TopKOutput
-from areal.dispatch.wire import Packed, pack, unpack
+from areal.dispatch.wire import Packed, pack_tensors, unpack_tensors
 from areal.utils.data import read_batch
 from benchmarks.dispatch import SIZES, batch_of, transfer_ms
 
@@ -85,16 +85,16 @@ def same(a: Any, b: Any) -> bool:
 def travel(value: Any) -> tuple[Any, list[bytes], int]:
     """Return a value after the way to another process, its buffers, which are read-only, and the bytes that are not in buffers."""
     buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(pack(value), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(pack_tensors(value), protocol=5, buffer_callback=buffers.append)
     frozen = [bytes(buffer.raw()) for buffer in buffers]
-    return unpack(pickle.loads(data, buffers=frozen)), frozen, len(data)
+    return unpack_tensors(pickle.loads(data, buffers=frozen)), frozen, len(data)
 
 
 @settings(max_examples=300, deadline=None)
 @given(VALUES)
 def test_every_value_returns_bit_for_bit(value: Any) -> None:
     assert same(travel(value)[0], value)
-    assert same(unpack(pack(value)), value)
+    assert same(unpack_tensors(pack_tensors(value)), value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,21 +119,21 @@ def test_lazy_and_differentiable_tensors_are_copied_as_numbers() -> None:
 def test_unpacked_memory_is_writable_and_of_its_own() -> None:
     value = [{"x": torch.ones(3), "meta": {"table": np.ones(4)}, "y": torch.tensor(1.0)} for _ in range(2)]
     buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(pack(value), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(pack_tensors(value), protocol=5, buffer_callback=buffers.append)
     frozen = [bytes(buffer.raw()) for buffer in buffers]
-    first, second = (unpack(pickle.loads(data, buffers=frozen)) for _ in range(2))
+    first, second = (unpack_tensors(pickle.loads(data, buffers=frozen)) for _ in range(2))
     for sample in first:
         sample["x"].add_(5)
         sample["y"].zero_()
         sample["meta"]["table"][:] = 7
     assert same(second, value)
-    assert same(unpack(pickle.loads(data, buffers=frozen)), value)
+    assert same(unpack_tensors(pickle.loads(data, buffers=frozen)), value)
     # Not even within one process.
-    packed = pack(value)
-    unpack(packed)[0]["x"].zero_()
-    assert same(unpack(packed), value)
+    packed = pack_tensors(value)
+    unpack_tensors(packed)[0]["x"].zero_()
+    assert same(unpack_tensors(packed), value)
     value[0]["x"].zero_()
-    assert unpack(packed)[0]["x"].tolist() == [1.0] * 3
+    assert unpack_tensors(packed)[0]["x"].tolist() == [1.0] * 3
 
 
 def test_one_meta_of_all_samples_stays_one() -> None:
@@ -198,7 +198,7 @@ def test_a_value_travels_in_few_buffers(name: str) -> None:
     assert len(buffers) == count
     # The remainder does not grow with the tokens.
     assert rest < 1000 + 40 * (len(value) if isinstance(value, list) else 0)
-    packed = pack(value)
+    packed = pack_tensors(value)
     assert packed.nbytes == sum(map(len, buffers))
     assert isinstance(packed, Packed)
 
