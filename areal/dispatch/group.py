@@ -362,9 +362,7 @@ class WorkerGroup(TrainEngine):
         self._call("onload", params=params, grads=grads, optimizer=optimizer)
 
     def memory(self) -> list[EngineMemory]:
-        self._calls.require_seats()
-        reports = self._calls.run("memory", self._calls.verb("memory", {}, TABLE["memory"].returned))
-        return [report for reports_of_rank in reports for report in reports_of_rank]
+        return [report for reports in self._call("memory") for report in reports]
 
     # ---- adapters
 

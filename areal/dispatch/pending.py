@@ -70,7 +70,8 @@ def raise_errors(replies: Sequence[Reply]) -> None:
     text = first.text if same else "; ".join(f"rank {rank}: {reply.text}" for rank, reply in failed)
     kinds = {reply.kind for _, reply in failed}
     kind = KINDS[first.kind] if len(kinds) == 1 else RuntimeError
-    raise kind(text) from RemoteTraceback(first.trace)
+    # The longest: on the rank where the error began it also has the cause.
+    raise kind(text) from RemoteTraceback(max((answer.trace for _, answer in failed), key=len))
 
 
 def done(value: T) -> Pending[T]:

@@ -97,7 +97,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         _keep_size(config, items, int(os.environ["WORLD_SIZE"]))
     else:
         # Sessions that share the work take runs of tests: with the worlds in order, most need a pool of one size.
-        items.sort(key=lambda item: -world_size(item))
+        # The tests with Ray come first: one session runs them all, before another one takes tests from it.
+        items.sort(key=lambda item: ("dispatch_ray" not in item.nodeid, -world_size(item)))
     # The items stay until the end: no collection within a test need look at them.
     gc.collect()
     gc.freeze()

@@ -55,6 +55,25 @@ def init_default_group() -> None:
         )
 
 
+def enter_world(rank: int, size: int, local: tuple[int, int], address: str, port: int) -> None:
+    """Set torchrun's variables for a process that another launcher has started, before the default process group exists.
+
+    Args:
+        rank, size: rank of the process, and number of ranks.
+        local: ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+        address, port: address of a store that the launcher has opened. Every rank joins it as a client.
+    """
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local[0]),
+        LOCAL_WORLD_SIZE=str(local[1]),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE=str(True),
+    )
+
+
 class ControlPlane:
     """Exchanges small Python values between all ranks of an engine, on the host, over process groups that no tensor of the model uses.
 

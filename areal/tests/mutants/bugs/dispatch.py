@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from areal.utils.data import deal
 
 SHARDS = "unit/dispatch/test_shards.py::"
 WIRE = "unit/dispatch/test_wire.py::"
+RAY = "dispatch_ray/"
 PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
 
 
@@ -232,3 +235,37 @@ def lost_weights_of_a_server_are_used(right: Function) -> Function:
         return fault
 
     return wrong
+
+
+# ---- processes of Ray, without Ray itself
+
+if find_spec("ray") is not None:
+
+    @mutant(
+        "areal.dispatch.ray.cluster:by_rank",
+        RAY + "test_cluster.py::test_ranks_of_a_node_are_consecutive_in_the_order_of_their_gpus",
+    )
+    def ranks_in_the_order_of_bundles(right: Function) -> Function:
+        """Ranks follow the bundles, of which those of a node are not consecutive."""
+        return lambda stations: list(range(len(stations)))
+
+    @mutant(
+        "areal.dispatch.ray.cluster:local_ranks",
+        RAY + "test_cluster.py::test_local_ranks_number_the_processes_that_see_the_same_devices",
+    )
+    def local_ranks_of_the_node(right: Function) -> Function:
+        """Processes with a GPU of their own are numbered like processes that see all GPUs of the node."""
+        return lambda stations: right([dataclasses.replace(station, devices=()) for station in stations])
+
+    @mutant("areal.dispatch.ray.results:seal", RAY + "test_results.py::test_limit_counts_tensors_and_everything_else")
+    def result_of_any_size_is_sent(right: Function) -> Function:
+        """The limit of a result's size is ignored."""
+        return lambda value, what, limit: right(value, what, 2**62)
+
+    @mutant(
+        "areal.dispatch.ray.watch:Limits.of",
+        RAY + "test_results.py::test_limit_of_hangs_depends_on_the_errors_so_far",
+    )
+    def failed_rank_does_not_shorten_the_wait(right: Function) -> Function:
+        """Ranks that wait for one that has failed are waited for as long as without an error."""
+        return lambda self, answers: self.hang_seconds

@@ -84,6 +84,7 @@ def test_optional_dependencies_are_imported_only_in_their_folder() -> None:
         "megatron": "engine/megatron",
         "flash_attn": "engine/attention/kernels.py",
         "peft": "engine/lora",
+        "ray": "dispatch/ray",
     }
     wrong = [
         f"{path}:{line} imports {module}"
@@ -279,7 +280,7 @@ find = PathFinder.find_spec
 def hide(name, path=None, target=None):
     return None if name.split(".")[0] in {OPTIONAL!r} else find(name, path, target)
 PathFinder.find_spec = hide
-import areal.api, areal.utils.data, areal.engine.base
+import areal.api, areal.utils.data, areal.engine.base, areal.dispatch
 from areal import FSDPEngine, create_engine
 print(FSDPEngine.__name__)
 """

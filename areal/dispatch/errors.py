@@ -1,0 +1,23 @@
+"""Errors of the processes that run the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WorkerLostError(RuntimeError):
+    """The process of a rank died, or does not move any more. The processes of the other ranks were ended.
+
+    Attributes:
+        rank: rank of the process.
+        node: name of its node.
+        pid: its process id, on that node.
+        output: last lines that it printed; empty where they cannot be read any more.
+    """
+
+    def __init__(self, text: str, rank: int, node: str, pid: int, output: str = "") -> None:
+        super().__init__(text)
+        self.rank, self.node, self.pid, self.output = rank, node, pid, output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerLostError, (str(self), self.rank, self.node, self.pid, self.output)

@@ -1,0 +1,134 @@
+"""The processes of all ranks: started on reserved resources, joined to one world, and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal.dispatch.ray.actor import RankProcess, Station
+from areal.dispatch.ray.cluster import Demand, by_rank, check_bundles, local_ranks, reserve
+
+_Actor: Any = cast(Any, ray.remote)(concurrency_groups={"health": 2}, max_restarts=0, max_task_retries=0)(RankProcess)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Settings of the processes; see :class:`~areal.dispatch.ray.workers.RayWorkers`."""
+
+    demand: Demand
+    start_seconds: float
+    max_result_bytes: int
+    address: str | None
+    port: int | None
+    environment: Mapping[str, str]
+    placement_group: PlacementGroup | None
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of all ranks.
+
+    Attributes:
+        actors: Ray actors of :class:`RankProcess`, by rank.
+        stations: where they run, by rank.
+        group: placement group to remove with them, or ``None``.
+    """
+
+    actors: tuple[Any, ...]
+    stations: tuple[Station, ...]
+    group: PlacementGroup | None
+
+    def end(self) -> None:
+        """End all processes, and release their resources. Does not wait for them."""
+        _end(self.actors, self.group)
+
+
+def start_processes(start: Start) -> Processes:
+    """Start one process for each rank.
+
+    Raises:
+        ValueError: the caller's placement group is too small for the processes.
+        RuntimeError: resources are missing, or a process does not start.
+    """
+    # The resources of all processes are reserved before any process starts.
+    if start.placement_group is None:
+        group = owned = reserve(start.demand, start.start_seconds)
+    else:
+        group, owned = start.placement_group, None
+        check_bundles(start.demand, group.bundle_specs)
+        if not group.wait(max(1, round(start.start_seconds))):
+            raise RuntimeError(
+                f"placement_group was not placed within start_seconds = {start.start_seconds:g} s: make another, or wait for it before"
+            )
+    actors: list[Any] = []
+    try:
+        for number in range(start.demand.size):
+            actors.append(_new_actor(start, group, number // start.demand.processes_per_bundle))
+        return _join(start, actors, owned)
+    except BaseException:
+        _end(actors, owned)
+        raise
+
+
+def _new_actor(start: Start, group: PlacementGroup, bundle: int) -> Any:
+    """Start a process in a bundle."""
+    options: dict[str, Any] = start.demand.options
+    if start.environment:
+        options["runtime_env"] = {"env_vars": dict(start.environment)}
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return _Actor.options(scheduling_strategy=strategy, **options).remote(bundle, start.max_result_bytes)
+
+
+def _join(start: Start, actors: list[Any], group: PlacementGroup | None) -> Processes:
+    """Give each process its rank. Ranks follow from where the processes run, which is known once they do."""
+    found: list[Station] = _all(start, "start", [actor.station.remote() for actor in actors])
+    order = by_rank(found)
+    ranked, stations = [actors[i] for i in order], [found[i] for i in order]
+    # The process of rank 0 listens on the port from here on, so that no other program can take it.
+    address = start.address or stations[0].address
+    [port] = _all(start, f"listen on port = {start.port or 'any'}", [ranked[0].open_store.remote(start.port or 0)])
+    _all(
+        start,
+        "join",
+        [
+            actor.enter.remote(rank, len(ranked), local, address, port)
+            for rank, (actor, local) in enumerate(zip(ranked, local_ranks(stations), strict=True))
+        ],
+    )
+    return Processes(tuple(ranked), tuple(stations), group)
+
+
+def _all(start: Start, what: str, refs: list[Any]) -> list[Any]:
+    """Wait for all processes.
+
+    Raises:
+        RuntimeError: one fails, or they take longer than the limit.
+    """
+    try:
+        return ray.get(refs, timeout=start.start_seconds)
+    except GetTimeoutError:
+        late = len(refs) - len(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+        raise RuntimeError(
+            f"{late} of {len(refs)} processes did not {what} within start_seconds = {start.start_seconds:g} s: raise it, or read the logs"
+        ) from None
+    except RayTaskError as error:
+        raise RuntimeError(f"a process could not {what}: {error.cause}") from error
+    except RayError as error:
+        raise RuntimeError(f"a process could not {what}: {error}") from error
+
+
+def _end(actors: Any, group: PlacementGroup | None) -> None:
+    """End processes, also where Ray itself does not reply any more."""
+    for actor in actors:
+        with suppress(Exception):
+            ray.kill(actor)
+    if group is not None:
+        with suppress(Exception):
+            remove_placement_group(group)

@@ -1,0 +1,145 @@
+"""Values in Ray's object store: shards of a batch, and functions, each stored once."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray import ObjectRef
+
+from areal.dispatch.executor import Handle
+from areal.dispatch.wire import pack_tensors, unpack_tensors
+
+V = TypeVar("V")
+
+FUNCTIONS = 32
+"""Functions that the driver and each rank keep. Of more, the one that was not used for the longest time is sent again."""
+
+
+class Recent(Generic[V]):
+    """The most recently used values, by key. May be used by several threads.
+
+    Args:
+        number: values to keep.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._values: OrderedDict[str, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> V | None:
+        """Return a value, or ``None``."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def keep(self, key: str, value: V) -> V:
+        """Keep a value and return it."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._number:
+                self._values.popitem(last=False)
+        return value
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """A batch in the object store. Processes of one node read the same memory, and must not write to it."""
+
+    ref: ObjectRef
+
+    def get(self) -> Any:
+        return unpack_tensors(ray.get(self.ref))
+
+
+_loaded: Recent[tuple[Any]] = Recent(FUNCTIONS)
+"""Functions of this process, by digest: one that is sent again is not loaded again."""
+
+
+@dataclass(frozen=True)
+class StoredFunction:
+    """A function in the object store.
+
+    Attributes:
+        digest: hash of the bytes.
+        ref: bytes of cloudpickle.
+    """
+
+    digest: str
+    ref: ObjectRef
+
+    def get(self) -> Any:
+        loaded = _loaded.get(self.digest)
+        if loaded is None:
+            loaded = _loaded.keep(self.digest, (ray.cloudpickle.loads(ray.get(self.ref)),))
+        return loaded[0]
+
+
+class Store:
+    """Puts values of the driver into the object store, and counts.
+
+    Attributes:
+        batches: batches put so far.
+        functions: functions put so far.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.functions = 0
+        self._sent: Recent[StoredFunction] = Recent(FUNCTIONS)
+        self._lock = threading.Lock()
+
+    def put(self, value: Any) -> Handle:
+        """Store a batch, once for all ranks that get the handle."""
+        handle = StoredBatch(ray.put(pack_tensors(value)))
+        with self._lock:
+            self.batches += 1
+        return handle
+
+    def ship(self, function: Any, what: str, check: Callable[[Handle], str]) -> Handle:
+        """Store a function, unless it is stored already.
+
+        Args:
+            function: any object.
+            what: name of the argument, for the error.
+            check: loads a function on a rank, and returns the error or an empty string. Called once for each function.
+
+        Raises:
+            ValueError: the function cannot be sent.
+        """
+        try:
+            code = ray.cloudpickle.dumps(function)
+        except Exception as error:
+            raise ValueError(
+                f"{what} = {_name(function)} cannot be sent to the ranks: {error}: pass what it needs as values, or make that (a lock, a file, "
+                "a connection) inside the function, or in a function of run(fn) that makes it on the ranks"
+            ) from error
+        # Functions with the same bytes are the same: also a lambda that is written in a loop.
+        digest = hashlib.sha256(code).hexdigest()
+        handle = self._sent.get(digest)
+        if handle is not None:
+            return handle
+        handle = StoredFunction(digest, ray.put(code))
+        with self._lock:
+            self.functions += 1
+        failure = check(handle)
+        if failure:
+            raise ValueError(
+                f"{what} = {_name(function)} cannot be loaded on the ranks: {failure}: use ray.cloudpickle.register_pickle_by_value(module) of "
+                "a module that only the driver can import, submit the job with working_dir or py_modules, install the module on all nodes, or "
+                "make the object in a function of run(fn)"
+            )
+        return self._sent.keep(digest, handle)
+
+
+def _name(function: Any) -> str:
+    """Return the name of a function, and of its module."""
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"{getattr(function, '__module__', '?')}.{name}"

@@ -1,0 +1,1 @@
+"""Tests of ranks in Ray actors, in one Ray cluster for all sessions of a run."""

@@ -1,0 +1,87 @@
+"""Functions that tests run on the ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areal.dispatch.pending import Pending
+from areal.dispatch.workplace import Workplace
+from areal.utils.distributed import init_default_group
+
+
+def run(workers: Any, work: Any, arguments: list[Any] | None = None, what: str = "a call") -> list[Any]:
+    """Run a function on all ranks, and return the values of all ranks."""
+    return start(workers, work, arguments, what).result(60.0)
+
+
+def start(workers: Any, work: Any, arguments: list[Any] | None = None, what: str = "a call") -> Pending[list[Any]]:
+    return Pending(workers.start(what, work, arguments or [None] * workers.size), list)
+
+
+def rank_and_size(workplace: Workplace, _: Any) -> tuple[int, int]:
+    return workplace.rank, workplace.size
+
+
+def environment(workplace: Workplace, _: Any) -> dict[str, str]:
+    return dict(os.environ)
+
+
+def all_reduce(workplace: Workplace, value: float) -> float:
+    """Sum a value over all ranks by a collective of the default group."""
+    init_default_group()
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def get(workplace: Workplace, handle: Any) -> Any:
+    """Return a value that was stored."""
+    return handle.get()
+
+
+def call(workplace: Workplace, handle: Any) -> Any:
+    """Call a function that was shipped."""
+    return handle.get()(workplace)
+
+
+def note(workplace: Workplace, token: int) -> None:
+    """Add to the list of calls of this rank."""
+    workplace.objects.setdefault("tokens", []).append(token)
+
+
+def noted(workplace: Workplace, _: Any) -> list[int]:
+    """Return the list of calls of this rank, and clear it."""
+    return workplace.objects.pop("tokens", [])
+
+
+def fail_on_rank_1(workplace: Workplace, kind: type[Exception]) -> str:
+    if workplace.rank == 1:
+        raise kind("a bad value")
+    return "fine"
+
+
+def zeros(workplace: Workplace, sizes: list[int]) -> torch.Tensor:
+    """Return a tensor of so many bytes."""
+    return torch.zeros(sizes[workplace.rank], dtype=torch.uint8)
+
+
+def oversleep(workplace: Workplace, late: int) -> None:
+    """Sleep on one rank, while the others wait for it in a collective."""
+    init_default_group()
+    print(f"rank {workplace.rank} begins", flush=True)
+    if workplace.rank == late:
+        time.sleep(600)
+    dist.barrier()
+
+
+def wait_until_ended(pids: list[int], seconds: float = 60.0) -> None:
+    """Wait until processes of this machine have ended."""
+    limit = time.monotonic() + seconds
+    while alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < limit, f"processes {alive} still run"
+        time.sleep(0.05)

@@ -1,0 +1,99 @@
+"""Sizes and resources that are checked before any process starts, and the order of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from areal.dispatch.ray import RayWorkers
+from areal.dispatch.ray.actor import Station
+from areal.dispatch.ray.cluster import Demand, by_rank, explain, local_ranks
+
+
+def station(node: str, bundle: int, *gpus: int, sees: tuple[str, ...] | None = None) -> Station:
+    """A process on a node, to which Ray has assigned these GPUs."""
+    devices = tuple(f"{node} {gpu}" for gpu in gpus) if sees is None else sees
+    return Station(node, "10.0.0.1", 100 + bundle, bundle, devices, gpus, ())
+
+
+def test_ranks_of_a_node_are_consecutive_in_the_order_of_their_gpus() -> None:
+    stations = [station("b", 0, 1), station("a", 1, 0), station("b", 2, 0), station("a", 3, 1)]
+    assert by_rank(stations) == [2, 0, 1, 3]
+    assert by_rank([station("a", 0, 10), station("a", 1, 9)]) == [1, 0]
+    assert by_rank([station("a", 0), station("b", 1), station("a", 2)]) == [0, 2, 1]
+
+
+def test_local_ranks_number_the_processes_that_see_the_same_devices() -> None:
+    own = [station("a", 0, 0), station("a", 1, 1)]
+    assert local_ranks(own) == [(0, 1), (0, 1)]
+    everything = ("gpu 0", "gpu 1")
+    same = [station("a", 0, 0, sees=everything), station("a", 1, 1, sees=everything)]
+    assert local_ranks(same) == [(0, 2), (1, 2)]
+    cpus = [station("a", 0), station("a", 1), station("b", 2), station("a", 3)]
+    assert local_ranks(cpus) == [(0, 3), (1, 3), (0, 1), (2, 3)]
+
+
+def test_missing_resources_are_named() -> None:
+    nodes = [
+        {
+            "Alive": True,
+            "NodeID": "abcdef0123",
+            "NodeManagerAddress": "10.0.0.1",
+            "Resources": {"CPU": 8.0, "TPU": 4.0},
+        },
+        {"Alive": False, "NodeID": "0123456789", "NodeManagerAddress": "10.0.0.2", "Resources": {"TPU": 4.0}},
+    ]
+    text = explain(Demand(4, 2, {"TPU": 4}, "PACK"), nodes, {"CPU": 8.0, "TPU": 4.0})
+    assert "requested {TPU: 16} in 2 bundles of {TPU: 8}, PACK, existing {TPU: 4}" in text
+    assert "not in use {TPU: 4}, missing {TPU: 12}. Nodes: 10.0.0.1 (abcdef01) has {TPU: 4}." in text
+    text = explain(Demand(2, 1, {"CPU": 2}, "STRICT_SPREAD"), nodes, {"CPU": 8.0})
+    assert "missing nothing in sum, but no placement fits" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 0}, "size = 0"),
+        ({"size": 3, "processes_per_bundle": 2}, "size = 3 processes do not fill bundles of processes_per_bundle = 2"),
+        ({"strategy": "NEAR"}, "strategy = 'NEAR': it must be one of PACK"),
+        ({"resources": {"GPU": 0}}, "resources = {'GPU': 0}"),
+        ({"start_seconds": 0}, "start_seconds = 0"),
+        ({"hang_seconds": -1}, "hang_seconds = -1"),
+        ({"max_result_bytes": 0}, "max_result_bytes = 0"),
+        ({"port": 70000}, "port = 70000"),
+    ],
+)
+def test_impossible_values_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RayWorkers(**{"size": 2, **options})
+
+
+def states() -> list[str]:
+    return sorted(group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED")
+
+
+def test_too_few_resources_raise_and_the_placement_group_is_removed(cluster: Any) -> None:
+    before = states()
+    with pytest.raises(
+        RuntimeError,
+        match=r"within start_seconds = 1 s: requested \{CPU: 8\} in 4 bundles of \{CPU: 2\}.*existing \{CPU: 4\}.*missing \{CPU: ",
+    ):
+        RayWorkers(8, processes_per_bundle=2, start_seconds=1)
+    assert states() == before
+
+
+def test_placement_group_of_the_caller_must_have_room(cluster: Any) -> None:
+    group = placement_group([{"CPU": 1}])
+    try:
+        with pytest.raises(
+            ValueError, match="placement_group has 1 bundles, and size = 2 with processes_per_bundle = 1 needs 2"
+        ):
+            RayWorkers(2, placement_group=group)
+        with pytest.raises(
+            ValueError, match=r"placement_group: bundle 0 has \{CPU: 1\}, and 2 processes .* need \{CPU: 2\}"
+        ):
+            RayWorkers(2, processes_per_bundle=2, placement_group=group)
+    finally:
+        remove_placement_group(group)

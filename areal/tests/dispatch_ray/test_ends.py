@@ -1,0 +1,183 @@
+"""Other ends of processes: in any verb, with the driver, with a node, and while they wait for a failed rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
+from areal.dispatch import WorkerGroup
+from areal.dispatch.errors import WorkerLostError
+from areal.dispatch.ray import RayWorkers
+from areal.dispatch.workplace import Workplace
+from areal.tests.dispatch_ray import functions
+from areal.tests.dispatch_ray.functions import run, wait_until_ended
+from areal.tests.dist.dispatch.test_in_process import same, untimed
+from areal.tests.harness.tiny import config, global_batch, loss
+from areal.weight_sync.disk import DiskTransport
+
+pytestmark = pytest.mark.thorough
+
+DRIVER = """
+import sys, time, ray
+from areal.dispatch.ray import RayWorkers
+from areal.tests.dispatch_ray import functions
+ray.init(sys.argv[1], log_to_driver=False)
+workers = RayWorkers(2)
+functions.start(workers, functions.oversleep, [1, 1])
+time.sleep(3)
+print(*[station.pid for station in workers.stations], flush=True)
+time.sleep(600)
+"""
+
+TWO_NODES = """
+import os, signal, time, ray
+from ray.cluster_utils import Cluster
+from areal.dispatch.errors import WorkerLostError
+from areal.dispatch.ray import RayWorkers
+from areal.tests.dispatch_ray import functions
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 * 2**20})
+nodes = [cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20) for _ in range(2)]
+ray.init(cluster.address, log_to_driver=False)
+workers = RayWorkers(4, processes_per_bundle=2, strategy="STRICT_SPREAD", environment={"OMP_NUM_THREADS": "1"})
+ids = [station.node for station in workers.stations]
+assert ids[0] == ids[1] != ids[2] == ids[3], ids
+assert functions.run(workers, functions.all_reduce, [1.0, 2.0, 3.0, 4.0]) == [10.0] * 4
+its = [each["LOCAL_RANK"] + each["LOCAL_WORLD_SIZE"] for each in functions.run(workers, functions.environment)]
+assert its == ["02", "12", "02", "12"], its
+pending = functions.start(workers, functions.oversleep, [0] * 4)
+time.sleep(1)
+gone = next(node for node in nodes if node.node_id == ids[2])
+begin = time.monotonic()
+cluster.remove_node(gone, allow_graceful=False)
+try:
+    pending.result(60)
+except WorkerLostError as error:
+    assert error.rank in (2, 3), error
+    print("LOST AFTER", time.monotonic() - begin)
+    assert time.monotonic() - begin < 15
+cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
+workers.restart()
+assert functions.run(workers, functions.all_reduce, [1.0, 2.0, 3.0, 4.0]) == [10.0] * 4
+workers.close()
+ray.shutdown()
+cluster.shutdown()
+print("RESTARTED")
+"""
+
+
+def fail_on_rank_0(workplace: Workplace, argument: Any) -> None:
+    """Fail on one rank, outside of an engine that would tell the others."""
+    functions.all_reduce(workplace, 1.0)
+    if workplace.rank == 0:
+        raise ValueError("a bad value")
+    functions.all_reduce(workplace, 1.0)
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_wait_for_a_failed_one_have_less_time(cluster: Any) -> None:
+    with RayWorkers(2, grace_seconds=3) as workers:
+        begin = time.monotonic()
+        with pytest.raises(WorkerLostError, match=r"rank 1 .* has not moved for 3 s"):
+            run(workers, fail_on_rank_0)
+        assert time.monotonic() - begin < 30
+
+
+def killed_in(place: str) -> Callable[[TrainEngine, Any], None]:
+    """Return a function that prepares the process of rank 1 to be killed at a place."""
+
+    def kill(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def plant(engine: Any, shard: Any) -> None:
+        if os.environ["RANK"] == "0":
+            return
+        if place == "forward":
+            next(type(m) for m in engine._components.model.modules() if type(m).__name__.endswith("MLP")).forward = kill
+        elif place == "optimizer":
+            torch.optim.AdamW.step = kill  # type: ignore[method-assign]
+        elif place == "save":
+            os.fsync = kill
+        else:
+            engine.named_tensors = kill
+
+    return plant
+
+
+@pytest.mark.timeout(580)
+def test_rank_killed_at_any_place_is_replaced(cluster: Any, tmp_path: Path) -> None:
+    """The steps after it are those of a run without the loss, to the bit."""
+    calls: dict[str, Callable[[WorkerGroup], Any]] = {
+        "forward": lambda group: group.forward_batch(global_batch()),
+        "optimizer": lambda group: group.train_batch(global_batch(), loss),
+        "save": lambda group: group.save(SaveLoadMeta(tmp_path / "second", weight_format="dcp")),
+        "weight sync": lambda group: group.transport(
+            lambda engine: DiskTransport(engine.control, tmp_path / "weights")
+        ).send(group, 1),
+    }
+    with RayWorkers(2) as workers, WorkerGroup(config("fsdp:d2"), workers) as group:
+        group.initialize(FinetuneSpec(total_train_steps=1000))
+        group.train_batch(global_batch(), loss)
+        group.save(SaveLoadMeta(tmp_path / "first", weight_format="dcp"))
+        expected = untimed(group.train_batch(global_batch(1), loss))
+        for place, call in calls.items():
+            pid = workers.stations[1].pid
+            group.run(killed_in(place))
+            begin = time.monotonic()
+            with pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
+                call(group)
+            assert time.monotonic() - begin < 20, place
+            group.restart()
+            assert same(untimed(group.train_batch(global_batch(1), loss)), expected), place
+
+
+@pytest.mark.timeout(280)
+def test_address_and_port_can_be_set(cluster: Any) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"a process could not listen on port = {port}"):
+            RayWorkers(1, port=port)
+    workers = RayWorkers(1, port=port, address="127.0.0.1")
+    its = run(workers, functions.environment)[0]
+    assert (its["MASTER_ADDR"], its["MASTER_PORT"]) == ("127.0.0.1", str(port))
+    assert run(workers, functions.all_reduce, [2.0]) == [2.0]
+    # Processes end with the last reference to them, without close().
+    pid = workers.stations[0].pid
+    del workers
+    gc.collect()
+    wait_until_ended([pid])
+
+
+@pytest.mark.timeout(280)
+def test_processes_end_with_the_driver(cluster: Any) -> None:
+    address = cluster.get_runtime_context().gcs_address
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, address], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    wait_until_ended(pids)
+
+
+@pytest.mark.timeout(580)
+def test_lost_node() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_NODES],
+        capture_output=True,
+        text=True,
+        timeout=560,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+    )
+    assert "RESTARTED" in ended.stdout, ended.stdout + ended.stderr

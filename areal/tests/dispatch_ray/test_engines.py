@@ -1,0 +1,113 @@
+"""Engines in two processes behind one handle: the bits of the ranks themselves, in the caller's order, and their errors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from areal.api import Batch, FinetuneSpec, LoRAConfig, SaveLoadMeta, TokenOutputs
+from areal.dispatch import WorkerGroup
+from areal.dispatch.pending import RemoteTraceback
+from areal.dispatch.ray import RayWorkers
+from areal.dispatch.shards import plan_shards
+from areal.dispatch.workplace import Workplace
+from areal.engine.registry import create_engine
+from areal.tests.dispatch_ray.functions import run
+from areal.tests.dist.dispatch.test_in_process import Counter, half_of_the_loss, same, untimed
+from areal.tests.grid.cases import as_input
+from areal.tests.harness.tiny import config, global_batch, loss, weights_of
+
+SPEC = FinetuneSpec(total_train_steps=1000)
+
+
+def on_the_ranks(workplace: Workplace, handle: Any) -> tuple[list[Any], Any, dict[str, Tensor]]:
+    """Train an engine as each rank of torchrun does, with its own shards."""
+    settings, shards = handle.get()
+    with create_engine(settings) as engine:
+        engine.initialize(SPEC)
+        steps = [untimed(engine.train_batch(shard, loss)) for shard in shards[:-1]]
+        return steps, engine.forward_batch(shards[-1]), weights_of(engine)
+
+
+def loss_that_fails_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
+    if os.environ["RANK"] == "1":
+        raise ValueError("a bad loss")
+    return loss(outputs, batch)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("backend", "coordinates"), [("fsdp:d2", 2), ("megatron:t2", 1)])
+def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coordinates: int, tmp_path: Path) -> None:
+    settings = config(backend)
+    batches = [global_batch(seed) for seed in range(3)]
+    plans = [plan_shards(batch, settings.mb_spec, coordinates) for batch in batches]
+    shards = [pair.put((settings, [plan.shards[rank % coordinates] for plan in plans])) for rank in range(2)]
+    expected = run(pair, on_the_ranks, shards)
+    with WorkerGroup(settings, pair) as group:
+        group.initialize(SPEC)
+
+        # Steps, with one object stored for each coordinate.
+        before = pair.store.batches
+        assert same([untimed(group.train_batch(batch, loss)) for batch in batches[:2]], expected[0][0])
+        assert pair.store.batches == before + 2 * coordinates
+
+        # Outputs in the caller's order and form.
+        outputs = group.forward_batch(batches[2])
+        assert same(outputs, plans[2].merge([expected[rank][1] for rank in range(coordinates)]))
+        assert [len(row) for row in outputs] == [len(sample["input_ids"]) for sample in batches[2]]
+        padded = group.forward_batch(as_input(batches[2], "padded"))
+        for row, output in zip(padded, outputs, strict=True):
+            assert torch.equal(row[: len(output)], output)
+        assert same(weights_of(group), expected[0][2])
+
+        # A loop of the caller's: micro-batches stay on the ranks.
+        mbs = group.microbatches(batches[2])
+        results = group.forward_backward_batch(mbs, half_of_the_loss)
+        assert same(mbs.restore(results), outputs)
+        assert group.global_weight(mbs) > 0
+        group.zero_grad()
+
+        # A checkpoint, with state of the driver.
+        counter = Counter(3)
+        group.save(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": counter}))
+        after = untimed(group.train_batch(batches[2], loss))
+        counter.count = 0
+        group.load(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": counter}))
+        assert counter.count == 3
+        assert same(untimed(group.train_batch(batches[2], loss)), after)
+
+        # An error of one rank, after which the group goes on.
+        with pytest.raises(ValueError, match=r"rank 1.*a bad loss") as raised:
+            group.train_batch(batches[0], loss_that_fails_on_rank_1)
+        assert isinstance(raised.value.__cause__, RemoteTraceback)
+        assert "in loss_that_fails_on_rank_1" in str(raised.value.__cause__)
+        assert group.run(lambda engine, shard: engine.dp_rank) == [0, coordinates - 1]
+
+
+@pytest.mark.timeout(240)
+def test_adapters_and_reference(pair: RayWorkers) -> None:
+    """Two groups share the processes: one with adapters, and one with the weights that these are trained on."""
+    with (
+        WorkerGroup(config("fsdp:d2", lora=LoRAConfig(rank=2)), pair, name="policy") as group,
+        WorkerGroup(config("fsdp:d2", optimizer=None), pair, name="base") as base,
+    ):
+        group.initialize(SPEC)
+        base.initialize(SPEC)
+        group.adapters.add("second", seed=3)
+        group.adapters.select("second")
+        group.train_batch(global_batch(), loss)
+        assert group.adapters.selected == "second"
+        plain = base.forward_batch(global_batch(1))
+        with pytest.raises(KeyError), group.reference():  # noqa: PT012
+            assert same(group.forward_batch(global_batch(1)), plain)
+            raise KeyError("inside")
+        # The context was left on both ranks, after the error too.
+        assert not same(group.forward_batch(global_batch(1)), plain)
+        names = [name for name, _ in group.adapters.named_tensors()]
+        assert names
+        assert all("lora" in name for name in names)

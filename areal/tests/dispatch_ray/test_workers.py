@@ -1,0 +1,156 @@
+"""Two processes run functions: order of calls, what is sent, results and errors."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from areal.dispatch.pending import RemoteTraceback
+from areal.dispatch.ray import RayWorkers
+from areal.tests.dispatch_ray import functions
+from areal.tests.dispatch_ray.conftest import LIMIT
+from areal.tests.dispatch_ray.functions import run, start
+
+
+def test_ranks_join_one_world(pair: RayWorkers) -> None:
+    assert run(pair, functions.rank_and_size) == [(0, 2), (1, 2)]
+    assert run(pair, functions.all_reduce, [1.0, 2.0]) == [3.0, 3.0]
+
+
+def test_environment_is_that_of_torchrun_and_of_the_caller(pair: RayWorkers) -> None:
+    """Both processes see no accelerator, and share the node."""
+    for rank, its in enumerate(run(pair, functions.environment)):
+        assert (its["RANK"], its["WORLD_SIZE"]) == (str(rank), "2")
+        assert (its["LOCAL_RANK"], its["LOCAL_WORLD_SIZE"]) == (str(rank), "2")
+        assert its["OMP_NUM_THREADS"] == "1"
+
+
+def test_threads_reach_both_ranks_in_one_order(pair: RayWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(pair, functions.noted)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # interrupts threads between the submissions to the two ranks
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            calls = threads.map(lambda token: start(pair, functions.note, [token, token]), range(200))
+            for pending in calls:
+                pending.result(60.0)
+    finally:
+        sys.setswitchinterval(before)
+    first, second = run(pair, functions.noted)
+    assert sorted(first) == list(range(200))
+    assert first == second
+
+
+def test_call_has_little_overhead(pair: RayWorkers) -> None:
+    run(pair, functions.rank_and_size)
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        run(pair, functions.rank_and_size)
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.02
+
+
+def test_batch_is_stored_once_for_all_ranks(pair: RayWorkers) -> None:
+    before = pair.store.batches
+    batch = [{"input_ids": torch.arange(5), "loss_mask": torch.ones(5)}, {"input_ids": torch.arange(3)}]
+    handle = pair.put(batch)
+    for its in run(pair, functions.get, [handle, handle]):
+        assert [sorted(sample) for sample in its] == [["input_ids", "loss_mask"], ["input_ids"]]
+        assert torch.equal(its[0]["input_ids"], torch.arange(5))
+    assert pair.store.batches == before + 1
+
+
+# ---- functions
+
+
+def test_function_is_stored_once_as_long_as_it_does_not_change(pair: RayWorkers) -> None:
+    def scaled(scale: int) -> Any:
+        return lambda workplace: scale * workplace.rank
+
+    before = pair.store.functions
+    for scale in (2, 2, 3, 2):
+        handle = pair.ship(scaled(scale), "fn")
+        assert run(pair, functions.call, [handle, handle]) == [0, scale]
+    assert pair.store.functions == before + 2
+
+
+def test_function_with_a_lock_raises_before_any_rank_runs(pair: RayWorkers) -> None:
+    lock = threading.Lock()
+
+    def locked(workplace: Any) -> bool:
+        return lock.locked()
+
+    with pytest.raises(
+        ValueError, match=r"loss_fn = .*locked cannot be sent to the ranks: cannot pickle '_thread.lock'"
+    ):
+        pair.ship(locked, "loss_fn")
+
+
+def test_function_of_a_module_that_ranks_cannot_import_raises(
+    pair: RayWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("only_here")
+    exec("def helper(workplace):\n    return workplace.rank + 10\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    before = pair.store.functions
+    with pytest.raises(
+        ValueError,
+        match=r"loss_fn = only_here.helper cannot be loaded on the ranks: ModuleNotFoundError.*register_pickle_by_value",
+    ):
+        pair.ship(module.helper, "loss_fn")
+    # The way out that the error names.
+    ray.cloudpickle.register_pickle_by_value(module)
+    try:
+        handle = pair.ship(module.helper, "loss_fn")
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(module)
+    assert run(pair, functions.call, [handle, handle]) == [10, 11]
+    assert pair.store.functions == before + 2
+
+
+# ---- results and errors
+
+
+@pytest.mark.parametrize("kind", [ValueError, ArithmeticError])
+def test_error_of_one_rank_has_its_rank_and_the_remote_traceback(pair: RayWorkers, kind: type[Exception]) -> None:
+    text = "rank 1: a bad value" if kind is ValueError else "rank 1: ArithmeticError: a bad value"
+    with pytest.raises(ValueError if kind is ValueError else RuntimeError) as raised:
+        run(pair, functions.fail_on_rank_1, [kind, kind])
+    assert str(raised.value) == text
+    assert isinstance(raised.value.__cause__, RemoteTraceback)
+    assert "in fail_on_rank_1" in str(raised.value.__cause__)
+    assert run(pair, functions.rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_result_above_the_limit_raises(pair: RayWorkers) -> None:
+    sizes = [8, LIMIT // 2]
+    assert [result.nbytes for result in run(pair, functions.zeros, [sizes, sizes])] == sizes
+    sizes = [8, LIMIT + 1]
+    with pytest.raises(
+        ValueError,
+        match=r"the result of forward_batch on rank 1 has 1,04[89],\d{3} bytes, and max_result_bytes = 1,048,576",
+    ):
+        run(pair, functions.zeros, [sizes, sizes], "forward_batch")
+    assert run(pair, functions.rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_result_that_cannot_be_sent_raises(pair: RayWorkers) -> None:
+    handle = pair.ship(lambda workplace: threading.Lock(), "fn")
+    with pytest.raises(ValueError, match=r"the result of run on rank 0 cannot be sent to the driver: .*lock"):
+        run(pair, functions.call, [handle, handle], "run")
+
+
+def test_argument_that_cannot_be_sent_raises(pair: RayWorkers) -> None:
+    with pytest.raises(ValueError, match="the arguments of run cannot be sent to the ranks"):
+        run(pair, partial(functions.get, lock=threading.Lock()), what="run")
+    assert run(pair, functions.rank_and_size) == [(0, 2), (1, 2)]
