@@ -389,7 +389,7 @@ class WorkerGroup(TrainEngine):
 
     def memory(self) -> list[EngineMemory]:
         self._calls.require_seats()
-        reports = self._calls.run("memory", self._calls.verb("memory", {}, TABLE["memory"].returned))
+        reports = self._calls.run("memory", self._calls.verb("memory", {}, Returned.RANKS))
         return [report for reports_of_rank in reports for report in reports_of_rank]
 
     # ---- adapters
