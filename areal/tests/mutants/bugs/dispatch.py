@@ -96,7 +96,6 @@ def buffer_for_each_tensor(right: Function) -> Function:
 
 _PLACEMENT = "unit/dispatch/test_placement.py::"
 _SHARED = "dist/dispatch/test_shared_devices.py::test_bytes_agree_with_the_placement_after_each_use[*{}]"
-_PROPERTY = f"{_PLACEMENT}test_budgets_hold_every_use_is_reached_and_few_bytes_move"
 _EXAMPLE = f"{_PLACEMENT}test_ppo_moves_only_what_each_use_needs"
 _REPORT = "dist/step/test_memory_report.py::test_{}[*{}]"
 
@@ -133,7 +132,7 @@ def parts_leave_in_vain(right: Function) -> Function:
     return lambda self, kept, victims: list(victims)
 
 
-@mutant("areal.dispatch.placement.residency:Residency._victims", _PROPERTY)
+@mutant("areal.dispatch.placement.residency:Residency._victims", f"{_PLACEMENT}test_each_device_has_its_own_budget")
 def only_the_first_device_has_a_budget(right: Function) -> Function:
     """The second device fills up."""
 

@@ -240,6 +240,19 @@ def test_small_part_that_makes_room_alone_leaves_alone() -> None:
     assert moves_of(placement, "huge", Use.FORWARD) == ["offload large weights", "onload huge weights"]
 
 
+def test_each_device_has_its_own_budget() -> None:
+    """The second device is full, the first is not: only a part of the second leaves."""
+    left, right = {"gpu0": 5, "gpu1": 0}, {"gpu0": 0, "gpu1": 5}
+    nothing = dict.fromkeys(STATE, {"gpu0": 0, "gpu1": 0})
+    sizes = {"left": left, "right": right, "both": {"gpu0": 5, "gpu1": 5}}
+    scene = Scene({"gpu0": 20, "gpu1": 8}, {name: {**nothing, Kind.WEIGHTS: size} for name, size in sizes.items()})
+    placement = scene.placement()
+    for name in ("left", "right"):
+        moves_of(placement, name, Use.FORWARD)
+    assert moves_of(placement, "both", Use.FORWARD) == ["offload right weights", "onload both weights"]
+    assert (placement.free("gpu0"), placement.free("gpu1")) == (10, 3)
+
+
 def test_nested_uses_keep_what_they_need() -> None:
     scene = Scene({"gpu": 30}, {"policy": model(10), "critic": model(15)}, {"rollout": {"gpu": 15}})
     placement = scene.placement()

@@ -2,10 +2,12 @@
 
 Taken from the projects' public documentation and sources:
 
-* SGLang, main at ``067bfe93`` (``docs/advanced_features/sglang_for_rl.md``: updates from disk, pause, continue), ``001067ff``
+* SGLang, main at ``067bfe93`` (``docs/advanced_features/sglang_for_rl.md``: updates from disk, pause, continue,
+  release and resume of memory), ``001067ff``
   (``managers/io_struct.py``: their fields and those of ``/generate``), ``0a0dd359`` (``docs/basic_usage/sampling_params.md``), ``0025436e``
   (``entrypoints/http_server.py``: replies of pause and continue, ``/abort_request``).
-* vLLM, v0.32.0 and main at ``006ebac2`` (``docs/training/async_rl.md``: ``/pause``, ``/resume``), ``002032ee``
+* vLLM, v0.32.0 and main at ``006ebac2`` (``docs/training/async_rl.md``: ``/pause``, ``/resume``; ``docs/features/sleep_mode.md``: ``/sleep``,
+  ``/wake_up``), ``002032ee``
   (``entrypoints/openai/completion/protocol.py``: ``/v1/completions``), ``0100a212`` (``entrypoints/serve/dev/rlhf/api_router.py``),
   ``055e47c2`` (``entrypoints/serve/dev/rpc/api_router.py``: ``/collective_rpc``).
 
