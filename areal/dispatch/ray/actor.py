@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from areal.dispatch.executor import Handle, Work
 from areal.dispatch.ray.results import seal
 from areal.dispatch.wire import Packed
-from areal.dispatch.workplace import Answer, Workplace, answer
+from areal.dispatch.workplace import Reply, Workplace, reply_to
 from areal.utils.distributed import enter_world
 from areal.utils.platform import gpu_uuids
 
@@ -120,11 +120,11 @@ class RankProcess:
 
     # ---- calls
 
-    def run(self, what: str, work: Work, argument: Any) -> Answer:
-        """Run a call. An error in it, or in sending its result, becomes part of the answer."""
+    def run(self, what: str, work: Work, argument: Any) -> Reply:
+        """Run a call. An error in it, or in sending its result, becomes part of the reply."""
         self._calls, self._thread = self._calls + 1, threading.get_ident()
         try:
-            return answer(lambda place, value: self._sealed(what, work(place, value)), self._workplace, argument)
+            return reply_to(lambda place, value: self._sealed(what, work(place, value)), self._workplace, argument)
         finally:
             self._thread = None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from areal.dispatch.wire import Packed, pack, unpack
+from areal.dispatch.wire import Packed, pack_tensors, unpack_tensors
 
 
 def seal(value: Any, what: str, limit: int) -> Packed:
@@ -22,7 +22,7 @@ def seal(value: Any, what: str, limit: int) -> Packed:
         ValueError: the result cannot be sent, or is larger than the limit.
     """
     try:
-        packed = pack(value)
+        packed = pack_tensors(value)
         pickled = cloudpickle.dumps(packed.value)
     except Exception as error:
         raise ValueError(
@@ -39,4 +39,4 @@ def seal(value: Any, what: str, limit: int) -> Packed:
 
 def unseal(sealed: Packed) -> Any:
     """Return the result, in the driver."""
-    return unpack(dataclasses.replace(sealed, value=cloudpickle.loads(sealed.value)))
+    return unpack_tensors(dataclasses.replace(sealed, value=cloudpickle.loads(sealed.value)))

@@ -13,7 +13,7 @@ import ray
 from ray import ObjectRef
 
 from areal.dispatch.executor import Handle
-from areal.dispatch.wire import pack, unpack
+from areal.dispatch.wire import pack_tensors, unpack_tensors
 
 V = TypeVar("V")
 
@@ -57,7 +57,7 @@ class StoredBatch:
     ref: ObjectRef
 
     def get(self) -> Any:
-        return unpack(ray.get(self.ref))
+        return unpack_tensors(ray.get(self.ref))
 
 
 _loaded: Recent[tuple[Any]] = Recent(FUNCTIONS)
@@ -98,7 +98,7 @@ class Store:
 
     def put(self, value: Any) -> Handle:
         """Store a batch, once for all ranks that get the handle."""
-        handle = StoredBatch(ray.put(pack(value)))
+        handle = StoredBatch(ray.put(pack_tensors(value)))
         with self._lock:
             self.batches += 1
         return handle

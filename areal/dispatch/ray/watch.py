@@ -21,7 +21,7 @@ from areal.dispatch.executor import Work
 from areal.dispatch.ray.actor import Position, last_lines
 from areal.dispatch.ray.processes import Processes
 from areal.dispatch.ray.results import unseal
-from areal.dispatch.workplace import Answer
+from areal.dispatch.workplace import Reply
 
 SILENT_SECONDS = 5.0
 """Limit for ranks that do not move once the engine of another rank has reported a lost rank."""
@@ -39,13 +39,13 @@ class Limits:
     hang_seconds: float
     grace_seconds: float
 
-    def of(self, answers: Sequence[Answer | None]) -> float:
+    def of(self, replies: Sequence[Reply | None]) -> float:
         """Return the limit of a call.
 
         Args:
-            answers: by rank, ``None`` for those that still work.
+            replies: by rank, ``None`` for those that still work.
         """
-        kinds = {its.kind for its in answers if its is not None} - {""}
+        kinds = {its.kind for its in replies if its is not None} - {""}
         if "RankLostError" in kinds:
             return min(self.hang_seconds, self.grace_seconds, SILENT_SECONDS)
         return min(self.hang_seconds, self.grace_seconds) if kinds else self.hang_seconds
@@ -71,11 +71,11 @@ class Sign:
 
 @dataclass(frozen=True)
 class Call:
-    """A call on all ranks, with the answers to come."""
+    """A call on all ranks, with the replies to come."""
 
     what: str
     refs: list[ObjectRef]
-    future: Future[list[Answer]] = field(default_factory=Future)
+    future: Future[list[Reply]] = field(default_factory=Future)
 
 
 class Loss(Exception):
@@ -106,7 +106,7 @@ class Watch:
         self._lock = threading.Lock()
         threading.Thread(target=self._work, name="areal-ray-watch", daemon=True).start()
 
-    def submit(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Answer]]:
+    def submit(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         """Send a call to all ranks.
 
         Raises:
@@ -159,7 +159,7 @@ class Watch:
         """Wait for one call after another: the ranks answer in this order."""
         while (call := self._calls.get()) is not None:
             try:
-                answers = self._collect(call)
+                replies = self._collect(call)
             except Loss as loss:
                 error = self.lose(loss.rank, f"{loss.reason} during {call.what}", loss.__cause__)
             except Exception as unexpected:
@@ -168,20 +168,20 @@ class Watch:
                         RuntimeError(f"Ray does not answer during {call.what}: {unexpected}: call restart()")
                     )
             else:
-                call.future.set_result(answers)
+                call.future.set_result(replies)
                 continue
             call.future.set_exception(error)
             # Ray prints errors that are not fetched.
             self._drain([ref for each in (call, *self._ended) for ref in each.refs], SILENT_SECONDS)
             return
 
-    def _collect(self, call: Call) -> list[Answer]:
-        """Return the answers to a call, by rank.
+    def _collect(self, call: Call) -> list[Reply]:
+        """Return the replies to a call, by rank.
 
         Raises:
             Loss: a process died, or hangs.
         """
-        answers: list[Answer | None] = [None] * len(call.refs)
+        replies: list[Reply | None] = [None] * len(call.refs)
         waiting = {ref: rank for rank, ref in enumerate(call.refs)}
         now = time.monotonic()
         signs = [Sign(now, now) for _ in call.refs]
@@ -195,13 +195,13 @@ class Watch:
             for ref in ready:
                 if ref in waiting:
                     rank = waiting.pop(ref)
-                    answers[rank] = self._answer(rank, ref)
+                    replies[rank] = self._reply(rank, ref)
                 else:
                     self._hear(asked[ref], signs[asked[ref]], ref)
             # Once a rank has failed, the others have less time, which starts now.
             now = time.monotonic()
-            if self._limits.of(answers) < limit:
-                limit = self._limits.of(answers)
+            if self._limits.of(replies) < limit:
+                limit = self._limits.of(replies)
                 tick = min(tick, now + limit / 5)
                 for sign in signs:
                     sign.heard = sign.moved = now
@@ -209,24 +209,24 @@ class Watch:
                 tick = now + min(interval, limit / 5)
                 self._check(waiting.values(), signs, limit)
         self._drain([sign.asked for sign in signs if sign.asked is not None], 0.0)
-        return [its for its in answers if its is not None]
+        return [its for its in replies if its is not None]
 
-    def _answer(self, rank: int, ref: ObjectRef) -> Answer:
-        """Return the answer of a rank.
+    def _reply(self, rank: int, ref: ObjectRef) -> Reply:
+        """Return the reply of a rank.
 
         Raises:
             Loss: its process died.
         """
         try:
             its = ray.get(ref)
-            return its if its.kind else Answer(unseal(its.value))
+            return its if its.kind else Reply(unseal(its.value))
         except RayTaskError as error:
-            return Answer(None, "RuntimeError", f"{type(error.cause).__name__}: {error.cause}", str(error))
+            return Reply(None, "RuntimeError", f"{type(error.cause).__name__}: {error.cause}", str(error))
         except RayError as error:
             raise Loss(rank, "died") from error
         except Exception as error:
             text = f"the result of rank {rank} cannot be read in the driver: {type(error).__name__}: {error}"
-            return Answer(None, "ValueError", text, traceback.format_exc())
+            return Reply(None, "ValueError", text, traceback.format_exc())
 
     def _hear(self, rank: int, sign: Sign, ref: ObjectRef) -> None:
         """Note the position of a rank."""

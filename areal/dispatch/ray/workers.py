@@ -19,7 +19,7 @@ from areal.dispatch.ray.cluster import Demand
 from areal.dispatch.ray.processes import Processes, Start, start_processes
 from areal.dispatch.ray.stored import Store
 from areal.dispatch.ray.watch import Limits, Watch
-from areal.dispatch.workplace import Answer
+from areal.dispatch.workplace import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class RayWorkers:
         """Implement :meth:`areal.dispatch.executor.Executor.ship`. The process of rank 0 loads a new function before any rank runs it."""
         return self.store.ship(function, what, self._check)
 
-    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Answer]]:
+    def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         """Implement :meth:`areal.dispatch.executor.Executor.start`.
 
         Raises:

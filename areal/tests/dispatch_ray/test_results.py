@@ -10,7 +10,7 @@ import torch
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray.results import seal, unseal
 from areal.dispatch.ray.watch import Limits
-from areal.dispatch.workplace import Answer
+from areal.dispatch.workplace import Reply
 
 
 def test_result_is_the_same_in_the_driver() -> None:
@@ -37,10 +37,10 @@ def test_result_that_does_not_pickle_raises() -> None:
 
 def test_limit_of_hangs_depends_on_the_errors_so_far() -> None:
     limits = Limits(hang_seconds=600.0, grace_seconds=30.0)
-    assert limits.of([None, Answer(1)]) == 600.0
-    assert limits.of([None, Answer(None, "ValueError", "bad")]) == 30.0
-    assert limits.of([None, Answer(None, "RankLostError", "rank 0 is lost")]) == 5.0
-    assert Limits(2.0, 30.0).of([None, Answer(None, "ValueError", "bad")]) == 2.0
+    assert limits.of([None, Reply(1)]) == 600.0
+    assert limits.of([None, Reply(None, "ValueError", "bad")]) == 30.0
+    assert limits.of([None, Reply(None, "RankLostError", "rank 0 is lost")]) == 5.0
+    assert Limits(2.0, 30.0).of([None, Reply(None, "ValueError", "bad")]) == 2.0
 
 
 def test_error_of_a_lost_process_pickles() -> None:
