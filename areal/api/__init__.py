@@ -1,6 +1,7 @@
 """Public interface: configurations, dataclasses, protocols and the engine interface."""
 
 from areal.api.adapters import Adapters
+from areal.api.arguments import BatchInput, Outputs, default_loss_weight
 from areal.api.batch import (
     IGNORE_INDEX,
     Batch,
@@ -25,8 +26,9 @@ from areal.api.config import (
     OptimizerConfig,
     TrainEngineConfig,
 )
-from areal.api.engine import BatchInput, Outputs, TrainEngine, default_loss_weight
+from areal.api.engine import TrainEngine
 from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.memory import EngineMemory, KindMemory
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.weights import (
@@ -49,8 +51,10 @@ __all__ = [
     "BatchForm",
     "BatchInput",
     "Checkpointer",
+    "EngineMemory",
     "FSDPConfig",
     "FinetuneSpec",
+    "KindMemory",
     "LoRAConfig",
     "LossFn",
     "LossObjective",

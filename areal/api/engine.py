@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -14,30 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.adapters import Adapters
-from areal.api.batch import Batch, OptimStats, OutputName, StepOutput
+from areal.api.arguments import BatchInput, Outputs, default_loss_weight
+from areal.api.batch import OptimStats, StepOutput
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import FinetuneSpec, TrainEngineConfig
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
+from areal.api.memory import EngineMemory
 from areal.api.microbatch import MicroBatchList
 from areal.api.parallel import ParallelDims
 from areal.api.weights import NamedTensor
 
-BatchInput = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""A dict of right-padded tensors ``[B, S]`` with ``attention_mask``, or a list of per-sample dicts of ``[S_i]``."""
-
-Outputs = tuple[OutputName, ...]
-"""Names of the per-token outputs that the model computes in a call."""
-
-
-def default_loss_weight(batch: Batch) -> Tensor:
-    """Return the sum of ``loss_mask``, or the number of positions with a target if the batch lacks a mask.
-
-    With ``target_ids`` ``[T, K]``, a position has a target if any of its ``K`` entries is one.
-    """
-    if "loss_mask" in batch:
-        return batch["loss_mask"].sum()
-    targets = batch["target_ids"] >= 0
-    return (targets if targets.dim() == 1 else targets.any(-1)).sum()
+__all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
 
 
 class TrainEngine(ABC):
@@ -352,6 +339,14 @@ class TrainEngine(ABC):
     @abstractmethod
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         """Move the selected tensors back to the device, bitwise equal. Arguments as for :meth:`offload`."""
+
+    @abstractmethod
+    def memory(self) -> list[EngineMemory]:
+        """Return the bytes that the engine holds on this rank, by kind, on the device and offloaded. Not collective.
+
+        Returns:
+            One entry for each rank behind this handle: an engine's own, or those of all ranks of a group.
+        """
 
     # ---- adapters
 

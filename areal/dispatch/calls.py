@@ -133,6 +133,8 @@ class Calls:
             return self._start_on_shards(name, row, arguments)
         if row.sent is Sent.MICROBATCHES:
             return self._start_on_microbatches(name, row, arguments)
+        if row.returned is Returned.RANKS:
+            return self.start(name, self.verb(name, arguments, row.returned), list)
         if row.returned is not Returned.RANK_0:
             raise ValueError(f"{name} has no future: call it itself")
         return self.start(name, self.verb(name, arguments, row.returned), rank_0)

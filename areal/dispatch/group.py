@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal.api import (
+    EngineMemory,
     FinetuneSpec,
     LossFn,
     LossObjective,
@@ -359,6 +360,9 @@ class WorkerGroup(TrainEngine):
 
     def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._call("onload", params=params, grads=grads, optimizer=optimizer)
+
+    def memory(self) -> list[EngineMemory]:
+        return [report for reports in self._call("memory") for report in reports]
 
     # ---- adapters
 

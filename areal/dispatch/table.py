@@ -58,6 +58,7 @@ TABLE: dict[str, Route] = {
     "set_version": _ALL,
     "offload": _ALL,
     "onload": _ALL,
+    "memory": Route(Sent.SAME, Returned.RANKS),
     "save": _ALL,
     "load": _ALL,
     "wait_for_checkpoint": _ALL,

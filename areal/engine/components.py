@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from areal.api.adapters import Adapters
 from areal.api.batch import OptimStats
 from areal.api.checkpoint import Checkpointer
+from areal.api.memory import EngineMemory
 from areal.api.weights import WeightSource
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.moe.routing import ExpertRouting, no_experts
@@ -55,7 +57,7 @@ class Gradients(Protocol):
 
 
 class Memory(Protocol):
-    """Moves an engine's tensors to host memory and back, bit for bit."""
+    """Moves an engine's tensors to host memory and back, bit for bit, and counts their bytes."""
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Move tensors out. Returns the bytes that were freed."""
@@ -63,6 +65,10 @@ class Memory(Protocol):
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Bring tensors back. Returns the bytes that were moved."""
+        ...
+
+    def report(self, device: torch.device) -> EngineMemory:
+        """Return the bytes of the tensors by kind, on ``device`` and elsewhere, without synchronizing."""
         ...
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
+from areal.api.memory import EngineMemory
 from areal.api.weights import NamedTensor
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config
@@ -299,6 +300,9 @@ class EngineState(TrainEngine):
         memory = self._require_components().memory
         with self._ending_on_error():
             memory.onload(params=params, grads=grads, optimizer=optimizer)
+
+    def memory(self) -> list[EngineMemory]:
+        return [self._require_components().memory.report(self.device)]
 
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from areal.api.memory import EngineMemory, KindMemory
 from areal.utils import platform
+from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.data.padding import round_up
+from areal.utils.dtensor import local_part
 
 _BLOCK_BYTES = 128 * 2**20
 """Size of a block of host memory: a power of two, because torch rounds pinned allocations up to one."""
@@ -35,13 +38,19 @@ class HostMemory:
         tensors: functions that return the tensors of ``"params"``, ``"grads"`` and ``"optimizer"``.
         folder: directory for files of this rank, instead of host memory. Files are removed after they are restored or
             discarded.
+        expected: functions that return the bytes of these kinds once all of their tensors exist. By default they exist.
 
     Raises:
         ValueError: the directory does not exist or is not writable.
     """
 
-    def __init__(self, tensors: Mapping[str, Callable[[], Iterable[Tensor]]], folder: str | None = None) -> None:
-        self._tensors = tensors
+    def __init__(
+        self,
+        tensors: Mapping[str, Callable[[], Iterable[Tensor]]],
+        folder: str | None = None,
+        expected: Mapping[str, Callable[[], int]] | None = None,
+    ) -> None:
+        self._tensors, self._expected = tensors, expected or {}
         self._backups: dict[str, list[tuple[torch.UntypedStorage, _Backup]]] = {}
         self._blocks: dict[str, _HostBlocks] = defaultdict(_HostBlocks)
         self._folder: Path | None = None
@@ -93,6 +102,22 @@ class HostMemory:
         """Discard the offloaded values of a kind. They cannot be restored."""
         self._backups.pop(kind, None)
 
+    def report(self, device: torch.device) -> EngineMemory:
+        """Return the bytes of each kind, on ``device`` and elsewhere. A storage that several kinds have counts once."""
+        counted: set[int] = set()
+        kinds: dict[str, KindMemory] = {}
+        for kind, tensors in self._tensors.items():
+            storages = [x for x in _storages(tensors()) if x.data_ptr() not in counted]
+            counted |= {storage.data_ptr() for storage in storages}
+            # With cpu_offload, shards stay in host memory.
+            on_device = sum(storage.nbytes() for storage in storages if storage.device.type == device.type)
+            offloaded = sum(storage.nbytes() for storage in storages) - on_device
+            offloaded += sum(backup.nbytes for _, backup in self._backups.get(kind, []))
+            existing = on_device + offloaded
+            missing = max(self._expected[kind]() - existing, 0) if kind in self._expected else 0
+            kinds[kind] = KindMemory(on_device, offloaded, missing)
+        return EngineMemory(**kinds)
+
     def _copy_out(self, kind: str, but: Iterable[torch.UntypedStorage]) -> list[tuple[torch.UntypedStorage, _Backup]]:
         """Copy the storages of a kind, except those that another kind has too.
 
@@ -114,6 +139,34 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
 
 
+def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state, except scalars, once every parameter was updated: AdamW or SGD."""
+    parameters = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(_state_bytes(optimizer, group, parameter) for group, parameter in parameters)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int:
+    """Return the bytes of the state of one parameter. State that exists counts as it is."""
+    state = [x for x in optimizer.state.get(parameter, {}).values() if isinstance(x, Tensor) and x.dim()]
+    if state:
+        return sum(local_part(x).nbytes for x in state)
+    n_moments = int(group["momentum"] != 0) if "momentum" in group else 2
+    itemsize = 2 if isinstance(optimizer, BFloat16AdamW) else parameter.element_size()
+    return n_moments * local_part(parameter).numel() * itemsize
+
+
+def make_resizable(tensors: Iterable[Tensor]) -> None:
+    """Copy tensors that are mapped from a file to memory, in place, because a mapped storage cannot be freed."""
+    for tensor in tensors:
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    return sum(storage.nbytes() for storage in _storages(tensors))
+
+
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of tensors, each once, without those that are empty (offloaded)."""
     local = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
@@ -129,6 +182,9 @@ def _synchronize(storages: Sequence[torch.UntypedStorage]) -> None:
 
 class _Backup(Protocol):
     """Bytes of one offloaded storage."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def restore(self, storage: torch.UntypedStorage) -> None: ...
 
@@ -171,8 +227,12 @@ class _HostBackup:
         for piece, values in self._pairs(storage):
             piece.copy_(values, non_blocking=True)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._pieces))
+
     def restore(self, storage: torch.UntypedStorage) -> None:
-        storage.resize_(sum(map(len, self._pieces)))
+        storage.resize_(self.nbytes)
         for piece, values in self._pairs(storage):
             values.copy_(piece, non_blocking=True)
 
@@ -188,15 +248,15 @@ class _FileBackup:
     def __init__(self, storage: torch.UntypedStorage, folder: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             self._path = file.name
-        self._nbytes = storage.nbytes()
+        self.nbytes = storage.nbytes()
         self._mapped().copy_(storage)
 
     def restore(self, storage: torch.UntypedStorage) -> None:
-        storage.resize_(self._nbytes)
+        storage.resize_(self.nbytes)
         storage.copy_(self._mapped())
 
     def _mapped(self) -> Any:
-        return torch.UntypedStorage.from_file(self._path, shared=True, nbytes=self._nbytes)
+        return torch.UntypedStorage.from_file(self._path, shared=True, nbytes=self.nbytes)
 
     def __del__(self) -> None:
         Path(self._path).unlink(missing_ok=True)

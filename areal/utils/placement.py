@@ -37,7 +37,7 @@ class VisibleGPUs:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankDevice:
     """The device of a rank, and the backend of all process groups.
 
     Attributes:
@@ -66,8 +66,8 @@ def exchange(store: dist.Store, rank: int, size: int, visible: VisibleGPUs) -> l
     return [VisibleGPUs(tuple(value["uuids"]), value["local_rank"]) for value in values]
 
 
-def place(ranks: Sequence[VisibleGPUs], rank: int) -> Placement:
-    """Return the placement of a rank. All ranks compute it from the same values.
+def place(ranks: Sequence[VisibleGPUs], rank: int) -> RankDevice:
+    """Return the device of a rank. All ranks compute it from the same values.
 
     A rank with ``LOCAL_RANK`` uses the GPU of that index, modulo the number of visible ones. The others, in the order of ranks, use the
     first of the GPUs that the fewest ranks use. Ranks that share a GPU communicate over gloo, others over NCCL.
@@ -86,7 +86,7 @@ def place(ranks: Sequence[VisibleGPUs], rank: int) -> Placement:
             "set CUDA_VISIBLE_DEVICES= on all ranks to compute on CPUs"
         )
     if blind:
-        return Placement(torch.device("cpu"), platform.GLOO)
+        return RankDevice(torch.device("cpu"), platform.GLOO)
     indices = choose_gpus(ranks)
     # Ranks by GPU: several ranks with one UUID share it, however each of them numbers it.
     users: dict[str, list[int]] = {}
@@ -101,7 +101,7 @@ def place(ranks: Sequence[VisibleGPUs], rank: int) -> Placement:
                 f"ranks {_names(others)} use the same GPU because of LOCAL_RANK = {ranks[number].local_rank}, while no rank uses cuda:"
                 f"{free[0]}: number the ranks of a host in LOCAL_RANK, leave LOCAL_RANK out, or set CUDA_VISIBLE_DEVICES for each rank"
             )
-    return Placement(torch.device("cuda", indices[rank]), platform.GLOO if shared else platform.NCCL, shared)
+    return RankDevice(torch.device("cuda", indices[rank]), platform.GLOO if shared else platform.NCCL, shared)
 
 
 def check_separate(uuids: Sequence[str | None], backend: str) -> None:

@@ -1,4 +1,4 @@
-"""The actor of a rank: a process with the objects of its calls, which answers questions on its state while it works."""
+"""The actor of a rank: a process with the objects of its calls, which replies questions on its state while it works."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Position:
 
 
 class RankProcess:
-    """Runs calls one after another, and answers :meth:`position` and :meth:`check` while a call runs.
+    """Runs calls one after another, and replies :meth:`position` and :meth:`check` while a call runs.
 
     Args:
         bundle: index of the bundle of the process in the placement group.

@@ -125,7 +125,7 @@ def _all(start: Start, what: str, refs: list[Any]) -> list[Any]:
 
 
 def _end(actors: Any, group: PlacementGroup | None) -> None:
-    """End processes, also where Ray itself does not answer any more."""
+    """End processes, also where Ray itself does not reply any more."""
     for actor in actors:
         with suppress(Exception):
             ray.kill(actor)

@@ -1,4 +1,4 @@
-"""Answers of the ranks: a thread waits for any of them, and notices the loss of a process and hangs."""
+"""Replies of the ranks: a thread waits for any of them, and notices the loss of a process and hangs."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Sign:
     """The last sign of life of a rank within a call.
 
     Attributes:
-        asked: question without an answer so far.
+        asked: question without an reply so far.
         mark, stack: its last position.
-        heard: time of the last answer.
+        heard: time of the last reply.
         moved: time at which the position last changed.
     """
 
@@ -156,7 +156,7 @@ class Watch:
     # ---- the thread
 
     def _work(self) -> None:
-        """Wait for one call after another: the ranks answer in this order."""
+        """Wait for one call after another: the ranks reply in this order."""
         while (call := self._calls.get()) is not None:
             try:
                 replies = self._collect(call)
@@ -165,7 +165,7 @@ class Watch:
             except Exception as unexpected:
                 with self._lock:
                     error = self._finish(
-                        RuntimeError(f"Ray does not answer during {call.what}: {unexpected}: call restart()")
+                        RuntimeError(f"Ray does not reply during {call.what}: {unexpected}: call restart()")
                     )
             else:
                 call.future.set_result(replies)
@@ -189,7 +189,7 @@ class Watch:
         interval = max(1.0, len(signs) / 64)
         tick = now + min(interval, limit / 5)
         while waiting:
-            # Any answer ends the wait: a process that died answers at once, also while others wait for it.
+            # Any reply ends the wait: a process that died replies at once, also while others wait for it.
             asked = {sign.asked: rank for rank, sign in enumerate(signs) if sign.asked is not None}
             ready, _ = ray.wait([*waiting, *asked], num_returns=1, timeout=max(0.0, tick - time.monotonic()))
             for ref in ready:
@@ -300,7 +300,7 @@ class Watch:
         return error
 
     def _drain(self, refs: list[ObjectRef], seconds: float) -> None:
-        """Fetch answers, and ignore them."""
+        """Fetch replies, and ignore them."""
         with suppress(Exception):
             for ref in ray.wait(refs, num_returns=len(refs), timeout=seconds)[0]:
                 with suppress(RayError):

@@ -39,7 +39,7 @@ class RayWorkers:
         resources: resources of one process, such as ``{"GPU": 1}`` or ``{"TPU": 4}``. Defaults to ``{"CPU": 1}``.
         strategy: strategy of the placement group: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
         start_seconds: seconds to wait for the resources, and then for the processes.
-        hang_seconds: seconds after which ranks count as lost during a call, if one does not answer, or if none moves.
+        hang_seconds: seconds after which ranks count as lost during a call, if one does not reply, or if none moves.
         grace_seconds: the same once another rank has answered the call with an error.
         max_result_bytes: bytes of one rank's result above which a call raises an error instead.
         address: host name or IP address at which other nodes reach the process of rank 0. Defaults to the address of its node.

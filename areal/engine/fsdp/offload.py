@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from areal.utils.dtensor import reshard
-from areal.utils.offload import HostMemory, optimizer_tensors
+from areal.utils.offload import HostMemory, expected_state_bytes, optimizer_tensors, storage_bytes
 
 
 class FSDPOffload(HostMemory):
@@ -22,6 +22,8 @@ class FSDPOffload(HostMemory):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | None = None) -> None:
         self._model = model
         self._shards = list(model.parameters())
+        # FSDP pads gradients as it pads shards. Without an optimizer, a backward adds gradients all the same.
+        grads_bytes = storage_bytes(shard for shard in self._shards if shard.requires_grad)
         super().__init__(
             {
                 "params": lambda: self._shards,
@@ -29,6 +31,10 @@ class FSDPOffload(HostMemory):
                 "optimizer": lambda: [] if optimizer is None else optimizer_tensors(optimizer),
             },
             folder,
+            {
+                "grads": lambda: grads_bytes,
+                "optimizer": lambda: 0 if optimizer is None else expected_state_bytes(optimizer),
+            },
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:

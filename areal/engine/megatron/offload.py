@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
 from areal.engine.megatron import gradients as grad
-from areal.utils.offload import HostMemory, optimizer_tensors
+from areal.utils.offload import HostMemory, expected_state_bytes, optimizer_tensors
 
 
 class MegatronOffload(HostMemory):
@@ -36,6 +36,7 @@ class MegatronOffload(HostMemory):
                 "optimizer": lambda: _optimizer_state_tensors(optimizer),
             },
             folder,
+            {"optimizer": lambda: _expected_bytes(optimizer)},
         )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
@@ -45,16 +46,28 @@ class MegatronOffload(HostMemory):
         return super().offload(params=params, grads=grads, optimizer=optimizer)
 
 
+def _inner_optimizers(optimizer: ChainedOptimizer | None) -> list[MegatronOptimizer]:
+    return [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
+
+
 def _optimizer_state_tensors(optimizer: ChainedOptimizer | None) -> list[Tensor]:
-    optimizers = [] if optimizer is None else [p for p in optimizer.chained_optimizers if not p.is_stub_optimizer]
-    moments = [x for inner in optimizers for x in optimizer_tensors(inner.optimizer)]
-    # In bf16 runs also main parameters; otherwise they are views of the model's buffers.
-    mains = [
+    moments = [x for inner in _inner_optimizers(optimizer) for x in optimizer_tensors(inner.optimizer)]
+    return [*moments, *_main_parameters(optimizer)]
+
+
+def _expected_bytes(optimizer: ChainedOptimizer | None) -> int:
+    """Return the bytes of the optimizer state after the first step, which creates the moments."""
+    moments = sum(expected_state_bytes(inner.optimizer) for inner in _inner_optimizers(optimizer))
+    return moments + sum(main.nbytes for main in _main_parameters(optimizer))
+
+
+def _main_parameters(optimizer: ChainedOptimizer | None) -> list[Tensor]:
+    """Return the float32 main parameters of bf16 runs. In other runs they are views of the model's buffers."""
+    return [
         main
-        for inner in optimizers
+        for inner in _inner_optimizers(optimizer)
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
         for group in getattr(inner, name, [])
         for main in group
         if main is not None
     ]
-    return [*moments, *mains]

@@ -49,6 +49,7 @@ class State:
         with self.changed:
             self.model, self.label = load(self.path), "default"
             self.paused, self.epoch, self.step_seconds = False, 0, 0.0
+            self.asleep, self.backup = False, False
             self.aborted: set[str] = set()
             self.canned: list[dict[str, Any]] = []
             self.calls.clear()
@@ -75,6 +76,8 @@ class State:
         tokens: list[int] = []
         logprobs: list[float] = []
         while len(tokens) < asked.length:
+            if self.asleep:
+                raise ValueError("a forward without memory")
             time.sleep(self.step_seconds)
             if self.epoch != epoch or asked.name in self.aborted:
                 return tokens, logprobs, "abort"
@@ -101,7 +104,23 @@ class State:
             self.paused = False
             self.changed.notify_all()
 
+    def sleep(self, *, keep: bool) -> None:
+        """Free the memory. Without a backup, the weights are lost."""
+        with self.forward, self.changed:
+            if not self.paused:
+                raise ValueError("the server is not idle")
+            self.asleep = True
+            if not keep:
+                for parameter in self.model.parameters():
+                    parameter.data.zero_()
+
+    def wake(self) -> None:
+        with self.changed:
+            self.asleep = False
+
     def load(self, path: str) -> None:
+        if self.asleep:
+            raise ValueError("the memory of the weights is not there")
         model = load(path)
         with self.forward:
             self.model = model
@@ -163,6 +182,7 @@ class Handler(BaseHTTPRequestHandler):
             self.state.reset()
         self.state.step_seconds = body.pop("step_seconds", self.state.step_seconds)
         self.state.label = body.pop("label", self.state.label)
+        self.state.backup = body.pop("backup", self.state.backup)
         with self.state.changed:
             self.state.canned += [body] if body else []
         self.answer({})
@@ -197,6 +217,18 @@ class Handler(BaseHTTPRequestHandler):
             case "/resume":
                 state.resume()
                 return {"status": "resumed"}, 200
+            case "/release_memory_occupation":
+                schemas.SGLangMemory.model_validate(body)
+                state.sleep(keep=state.backup)
+                return None, 200
+            case "/resume_memory_occupation" | "/wake_up":
+                state.wake()
+                return None, 200
+            case "/sleep":
+                if urlsplit(self.path).query != "level=1":
+                    return {"error": "level"}, 400
+                state.sleep(keep=True)
+                return None, 200
             case "/collective_rpc":
                 state.load(schemas.VLLMReload.model_validate(body).kwargs.weights_path)
                 return {"results": [None]}, 200

@@ -11,7 +11,6 @@ import areal.tests.mutants.bugs.faults
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
 import areal.tests.mutants.bugs.moe
-import areal.tests.mutants.bugs.options
 import areal.tests.mutants.bugs.pipeline
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollout

@@ -13,21 +13,22 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import transformers
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
+from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from areal.api.weights import NamedTensor
+from areal.trainer.rollout.continuous_batching import GenerationLimits
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.sampler import Request, RequestSampler, end_tokens
+from areal.utils import platform
+from areal.utils.offload import HostMemory, make_resizable
 from areal.weight_sync.apply import load_named
 
 _POLL = 0.2
 """Interval in seconds at which the collector thread checks that generation and the main thread are alive."""
 
-_MARGIN = 0.15
-"""Fraction of the cache reserved for the prompts of later requests, in addition to the running answers."""
+_CLOSED = "the rollout was closed: make another one"
+_ASLEEP = "the rollout is asleep: call wake() first"
 
 
 @dataclass
@@ -80,7 +81,8 @@ class LocalRollout:
         pages = -(-max_context // page_size)
         if cache_tokens is None:
             cache_tokens = pages * page_size * max_requests
-        _check_sizes(model, max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
+        self._limits = GenerationLimits(max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
+        self._limits.check(model)
         self.model = model
         self.max_context = max_context
         self._vocab = model.config.get_text_config().vocab_size
@@ -93,28 +95,25 @@ class LocalRollout:
         # By prompt: the request that computes it, and the requests that wait for its keys and values.
         self._waiting: dict[tuple[int, ...], tuple[str, list[str]]] = {}
         self._lock = threading.Lock()  # guards the requests
-        self._updating = threading.Lock()  # held by update and close
+        self._updating = threading.Lock()  # held by update, sleep, wake and close
         self._closed = False
         self._failed = False
         self._broken: str | None = None
-        self._manager = _manager(
-            model,
-            ContinuousBatchingConfig(
-                page_size=page_size,
-                # The margin is part of the blocks, so that cache_tokens remain for running answers.
-                num_blocks=int(cache_tokens / page_size / (1 - _MARGIN)) + 1,
-                max_batch_tokens=max_batch_tokens,
-                max_requests_per_batch=max_requests,
-                safety_margin=_MARGIN,
-                use_async_batching=False,
-                use_cuda_graph=False,
-                auto_switch_to_flash=False,
-            ),
-            self._sampler,
-        )
+        self._asleep = False
+        self._memory = HostMemory({"params": lambda: [*model.parameters(), *model.buffers()]})
+        self._start()
+
+    def _start(self) -> None:
+        """Start generation with an empty cache."""
+        self._manager = self._limits.manager(self.model, self._sampler)
         self._manager.start()
         self._collector = threading.Thread(target=self._collect, name="rollout-collector")
         self._collector.start()
+
+    def _stop(self) -> None:
+        """Stop generation, and free the cache."""
+        self._manager.stop(hard_stop=True)
+        self._collector.join()
 
     @property
     def version(self) -> int:
@@ -126,7 +125,7 @@ class LocalRollout:
 
         Raises:
             ValueError: the prompt is empty, has an unknown token, or exceeds ``max_context`` together with ``max_new_tokens``.
-            RuntimeError: the engine is closed, or generation failed; names the cause.
+            RuntimeError: the engine is closed or asleep, or generation failed; names the cause.
         """
         name, pending = self._submit(self._check_prompt(prompt_ids, sampling), sampling)
         try:
@@ -149,7 +148,7 @@ class LocalRollout:
         Raises:
             ValueError: the tensors do not fit the model. If none was copied yet, the old weights stay in use. Otherwise running requests
                 fail, and generation is refused until a complete update succeeds.
-            RuntimeError: the engine is closed, or generation failed.
+            RuntimeError: the engine is closed or asleep, or generation failed. The old weights stay in use.
         """
         copied = 0
 
@@ -175,14 +174,56 @@ class LocalRollout:
             for _ in tensors:
                 pass
 
+    @property
+    def asleep(self) -> bool:
+        """True between :meth:`sleep` and :meth:`wake`."""
+        return self._asleep
+
+    def sleep(self) -> None:
+        """Drop the cache, and move the weights to host memory. Requests and updates raise until :meth:`wake`. May be called twice.
+
+        Raises:
+            RuntimeError: answers are running; or the engine is closed, or generation failed.
+        """
+        with self._updating:
+            with self._lock:
+                if self._asleep and not self._closed:
+                    return
+                self._check_serving()
+                if self._pending:
+                    raise RuntimeError(
+                        f"{len(self._pending)} answers are running, which would lose their cache: wait for them before sleep()"
+                    )
+                self._asleep = True
+            self._stop()
+            make_resizable([*self.model.parameters(), *self.model.buffers()])
+            self._memory.offload(params=True, grads=False, optimizer=False)
+            platform.empty_cache(self.model.device)
+
+    def wake(self) -> None:
+        """Bring the weights back, bit for bit. The cache is empty. May be called twice.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        with self._updating:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            if self._asleep:
+                self._memory.onload(params=True, grads=False, optimizer=False)
+                self._start()
+                with self._lock:
+                    self._asleep = False
+
     def close(self) -> None:
-        """End running requests with their tokens so far (``"aborted"``), and release threads and cache. May be called twice."""
+        """End running requests with their tokens so far (``"aborted"``), and release threads and cache. Wakes the model. Repeatable."""
         with self._updating:
             with self._lock:
                 first, self._closed = not self._closed, True
-            if first:
-                self._manager.stop(hard_stop=True)
-                self._collector.join()
+            if first and self._asleep:
+                self._memory.onload(params=True, grads=False, optimizer=False)
+            elif first:
+                self._stop()
 
     def __enter__(self) -> Self:
         return self
@@ -261,9 +302,9 @@ class LocalRollout:
             return pending
 
     def _check_serving(self) -> None:
-        """Raise a ``RuntimeError`` if the engine is closed or generation failed."""
-        if self._closed:
-            raise RuntimeError("the rollout was closed: make another one")
+        """Raise a ``RuntimeError`` if the engine is closed or asleep, or generation failed."""
+        if self._closed or self._asleep:
+            raise RuntimeError(_CLOSED if self._closed else _ASLEEP)
         if self._failed or not self._manager.is_running():
             raise RuntimeError(f"generation has failed: {self._cause()}") from self._fatal()
 
@@ -320,7 +361,8 @@ class LocalRollout:
                 # close will not be called, and the interpreter waits for this thread
                 self._manager.stop(hard_stop=True)
         with self._lock:
-            self._failed = True
+            # Asleep, no request is left, and a later collector delivers those that come.
+            self._failed = not self._asleep
         for name in list(self._pending):
             self._end(name, f"generation has failed: {self._cause()}")
 
@@ -353,47 +395,3 @@ def _resolve(future: Future[Completion], answer: Completion | RuntimeError) -> N
         future.set_result(answer)
     else:
         future.set_exception(answer)
-
-
-def _manager(
-    model: PreTrainedModel, config: ContinuousBatchingConfig, sampler: RequestSampler
-) -> ContinuousBatchingManager:
-    """Create the manager of continuous batching with our sampler."""
-    if not isinstance(model, GenerationMixin):
-        raise ValueError(f"{type(model).__name__} cannot generate: the replica is to be a causal language model")
-    if not hasattr(ContinuousBatchingManager, "pause"):
-        raise RuntimeError(
-            f"transformers {transformers.__version__} cannot pause generation for new weights: install 5.23 or newer"
-        )
-    manager = model.init_continuous_batching(
-        # Greedy: it selects the token to which the sampler gave the highest score. Stop tokens are set per request.
-        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
-        continuous_batching_config=config,
-    )
-    if manager.logit_processor is None or manager.is_running():
-        raise RuntimeError("this release of transformers takes its logits processors otherwise")
-    manager.logit_processor = sampler
-    return manager
-
-
-def _check_sizes(
-    model: PreTrainedModel,
-    max_context: int,
-    max_requests: int,
-    cache_tokens: int,
-    page_size: int,
-    max_batch_tokens: int,
-) -> None:
-    """Raise a ``ValueError`` that names the first size out of range."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_context
-    limits = {
-        "max_context": (max_context, 2, positions, "a prompt and an answer, and as much as the model was made for"),
-        "max_requests": (max_requests, 1, None, "one answer"),
-        "page_size": (page_size, 4, None, "what transformers allows"),
-        "max_batch_tokens": (max_batch_tokens, max_requests, None, "a token for each of max_requests"),
-        "cache_tokens": (cache_tokens, -(-max_context // page_size) * page_size, None, "one answer of max_context"),
-    }
-    for name, (value, low, high, rule) in limits.items():
-        if value < low or (high is not None and value > high):
-            most = "" if high is None else f" and at most {high}"
-            raise ValueError(f"{name} = {value}: it must be at least {low}{most} ({rule})")

@@ -1,4 +1,4 @@
-"""Bugs after which ranks wait for each other, or disagree whether the engine can be used, as in :mod:`areal.tests.mutants.bugs.step`."""
+"""Bugs after which ranks wait for each other or disagree whether the engine can be used, and options that are ignored."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from areal.tests.mutants.planting import Function, mutant
 
 ENGINE = "dist/faults/test_lost_engine.py::"
+REFUSED = "dist/test_options.py::test_an_option_that_an_engine_does_not_support_is_refused[{}]"
+UNDECLARED = "unit/engine/test_parallel_dims_and_config.py::test_options_that_an_engine_does_not_declare_are_refused[*value_head*]"
 LAYOUT = "dist/faults/test_every_layout.py::test_fault_on_one_rank_ends_the_call_on_every_rank[{}]"
 
 
@@ -145,3 +147,18 @@ def beats_only_with_messages(right: Function) -> Function:
 def control_timeout_without_effect(right: Function) -> Function:
     """The time of exchanges between ranks is not limited."""
     return lambda seconds: right(None)
+
+
+# ---- options
+
+
+@mutant("areal.engine.options:_unsupported", UNDECLARED)
+def unsupported_options_ignored(right: Function) -> Function:
+    """An option that the engine does not support has no effect and raises no error."""
+    return lambda values, supported, prefix="": iter(())
+
+
+@mutant("areal.engine.options:_changed", REFUSED.format("megatron-fsdp.compile"))
+def foreign_sections_ignored(right: Function) -> Function:
+    """Options in the section of another engine have no effect and raise no error."""
+    return lambda name, section: iter(())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from areal.api import EngineMemory, KindMemory
 from areal.utils import offload, platform
 from areal.utils.offload import HostMemory
 
@@ -80,6 +81,19 @@ def test_storage_of_two_kinds_is_moved_once() -> None:
     assert memory.offload(**KINDS) == both.nbytes + other.nbytes
     assert memory.onload(**KINDS) == both.nbytes + other.nbytes
     assert torch.equal(both, expected)
+
+
+def test_report_counts_each_storage_once_and_on_the_right_side() -> None:
+    both, other = torch.randn(10), torch.randn(5)
+    memory = memory_of(params=[both], optimizer=[both.view(2, 5), other])
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert memory.report(cpu) == EngineMemory(params=KindMemory(40), optimizer=KindMemory(20))
+    # Shards that stay in host memory by cpu_offload.
+    assert memory.report(gpu) == EngineMemory(params=KindMemory(offloaded=40), optimizer=KindMemory(offloaded=20))
+    memory.offload(**{**KINDS, "optimizer": False})
+    assert memory.report(cpu) == EngineMemory(params=KindMemory(offloaded=40), optimizer=KindMemory(20))
+    with mock.patch.object(platform, "synchronize", side_effect=AssertionError):
+        assert memory.report(cpu).on_device == 20
 
 
 def test_error_while_memory_is_allocated_leaves_all_tensors_in_place() -> None:

@@ -95,7 +95,7 @@ class HTTPRollout:
         self._version = version
         self._changed = asyncio.Condition()  # notified when a server ends an update
         self._updating = threading.Lock()
-        self._closed = False
+        self._closed = self._asleep = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-http", daemon=True)
@@ -113,10 +113,11 @@ class HTTPRollout:
         Raises:
             ValueError: the prompt is empty, the dialect does not support the sampling parameters, or the server rejects the request (for
                 example, because it is too long).
-            RuntimeError: the engine is closed, no attempt succeeded within ``deadline``, or a reply does not have the documented form. Names
-                the server.
+            RuntimeError: the engine is closed or asleep, no attempt succeeded within ``deadline``, or a reply does not have the documented
+                form. Names the server.
         """
         # Checked here, before a request is queued.
+        self._check_awake()
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
@@ -136,6 +137,7 @@ class HTTPRollout:
         """
         try:
             with self._updating:
+                self._check_awake()
                 self._transport.send(_StreamSource(tensors), version)
         finally:
             for _ in tensors:
@@ -151,9 +153,10 @@ class HTTPRollout:
 
         Raises:
             RuntimeError: a server did not load them; lists the version of each server. A server that still has its old version stays in
-                use. One that may have loaded some of the new weights is excluded until the next update.
+                use. One that may have loaded some of the new weights is excluded until the next update. Or the engine is asleep.
         """
         with self._updating:
+            self._check_awake()
             faults = self._run(self._load_all(str(Path(folder).resolve()), version))
             if any(server.version == version for server in self._servers):
                 self._version = version
@@ -167,8 +170,36 @@ class HTTPRollout:
                 f"version {version} did not reach every server: {'; '.join(filter(None, faults))}. Now {', '.join(states)}"
             )
 
+    @property
+    def asleep(self) -> bool:
+        """True between :meth:`sleep` and :meth:`wake`."""
+        return self._asleep
+
+    def sleep(self) -> None:
+        """Free the device memory of all servers. Requests and updates raise until :meth:`wake`. May be called twice.
+
+        Raises:
+            RuntimeError: answers are running, or a server cannot sleep: then all servers are awake.
+        """
+        with self._updating:
+            if not self._asleep and any(faults := self._run(self._sleep_all())):
+                raise RuntimeError(f"not every server can sleep: {'; '.join(filter(None, faults))}")
+
+    def wake(self) -> None:
+        """Wake all servers. May be called twice.
+
+        Raises:
+            RuntimeError: a server did not wake up. It is excluded until the next update.
+        """
+        with self._updating:
+            if self._asleep and any(faults := self._run(self._wake_all(self._servers))):
+                raise RuntimeError(f"not every server has woken up: {'; '.join(filter(None, faults))}")
+
     def close(self) -> None:
-        """End running requests with their tokens so far (``"aborted"``), and release thread and connections. May be called twice."""
+        """End running requests with their tokens so far (``"aborted"``), and release thread and connections. May be called twice.
+
+        Servers that are asleep stay asleep.
+        """
         with self._updating:
             if self._closed:
                 return
@@ -205,6 +236,7 @@ class HTTPRollout:
         task = asyncio.current_task()
         if task is None or self._closed:
             raise RuntimeError("the rollout was closed: make another one")
+        self._check_awake()
         self._tasks.add(task)
         try:
             while answer.finish is None:
@@ -324,6 +356,26 @@ class HTTPRollout:
         async with self._changed:
             self._changed.notify_all()
         return fault
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the rollout is asleep: call wake() first")
+
+    async def _sleep_all(self) -> list[str]:
+        """Put all servers to sleep, or none. Returns the error of each, or an empty string."""
+        if self._tasks:
+            raise RuntimeError(f"{len(self._tasks)} answers are running: wait for them before sleep()")
+        self._asleep = True
+        faults = await asyncio.gather(*(each.sleep(self._dialect, self._update_seconds) for each in self._servers))
+        if any(faults):
+            await self._wake_all([each for each, fault in zip(self._servers, faults, strict=True) if not fault])
+        return faults
+
+    async def _wake_all(self, servers: Sequence[Server]) -> list[str]:
+        """Wake servers. Returns the error of each, or an empty string."""
+        faults = await asyncio.gather(*(each.wake(self._dialect, self._update_seconds) for each in servers))
+        self._asleep = False
+        return faults
 
     async def _close(self) -> None:
         """Cancel all answers, and close the connections."""

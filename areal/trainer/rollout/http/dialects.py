@@ -14,6 +14,7 @@ from areal.trainer.rollout.http.schemas import (
     SGLangAbort,
     SGLangGenerate,
     SGLangGenerated,
+    SGLangMemory,
     SGLangPause,
     SGLangSampling,
     SGLangUpdated,
@@ -80,6 +81,18 @@ class Dialect(Protocol):
     def resume(self) -> HTTPCall[ReplyBody]:
         """Request that starts generation again."""
 
+    @property
+    def sleep(self) -> HTTPCall[ReplyBody]:
+        """Request that frees the device memory of a paused server: it drops keys and values, and moves the weights to host memory."""
+
+    @property
+    def wake(self) -> HTTPCall[ReplyBody]:
+        """Request that takes the memory back."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if the weights are the same after :attr:`wake`; False if only an update brings them back."""
+
     def check(self, sampling: Sampling) -> None:
         """Raise unless the server's log-probs are those of the distribution from which it samples.
 
@@ -120,10 +133,21 @@ class SGLang:
     ``SGLANG_RETURN_ORIGINAL_LOGPROB``. It respects seeds only with ``--enable-deterministic-inference``.
 
     With ``stop_token_ids``, the model's end-of-sequence tokens end a request too. The client then continues the answer.
+
+    To sleep, they need ``--enable-memory-saver``.
+
+    Args:
+        weights_backup: the servers run with ``--enable-weights-cpu-backup``. Otherwise their weights do not survive a sleep, and the servers
+            get no requests until the next update.
     """
 
     pause = HTTPCall("/pause_generation", SGLangPause(), Anything)
     resume = HTTPCall("/continue_generation", Empty(), Anything)
+    sleep = HTTPCall("/release_memory_occupation", SGLangMemory(), Anything)
+    wake = HTTPCall("/resume_memory_occupation", SGLangMemory(), Anything)
+
+    def __init__(self, *, weights_backup: bool = False) -> None:
+        self.keeps_weights = weights_backup
 
     def check(self, sampling: Sampling) -> None:
         if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
@@ -189,12 +213,17 @@ class VLLM:
     them. (Newer releases report a label by ``GET /weight_info`` and, for ``/inference/v1/generate``, one for each token. This client uses
     neither.)
 
+    To sleep, they need ``--enable-sleep-mode``. They use level 1, which keeps the weights in host memory.
+
     Args:
         model: name of the served model or of an adapter; ``None`` for the default model.
     """
 
     pause = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "abort"})
     resume = HTTPCall("/resume", Empty(), VLLMResumed)
+    sleep = HTTPCall("/sleep", Empty(), Anything, {"level": "1"})
+    wake = HTTPCall("/wake_up", Empty(), Anything)
+    keeps_weights = True
 
     def __init__(self, model: str | None = None) -> None:
         self._model = model

@@ -124,6 +124,12 @@ class SGLangUpdated(ReplyBody):
     message: str
 
 
+class SGLangMemory(RequestBody):
+    """``POST /release_memory_occupation`` and ``/resume_memory_occupation``."""
+
+    tags: tuple[Literal["kv_cache", "weights"], ...] = ("kv_cache", "weights")
+
+
 class SGLangAbort(RequestBody):
     """``POST /abort_request``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -136,6 +137,29 @@ class Server:
             fault = fault or str(error)
         self.is_open = True
         return fault
+
+    async def sleep(self, dialect: Dialect, seconds: float) -> str:
+        """Pause the server and free its device memory. Returns the error, after which the server runs on, or an empty string."""
+        try:
+            await self.send(dialect.pause, seconds)
+            await self.send(dialect.sleep, seconds)
+        except (RuntimeError, ValueError) as error:
+            with contextlib.suppress(RuntimeError, ValueError):
+                await self.send(dialect.resume, seconds)
+            return str(error)
+        return ""
+
+    async def wake(self, dialect: Dialect, seconds: float) -> str:
+        """Take the device memory back, and resume. Returns the error, after which the weights are unknown, or an empty string."""
+        try:
+            for call in (dialect.wake, dialect.resume):
+                await self.insist(call, time.monotonic() + seconds)
+        except (RuntimeError, ValueError) as error:
+            self.lose(f"{self.url} did not wake up")
+            return str(error)
+        if not dialect.keeps_weights:
+            self.lose(f"{self.url} has slept without a backup of its weights: send an update")
+        return ""
 
     def lose(self, why: str) -> None:
         """Mark the version of the server's weights as unknown."""

@@ -1,0 +1,225 @@
+"""Rollouts that sleep: device memory is freed, answers do not change, and nothing is lost silently."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from areal.tests.grid.models import model_dir
+from areal.tests.harness import rollout_http as http
+from areal.tests.unit.trainer.rollouts import PROMPT, Reading, endless, model, rollout, run, weights
+from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
+
+ASLEEP = r"the rollout is asleep: call wake\(\) first"
+
+
+def storage_bytes(replica: PreTrainedModel) -> int:
+    tensors = [*replica.parameters(), *replica.buffers()]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def test_answers_after_sleep_are_those_without() -> None:
+    # Shorter than a page: keys and values of earlier requests would change the rounding.
+    prompt = PROMPT[:10]
+    with rollout(seed=3) as engine:
+        expected = [run(engine.generate(prompt, endless(12)))[0] for _ in range(3)]
+    replica = model()
+    before = {name: x.clone() for name, x in replica.state_dict().items()}
+    with rollout(replica, seed=3) as engine:
+        answers = run(engine.generate(prompt, endless(12)))
+        for _ in range(2):
+            engine.sleep()
+            assert engine.asleep
+            engine.sleep()
+            assert storage_bytes(replica) == 0
+            assert engine._manager.batch_processor is None, "the cache is dropped"
+            engine.wake()
+            assert not engine.asleep
+            engine.wake()
+            assert all(torch.equal(x, before[name]) for name, x in replica.state_dict().items())
+            answers += run(engine.generate(prompt, endless(12)))
+    assert answers == expected
+
+
+def test_mapped_weights_can_sleep() -> None:
+    """Weights that transformers maps from a file cannot be resized in place."""
+    replica = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), dtype=torch.float32).eval()
+    with rollout(replica) as engine:
+        (before,) = run(engine.generate(PROMPT[:10], endless(5, seed=1)))
+        engine.sleep()
+        assert storage_bytes(replica) == 0
+        engine.wake()
+        assert run(engine.generate(PROMPT[:10], endless(5, seed=1))) == [before]
+
+
+def test_requests_while_asleep_raise() -> None:
+    with rollout() as engine:
+        engine.sleep()
+        with pytest.raises(RuntimeError, match=ASLEEP):
+            run(engine.generate(PROMPT, endless(3)))
+        engine.wake()
+        assert len(run(engine.generate(PROMPT, endless(3)))[0].tokens) == 3
+
+
+def test_update_while_asleep_is_refused_and_not_lost() -> None:
+    with rollout(version=3) as engine:
+        expected = run(engine.generate(PROMPT[:10], endless(6, seed=1)))
+        engine.sleep()
+        reading = Reading(weights(1))
+        with pytest.raises(RuntimeError, match=ASLEEP):
+            engine.update(reading, 4)
+        assert reading.ended, "the iterator may be collective"
+        engine.wake()
+        assert engine.version == 3
+        assert run(engine.generate(PROMPT[:10], endless(6, seed=1))) == expected
+        engine.update(weights(1), 4)
+        assert run(engine.generate(PROMPT[:10], endless(6, seed=1)))[0].versions == (4,) * 6
+
+
+def test_sleep_with_running_answers_is_refused() -> None:
+    with rollout() as engine:
+
+        async def generate() -> int:
+            answer = asyncio.ensure_future(engine.generate(PROMPT, endless(30)))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match=r"1 answers are running.*: wait for them before sleep\(\)"):
+                engine.sleep()
+            assert not engine.asleep
+            return len((await asyncio.wait_for(answer, 60)).tokens)
+
+        assert asyncio.run(generate()) == 30
+        engine.sleep()
+
+
+def test_close_while_asleep_gives_the_model_its_weights() -> None:
+    replica = model()
+    before = {name: x.clone() for name, x in replica.state_dict().items()}
+    with rollout(replica) as engine:
+        engine.sleep()
+    assert all(torch.equal(x, before[name]) for name, x in replica.state_dict().items())
+    for verb in (engine.wake, engine.sleep):
+        with pytest.raises(RuntimeError, match="the rollout was closed"):
+            verb()
+
+
+# ---- servers
+
+
+SLEEP = {"sglang": "/release_memory_occupation", "vllm": "/sleep"}
+WAKE = {"sglang": "/resume_memory_occupation", "vllm": "/wake_up"}
+KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.thorough)]
+DIALECTS: dict[str, Dialect] = {"sglang": SGLang(weights_backup=True), "vllm": VLLM()}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[http.Process]:
+    started = http.Process()
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def server(process: http.Process) -> http.Process:
+    process.tell(reset=True, backup=True)
+    return process
+
+
+def client(server: http.Process, dialect: Dialect, folder: Path, **options: Any) -> HTTPRollout:
+    return HTTPRollout(server.url, dialect, folder=folder, model=model_dir("qwen3"), version=2, **options)
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_servers_sleep_and_wake_with_the_same_weights(kind: str, server: http.Process, tmp_path: Path) -> None:
+    with client(server, DIALECTS[kind], tmp_path) as engine:
+        expected = run(engine.generate(PROMPT, endless(4, seed=1)))
+        for _ in range(2):
+            engine.sleep()
+            assert engine.asleep
+            engine.sleep()
+            with pytest.raises(RuntimeError, match=ASLEEP):
+                run(engine.generate(PROMPT, endless(4)))
+            engine.wake()
+            assert not engine.asleep
+            engine.wake()
+            assert run(engine.generate(PROMPT, endless(4, seed=1))) == expected
+        assert (server.calls(SLEEP[kind]), server.calls(WAKE[kind])) == (2, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_update_of_sleeping_servers_is_refused_and_not_lost(kind: str, server: http.Process, tmp_path: Path) -> None:
+    with client(server, DIALECTS[kind], tmp_path) as engine:
+        engine.sleep()
+        reading = Reading(http.weights(1))
+        with pytest.raises(RuntimeError, match=ASLEEP):
+            engine.update(reading, 3)
+        assert reading.ended
+        assert not list(tmp_path.iterdir())
+        with pytest.raises(RuntimeError, match=ASLEEP):
+            engine.load(model_dir("qwen3"), 3)
+        engine.wake()
+        assert engine.version == 2
+        engine.update(http.weights(1), 3)
+        (answer,) = run(engine.generate(http.PROMPT, endless(4)))
+        assert answer.versions == (3,) * 4
+        http.assert_drawn_from(http.replica(1), answer)
+
+
+def test_sglang_without_a_backup_needs_an_update(server: http.Process, tmp_path: Path) -> None:
+    server.tell(backup=False)
+    with client(server, SGLang(), tmp_path) as engine:
+        engine.sleep()
+        engine.wake()
+        with pytest.raises(RuntimeError, match="has slept without a backup of its weights: send an update"):
+            run(engine.generate(PROMPT, endless(4)))
+        assert server.calls("/generate") == 0
+        engine.update(http.weights(1), 3)
+        (answer,) = run(engine.generate(http.PROMPT, endless(4)))
+        http.assert_drawn_from(http.replica(1), answer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sleep_with_running_requests_is_refused(kind: str, server: http.Process, tmp_path: Path) -> None:
+    server.tell(step_seconds=0.02)
+    with client(server, DIALECTS[kind], tmp_path) as engine:
+        answers = http.Background(engine.generate(PROMPT, endless(30)))
+        http.until(lambda: bool(server.told()["seen"]))
+        with pytest.raises(RuntimeError, match=r"1 answers are running: wait for them before sleep\(\)"):
+            engine.sleep()
+        assert len(answers.result()[0].tokens) == 30
+        assert server.calls(SLEEP[kind]) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_server_that_cannot_sleep_keeps_all_awake(kind: str, server: http.Process, tmp_path: Path) -> None:
+    """Sleep mode is off on one server."""
+    urls = [server.url, server.url.replace("127.0.0.1", "localhost")]
+    with HTTPRollout(urls, DIALECTS[kind], folder=tmp_path) as engine:
+        # Late, so that the other server sleeps by then.
+        server.can(SLEEP[kind], status=500, body="sleep mode is not enabled", delay=0.5)
+        with pytest.raises(
+            RuntimeError, match=f"not every server can sleep: .*{SLEEP[kind]}: status 500: sleep mode is not"
+        ):
+            engine.sleep()
+        assert not engine.asleep
+        assert server.calls(WAKE[kind]) == 1
+        assert len(run(*(engine.generate(PROMPT, endless(3)) for _ in range(4)))) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_server_that_does_not_wake_is_excluded(kind: str, server: http.Process, tmp_path: Path) -> None:
+    with client(server, DIALECTS[kind], tmp_path, update_seconds=0.5) as engine:
+        engine.sleep()
+        server.can(WAKE[kind], status=400, body="broken")
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"not every server has woken up: .*{WAKE[kind]}: status 400: broken"):
+            engine.wake()
+        assert time.monotonic() - start < 30
+        with pytest.raises(RuntimeError, match="did not wake up"):
+            run(engine.generate(PROMPT, endless(3)))

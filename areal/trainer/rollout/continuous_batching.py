@@ -1,0 +1,74 @@
+"""Continuous batching of transformers, with the sampler of this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import transformers
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
+
+from areal.trainer.rollout.sampler import RequestSampler
+
+_MARGIN = 0.15
+"""Fraction of the cache reserved for the prompts of later requests, in addition to the running answers."""
+
+
+@dataclass(frozen=True)
+class GenerationLimits:
+    """Sizes of generation; see :class:`~areal.trainer.rollout.local.LocalRollout`."""
+
+    max_context: int
+    max_requests: int
+    cache_tokens: int
+    page_size: int
+    max_batch_tokens: int
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise a ``ValueError`` that names the first size out of range."""
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self.max_context
+        context = -(-self.max_context // self.page_size) * self.page_size
+        limits = {
+            "max_context": (2, positions, "a prompt and an answer, and as much as the model was made for"),
+            "max_requests": (1, None, "one answer"),
+            "page_size": (4, None, "what transformers allows"),
+            "max_batch_tokens": (self.max_requests, None, "a token for each of max_requests"),
+            "cache_tokens": (context, None, "one answer of max_context"),
+        }
+        for name, (low, high, rule) in limits.items():
+            value = getattr(self, name)
+            if value < low or (high is not None and value > high):
+                most = "" if high is None else f" and at most {high}"
+                raise ValueError(f"{name} = {value}: it must be at least {low}{most} ({rule})")
+
+    def manager(self, model: PreTrainedModel, sampler: RequestSampler) -> ContinuousBatchingManager:
+        """Create a manager of continuous batching, with an empty cache. It is not started.
+
+        Raises:
+            ValueError: the model cannot generate, or its attention is not supported.
+        """
+        if not isinstance(model, GenerationMixin):
+            raise ValueError(f"{type(model).__name__} cannot generate: the replica is to be a causal language model")
+        if not hasattr(ContinuousBatchingManager, "pause"):
+            raise RuntimeError(
+                f"transformers {transformers.__version__} cannot pause generation for new weights: install 5.23 or newer"
+            )
+        manager = model.init_continuous_batching(
+            # Greedy: it selects the token to which the sampler gave the highest score. Stop tokens are set per request.
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=self.page_size,
+                # The margin is part of the blocks, so that cache_tokens remain for running answers.
+                num_blocks=int(self.cache_tokens / self.page_size / (1 - _MARGIN)) + 1,
+                max_batch_tokens=self.max_batch_tokens,
+                max_requests_per_batch=self.max_requests,
+                safety_margin=_MARGIN,
+                use_async_batching=False,
+                use_cuda_graph=False,
+                auto_switch_to_flash=False,
+            ),
+        )
+        if manager.logit_processor is None or manager.is_running():
+            raise RuntimeError("this release of transformers takes its logits processors otherwise")
+        manager.logit_processor = sampler
+        return manager
