@@ -71,7 +71,7 @@ def raise_errors(replies: Sequence[Reply]) -> None:
     kinds = {reply.kind for _, reply in failed}
     kind = KINDS[first.kind] if len(kinds) == 1 else RuntimeError
     # The longest: on the rank where the error began it also has the cause.
-    raise kind(text) from RemoteTraceback(max((answer.trace for _, answer in failed), key=len))
+    raise kind(text) from RemoteTraceback(max((reply.trace for _, reply in failed), key=len))
 
 
 def done(value: T) -> Pending[T]:
