@@ -149,7 +149,7 @@ def only_the_first_device_has_a_budget(right: Function) -> Function:
 
 @mutant("areal.dispatch.placement.residency:Residency.plan", f"{_PLACEMENT}test_announced_uses_keep_what_comes_next")
 def announced_uses_are_ignored(right: Function) -> Function:
-    """What leaves is what was used least recently, whatever comes next."""
+    """The least recently used part leaves, whatever comes next."""
     return lambda self, request, upcoming=(), pinned=frozenset(): right(self, request, (), pinned)
 
 
@@ -196,7 +196,7 @@ def adapters_are_not_reported(right: Function) -> Function:
     "areal.utils.offload:expected_state_bytes", _REPORT.format("report_equals_the_bytes_of_the_tensors", "megatron:d2")
 )
 def optimizer_state_is_not_announced(right: Function) -> Function:
-    """The first step creates optimizer state that the report has not announced."""
+    """The report does not announce the optimizer state that the first step creates."""
     return lambda optimizer: 0
 
 

@@ -243,7 +243,7 @@ def test_small_part_that_makes_room_alone_leaves_alone() -> None:
 def test_each_device_has_its_own_budget() -> None:
     """The second device is full, the first is not: only a part of the second leaves."""
     left, right = {"gpu0": 5, "gpu1": 0}, {"gpu0": 0, "gpu1": 5}
-    nothing = dict.fromkeys(STATE, {"gpu0": 0, "gpu1": 0})
+    nothing = {kind: {"gpu0": 0, "gpu1": 0} for kind in STATE}
     sizes = {"left": left, "right": right, "both": {"gpu0": 5, "gpu1": 5}}
     scene = Scene({"gpu0": 20, "gpu1": 8}, {name: {**nothing, Kind.WEIGHTS: size} for name, size in sizes.items()})
     placement = scene.placement()
