@@ -41,7 +41,9 @@ def loss_that_fails_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("backend", "coordinates"), [("fsdp:d2", 2), ("megatron:t2", 1)])
+@pytest.mark.parametrize(
+    ("backend", "coordinates"), [("fsdp:d2", 2), pytest.param("megatron:t2", 1, marks=pytest.mark.thorough)]
+)
 def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coordinates: int, tmp_path: Path) -> None:
     settings = config(backend)
     batches = [global_batch(seed) for seed in range(3)]
@@ -90,6 +92,7 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.thorough
 def test_adapters_and_reference(pair: RayWorkers) -> None:
     """Two groups share the processes: one with adapters, and one with the weights that these are trained on."""
     with (

@@ -106,7 +106,7 @@ def dpo(make: Make, folder: Path) -> Curve:
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize("run", [grpo, grpo_with_adapters, ppo, sft, dpo])
+@pytest.mark.parametrize("run", [grpo, sft, *(pytest.param(run, marks=pytest.mark.thorough) for run in (grpo_with_adapters, ppo, dpo))])
 def test_trainer_on_a_group_has_the_curve_of_the_engine(run: Callable[[Make, Path], Curve], tmp_path: Path) -> None:
     curves = []
     for handle in (False, True):

@@ -94,7 +94,7 @@ OTHER_NAMES = {
     *("_extra_state", "_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer", "_get_model_param_range_map"),
     "_communicate",
     *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
-    "_getframe",
+    *("_getframe", "_current_frames", "_fields"),
 }
 
 
