@@ -240,7 +240,9 @@ def test_runner_resumes_from_state(staleness: int) -> None:
             runner.advance(trained)
             first.append(tokens(runner.next_batch(timeout=20)))
         runner.advance(3)
-        state = runner.state_dict()
+        end = time.monotonic() + 20
+        while len((state := runner.state_dict())["waiting"]) < staleness and time.monotonic() < end:
+            time.sleep(0.01)
         assert len(state["waiting"]) >= staleness
         fourth = tokens(runner.next_batch(timeout=20))
     again = Client()
