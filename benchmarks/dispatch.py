@@ -1,22 +1,29 @@
-"""Costs of dispatch in addition to those of the engine: dividing a batch, and sending a shard to a rank.
+"""Costs of dispatch in addition to those of the engine: dividing a batch, sending a shard to a rank, and a call on all ranks.
 
-python -m benchmarks.dispatch
+python -m benchmarks.dispatch, with the extra ray
 """
 
 from __future__ import annotations
 
 import pickle
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areal.api import MicroBatchSpec
+from areal import FinetuneSpec, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
+from areal.api import Batch, MicroBatchSpec, TokenOutputs
+from areal.dispatch import WorkerGroup
+from areal.dispatch.ray import RayWorkers
 from areal.dispatch.shards import plan_shards
 from areal.dispatch.wire import pack_tensors, unpack_tensors
+from benchmarks.model import Size, write_model
 
 ROUNDS = 15
 SAMPLES = 64
@@ -71,9 +78,54 @@ def transfer_ms(samples: list[dict[str, Tensor]], rounds: int) -> tuple[tuple[fl
     )
 
 
+def loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+    """Return a policy gradient without a ratio."""
+    return -(outputs.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
+
+
+def started(engine: TrainEngine) -> TrainEngine:
+    """Initialize an engine, or a group."""
+    engine.initialize(FinetuneSpec(total_train_steps=1000))
+    return engine
+
+
+def step_ms(engine: TrainEngine, samples: list[dict[str, Tensor]]) -> tuple[float, float]:
+    """Return the milliseconds of a step for its caller, and on the slowest rank."""
+    start = time.perf_counter()
+    step = engine.train_batch(samples, loss)
+    return 1e3 * (time.perf_counter() - start), 1e3 * step.seconds
+
+
+def print_calls(path: str) -> None:
+    """Print what a step of a group costs in addition to the engine's own call."""
+    samples = batch_of(*SIZES["16 to 96 tokens"])
+
+    def config(backend: str) -> TrainEngineConfig:
+        return TrainEngineConfig(path=path, backend=backend, dtype="float32", optimizer=OptimizerConfig(lr=1e-4))
+
+    # In turn, so that both see the same load.
+    with started(create_engine(config("fsdp:d1"))) as engine, started(WorkerGroup(config("fsdp:d1"))) as group:
+        pairs = [(step_ms(engine, samples)[0], step_ms(group, samples)[0]) for _ in range(ROUNDS)][2:]
+        ratio = statistics.median(handle for _, handle in pairs) / statistics.median(alone for alone, _ in pairs)
+        print(f"in this process: a step takes {ratio:.3f} times that of the engine alone")
+    with RayWorkers(2, environment={"OMP_NUM_THREADS": "1"}) as workers:
+        for backend in ("fsdp:d2", "fsdp:t2"):
+            with started(WorkerGroup(config(backend), workers, name=backend)) as group:
+                steps = [step_ms(group, samples) for _ in range(2 * ROUNDS)][2:]
+            extra = sorted(caller - rank for caller, rank in steps)
+            slowest = statistics.median(rank for _, rank in steps)
+            print(
+                f"{backend} in Ray actors: {statistics.median(extra):.1f} ms (least {extra[0]:.1f}) in addition to {slowest:.0f} ms of the "
+                f"slowest rank; {statistics.median(caller / rank for caller, rank in steps):.3f} times its step"
+            )
+
+
 def main() -> None:
-    """Print the costs of a shard in CPU time, and the ratio of both ways."""
+    """Print the costs of a shard in CPU time with the ratio of both ways, and those of a call in wall time."""
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), Size())
+        print_calls(folder)
     for name, (shortest, longest) in SIZES.items():
         samples = batch_of(shortest, longest)
         plain, packed = transfer_ms(samples, ROUNDS)

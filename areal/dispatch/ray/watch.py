@@ -56,7 +56,7 @@ class Sign:
     """The last sign of life of a rank within a call.
 
     Attributes:
-        asked: question without an reply so far.
+        asked: question without a reply so far.
         mark, stack: its last position.
         heard: time of the last reply.
         moved: time at which the position last changed.
