@@ -98,7 +98,7 @@ class Calls:
 
     @property
     def started(self) -> bool:
-        """Whether the engine is initialized in processes that live."""
+        """True if the engine is initialized in processes that live."""
         return self._seats is not None and self.executor.lost is None and self.generation == self.executor.generation
 
     def require_seats(self) -> list[Seat]:
@@ -125,7 +125,7 @@ class Calls:
             arguments: by name.
 
         Raises:
-            ValueError: an argument cannot be sent, or the member has no future.
+            ValueError: an argument cannot be sent, or the member returns no future.
         """
         row = TABLE[name]
         self.require_seats()

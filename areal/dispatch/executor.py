@@ -25,7 +25,9 @@ class Executor(Protocol):
 
     size: int
     generation: int
-    lost: Exception | None
+
+    @property
+    def lost(self) -> Exception | None: ...
 
     def put(self, value: Any) -> Handle:
         """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank."""

@@ -138,7 +138,7 @@ class WorkerGroup(TrainEngine):
             args, kwargs: its arguments.
 
         Raises:
-            ValueError: the verb has no future (streams, contexts and the driver's own members), or an argument cannot be sent.
+            ValueError: the verb returns no future (streams, contexts and the driver's own members), or an argument cannot be sent.
         """
         name = verb.__name__
         arguments = inspect.signature(verb).bind(self, *args, **kwargs).arguments

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Sent(Enum):
-    """What the ranks receive."""
+    """Values that the ranks receive."""
 
     SHARDS = "one shard for each data-parallel coordinate"
     MICROBATCHES = "which of the micro-batches that they hold"
@@ -16,7 +16,7 @@ class Sent(Enum):
 
 
 class Returned(Enum):
-    """What the driver returns."""
+    """Value that the driver returns."""
 
     RANK_0 = "result of rank 0"
     RANKS = "one result for each rank"

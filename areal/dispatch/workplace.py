@@ -29,7 +29,7 @@ class Workplace:
 
     Attributes:
         rank, size: rank of the process, and number of ranks.
-        objects: engines by name, and whatever calls leave for later calls: micro-batches, streams, open contexts.
+        objects: engines by name, and objects that calls keep for later calls: micro-batches, streams, open contexts.
     """
 
     def __init__(self, rank: int, size: int) -> None:

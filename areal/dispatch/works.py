@@ -1,4 +1,4 @@
-"""What the ranks run: functions with the engine of a group, in the process of a rank."""
+"""Functions that the ranks run, with the engine of a group, in the process of a rank."""
 
 from __future__ import annotations
 
