@@ -31,6 +31,7 @@ from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Norma
 from areal.api.memory import EngineMemory, KindMemory
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
+from areal.api.pending import Finished, Pending
 from areal.api.weights import (
     NamedTensor,
     SelectName,
@@ -54,6 +55,7 @@ __all__ = [
     "EngineMemory",
     "FSDPConfig",
     "FinetuneSpec",
+    "Finished",
     "KindMemory",
     "LoRAConfig",
     "LossFn",
@@ -73,6 +75,7 @@ __all__ = [
     "OutputName",
     "Outputs",
     "ParallelDims",
+    "Pending",
     "PrefixTree",
     "ProcessOutputFn",
     "Reduction",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,13 @@ from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, P
 from areal.api.memory import EngineMemory
 from areal.api.microbatch import MicroBatchList
 from areal.api.parallel import ParallelDims
+from areal.api.pending import Finished, Pending
 from areal.api.weights import NamedTensor
 
 __all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class TrainEngine(ABC):
@@ -77,6 +81,15 @@ class TrainEngine(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.destroy()
+
+    # ---- futures
+
+    def start(self, verb: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Start a verb, and return its future: ``engine.start(TrainEngine.forward_batch, batch)``.
+
+        An engine runs the verb at once. A group of ranks returns before the verb ends, so that groups on separate devices run together.
+        """
+        return Finished(getattr(self, verb.__name__)(*args, **kwargs))
 
     # ---- position in the layout
 
@@ -331,9 +344,7 @@ class TrainEngine(ABC):
         """Move the selected tensors to host memory and return unused device memory. A verb that needs them calls :meth:`onload` first.
 
         Args:
-            params: move parameters.
-            grads: move pending gradients.
-            optimizer: move optimizer state.
+            params, grads, optimizer: move parameters, pending gradients, optimizer state.
         """
 
     @abstractmethod
@@ -373,15 +384,9 @@ class TrainEngine(ABC):
     def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
         """Return a context that profiles this rank and writes files on exit, also after an error. Not collective.
 
-        Files of rank 0, and so on for each rank:
-
-        - ``trace-rank0.json.gz``: a trace of torch's profiler, for ``chrome://tracing`` or https://ui.perfetto.dev. A call with a loss has
-          the ranges ``data``, ``reduce``, ``optimizer`` and ``schedule``. Inside ``schedule``, each micro-batch has ``forward mb 0`` and
-          ``backward mb 0`` (without a number in Megatron's interleaved pipelines).
-        - ``memory-rank0.json``: bytes of all tensors over time, with the phase, and the peak. On a CPU, relative to the start.
-        - ``memory-rank0.pickle``: on a GPU, every allocation, for https://pytorch.org/memory_viz.
-
-        Calls inside the context are slower, most of all the first.
+        Rank 0 writes ``trace-rank0.json.gz``, a trace of torch's profiler with a range for each phase and micro-batch, and
+        ``memory-rank0.json``, bytes of all tensors over time (on a CPU, relative to the start). On a GPU, ``memory-rank0.pickle`` has every
+        allocation, for https://pytorch.org/memory_viz. Other ranks do the same. Calls inside the context are slower.
 
         Args:
             folder: output directory. Created if it is missing; files of an earlier profile are replaced.

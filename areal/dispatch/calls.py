@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from areal.api import LossObjective, NamedTensor, TrainEngineConfig
+from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput
 from areal.dispatch.executor import Executor, Handle, Work
 from areal.dispatch.micro_batches import RemoteMicroBatches, joined_layouts
-from areal.dispatch.pending import Pending
+from areal.dispatch.pending import PendingCall
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.dispatch.works import (
@@ -84,7 +84,7 @@ class Calls:
         """
         self._drop_unused()
         nothing = [None] * self.executor.size
-        return Pending(self.executor.start(what, work, nothing if arguments is None else arguments), finish)
+        return PendingCall(self.executor.start(what, work, nothing if arguments is None else arguments), finish)
 
     def run(self, what: str, work: Work, arguments: Sequence[Any] | None = None) -> list[Any]:
         """Run ``work`` on every rank, and return the values of all ranks."""

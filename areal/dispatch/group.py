@@ -15,12 +15,14 @@ from torch import Tensor
 from areal.api import (
     EngineMemory,
     FinetuneSpec,
+    Finished,
     LossFn,
     LossObjective,
     LossWeightFn,
     MicroBatchList,
     NamedTensor,
     OptimStats,
+    Pending,
     SaveLoadMeta,
     StepOutput,
     TrainEngine,
@@ -34,7 +36,6 @@ from areal.dispatch.adapters import GroupAdapters
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
-from areal.dispatch.pending import Pending, done
 from areal.dispatch.table import Returned
 from areal.dispatch.transport import GroupTransport
 from areal.dispatch.works import (
@@ -175,7 +176,7 @@ class WorkerGroup(TrainEngine):
     def _start_destroy(self) -> Pending[None]:
         # Nothing is left where the processes are lost.
         if not self._calls.started:
-            return done(None)
+            return Finished(None)
         self._calls.take_seats(None)
         return self._calls.start("destroy", Destroy(self._calls.name), rank_0)
 

@@ -19,8 +19,8 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class Pending(Generic[T]):
-    """Result of a call on all ranks.
+class PendingCall(Generic[T]):
+    """Implements :class:`~areal.api.Pending` for a call on all ranks.
 
     Args:
         replies: replies of all ranks.
@@ -33,19 +33,9 @@ class Pending(Generic[T]):
         self._result: list[T] = []
 
     def done(self) -> bool:
-        """Return True if :meth:`result` does not wait."""
         return self._replies.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the call to end on all ranks, and return its result.
-
-        Args:
-            timeout: seconds to wait; ``None`` waits without limit.
-
-        Raises:
-            ValueError, RuntimeError: an error of the call, with the text that the engine raised.
-            TimeoutError: the call still runs.
-        """
         replies = self._replies.result(timeout)
         raise_errors(replies)
         with self._lock:
@@ -72,10 +62,3 @@ def raise_errors(replies: Sequence[Reply]) -> None:
     kind = KINDS[first.kind] if len(kinds) == 1 else RuntimeError
     # The longest: on the rank where the error began it also has the cause.
     raise kind(text) from RemoteTraceback(max((reply.trace for _, reply in failed), key=len))
-
-
-def done(value: T) -> Pending[T]:
-    """Return the result of a call that no rank has to run."""
-    replies: Future[list[Reply]] = Future()
-    replies.set_result([])
-    return Pending(replies, lambda _: value)

@@ -13,6 +13,7 @@ class Sent(Enum):
     MICROBATCHES = "which of the micro-batches that they hold"
     SAME = "the same arguments"
     NOTHING = "nothing"
+    LIKE_VERB = "as for the verb that it starts"
 
 
 class Returned(Enum):
@@ -25,6 +26,7 @@ class Returned(Enum):
     LAYOUT = "the layout of the micro-batches, which stay on the ranks"
     STREAM = "a stream of rank 0, bounded in bytes; all ranks iterate at the same pace"
     CONTEXT = "a context that all ranks enter and leave, also after an error"
+    FUTURE = "a future of what the verb returns"
     DRIVER = "the driver's own value, for one data-parallel shard"
 
 
@@ -65,6 +67,7 @@ TABLE: dict[str, Route] = {
     "lr": _ALL,
     "named_tensors": _STREAM,
     "named_gradients": _STREAM,
+    "start": Route(Sent.LIKE_VERB, Returned.FUTURE),
     "reference": _CONTEXT,
     "profile": _CONTEXT,
     "adapters": _DRIVER,

@@ -9,12 +9,12 @@ from typing import Any, TypedDict
 
 import torch
 
-from areal.api import Metric, SaveLoadMeta, StepOutput, TensorSource, TrainEngine
+from areal.api import Finished, Metric, Pending, SaveLoadMeta, TensorSource, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import Estimator, GroupRelative, Sample, check_estimator, group_tokens
 from areal.trainer.losses import Objective
 from areal.trainer.monitoring import StepProfile, StepTimer, Tracker, Trackers, reduce_metrics, step_metrics
-from areal.trainer.reference import check_reference, check_same_shards, reference_logprobs
+from areal.trainer.reference import check_reference, check_same_shards, start_reference
 from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
 from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
@@ -230,16 +230,20 @@ class PPOTrainer:
         """
         if not self._sum_over_ranks(len(samples)):
             return []
-        # The policy's log-probs before the update, against which ratios are taken.
+        # What the objective and the estimator read of the models. Groups on separate devices compute at the same time.
+        scores: dict[str, Pending[Any]] = {}
         if self.updates.recompute_logprobs:
-            samples = _with_key(samples, "old_logprobs", self.engine.forward_batch(samples))
+            # The policy's log-probs before the update, against which ratios are taken.
+            scores["old_logprobs"] = self.engine.start(TrainEngine.forward_batch, samples)
         else:
-            samples = _with_key(samples, "old_logprobs", [sample["rollout_logprobs"] for sample in samples])
-        # Log-probs and values of the other models, for the keys that the objective and the estimator read.
-        if self.reference is not None:
-            samples = _with_key(samples, "ref_logprobs", reference_logprobs(self.engine, self.reference, samples))
+            scores["old_logprobs"] = Finished([sample["rollout_logprobs"] for sample in samples])
         if self.critic is not None:
-            samples = _with_key(samples, "old_values", self.critic.engine.forward_batch(samples, outputs=("values",)))
+            scores["old_values"] = self.critic.engine.start(TrainEngine.forward_batch, samples, outputs=("values",))
+        # Last: without an engine of its own, it waits for the policy.
+        if self.reference is not None:
+            scores["ref_logprobs"] = start_reference(self.engine, self.reference, samples)
+        for key, score in scores.items():
+            samples = _with_key(samples, key, score.result())
         samples = _with_key(samples, "group_tokens", group_tokens(samples))
         # Last: an estimator may read all of the above.
         rest = untrained if getattr(self.estimator, "compares_groups", False) else ()
@@ -269,9 +273,12 @@ class PPOTrainer:
         # All ranks skip together: a global weight of 0 would be an error. A rank alone may be without samples.
         if not self._sum_over_ranks(sum(int(sample["loss_mask"].count_nonzero()) for sample in minibatch)):
             return {"actor/empty": Metric(1.0, reduce="max")}
-        for name, engine, objective in jobs:
-            output: StepOutput = engine.train_batch(minibatch, objective)
-            metrics |= step_metrics(name, output)
+        # Groups on separate devices train at the same time.
+        steps = [
+            (name, engine.start(TrainEngine.train_batch, minibatch, objective)) for name, engine, objective in jobs
+        ]
+        for name, step in steps:
+            metrics |= step_metrics(name, step.result())
         return metrics
 
     def _sum_over_ranks(self, count: int) -> float:

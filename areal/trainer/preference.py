@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areal.api import TrainEngine
 from areal.trainer.losses import Objective, dpo_objective, reward_objective
-from areal.trainer.reference import check_reference, reference_logprobs
+from areal.trainer.reference import check_reference, start_reference
 from areal.trainer.supervised import SupervisedOptions, SupervisedTrainer
 from areal.utils.data import Segment, ShardedLoader, from_segments
 
@@ -93,7 +93,7 @@ def dpo_trainer(
         samples = flatten_pairs(pairs)
         return [
             sample | {"ref_logprobs": logprobs}
-            for sample, logprobs in zip(samples, reference_logprobs(engine, reference, samples), strict=True)
+            for sample, logprobs in zip(samples, start_reference(engine, reference, samples).result(), strict=True)
         ]
 
     return SupervisedTrainer(engine, objective or dpo_objective(), loader, prepare=prepare, **options)

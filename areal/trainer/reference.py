@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
-from areal.api import TrainEngine
+from areal.api import Finished, Pending, TrainEngine
 
 
 def check_same_shards(engine: TrainEngine, other: TrainEngine) -> None:
@@ -34,7 +33,9 @@ def check_reference(engine: TrainEngine, reference: TrainEngine) -> None:
         raise ValueError("reference is the engine that is trained, without adapters: pass a second engine, or set lora")
 
 
-def reference_logprobs(engine: TrainEngine, reference: TrainEngine, samples: list[Any]) -> Any:
-    """Return ``reference.forward_batch(samples)``. If both are the same engine, its adapters are disabled for the call. Collective."""
-    with engine.reference() if reference is engine else nullcontext():
-        return reference.forward_batch(samples)
+def start_reference(engine: TrainEngine, reference: TrainEngine, samples: list[Any]) -> Pending[Any]:
+    """Start ``reference.forward_batch(samples)``. If both are the same engine, its adapters are disabled for the call. Collective."""
+    if reference is engine:
+        with engine.reference():
+            return Finished(engine.forward_batch(samples))
+    return reference.start(TrainEngine.forward_batch, samples)

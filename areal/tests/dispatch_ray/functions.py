@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal.dispatch.pending import Pending
+from areal.dispatch.pending import PendingCall
 from areal.dispatch.workplace import Workplace
 from areal.utils.distributed import init_default_group
 
@@ -19,8 +19,8 @@ def run(workers: Any, work: Any, arguments: list[Any] | None = None, what: str =
     return start(workers, work, arguments, what).result(60.0)
 
 
-def start(workers: Any, work: Any, arguments: list[Any] | None = None, what: str = "a call") -> Pending[list[Any]]:
-    return Pending(workers.start(what, work, arguments or [None] * workers.size), list)
+def start(workers: Any, work: Any, arguments: list[Any] | None = None, what: str = "a call") -> PendingCall[list[Any]]:
+    return PendingCall(workers.start(what, work, arguments or [None] * workers.size), list)
 
 
 def rank_and_size(workplace: Workplace, _: Any) -> tuple[int, int]:

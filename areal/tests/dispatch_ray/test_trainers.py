@@ -14,6 +14,7 @@ from areal.api import FinetuneSpec, LoRAConfig, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.ray import RayWorkers
 from areal.engine.registry import create_engine
+from areal.tests.dist.dispatch.test_overlap import check_overlap
 from areal.tests.dist.trainer.test_ppo import CRITIC, GOLDEN, OPTIMIZER, PLAN, STEPS, run
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve, played
@@ -105,6 +106,15 @@ def test_run_goes_on_with_another_launcher(pair: RayWorkers, first: str, tmp_pat
     assert len(actual) == 4
     for a, b in zip(actual, expected, strict=True):
         assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+
+
+def test_models_in_processes_of_their_own_score_and_train_together(cluster: Any, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        executors = {
+            name: stack.enter_context(RayWorkers(1, environment={"OMP_NUM_THREADS": "1"}))
+            for name in ("policy", "reference", "critic")
+        }
+        check_overlap(executors, tmp_path, seconds=60.0)
 
 
 def test_adapters_learn_with_their_base_model_as_reference(pair: RayWorkers) -> None:

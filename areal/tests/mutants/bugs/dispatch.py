@@ -268,3 +268,21 @@ if find_spec("ray") is not None:
     def failed_rank_does_not_shorten_the_wait(right: Function) -> Function:
         """Ranks that wait for one that has failed are waited for as long as without an error."""
         return lambda self, answers: self.hang_seconds
+
+
+# ---- overlap
+
+
+@mutant(
+    "areal.dispatch.group:WorkerGroup.start",
+    "dist/dispatch/test_overlap.py::test_models_on_their_own_devices_score_and_train_together[w1-policy-reference-critic]",
+)
+def futures_that_wait(right: Function) -> Function:
+    """A verb that is started has ended when its future is returned, so that groups on separate devices run one after the other."""
+
+    def wrong(self: Any, verb: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = right(self, verb, *args, **kwargs)
+        pending.result()
+        return pending
+
+    return wrong
