@@ -1,4 +1,4 @@
-"""Values in Ray's object store: shards of a batch, and functions, each stored once."""
+"""Values that go to the ranks: shards of a batch, and functions. Each is pickled once; the object store of Ray has those that are large."""
 
 from __future__ import annotations
 
@@ -60,6 +60,20 @@ class StoredBatch:
         return unpack_tensors(ray.get(self.ref))
 
 
+SMALL = 128 * 2**10
+"""Bytes of a batch up to which it travels in the calls: the object store takes longer."""
+
+
+@dataclass(frozen=True)
+class SmallBatch:
+    """A batch in the bytes of cloudpickle, which were made once for all ranks."""
+
+    data: bytes
+
+    def get(self) -> Any:
+        return unpack_tensors(ray.cloudpickle.loads(self.data))
+
+
 _loaded: Recent[tuple[Any]] = Recent(FUNCTIONS)
 """Functions of this process, by digest: one that is sent again is not loaded again."""
 
@@ -97,8 +111,20 @@ class Store:
         self._lock = threading.Lock()
 
     def put(self, value: Any) -> Handle:
-        """Store a batch, once for all ranks that get the handle."""
-        handle = StoredBatch(ray.put(pack_tensors(value)))
+        """Store a batch, once for all ranks that get the handle.
+
+        Raises:
+            ValueError: the batch cannot be sent.
+        """
+        packed = pack_tensors(value)
+        try:
+            data = ray.cloudpickle.dumps(packed) if packed.nbytes <= SMALL else b""
+            # What is not a tensor may be large, too.
+            handle: Handle = SmallBatch(data) if 0 < len(data) <= 2 * SMALL else StoredBatch(ray.put(packed))
+        except Exception as error:
+            raise ValueError(
+                f"the batch cannot be sent to the ranks: {error}: pass tensors, numbers and strings"
+            ) from error
         with self._lock:
             self.batches += 1
         return handle

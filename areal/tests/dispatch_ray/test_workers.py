@@ -16,6 +16,7 @@ import torch
 
 from areal.dispatch.pending import RemoteTraceback
 from areal.dispatch.ray import RayWorkers
+from areal.dispatch.ray.stored import SmallBatch, StoredBatch
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.conftest import LIMIT
 from areal.tests.dispatch_ray.functions import run, start
@@ -60,14 +61,27 @@ def test_call_has_little_overhead(pair: RayWorkers) -> None:
     assert min(seconds) < 0.02
 
 
-def test_batch_is_stored_once_for_all_ranks(pair: RayWorkers) -> None:
+@pytest.mark.parametrize(("length", "kind"), [(5, SmallBatch), (20_000, StoredBatch)])
+def test_batch_is_stored_once_for_all_ranks(pair: RayWorkers, length: int, kind: type) -> None:
     before = pair.store.batches
-    batch = [{"input_ids": torch.arange(5), "loss_mask": torch.ones(5)}, {"input_ids": torch.arange(3)}]
+    batch = [{"input_ids": torch.arange(length), "loss_mask": torch.ones(5)}, {"input_ids": torch.arange(3)}]
     handle = pair.put(batch)
+    assert isinstance(handle, kind)
     for its in run(pair, functions.get, [handle, handle]):
         assert [sorted(sample) for sample in its] == [["input_ids", "loss_mask"], ["input_ids"]]
-        assert torch.equal(its[0]["input_ids"], torch.arange(5))
+        assert torch.equal(its[0]["input_ids"], torch.arange(length))
     assert pair.store.batches == before + 1
+
+
+def test_what_is_no_tensor_is_stored_if_it_is_large(pair: RayWorkers) -> None:
+    assert isinstance(pair.put([{"image": bytes(2**20)}]), StoredBatch)
+
+
+def test_batch_that_cannot_be_sent_raises(pair: RayWorkers) -> None:
+    before = pair.store.batches
+    with pytest.raises(ValueError, match=r"the batch cannot be sent to the ranks: cannot pickle '_thread\.lock'"):
+        pair.put([{"input_ids": torch.arange(5), "lock": threading.Lock()}])
+    assert pair.store.batches == before
 
 
 # ---- functions
