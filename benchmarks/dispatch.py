@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from areal.dispatch.ray import RayWorkers
 from areal.dispatch.shards import plan_shards
 from areal.dispatch.wire import pack_tensors, unpack_tensors
 from benchmarks.model import Size, write_model
+
+E = TypeVar("E", bound=TrainEngine)
 
 ROUNDS = 15
 SAMPLES = 64
@@ -83,7 +85,7 @@ def loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
     return -(outputs.logprobs * batch["advantages"] * batch["loss_mask"]).sum()
 
 
-def started(engine: TrainEngine) -> TrainEngine:
+def started(engine: E) -> E:
     """Initialize an engine, or a group."""
     engine.initialize(FinetuneSpec(total_train_steps=1000))
     return engine

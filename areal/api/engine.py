@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ class TrainEngine(ABC):
     def destroy(self) -> None:
         """Finish an asynchronous save, and free the model, the optimizer and this engine's process groups. May be called twice."""
 
-    def __enter__(self) -> TrainEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
