@@ -26,6 +26,7 @@ from areal.api.config import (
     OptimizerConfig,
     TrainEngineConfig,
 )
+from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.memory import EngineMemory, KindMemory
@@ -52,6 +53,7 @@ __all__ = [
     "BatchForm",
     "BatchInput",
     "Checkpointer",
+    "Control",
     "EngineMemory",
     "FSDPConfig",
     "FinetuneSpec",

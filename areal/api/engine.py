@@ -18,6 +18,7 @@ from areal.api.arguments import BatchInput, Outputs, default_loss_weight
 from areal.api.batch import OptimStats, StepOutput
 from areal.api.checkpoint import SaveLoadMeta
 from areal.api.config import FinetuneSpec, TrainEngineConfig
+from areal.api.control import Control
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.memory import EngineMemory
 from areal.api.microbatch import MicroBatchList
@@ -47,12 +48,14 @@ class TrainEngine(ABC):
         config: configuration that the engine was created with.
         dims: parallel layout, parsed from ``config.backend``.
         device: device of this rank.
+        control: exchanges values between all ranks, for what is made on them, such as weight transports.
         version: counter of the weights, set by the caller.
     """
 
     config: TrainEngineConfig
     dims: ParallelDims
     device: torch.device
+    control: Control
     version: int
 
     # ---- life cycle
@@ -324,10 +327,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:
-        """Load a checkpoint written on any layout. Pending gradients are discarded.
-
-        Args:
-            meta: path, format and content; see :class:`~areal.api.checkpoint.SaveLoadMeta`.
+        """Load a checkpoint written on any layout. Pending gradients are discarded. ``meta`` as for :meth:`save`.
 
         Raises:
             ValueError: the checkpoint is missing, incomplete or damaged, or of another model. Names the file and the key.

@@ -47,6 +47,7 @@ from areal.dispatch.works import (
 )
 from areal.engine.options import engine_config
 from areal.engine.registry import engine_class
+from areal.utils.distributed import ControlPlane
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,6 +87,7 @@ class WorkerGroup(TrainEngine):
                 "processes: give both the same number"
             )
         self.device = torch.device("cpu")
+        self.control = ControlPlane(alone=True)
         self.version = 0
         self._calls = Calls(self._executor, name, self.config)
         self._shared_folder = shared_folder

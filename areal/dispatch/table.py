@@ -80,6 +80,7 @@ TABLE: dict[str, Route] = {
     "adapters.load": _ALL,
     "adapters.named_tensors": _STREAM,
     "config": _DRIVER,
+    "control": _DRIVER,
     "dims": _DRIVER,
     "device": _DRIVER,
     "version": _DRIVER,

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from areal.api.control import Control
 from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.utils import platform
-from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
 from areal.weight_sync.push import PushSender
@@ -50,7 +50,7 @@ class BroadcastTransport(Transport):
 
     def __init__(
         self,
-        control: ControlPlane,
+        control: Control,
         address: tuple[str, int] = ("127.0.0.1", 0),
         *,
         receivers: int = 1,

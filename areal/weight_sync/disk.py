@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from areal.api.control import Control
 from areal.api.weights import NamedTensor, UpdateKind, WeightUpdateMeta
 from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.engine.checkpoint.atomic_dir import (
@@ -27,7 +28,6 @@ from areal.engine.checkpoint.atomic_dir import (
 )
 from areal.engine.checkpoint.safetensors import INDEX_FILE, TensorFiles, TensorSpec, TensorWriter, index_of
 from areal.engine.model.hub import copy_model_files, read_config
-from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import full_box
 from areal.weight_sync.apply import Replica
 from areal.weight_sync.transport import OutgoingTensors, Transport, ignore_errors
@@ -66,7 +66,7 @@ class DiskTransport(Transport):
 
     def __init__(
         self,
-        control: ControlPlane,
+        control: Control,
         folder: str | Path,
         *,
         keep: int = 2,

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
+from areal.api.control import Control
 from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.utils import platform
-from areal.utils.distributed import ControlPlane
 from areal.weight_sync.bucket import DEFAULT_BYTES, check_bucket_bytes
 from areal.weight_sync.connection import Connection, Listener, Message
 from areal.weight_sync.push import PushSender
@@ -57,7 +57,7 @@ class SharedMemoryTransport(Transport):
 
     def __init__(
         self,
-        control: ControlPlane,
+        control: Control,
         path: str | Path,
         *,
         receivers: int = 1,

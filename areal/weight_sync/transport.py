@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from areal.api.control import Control
 from areal.api.weights import NamedTensor, SelectName, TensorSource, UpdateKind, WeightUpdateMeta
-from areal.utils.distributed import ControlPlane
 from areal.weight_sync.apply import Replica, Staging
 
 _T = TypeVar("_T")
@@ -86,7 +86,7 @@ class Transport:
             of each weight.
     """
 
-    def __init__(self, control: ControlPlane, sender: Sender | None, *, cast: torch.dtype | None = None) -> None:
+    def __init__(self, control: Control, sender: Sender | None, *, cast: torch.dtype | None = None) -> None:
         self._control, self._sender, self._cast = control, sender, cast
 
     def send(self, source: TensorSource, version: int, *, select: SelectName | None = None) -> WeightUpdateMeta:
@@ -175,7 +175,7 @@ class DirectTransport(Transport):
         staging: device of the staged update.
     """
 
-    def __init__(self, control: ControlPlane, module: nn.Module | None, *, staging: torch.device | str = "cpu") -> None:
+    def __init__(self, control: Control, module: nn.Module | None, *, staging: torch.device | str = "cpu") -> None:
         self.replica = None if module is None else Replica(module)
         sender = None if self.replica is None else _DirectSender(self.replica, torch.device(staging))
         super().__init__(control, sender)

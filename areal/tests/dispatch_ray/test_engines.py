@@ -18,9 +18,10 @@ from areal.dispatch.shards import plan_shards
 from areal.dispatch.workplace import Workplace
 from areal.engine.registry import create_engine
 from areal.tests.dispatch_ray.functions import run
-from areal.tests.dist.dispatch.test_in_process import Counter, half_of_the_loss, same, untimed
+from areal.tests.dist.dispatch.test_in_process import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
 from areal.tests.harness.tiny import config, global_batch, loss, weights_of
+from areal.weight_sync.disk import DiskTransport
 
 SPEC = FinetuneSpec(total_train_steps=1000)
 
@@ -66,6 +67,12 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
         for row, output in zip(padded, outputs, strict=True):
             assert torch.equal(row[: len(output)], output)
         assert same(weights_of(group), expected[0][2])
+        # From the ranks to a folder, and through the driver.
+        folders = [tmp_path / "ranks", tmp_path / "driver"]
+        group.transport(lambda engine: DiskTransport(engine.control, folders[0])).send(group, 1)
+        DiskTransport(group.control, folders[1]).send(group, 1)
+        for folder in folders:
+            assert same(weights_in(folder / "version-00000001"), expected[0][2])
 
         # A loop of the caller's: micro-batches stay on the ranks.
         mbs = group.microbatches(batches[2])

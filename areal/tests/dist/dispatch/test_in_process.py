@@ -316,6 +316,12 @@ def test_folder_that_is_not_shared_is_refused_before_anything_is_written(tmp_pat
             handle.initialize(FinetuneSpec(total_train_steps=10))
 
 
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a model directory."""
+    with TensorFiles.of_model(folder) as files:
+        return {name: files.read(name, full_box(files.shape(name))) for name in files}
+
+
 @pytest.mark.world(1)
 def test_weights_are_sent_from_the_ranks(tmp_path: Path) -> None:
     with group("fsdp:d1") as handle, group("fsdp:d1") as other:
@@ -324,12 +330,10 @@ def test_weights_are_sent_from_the_ranks(tmp_path: Path) -> None:
         sent = transport.send(handle, 3)
         assert sent.version == 3
         assert sent.n_tensors == len(weights_of(handle))
-        received = TensorFiles.of_model(tmp_path / "weights" / "version-00000003")
-        with received as files:
-            assert all(
-                torch.equal(files.read(name, full_box(tensor.shape)), tensor)
-                for name, tensor in weights_of(handle).items()
-            )
+        assert same(weights_in(tmp_path / "weights" / "version-00000003"), weights_of(handle))
+        # Through the driver, which is a rank of its own.
+        DiskTransport(handle.control, tmp_path / "driver").send(handle, 4)
+        assert same(weights_in(tmp_path / "driver" / "version-00000004"), weights_of(handle))
         with pytest.raises(ValueError, match="pass that group"):
             transport.send(other, 4)
         transport.close()
