@@ -36,7 +36,7 @@ from areal.dispatch.adapters import GroupAdapters
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
-from areal.dispatch.table import Returned
+from areal.dispatch.table import TABLE, Returned
 from areal.dispatch.transport import GroupTransport
 from areal.dispatch.works import (
     CarriedState,
@@ -143,7 +143,11 @@ class WorkerGroup(TrainEngine):
         Raises:
             ValueError: the verb returns no future (streams, contexts and the driver's own members), or an argument cannot be sent.
         """
-        name = verb.__name__
+        name = getattr(verb, "__name__", repr(verb))
+        if name not in TABLE:
+            raise ValueError(
+                f"verb = {name}: pass a method of TrainEngine; run(fn) and start_run(fn) call other functions"
+            )
         arguments = inspect.signature(verb).bind(self, *args, **kwargs).arguments
         arguments.pop("self")
         return self._start(name, arguments)

@@ -42,7 +42,10 @@ class Initialize:
 
     def __call__(self, workplace: Workplace, _: Any) -> Seat:
         if self.engine in workplace.objects:
-            raise RuntimeError("the engine is already initialized: destroy it, or make another")
+            raise RuntimeError(
+                f"the engine is already initialized: destroy it, or give another group a name that is not "
+                f"{self.engine!r}: WorkerGroup(name=...)"
+            )
         engine = create_engine(self.config)
         engine.initialize(self.spec)
         workplace.objects[self.engine] = engine

@@ -258,6 +258,10 @@ def test_futures() -> None:
         assert same(outputs.result(), engine.forward_batch(global_batch(1)))
         with pytest.raises(ValueError, match="no future"):
             handle.start(TrainEngine.named_tensors)
+        with pytest.raises(ValueError, match="verb = untimed: pass a method of TrainEngine"):
+            handle.start(untimed)
+        with pytest.raises(RuntimeError, match=r"already initialized.*name that is not 'engine'"):
+            WorkerGroup(config("fsdp:d1"), handle._executor).initialize(FinetuneSpec(total_train_steps=10))
 
 
 @pytest.mark.world(1)
