@@ -6,20 +6,21 @@ import asyncio
 import collections.abc
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from areal.api.weights import NamedTensor
 from areal.trainer.rollout.continuous_batching import GenerationLimits
+from areal.trainer.rollout.pending_answer import PendingAnswer
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.sampler import Request, RequestSampler, end_tokens
+from areal.trainer.rollout.stop_strings import StopStrings
 from areal.utils import platform
 from areal.utils.offload import HostMemory, make_resizable
 from areal.weight_sync.apply import load_named
@@ -29,15 +30,6 @@ _POLL = 0.2
 
 _CLOSED = "the rollout was closed: make another one"
 _ASLEEP = "the rollout is asleep: call wake() first"
-
-
-@dataclass
-class _Pending:
-    """A request that is not finished, and the future of its answer."""
-
-    prompt: tuple[int, ...]
-    request: Request
-    future: Future[Completion] = field(default_factory=Future)
 
 
 class LocalRollout:
@@ -61,6 +53,7 @@ class LocalRollout:
         page_size: tokens per cache page, the unit of sharing.
         max_batch_tokens: maximum number of tokens of one forward. Use few on a CPU, where ``sdpa`` attends over all sequences of a forward.
         seed: seed of the seeds of requests without one, in order of arrival. ``None`` uses the system's entropy.
+        tokenizer: tokenizer of the model, for requests with stop strings.
 
     Raises:
         ValueError: a number is out of range, or the model's attention is not supported.
@@ -77,6 +70,7 @@ class LocalRollout:
         page_size: int = 16,
         max_batch_tokens: int = 256,
         seed: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         pages = -(-max_context // page_size)
         if cache_tokens is None:
@@ -88,10 +82,11 @@ class LocalRollout:
         self._vocab = model.config.get_text_config().vocab_size
         self._page_size = page_size
         self._end_tokens = end_tokens(model)
-        self._sampler = RequestSampler(version, self._on_first_token)
+        self._tokenizer = tokenizer
+        self._sampler = RequestSampler(version, self._on_first_token, self._on_stop_string)
         self._seeds = np.random.default_rng(seed)
         self._count = 0
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, PendingAnswer] = {}
         # By prompt: the request that computes it, and the requests that wait for its keys and values.
         self._waiting: dict[tuple[int, ...], tuple[str, list[str]]] = {}
         self._lock = threading.Lock()  # guards the requests
@@ -124,7 +119,8 @@ class LocalRollout:
         """Generate an answer to a prompt. Cancelling the task ends the request at the next step.
 
         Raises:
-            ValueError: the prompt is empty, has an unknown token, or exceeds ``max_context`` together with ``max_new_tokens``.
+            ValueError: the prompt is empty, has an unknown token, or exceeds ``max_context`` together with ``max_new_tokens``; or the
+                request has stop strings, and the engine no tokenizer.
             RuntimeError: the engine is closed or asleep, or generation failed; names the cause.
         """
         name, pending = self._submit(self._check_prompt(prompt_ids, sampling), sampling)
@@ -246,9 +242,13 @@ class LocalRollout:
                 f"{len(prompt)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} are longer than max_context = "
                 f"{self.max_context}: shorten one, or make the rollout with more"
             )
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError(
+                f"Sampling.stop = {sampling.stop}: text needs a tokenizer: make LocalRollout(tokenizer=...), or set stop_token_ids"
+            )
         return prompt
 
-    def _submit(self, prompt: list[int], sampling: Sampling) -> tuple[str, _Pending]:
+    def _submit(self, prompt: list[int], sampling: Sampling) -> tuple[str, PendingAnswer]:
         """Register a request, and start it or let it wait for another with the same prompt."""
         with self._lock:
             self._check_serving()
@@ -259,7 +259,8 @@ class LocalRollout:
             seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
             if sampling.stop_token_ids is None:
                 sampling = replace(sampling, stop_token_ids=self._end_tokens)
-            pending = self._pending[name] = _Pending(tuple(prompt), Request(sampling, seed))
+            stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
+            pending = self._pending[name] = PendingAnswer(tuple(prompt), Request(sampling, seed, stop))
             self._sampler.add(name, pending.request)
             if pending.prompt in self._waiting:
                 self._waiting[pending.prompt][1].append(name)
@@ -269,7 +270,7 @@ class LocalRollout:
             self._start_request(name, pending)
             return name, pending
 
-    def _start_request(self, name: str, pending: _Pending) -> None:
+    def _start_request(self, name: str, pending: PendingAnswer) -> None:
         """Pass a request to the manager. If generation has just failed, the manager ignores it and the collector thread fails the request."""
         sampling = pending.request.sampling
         self._manager.add_request(
@@ -285,6 +286,13 @@ class LocalRollout:
             if name in self._pending:
                 self._start_waiting(name, self._pending[name].prompt)
 
+    def _on_stop_string(self, name: str) -> None:
+        """Deliver an answer whose text has a stop string, of which the manager knows nothing."""
+        pending = self._remove(name)
+        if pending is not None:
+            self._manager.cancel_request(name)
+            pending.resolve(pending.request.completion("stop"))
+
     def _start_waiting(self, name: str, prompt: tuple[int, ...]) -> None:
         """Start the requests that wait for ``name`` to compute ``prompt``. Called with the lock."""
         if prompt in self._waiting and self._waiting[prompt][0] == name:
@@ -292,7 +300,7 @@ class LocalRollout:
                 if other in self._pending and not self._closed:
                     self._start_request(other, self._pending[other])
 
-    def _remove(self, name: str) -> _Pending | None:
+    def _remove(self, name: str) -> PendingAnswer | None:
         """Remove a request, and let others with its prompt go on. Returns ``None`` if it was removed before."""
         with self._lock:
             self._sampler.remove(name)
@@ -345,7 +353,7 @@ class LocalRollout:
             pending = self._remove(name)
             self._manager.cancel_request(name)
             if pending is not None:
-                _resolve(pending.future, RuntimeError(f"{why}: the weights are mixed"))
+                pending.resolve(RuntimeError(f"{why}: the weights are mixed"))
 
     def _collect(self) -> None:
         """Deliver finished answers until generation ends. Runs in the collector thread."""
@@ -374,24 +382,14 @@ class LocalRollout:
         pending = self._remove(result.request_id)
         if pending is not None and pending.request.tokens != result.generated_tokens:
             error = "other tokens came back than were drawn: this release of transformers is unknown"
-            _resolve(pending.future, RuntimeError(f"{result.request_id}: {error}"))
+            pending.resolve(RuntimeError(f"{result.request_id}: {error}"))
         elif pending is not None:
-            _resolve(pending.future, pending.request.completion())
+            pending.resolve(pending.request.completion())
 
     def _end(self, name: str, why: str) -> None:
         """End a request early: with its tokens so far if the engine is closing, else with an error."""
         pending = self._remove(name)
         if pending is not None and self._closed:
-            _resolve(pending.future, pending.request.completion("aborted"))
+            pending.resolve(pending.request.completion("aborted"))
         elif pending is not None:
-            _resolve(pending.future, RuntimeError(why))
-
-
-def _resolve(future: Future[Completion], answer: Completion | RuntimeError) -> None:
-    """Set the result of a future, unless it was cancelled."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(answer, Completion):
-        future.set_result(answer)
-    else:
-        future.set_exception(answer)
+            pending.resolve(RuntimeError(why))

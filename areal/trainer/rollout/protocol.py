@@ -13,7 +13,7 @@ from torch import Tensor
 from areal.utils.data.sequences import Segment, from_segments, where_trained
 
 FinishReason = Literal["stop", "length", "aborted"]
-"""``"stop"``: a stop token was sampled, and is the last token. ``"length"``: ``max_new_tokens`` or the context limit was reached.
+"""``"stop"``: the last token is a stop token, or completes a stop string. ``"length"``: ``max_new_tokens`` or the context limit was reached.
 ``"aborted"``: the request was ended early."""
 
 
@@ -30,9 +30,11 @@ class Sampling:
             ``generation_config``, if it has any. ``()``: none, so that every answer has ``max_new_tokens``.
         seed: seed of this request. The same seed, prompt and weights give the same tokens, regardless of concurrent requests. ``None`` draws
             a seed.
+        stop: strings that end an answer as soon as its text has one, however it is cut into tokens. The token that completes the string is part
+            of the answer, and so may be a few characters after it.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or a stop string is empty.
     """
 
     max_new_tokens: int = 256
@@ -41,6 +43,7 @@ class Sampling:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # Each field with its condition and the text of the rule.
@@ -49,10 +52,11 @@ class Sampling:
             "temperature": (self.temperature >= 0, "at least 0; 0 takes the most likely token"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
             "top_k": (self.top_k >= 0, "at least 0; 0 keeps all tokens"),
+            "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
         }
         for name, (fits, rule) in limits.items():
             if not fits:
-                raise ValueError(f"Sampling.{name} = {getattr(self, name)}: it must be {rule}")
+                raise ValueError(f"Sampling.{name} = {getattr(self, name)!r}: it must be {rule}")
 
     def distribution(self) -> dict[str, float]:
         """Return the parameters that change the distribution from which tokens are drawn, by name."""

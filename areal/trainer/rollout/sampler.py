@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from areal.trainer.rollout.protocol import Completion, FinishReason, Sampling
+from areal.trainer.rollout.stop_strings import StopStrings
 
 
 def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -110,11 +111,13 @@ class Request:
     Attributes:
         sampling: sampling parameters.
         seed: seed of its noise; any integer, taken modulo 2^64.
+        stop: its stop strings, if it has some.
         tokens, logprobs, versions: see :class:`~areal.trainer.rollout.protocol.Completion`.
     """
 
     sampling: Sampling
     seed: int
+    stop: StopStrings | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -151,16 +154,22 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
     Args:
         version: version of the weights.
         started: called on the generation thread with the name of a request that has its first token.
+        stopped: called on the generation thread with the name of a request whose text has a stop string.
 
     Attributes:
         version: version of the weights of the next forward. Change it only while generation is paused.
     """
 
-    def __init__(self, version: int, started: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self,
+        version: int,
+        started: Callable[[str], None] = lambda name: None,
+        stopped: Callable[[str], None] = lambda name: None,
+    ) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
         self.version = version
-        self._started = started
+        self._started, self._stopped = started, stopped
         self._requests: dict[str, Request] = {}
         self._outdated: frozenset[str] = frozenset()
         self._rows: list[tuple[str, Request | None]] = []
@@ -211,6 +220,8 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
                 request.versions.append(self.version)
                 if len(request.versions) == 1:
                     self._started(name)
+                if request.stop is not None and request.stop.end(request.tokens):
+                    self._stopped(name)
         return scores
 
     def _sample(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:

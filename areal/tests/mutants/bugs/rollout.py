@@ -135,3 +135,12 @@ def keep_without_bound(right: Function) -> Function:
 def end_of_sequence_ignored(right: Function) -> Function:
     """An answer goes on after the model's end-of-sequence token."""
     return lambda model: ()
+
+
+@mutant(
+    "areal.trainer.rollout.stop_strings:StopStrings.end",
+    "unit/trainer/test_rollout_stop.py::test_window_finds_what_the_whole_text_has[0]",
+)
+def stop_strings_within_one_token(right: Function) -> Function:
+    """A stop string is found only if one token has all of it."""
+    return lambda self, tokens: right(self, tokens[-1:])

@@ -1,0 +1,94 @@
+"""Stop strings: an answer ends with the first token after which its text has one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from areal.tests.grid.models import VOCAB
+from areal.tests.unit.trainer.rollouts import PROMPT, assert_logprobs, endless, model, plain_logprobs, rollout, run
+from areal.trainer.rollout.protocol import Completion, Sampling
+from areal.trainer.rollout.stop_strings import StopStrings
+
+TEXTS = ["a", "b", "ab", "stop", "St", "op", " ", "\n", "\n\n", "</", "tool", ">", "é", "日本", "🙂", "Answer", ":"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole strings, and of the bytes of characters that need two to four."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = [byte_level.pre_tokenize_str(text)[0][0] for text in TEXTS]
+    words += [character for text in ("é", "日", "🙂") for character in byte_level.pre_tokenize_str(text)[0][0]]
+    letters = [character for character in sorted(pre_tokenizers.ByteLevel.alphabet()) if character.isascii()]
+    names = list(dict.fromkeys([*words, *letters]))[:VOCAB]
+    assert len(names) == VOCAB
+    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def shortest(tokens: tuple[int, ...], stop: tuple[str, ...]) -> int:
+    """Return the number of tokens after which the text of all of them has a stop string."""
+    counts = range(1, len(tokens) + 1)
+    return next(n for n in counts if any(string in tokenizer().decode(list(tokens[:n])) for string in stop))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_window_finds_what_the_whole_text_has(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = tuple(torch.randint(0, 30, (4000,), generator=generator).tolist())
+    for stop in (("stop",), ("</tool>",), ("é", "日"), ("🙂",), ("b\n", " Ans"), ("\n\n",)):
+        strings = StopStrings(tokenizer(), stop)
+        ends = [n for n in range(1, len(tokens) + 1) if strings.end(tokens[:n])]
+        text = tokenizer().decode(list(tokens))
+        if any(string in text for string in stop):
+            assert ends[0] == shortest(tokens, stop), stop
+        else:
+            assert not ends
+
+
+def answer_until(stop: tuple[str, ...], **options: int) -> Completion:
+    with rollout(tokenizer=tokenizer()) as engine:
+        [answer] = run(engine.generate(PROMPT, endless(60, seed=5, stop=stop, **options)))
+        return answer
+
+
+def test_answer_ends_with_the_token_that_completes_the_string() -> None:
+    whole = answer_until(())
+    text = tokenizer().decode(list(whole.tokens))
+    # Strings of several tokens, and one of the last tokens.
+    for stop in ((text[11:18],), ("not there", text[30:34]), (text[-3:],), (text[0],)):
+        answer = answer_until(stop)
+        count = shortest(whole.tokens, stop)
+        assert answer.tokens == whole.tokens[:count]
+        assert answer.logprobs == pytest.approx(whole.logprobs[:count], abs=1e-5)
+        assert answer.finish_reason == "stop"
+    assert answer_until(("not there",)).finish_reason == "length"
+
+
+def test_others_go_on_and_share_the_prompt() -> None:
+    replica = model()
+    with rollout(replica, tokenizer=tokenizer()) as engine:
+        [whole] = run(engine.generate(PROMPT, endless(40, seed=1)))
+        first = tokenizer().decode([whole.tokens[0]])
+        # The one that computes the prompt stops with its first token.
+        answers = run(
+            engine.generate(PROMPT, endless(40, seed=1, stop=(first,))),
+            *(engine.generate(PROMPT, endless(40, seed=seed)) for seed in (1, 2, 3)),
+        )
+    assert [len(answer.tokens) for answer in answers] == [1, 40, 40, 40]
+    assert answers[1].tokens == whole.tokens
+    for answer in answers[1:]:
+        assert_logprobs(answer, plain_logprobs(replica, PROMPT, answer.tokens, Sampling()))
+
+
+def test_stop_strings_without_a_tokenizer_raise() -> None:
+    with rollout() as engine, pytest.raises(ValueError, match=r"Sampling.stop = \('x',\): text needs a tokenizer"):
+        run(engine.generate(PROMPT, endless(4, stop=("x",))))
+
+
+@pytest.mark.parametrize("stop", ["text", ("a", "")])
+def test_bad_stop_strings_raise(stop: object) -> None:
+    with pytest.raises(ValueError, match=r"Sampling.stop = .*a tuple of strings that are not empty"):
+        Sampling(stop=stop)  # type: ignore[arg-type]
