@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import transformers
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
 
+from areal.trainer.rollout.protocol import Sampling
 from areal.trainer.rollout.sampler import RequestSampler
 
 _MARGIN = 0.15
@@ -41,6 +43,21 @@ class GenerationLimits:
                 most = "" if high is None else f" and at most {high}"
                 raise ValueError(f"{name} = {value}: it must be at least {low}{most} ({rule})")
 
+    def checked(self, prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> list[int]:
+        """Return a prompt as a list, or raise a ``ValueError``."""
+        prompt = [int(token) for token in prompt_ids]
+        if not prompt:
+            raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
+        unknown = [token for token in prompt if not 0 <= token < vocab_size]
+        if unknown:
+            raise ValueError(f"prompt_ids has the token {unknown[0]}: the model knows 0 to {vocab_size - 1}")
+        if len(prompt) + sampling.max_new_tokens > self.max_context:
+            raise ValueError(
+                f"{len(prompt)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} are longer than max_context = "
+                f"{self.max_context}: shorten one, or make the rollout with more"
+            )
+        return prompt
+
     def manager(self, model: PreTrainedModel, sampler: RequestSampler) -> ContinuousBatchingManager:
         """Create a manager of continuous batching, with an empty cache. It is not started.
 
@@ -72,3 +89,16 @@ class GenerationLimits:
             raise RuntimeError("this release of transformers takes its logits processors otherwise")
         manager.logit_processor = sampler
         return manager
+
+
+def forget_prefixes(manager: ContinuousBatchingManager) -> list[str]:
+    """Remove all prompts from the cache of a paused manager, so that no later request finds them. Returns the names of running requests."""
+    processor = manager.batch_processor
+    if processor is None:
+        raise RuntimeError("generation is paused, and has no batch processor: this release of transformers is unknown")
+    processor.cache.evict_cached_blocks()
+    # Blocks of running requests stay allocated, but must not be found by their hash any more.
+    for allocator in processor.cache.cache_allocators.values():
+        allocator.ledger.hash_to_block.clear()
+        allocator.ledger.block_to_hash.clear()
+    return list(processor.scheduler.active_requests)

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from areal.api.weights import NamedTensor
-from areal.trainer.rollout.continuous_batching import GenerationLimits
+from areal.trainer.rollout.continuous_batching import GenerationLimits, forget_prefixes
 from areal.trainer.rollout.pending_answer import PendingAnswer
+from areal.trainer.rollout.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.sampler import Request, RequestSampler, end_tokens
 from areal.trainer.rollout.stop_strings import StopStrings
@@ -131,6 +132,25 @@ class LocalRollout:
             self._manager.cancel_request(name)
             raise
 
+    async def prompt_logprobs(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> PromptLogprobs:
+        """Return the log-probs of a prompt's tokens. Generation is paused meanwhile.
+
+        Args:
+            prompt_ids: token ids.
+            sampling: see :func:`~areal.trainer.rollout.prompt_logprobs.prompt_logprobs`.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`generate`.
+        """
+        prompt = self._check_prompt(prompt_ids, replace(sampling, max_new_tokens=1, stop=()))
+
+        def compute() -> PromptLogprobs:
+            with self._updating, self._paused():
+                self._check_whole()
+                return prompt_logprobs(self.model, prompt, sampling)
+
+        return await asyncio.to_thread(compute)
+
     def update(self, tensors: Iterator[NamedTensor], version: int, *, complete: bool = True) -> None:
         """Copy new weights into the model. Generation is paused while the iterator runs.
 
@@ -231,17 +251,7 @@ class LocalRollout:
 
     def _check_prompt(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> list[int]:
         """Return the prompt as a list, or raise a ``ValueError``."""
-        prompt = [int(token) for token in prompt_ids]
-        if not prompt:
-            raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
-        unknown = [token for token in prompt if not 0 <= token < self._vocab]
-        if unknown:
-            raise ValueError(f"prompt_ids has the token {unknown[0]}: the model knows 0 to {self._vocab - 1}")
-        if len(prompt) + sampling.max_new_tokens > self.max_context:
-            raise ValueError(
-                f"{len(prompt)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} are longer than max_context = "
-                f"{self.max_context}: shorten one, or make the rollout with more"
-            )
+        prompt = self._limits.checked(prompt_ids, sampling, self._vocab)
         if sampling.stop and self._tokenizer is None:
             raise ValueError(
                 f"Sampling.stop = {sampling.stop}: text needs a tokenizer: make LocalRollout(tokenizer=...), or set stop_token_ids"
@@ -252,15 +262,14 @@ class LocalRollout:
         """Register a request, and start it or let it wait for another with the same prompt."""
         with self._lock:
             self._check_serving()
-            if self._broken is not None:
-                raise RuntimeError(f"{self._broken}: the weights are mixed. Send a whole update before generating")
+            self._check_whole()
             name = f"request {self._count}"
             self._count += 1
             seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
             if sampling.stop_token_ids is None:
                 sampling = replace(sampling, stop_token_ids=self._end_tokens)
             stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-            pending = self._pending[name] = PendingAnswer(tuple(prompt), Request(sampling, seed, stop))
+            pending = self._pending[name] = PendingAnswer(tuple(prompt), Request(sampling, seed, stop=stop))
             self._sampler.add(name, pending.request)
             if pending.prompt in self._waiting:
                 self._waiting[pending.prompt][1].append(name)
@@ -316,6 +325,11 @@ class LocalRollout:
         if self._failed or not self._manager.is_running():
             raise RuntimeError(f"generation has failed: {self._cause()}") from self._fatal()
 
+    def _check_whole(self) -> None:
+        """Raise a ``RuntimeError`` if an update has ended half-way."""
+        if self._broken is not None:
+            raise RuntimeError(f"{self._broken}: the weights are mixed. Send a whole update before generating")
+
     def _fatal(self) -> BaseException | None:
         return self._manager.background_thread_status.fatal_error
 
@@ -333,17 +347,7 @@ class LocalRollout:
 
     def _forget_prefixes(self) -> None:
         """Remove all prompts from the cache, and stop running requests from sharing theirs: older weights computed them."""
-        processor = self._manager.batch_processor
-        if processor is None:
-            raise RuntimeError(
-                "generation is paused, and has no batch processor: this release of transformers is unknown"
-            )
-        processor.cache.evict_cached_blocks()
-        # Blocks of running requests stay allocated, but must not be found by their hash any more.
-        for allocator in processor.cache.cache_allocators.values():
-            allocator.ledger.hash_to_block.clear()
-            allocator.ledger.block_to_hash.clear()
-        self._sampler.keep_private(list(processor.scheduler.active_requests))
+        self._sampler.keep_private(forget_prefixes(self._manager))
 
     def _break(self, why: str) -> None:
         """Fail all requests after an incomplete update: the model has some old and some new weights."""

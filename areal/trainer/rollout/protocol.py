@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Sampling:
             a seed.
         stop: strings that end an answer as soon as its text has one, however it is cut into tokens. The token that completes the string is part
             of the answer, and so may be a few characters after it.
+        top_logprobs: number of most likely tokens to return at each position.
 
     Raises:
         ValueError: a number is out of range, or a stop string is empty.
@@ -44,6 +45,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         # Each field with its condition and the text of the rule.
@@ -52,6 +54,7 @@ class Sampling:
             "temperature": (self.temperature >= 0, "at least 0; 0 takes the most likely token"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
             "top_k": (self.top_k >= 0, "at least 0; 0 keeps all tokens"),
+            "top_logprobs": (self.top_logprobs >= 0, "at least 0; 0 returns none"),
             "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
         }
         for name, (fits, rule) in limits.items():
@@ -61,6 +64,13 @@ class Sampling:
     def distribution(self) -> dict[str, float]:
         """Return the parameters that change the distribution from which tokens are drawn, by name."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
+class TopTokens(NamedTuple):
+    """The most likely tokens at one position, the most likely first, with their log-probs in nats."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class Completion:
         versions: version of the weights that generated each token.
         finish_reason: why generation ended.
         sampling: parameters of the request; ``None`` if unknown. A sample that is made from the answer carries them.
+        top: the most likely tokens at each position, under the same distribution; empty without ``Sampling.top_logprobs``.
 
     Raises:
         ValueError: the lengths differ.
@@ -84,6 +95,7 @@ class Completion:
     versions: tuple[int, ...]
     finish_reason: FinishReason
     sampling: Sampling | None = None
+    top: tuple[TopTokens, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):

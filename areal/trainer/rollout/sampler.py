@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from areal.trainer.rollout.protocol import Completion, FinishReason, Sampling
+from areal.trainer.rollout.protocol import Completion, FinishReason, Sampling, TopTokens
 from areal.trainer.rollout.stop_strings import StopStrings
 
 
@@ -98,6 +98,14 @@ def sample_tokens(logprobs: Tensor, noise: Tensor) -> Tensor:
     return first * run + inside.argmax(-1)
 
 
+def top_tokens(logprobs: Tensor, count: int) -> list[TopTokens]:
+    """Return the ``count`` most likely tokens of each row of ``logprobs`` ``[n, V]``; an empty list for a count of 0."""
+    if not count:
+        return []
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    return [TopTokens(tuple(i), tuple(v)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
 def end_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of a model's ``generation_config``, which has one, several or none."""
     ends = getattr(model.generation_config, "eos_token_id", None)
@@ -111,16 +119,17 @@ class Request:
     Attributes:
         sampling: sampling parameters.
         seed: seed of its noise; any integer, taken modulo 2^64.
+        tokens, logprobs, versions, top: see :class:`~areal.trainer.rollout.protocol.Completion`.
         stop: its stop strings, if it has some.
-        tokens, logprobs, versions: see :class:`~areal.trainer.rollout.protocol.Completion`.
     """
 
     sampling: Sampling
     seed: int
-    stop: StopStrings | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top: list[TopTokens] = field(default_factory=list)
+    stop: StopStrings | None = None
 
     def __post_init__(self) -> None:
         self._generator = np.random.default_rng(self.seed % 2**64)
@@ -140,6 +149,7 @@ class Request:
             tuple(self.versions[:count]),
             finish_reason,
             self.sampling,
+            tuple(self.top[:count]),
         )
 
 
@@ -211,11 +221,13 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         live = [(row, name, request) for row, (name, request) in enumerate(self._rows) if request is not None]
         if live:
             rows, names, requests = zip(*live, strict=True)
-            tokens, logprobs = self._sample(scores[list(rows)], requests)
+            tokens, logprobs, tops = self._sample(scores[list(rows)], requests)
             scores[list(rows), tokens] = torch.inf
-            for name, request, token, logprob in zip(names, requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            drawn = zip(names, requests, tokens.tolist(), logprobs.tolist(), tops, strict=True)
+            for name, request, token, logprob, top in drawn:
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
+                request.top += top
                 # Last: Request.completion counts the versions.
                 request.versions.append(self.version)
                 if len(request.versions) == 1:
@@ -224,8 +236,8 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
                     self._stopped(name)
         return scores
 
-    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-        """Return a token ``[n]`` and its log-prob ``[n]`` for each request."""
+    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor, list[list[TopTokens]]]:
+        """Return a token ``[n]`` and its log-prob ``[n]`` for each request, and the most likely tokens if it asks for some."""
         samplings = [request.sampling for request in requests]
         logprobs = log_probs(logits, samplings)
         size = noise_size(logits.shape[1])
@@ -242,4 +254,5 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
                 f"a sampled token has the log-prob {chosen[~chosen.isfinite()][0].item()}: the logits of version {self.version} are "
                 "not finite, so its weights are broken"
             )
-        return tokens, chosen
+        tops = [top_tokens(logprobs[[row]], each.top_logprobs) for row, each in enumerate(samplings)]
+        return tokens, chosen, tops

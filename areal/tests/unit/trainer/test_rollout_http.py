@@ -376,6 +376,9 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
 
 
 def test_invalid_arguments_raise(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+    for option in ({"stop": ("x",)}, {"top_logprobs": 2}):
+        with pytest.raises(ValueError, match="servers are not asked for these"):
+            run(make(server).generate(PROMPT, endless(4, **option)))
     with pytest.raises(ValueError, match="prompt_ids is empty"):
         run(make(server).generate([], endless(3)))
     for servers, options, words in (

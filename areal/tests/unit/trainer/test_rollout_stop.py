@@ -43,7 +43,7 @@ def test_window_finds_what_the_whole_text_has(seed: int) -> None:
         ends = [n for n in range(1, len(tokens) + 1) if strings.end(tokens[:n])]
         text = tokenizer().decode(list(tokens))
         if any(string in text for string in stop):
-            assert ends[0] == shortest(tokens, stop), stop
+            assert ends[:1] == [shortest(tokens, stop)], stop
         else:
             assert not ends
 

@@ -121,10 +121,9 @@ class HTTPRollout:
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
-        if sampling.stop:
-            raise ValueError(
-                f"Sampling.stop = {sampling.stop}: answers of servers end by tokens: set stop_token_ids instead"
-            )
+        if sampling.stop or sampling.top_logprobs:
+            got = f"Sampling.stop = {sampling.stop}, Sampling.top_logprobs = {sampling.top_logprobs}"
+            raise ValueError(f"{got}: servers are not asked for these: use stop_token_ids, or LocalRollout")
         self._dialect.check(sampling)
         return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling))))
 

@@ -1,0 +1,84 @@
+"""Log-probs of prompts, and of the most likely tokens: those of a plain forward, at the temperature of the request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from areal.tests.unit.trainer.rollouts import CONTEXT, PROMPT, WAYS, endless, model, plain_logprobs, rollout, run
+from areal.trainer.rollout.local import LocalRollout
+from areal.trainer.rollout.prompt_logprobs import PromptLogprobs
+from areal.trainer.rollout.protocol import Completion, Sampling
+from areal.trainer.rollout.sampler import log_probs
+
+
+@pytest.mark.parametrize("sampling", WAYS)
+def test_prompt_logprobs_are_those_of_a_plain_forward(sampling: Sampling) -> None:
+    replica = model()
+    sampling = Sampling(**{**vars(sampling), "top_logprobs": 5})
+    with rollout(replica) as engine:
+        before = engine.model.config._attn_implementation
+        result = asyncio.run(engine.prompt_logprobs(PROMPT, sampling))
+        assert engine.model.config._attn_implementation == before
+        assert asyncio.run(engine.prompt_logprobs(PROMPT[:1], sampling)) == PromptLogprobs(())
+    expected = plain_logprobs(replica, PROMPT[:1], PROMPT[1:], sampling)
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        rows = log_probs(replica(torch.tensor([PROMPT])).logits[0, :-1], [sampling] * (len(PROMPT) - 1))
+    for top, row in zip(result.top, rows, strict=True):
+        assert top.ids == tuple(row.topk(5).indices.tolist())
+        torch.testing.assert_close(torch.tensor(top.logprobs), row.topk(5).values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", WAYS)
+def test_answer_has_the_most_likely_tokens_of_the_distribution(sampling: Sampling) -> None:
+    sampling = Sampling(**{**vars(sampling), "top_logprobs": 3, "max_new_tokens": 9, "stop_token_ids": (), "seed": 3})
+    replica = model()
+    with rollout(replica) as engine:
+        answer, other = run(engine.generate(PROMPT, sampling), engine.generate(PROMPT, endless(9)))
+    assert other.top == ()
+    ids = torch.tensor([[*PROMPT, *answer.tokens]])
+    with torch.no_grad():
+        rows = log_probs(replica(ids).logits[0, len(PROMPT) - 1 : -1], [sampling] * 9)
+    assert len(answer.top) == 9
+    for top, row, token, logprob in zip(answer.top, rows, answer.tokens, answer.logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(top.logprobs), row.topk(3).values, rtol=0, atol=1e-5)
+        assert sorted(top.logprobs, reverse=True) == list(top.logprobs)
+        if token in top.ids:
+            assert top.logprobs[top.ids.index(token)] == pytest.approx(logprob, abs=1e-6)
+
+
+def test_running_answers_are_not_changed_by_prompt_logprobs() -> None:
+    replica = model()
+    with rollout(replica) as engine:
+        [expected] = run(engine.generate(PROMPT, endless(80, seed=1)))
+
+        async def together() -> tuple[Completion, list[PromptLogprobs]]:
+            answer = asyncio.create_task(engine.generate(PROMPT, endless(80, seed=1)))
+            scores = [await engine.prompt_logprobs(PROMPT, Sampling()) for _ in range(5)]
+            return await answer, scores
+
+        answer, scores = asyncio.run(asyncio.wait_for(together(), 60))
+    assert answer.tokens == expected.tokens
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert len(set(scores)) == 1
+
+
+def test_bad_prompts_and_states_raise() -> None:
+    def score(engine: LocalRollout, prompt: list[int]) -> PromptLogprobs:
+        return asyncio.run(engine.prompt_logprobs(prompt, Sampling()))
+
+    with rollout() as engine:
+        with pytest.raises(ValueError, match="prompt_ids is empty"):
+            score(engine, [])
+        with pytest.raises(ValueError, match="max_context"):
+            score(engine, [1] * CONTEXT)
+        engine.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            score(engine, PROMPT)
+    with pytest.raises(RuntimeError, match="closed"):
+        score(engine, PROMPT)
+    with pytest.raises(ValueError, match="top_logprobs = -1: it must be at least 0"):
+        Sampling(top_logprobs=-1)
