@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from areal.tests.dispatch_ray.two_nodes import COMPARED, LOST_IN, STEPS
+from areal.tests.dispatch_ray.two_nodes import LOST_IN
+from areal.tests.harness.grpo_program import COMPARED, STEPS
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 

@@ -18,51 +18,36 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.cluster_utils import Cluster
 
-from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
+from areal.api import FinetuneSpec, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
 from areal.tests.dispatch_ray import functions
 from areal.tests.grid.models import model_dir
+from areal.tests.harness.grpo_program import COMPARED, OPTIMIZER, PLAN, STEPS, stall
 from areal.tests.harness.rl import Curve, played
 from areal.tests.harness.tiny import config
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.ppo import PPOTrainer
-from areal.trainer.rollout.plan import Plan
 
-PLAN = Plan(groups=6, group_size=4, seed=11)
-OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)
-STEPS, LOST_IN = 5, 3
-"""Number of steps, and the step in which the node is lost, from 1."""
-
-COMPARED = ("rollout/reward", "rollout/tokens", "actor/loss", "actor/grad_norm")
-"""Numbers that depend neither on the clock nor on the rounding of the rollout."""
+LOST_IN = 3
+"""The step in which the node is lost, from 1."""
 
 MEMORY = 100 * 2**20
 """Bytes of the object store of a node."""
 
 
-def stall(flag: Path) -> Any:
-    """Return a function that lets the next training forward of rank 3 wait without end, after it has written a file."""
+def plant(flag: Path) -> Any:
+    """Return a function that lets rank 3 hang in the next step, after it has written a file."""
 
-    def plant(engine: TrainEngine, shard: Any) -> None:
-        kind: Any = next(type(m) for m in engine._components.model.modules() if type(m).__name__.endswith("MLP"))
-        right = kind.forward
-
-        def forward(self: Any, *args: Any) -> Any:
-            if torch.is_grad_enabled():
-                flag.touch()
-                time.sleep(600)
-            return right(self, *args)
-
+    def on_rank(engine: TrainEngine, shard: Any) -> None:
         if os.environ["RANK"] == "3":
-            kind.forward = forward
+            stall(engine, flag)
 
-    return plant
+    return on_rank
 
 
 def lose_node(cluster: Cluster, node: Any, flag: Path, when: list[float]) -> None:
@@ -96,7 +81,7 @@ def main(folder: Path) -> None:
     lost, flag, when = next(node for node in nodes if node.node_id == ids[2]), folder / "stalled", list[float]()
     with run(workers, folder / "lost") as (group, trainer, curve):
         trainer.train(LOST_IN - 1)
-        group.run(stall(flag))
+        group.run(plant(flag))
         threading.Thread(target=lose_node, args=(cluster, lost, flag, when), daemon=True).start()
         try:
             trainer.train(STEPS)
