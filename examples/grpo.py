@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -34,8 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 from warm_up import warm_up
 
-from areal import FinetuneSpec, SaveLoadMeta, TrainEngine, create_engine
+from areal import FinetuneSpec, SaveLoadMeta, TrainEngine, TrainEngineConfig, create_engine
 from areal.api import TensorSource
+from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import GroupRelative, Sample
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import MismatchCorrection, grpo_objective
@@ -83,8 +85,8 @@ class Run:
         """
         config = self.config
         config.output.mkdir(parents=True, exist_ok=True)
-        self.start = warm_up(config, self.chat, self.for_warmup, self.report)
-        with create_engine(config.engine(path=self.start)) as self.engine:
+        self.start = warm_up(config, self.chat, self.for_warmup, self.report, self.new_engine)
+        with self.new_engine(config.engine(path=self.start)) as self.engine:
             self.engine.initialize(FinetuneSpec(total_train_steps=config.steps * config.minibatches))
             with self._rollout() as self.rollout:
                 self.examine(0)
@@ -92,6 +94,10 @@ class Run:
                 self.examine(config.steps)
             self.engine.save(SaveLoadMeta(config.output / "model", weight_format="hf"))
         return self.conclude()
+
+    def new_engine(self, settings: TrainEngineConfig) -> TrainEngine:
+        """Return an engine, not initialized."""
+        return create_engine(settings)
 
     def _rollout(self) -> LocalRollout:
         """Create the rollout engine on a replica of the initial model."""
@@ -124,20 +130,26 @@ class Run:
             stack.callback(runner.close)
             tracker = Trackers([TensorBoard(config.output / "events")] if dist.get_rank() == 0 else [])
             stack.callback(tracker.close)
-            trainer = self.trainer(runner, tracker, stack)
-            advance = stack.enter_context(self.report.progress("step", config.steps))
+            self.take_steps(self.trainer(runner, tracker, stack))
+
+    def take_steps(self, trainer: PPOTrainer) -> None:
+        """Train until all steps are taken, and note the scalars of each step."""
+        # Steps that are taken again after a resume are noted again.
+        for curve in self.curves.values():
+            del curve[trainer.step :]
+        with self.report.progress("step", self.config.steps, done=trainer.step) as advance:
 
             def report_step(scalars: dict[str, float]) -> None:
-                taken = len(next(iter(self.curves.values()), []))
                 for name in {*self.curves, *scalars}:  # a step without an update has fewer
-                    self.curves.setdefault(name, [math.nan] * taken).append(scalars.get(name, math.nan))
+                    curve = self.curves.setdefault(name, [math.nan] * (trainer.step - 1))
+                    curve.append(scalars.get(name, math.nan))
                 entropy, norm = (scalars.get(name, math.nan) for name in ("actor/policy/entropy", "actor/grad_norm"))
                 advance(
                     f"reward {scalars['rollout/reward']:.3f}  entropy {entropy:.3f}  "
                     f"grad norm {norm:.2f}  {scalars['time/step']:.1f} s"
                 )
 
-            trainer.train(config.steps, after_step=report_step)
+            trainer.train(self.config.steps, after_step=report_step)
 
     def trainer(self, runner: Runner, tracker: Tracker, stack: ExitStack) -> PPOTrainer:
         """Return the trainer. Further engines are closed with ``stack``."""
@@ -159,12 +171,17 @@ class Run:
             estimator=GroupRelative(shape=self.shuffled if config.shuffle_rewards else None),
             updates=config.updates(),
             tracker=tracker,
+            checkpoints=self.checkpoints(),
             profile=config.profile,
         )
 
+    def checkpoints(self) -> Checkpoints | None:
+        """Return the schedule of checkpoints; ``None`` for a run that is not resumed."""
+        return None
+
     def another_engine(self, stack: ExitStack, **changes: Any) -> TrainEngine:
         """Return an engine with the initial weights of the policy."""
-        engine = stack.enter_context(create_engine(self.config.engine(path=self.start, **changes)))
+        engine = stack.enter_context(self.new_engine(self.config.engine(path=self.start, **changes)))
         engine.initialize(FinetuneSpec(total_train_steps=self.config.steps))
         return engine
 
@@ -206,7 +223,7 @@ class Run:
         return failed
 
 
-def main(config: RLConfig, kind: type[Run] = Run) -> int:
+def main(config: RLConfig, kind: Callable[[Any], Run] = Run) -> int:
     """Run. Returns the exit code."""
     if not sys.stdout.isatty():
         transformers_logging.disable_progress_bar()

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from chat import ChatFormat
 from report import Report
 from rl_settings import RLConfig
 from tasks import Problem
 
-from areal import FinetuneSpec, SaveLoadMeta, create_engine
+from areal import FinetuneSpec, SaveLoadMeta, TrainEngine, TrainEngineConfig, create_engine
 from areal.api import StepOutput
 from areal.trainer.supervised import sft_trainer
 from areal.utils.data import sharded_loader
 
 
-def warm_up(config: RLConfig, chat: ChatFormat, problems: Sequence[Problem], report: Report) -> str:
+def warm_up(
+    config: RLConfig,
+    chat: ChatFormat,
+    problems: Sequence[Problem],
+    report: Report,
+    new_engine: Callable[[TrainEngineConfig], TrainEngine] = create_engine,
+) -> str:
     """Train on right answers, in a separate engine, so that reinforcement learning starts without the momentum of these steps.
+
+    Args:
+        config: settings of the run.
+        chat: conversion to token ids.
+        problems: problems to train on.
+        report: console output.
+        new_engine: makes the engine.
 
     Returns:
         Directory of the trained model.
@@ -25,7 +38,7 @@ def warm_up(config: RLConfig, chat: ChatFormat, problems: Sequence[Problem], rep
         return config.model
     path = config.output / "warm"
     settings = config.engine(path=config.model, lr=config.warmup_lr)
-    with create_engine(settings) as engine, report.progress("warm-up", config.warmup_steps) as advance:
+    with new_engine(settings) as engine, report.progress("warm-up", config.warmup_steps) as advance:
         engine.initialize(FinetuneSpec(total_train_steps=config.warmup_steps))
         loader = sharded_loader(
             chat.samples(problems),

@@ -92,7 +92,7 @@ class WorkerGroup(TrainEngine):
         self._calls = Calls(self._executor, name, self.config)
         self._shared_folder = shared_folder
         self._spec: FinetuneSpec | None = None
-        self._checkpoint: SaveLoadMeta | None = None
+        self._checkpoints: list[SaveLoadMeta] = []
 
     # ---- any function, any verb
 
@@ -173,7 +173,7 @@ class WorkerGroup(TrainEngine):
             self._calls.check_shared(self._shared_folder)
 
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
-        self._spec = spec
+        self._spec, self.version = spec, 0
         return self._calls.start("initialize", Initialize(self._calls.name, self.config, spec), self._calls.take_seats)
 
     def destroy(self) -> None:
@@ -199,8 +199,15 @@ class WorkerGroup(TrainEngine):
         if self._executor.lost is not None or self._calls.generation == self._executor.generation:
             self._executor.restart()
         self.initialize(self._spec)
-        if self._checkpoint is not None:
-            self.load(self._checkpoint)
+        # An asynchronous save that a loss has interrupted was never published.
+        published = [meta for meta in self._checkpoints if Path(meta.path).exists()]
+        for meta in (published or self._checkpoints)[-1:]:
+            self.load(meta)
+
+    def _remember(self, meta: SaveLoadMeta) -> None:
+        """Note a checkpoint from which :meth:`restart` may go on."""
+        if meta.weight_format == "dcp":
+            self._checkpoints = [*self._checkpoints[-1:], meta]
 
     # ---- position in the layout: that of the driver
 
@@ -325,23 +332,21 @@ class WorkerGroup(TrainEngine):
             make: called on every rank with its engine, such as ``lambda engine: DiskTransport(engine.control, folder)``.
         """
         self._calls.require_seats()
-        key = self._calls.new_key("transport")
-        self._calls.run("transport", MakeTransport(self._calls.name, self._executor.ship(make, "make"), key))
-        return GroupTransport(self._calls, key, self)
+        key, handle = self._calls.new_key("transport"), self._executor.ship(make, "make")
+        self._calls.run("transport", MakeTransport(self._calls.name, handle, key))
+        return GroupTransport(self._calls, key, handle, self)
 
     def save(self, meta: SaveLoadMeta) -> None:
         self._call("save", meta=meta)
 
     def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
-        def finish(_: list[None]) -> None:
-            self._checkpoint = meta if meta.weight_format == "dcp" else self._checkpoint
-
         self._calls.require_seats()
         self._calls.check_shared(Path(meta.path).parent)
         # The driver's objects stay here: their state travels.
         carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
         sent = dataclasses.replace(meta, stateful=dict(carried))
-        return self._calls.start("save", self._calls.verb("save", {"meta": sent}, Returned.RANK_0), finish)
+        work = self._calls.verb("save", {"meta": sent}, Returned.RANK_0)
+        return self._calls.start("save", work, lambda _: self._remember(meta))
 
     def load(self, meta: SaveLoadMeta) -> None:
         self._call("load", meta=meta)
@@ -351,7 +356,7 @@ class WorkerGroup(TrainEngine):
             self.version, states = values[0]
             for name, state in states.items():
                 meta.stateful[name].load_state_dict(state)
-            self._checkpoint = meta if meta.weight_format == "dcp" else self._checkpoint
+            self._remember(meta)
 
         self._calls.require_seats()
         named = dataclasses.replace(meta, stateful={name: CarriedState() for name in meta.stateful})

@@ -6,6 +6,7 @@ from typing import Any
 
 from areal.api import SelectName, TensorSource, WeightUpdateMeta
 from areal.dispatch.calls import Calls
+from areal.dispatch.executor import Handle
 from areal.dispatch.works import Argument, OnTransport
 
 
@@ -15,11 +16,12 @@ class GroupTransport:
     Args:
         calls: calls of the group.
         key: name of the transports on the ranks.
+        make: function that makes the transport of a rank.
         source: the group, the only source that the ranks can send.
     """
 
-    def __init__(self, calls: Calls, key: str, source: TensorSource) -> None:
-        self._calls, self._key, self._source = calls, key, source
+    def __init__(self, calls: Calls, key: str, make: Handle, source: TensorSource) -> None:
+        self._calls, self._key, self._make, self._source = calls, key, make, source
 
     def send(self, source: TensorSource, version: int, *, select: SelectName | None = None) -> WeightUpdateMeta:
         """Implement :meth:`areal.api.WeightTransport.send`.
@@ -35,9 +37,10 @@ class GroupTransport:
         arguments: dict[str, Any] = {"version": version}
         if select is not None:
             arguments["select"] = Argument(self._calls.executor.ship(select, "select"))
-        return self._calls.run("send", OnTransport(self._calls.name, self._key, "send", arguments))[0]
+        work = OnTransport(self._calls.name, self._key, self._make, "send", arguments)
+        return self._calls.run("send", work)[0]
 
     def close(self) -> None:
         """Implement :meth:`areal.api.WeightTransport.close`."""
         if self._calls.started:
-            self._calls.run("close", OnTransport(self._calls.name, self._key, "close"))
+            self._calls.run("close", OnTransport(self._calls.name, self._key, self._make, "close"))

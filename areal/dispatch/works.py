@@ -310,15 +310,18 @@ class MakeTransport:
 
 @dataclass(frozen=True)
 class OnTransport:
-    """Calls a method of a transport; ``send`` gets the engine as its source."""
+    """Calls a method of a transport; ``send`` gets the engine as its source. A process that was restarted makes the transport again."""
 
     engine: str
     key: str
+    make: Handle
     method: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, workplace: Workplace, _: Any) -> Any:
         arguments = resolved(self.arguments)
+        if self.key not in workplace.objects:
+            MakeTransport(self.engine, self.make, self.key)(workplace, None)
         if self.method == "send":
             arguments["source"] = workplace.engine(self.engine)
         value = getattr(workplace.objects[self.key], self.method)(**arguments)

@@ -147,6 +147,7 @@ class PPOTrainer:
         self.step = 0
         # Version that the rollout engine has; None before the first sync.
         self._synced: int | None = None
+        self._first_version = engine.version
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
@@ -288,13 +289,20 @@ class PPOTrainer:
     # ---- state
 
     def resume(self) -> int:
-        """Load the newest checkpoint, if there is one. Collective. Call it before :meth:`train`.
+        """Load the newest checkpoint, if there is one. Collective. Call it before :meth:`train`, and after the engines were restarted.
+
+        Without a checkpoint, a trainer whose engine was restarted begins again.
 
         Returns:
             Number of steps taken before.
         """
+        found = None
         if self._checkpoints is not None:
-            self._checkpoints.resume(self._engines(), {"trainer": self})
+            found = self._checkpoints.resume(self._engines(), {"trainer": self})
+        if found is None and self._synced is not None and self.engine.version == self._first_version:
+            self.load_state_dict({"step": 0, "runner": [Runner.NOTHING_PLAYED] * self.runner.size})
+        # A transfer of weights may have been interrupted, which a comparison of versions would not show.
+        self._synced = None
         return self.step
 
     def _engines(self) -> dict[str, TrainEngine]:

@@ -54,20 +54,26 @@ class SupervisedTrainer:
         self.engine = engine
         self.objective = objective
         self.step = 0
-        self._loader = loader
+        self._loader, self._first_position = loader, loader.state_dict()
         self._prepare = prepare
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
 
     def resume(self) -> int:
-        """Load the newest checkpoint, if there is one. Collective.
+        """Load the newest checkpoint, if there is one. Collective. Call it before :meth:`train`, and after the engine was restarted.
+
+        Without a checkpoint the trainer begins again: the engine must have its first weights.
 
         Returns:
             Number of steps taken before.
         """
+        found = None
         if self._checkpoints is not None:
-            self.step = self._checkpoints.resume({"model": self.engine}, {"loader": self._loader}) or 0
+            found = self._checkpoints.resume({"model": self.engine}, {"loader": self._loader})
+        if found is None:
+            self._loader.load_state_dict(self._first_position)
+        self.step = found or 0
         return self.step
 
     def train(self, steps: int, *, after_step: Callable[[StepOutput], bool | None] | None = None) -> None:

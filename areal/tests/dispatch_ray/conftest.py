@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 START = {
+    "address": "local",  # also where a cluster runs on this machine
     "num_cpus": 4,
     "resources": {"chip": 2},
     "include_dashboard": False,
@@ -41,6 +47,22 @@ def cluster() -> Iterator[Any]:
         ray.init(**START)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture
+def apart() -> Iterator[dict[str, str]]:
+    """Environment of another cluster, whose files are in a separate directory, so that no other driver connects to it."""
+    if "WORLD_SIZE" in os.environ:
+        pytest.skip("starts processes of its own, which torchrun's ranks would do each")
+    # A short path, because sockets are in it.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    yield {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+    # A program that failed has left its nodes, whose command lines name the directory.
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if folder in process.read_text():
+                os.kill(int(process.parent.name), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="package")

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,9 @@ class Runner:
         ValueError: ``items`` is empty, or ``rank`` is not one of ``size``.
     """
 
+    NOTHING_PLAYED: ClassVar[dict[str, Any]] = {"trained": 0, "consumed": 0, "rejected": 0, "waiting": []}
+    """State of a run before its first batch."""
+
     def __init__(
         self,
         client: RolloutClient,
@@ -84,6 +87,8 @@ class Runner:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._waits = True  # for advance, after which weights of the state are in use
+        self._life = 0  # number of states that were loaded
         self._closed = False
         self._fault: Exception | None = None
         self._at_close = contextlib.ExitStack()
@@ -134,7 +139,7 @@ class Runner:
         # From here on indices of groups depend on it.
         self._place = (self.rank, self.size)
         with self._changed:
-            self._trained = trained
+            self._trained, self._waits = trained, False
         self._loop.call_soon_threadsafe(self._start_allowed)
 
     def next_batch(self, timeout: float | None = None) -> list[Group]:
@@ -230,8 +235,12 @@ class Runner:
         return {"trained": trained, "consumed": consumed, "rejected": 0, "waiting": waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of :meth:`state_dict`, with the same rank and size. Call it before the first :meth:`advance`."""
+        """Restore a state of :meth:`state_dict`, with the same rank and size. The next :meth:`advance` starts episodes.
+
+        Episodes that are running are cancelled, and groups that are not in the state are discarded.
+        """
         with self._changed:
+            self._life, self._waits, self._running, self._fault = self._life + 1, True, 0, None
             self._trained, self._consumed, self._rejected = state["trained"], state["consumed"], state["rejected"]
             # Earlier releases saved None for a replaced group.
             waiting = [
@@ -240,6 +249,8 @@ class Runner:
             ]
             self._finished = dict(enumerate(waiting, start=self._consumed))
             self._next = self._consumed + len(waiting)
+        # Before any that advance starts: the event loop runs its callbacks in order.
+        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
 
     # ---- run by the event loop
 
@@ -257,16 +268,16 @@ class Runner:
             # Each replaced group allows one more, so that a batch is always filled.
             allowed = (self._trained + self.plan.max_staleness + 1) * self.per_batch + self._rejected
             room = max(1, self.plan.max_concurrent // self.plan.group_size)
-            stopped = self._draining or self._closed or self._fault is not None
+            stopped = self._waits or self._draining or self._closed or self._fault is not None
             while not stopped and self._next < allowed and self._running < room:
-                task = self._loop.create_task(self._play(self._next))
+                task = self._loop.create_task(self._play(self._next, self._life))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 self._next += 1
                 self._running += 1
 
-    async def _play(self, number: int) -> None:
-        """Run one group of this rank, and record it as finished, replaced or failed."""
+    async def _play(self, number: int, life: int) -> None:
+        """Run one group of this rank, and record it as finished, replaced or failed, unless another state was loaded meanwhile."""
         played: Group | float = math.nan
         fault: Exception | None = None
         try:
@@ -276,6 +287,8 @@ class Runner:
         except Exception as error:
             fault = error  # of an item or of `keep`: next_batch raises it
         with self._changed:
+            if life != self._life:
+                return
             self._finished[number] = played
             self._rejected += not isinstance(played, Group)
             self._fault = self._fault or fault or self._too_many_rejected()

@@ -236,6 +236,60 @@ def lost_weights_of_a_server_are_used(right: Function) -> Function:
     return wrong
 
 
+# ---- after the loss of a process
+
+_RECOVERY = "dist/dispatch/test_recovery.py::test_"
+_RESTORE = "unit/trainer/test_rollout_restore.py::test_state_that_is_read_before_the_first_advance_starts_nothing"
+
+
+@mutant("areal.dispatch.group:WorkerGroup._remember", f"{_RECOVERY}restart_skips_an_asynchronous_save*")
+def interrupted_save_is_loaded(right: Function) -> Function:
+    """A restart loads the save that was started last, whether it was published or not."""
+
+    def wrong(self: Any, meta: Any) -> None:
+        self._checkpoints.clear()
+        right(self, meta)
+
+    return wrong
+
+
+@mutant("areal.dispatch.works:OnTransport.__call__", f"{_RECOVERY}transport_goes_on_after_a_restart[w1]")
+def transport_is_lost_in_a_restart(right: Function) -> Function:
+    """New processes do not make the transport again."""
+
+    def wrong(self: Any, workplace: Any, _: Any) -> Any:
+        if self.key not in workplace.objects:
+            raise KeyError(self.key)
+        return right(self, workplace, _)
+
+    return wrong
+
+
+@mutant("areal.trainer.supervised:SupervisedTrainer.resume", f"{_RECOVERY}supervised_training_goes_on*[w1-0]")
+def loader_goes_on_without_a_checkpoint(right: Function) -> Function:
+    """A run that begins again leaves out the batches of the first attempt."""
+
+    def wrong(self: Any) -> int:
+        position = self._loader.state_dict()
+        step = right(self)
+        if not step:
+            self._loader.load_state_dict(position)
+        return step
+
+    return wrong
+
+
+@mutant("areal.trainer.rollout.runner:Runner._start_allowed", _RESTORE)
+def restored_runner_does_not_wait_for_weights(right: Function) -> Function:
+    """Episodes start when a state is loaded, before its weights are sent."""
+
+    def wrong(self: Any) -> None:
+        self._waits = False
+        right(self)
+
+    return wrong
+
+
 # ---- processes of Ray, without Ray itself
 
 if find_spec("ray") is not None:

@@ -1,0 +1,55 @@
+"""A state that is loaded while episodes run: the run goes on from it, and nothing of the interrupted run is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from areal.tests.unit.trainer.test_rollout_runner import Client, batches, episode, running, tokens
+from areal.trainer.rollout.plan import Plan
+
+
+def wait_for_requests(client: Client, count: int) -> None:
+    limit = time.monotonic() + 20
+    while len(client.asked) < count:
+        assert time.monotonic() < limit, f"{len(client.asked)} requests, not {count}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_state_loaded_during_a_run_replaces_running_episodes(staleness: int) -> None:
+    plan = Plan(groups=3, group_size=2, max_staleness=staleness)
+    slow = threading.Event()
+    client = Client(lambda: 30.0 if slow.is_set() else 0.0)
+    with running(client, episode(), plan) as runner:
+        runner.advance(0)
+        runner.next_batch(timeout=20)
+        state = runner.state_dict()
+        # Further groups begin, and hang when the state is loaded.
+        slow.set()
+        asked = len(client.asked)
+        runner.advance(1)
+        wait_for_requests(client, asked + plan.groups * plan.group_size)
+        slow.clear()
+        runner.load_state_dict(state)
+        # Nothing starts before the weights are sent again.
+        asked = len(client.asked)
+        time.sleep(0.1)
+        assert len(client.asked) == asked
+        rest = []
+        for trained in range(1, 5):
+            runner.advance(trained)
+            rest.append(tokens(runner.next_batch(timeout=20)))
+        left = runner.state_dict()
+    assert rest == batches(5, plan)[1:]
+    assert len(left["waiting"]) == plan.groups * staleness
+
+
+def test_state_that_is_read_before_the_first_advance_starts_nothing() -> None:
+    client = Client()
+    with running(client, episode(), Plan(groups=3)) as runner:
+        assert runner.state_dict() == runner.NOTHING_PLAYED
+        time.sleep(0.1)
+        assert not client.asked
