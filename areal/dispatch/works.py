@@ -16,6 +16,7 @@ from areal.dispatch.executor import Handle
 from areal.dispatch.in_process import Here
 from areal.dispatch.table import Returned
 from areal.dispatch.workplace import Workplace
+from areal.engine.batch_rules import BatchRules, rules_of
 from areal.engine.registry import create_engine
 
 
@@ -26,10 +27,12 @@ class Seat:
     Attributes:
         dp_rank: data-parallel coordinate.
         is_main: the rank returns the outputs of its coordinate.
+        rules: rules for batches, equal on all ranks; ``None`` if only the engine itself can check them.
     """
 
     dp_rank: int
     is_main: bool
+    rules: BatchRules | None
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Initialize:
         engine = create_engine(self.config)
         engine.initialize(self.spec)
         workplace.objects[self.engine] = engine
-        return Seat(engine.dp_rank, engine.is_main)
+        return Seat(engine.dp_rank, engine.is_main, rules_of(engine))
 
 
 @dataclass(frozen=True)

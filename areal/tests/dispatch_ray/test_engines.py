@@ -20,6 +20,7 @@ from areal.engine.registry import create_engine
 from areal.tests.dispatch_ray.functions import run
 from areal.tests.dist.dispatch.test_in_process import Counter, half_of_the_loss, same, untimed
 from areal.tests.grid.cases import as_input
+from areal.tests.grid.models import VOCAB
 from areal.tests.harness.tiny import config, global_batch, loss, weights_of
 
 SPEC = FinetuneSpec(total_train_steps=1000)
@@ -82,6 +83,14 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
         group.load(SaveLoadMeta(tmp_path / "step", weight_format="dcp", stateful={"counter": counter}))
         assert counter.count == 3
         assert same(untimed(group.train_batch(batches[2], loss)), after)
+
+        # A wrong batch is refused in the driver, which names the sample of the caller's batch and stores nothing.
+        before = pair.store.batches
+        wrong = [dict(sample) for sample in batches[0]]
+        wrong[7]["input_ids"] = torch.full_like(wrong[7]["input_ids"], VOCAB)
+        with pytest.raises(ValueError, match=rf"^input_ids of sample 7 at position 0 is {VOCAB}, outside"):
+            group.train_batch(wrong, loss)
+        assert pair.store.batches == before
 
         # An error of one rank, after which the group goes on.
         with pytest.raises(ValueError, match=r"rank 1.*a bad loss") as raised:

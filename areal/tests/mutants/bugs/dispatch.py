@@ -18,6 +18,7 @@ from areal.utils.data import deal
 SHARDS = "unit/dispatch/test_shards.py::"
 WIRE = "unit/dispatch/test_wire.py::"
 RAY = "dispatch_ray/"
+BAD = "dist/dispatch/test_bad_batches.py::"
 PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
 
 
@@ -72,6 +73,18 @@ def samples_of_a_prompt_scattered(right: Function) -> Function:
 def key_read_differently_in_a_shard(right: Function) -> Function:
     """A per-sequence key that is per-token by its shape in one shard is sent there."""
     return lambda plan, spec, indices: None
+
+
+@mutant("areal.engine.batch_rules:rules_of", f"{BAD}test_values_and_arguments_that_the_model_does_not_have[w1]")
+def driver_does_not_know_the_vocabulary(right: Function) -> Function:
+    """The driver checks a batch by its configuration alone: ids outside the vocabulary are found on a rank."""
+    return lambda engine: None
+
+
+@mutant("areal.dispatch.calls:computed_outputs", f"{BAD}test_values_and_arguments_that_the_model_does_not_have[w1]")
+def outputs_are_checked_on_the_ranks_only(right: Function) -> Function:
+    """An output that the model does not have is found after the batch was sent."""
+    return lambda arguments: ("logprobs",)
 
 
 # ---- the wire format
