@@ -370,8 +370,13 @@ class TrainEngine(ABC):
     # ---- profiling
 
     @abstractmethod
-    def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
+    def profile(
+        self, folder: str | Path, *, memory: bool = True, stacks: bool = False
+    ) -> AbstractContextManager[dict[int, Path]]:
         """Return a context that profiles this rank and writes files on exit, also after an error. Not collective.
+
+        ``with engine.profile(folder) as folders`` gives the absolute path of the directory by rank: of each profiled rank behind this
+        handle, an engine's own or those of a group.
 
         Files of rank 0, and so on for each rank:
 

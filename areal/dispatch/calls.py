@@ -255,8 +255,10 @@ class Calls:
                 self.run(path, Drop((key,)))
 
     @contextmanager
-    def context(self, path: str, arguments: Mapping[str, Any], ranks: Sequence[int] | None = None) -> Iterator[None]:
-        """Enter a context on all ranks, and leave it, also after an error.
+    def context(
+        self, path: str, arguments: Mapping[str, Any], ranks: Sequence[int] | None = None
+    ) -> Iterator[list[Any]]:
+        """Enter a context on all ranks, and leave it, also after an error. Its values are by rank, and ``None`` without.
 
         Args:
             path: member that returns the context.
@@ -272,9 +274,9 @@ class Calls:
             raise ValueError(f"ranks = {ranks}: there is no rank {unknown[0]}; ranks are from 0 to {size - 1}")
         key = self.new_key("context")
         chosen = None if ranks is None else frozenset(ranks)
-        self.run(path, EnterContext(self.verb(path, arguments, Returned.RANKS), key, chosen))
         try:
-            yield
+            # A rank that fails to enter it leaves it open on the others.
+            yield self.run(path, EnterContext(self.verb(path, arguments, TABLE[path].returned), key, chosen))
         finally:
             if self.started:
                 self.run(path, ExitContext(key))

@@ -25,6 +25,7 @@ class Returned(Enum):
     LAYOUT = "the layout of the micro-batches, which stay on the ranks"
     STREAM = "a stream of rank 0, bounded in bytes; all ranks iterate at the same pace"
     CONTEXT = "a context that all ranks enter and leave, also after an error"
+    FOLDERS = "a context that all ranks or the named ones enter and leave, which gives the folder's path by rank"
     DRIVER = "the driver's own value, for one data-parallel shard"
 
 
@@ -66,7 +67,7 @@ TABLE: dict[str, Route] = {
     "named_tensors": _STREAM,
     "named_gradients": _STREAM,
     "reference": _CONTEXT,
-    "profile": _CONTEXT,
+    "profile": Route(Sent.SAME, Returned.FOLDERS),
     "adapters": _DRIVER,
     "adapters.names": _ALL,
     "adapters.selected": _ALL,

@@ -222,7 +222,7 @@ class NextTensors:
 
 @dataclass(frozen=True)
 class EnterContext:
-    """Enters a context of the engine, which stays open under a key.
+    """Enters a context of the engine, which stays open under a key. Returns its value, if the driver reads it.
 
     Attributes:
         ranks: ranks that enter it; ``None`` for all.
@@ -232,13 +232,14 @@ class EnterContext:
     key: str
     ranks: frozenset[int] | None = None
 
-    def __call__(self, workplace: Workplace, _: Any) -> None:
+    def __call__(self, workplace: Workplace, _: Any) -> Any:
         if self.ranks is not None and workplace.rank not in self.ranks:
-            return
+            return None
         member = attrgetter(self.verb.path)(workplace.engine(self.verb.engine))
         context: AbstractContextManager[Any] = member(**resolved(self.verb.arguments))
-        context.__enter__()
+        value = context.__enter__()
         workplace.objects[self.key] = context
+        return value if self.verb.returned is Returned.FOLDERS else None
 
 
 @dataclass(frozen=True)

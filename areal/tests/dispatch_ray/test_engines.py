@@ -123,3 +123,21 @@ def test_adapters_and_reference(pair: RayWorkers) -> None:
         names = [name for name, _ in group.adapters.named_tensors()]
         assert names
         assert all("lora" in name for name in names)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.thorough
+def test_profile_gives_the_folder_of_each_rank(pair: RayWorkers, tmp_path: Path) -> None:
+    with WorkerGroup(config("fsdp:d2"), pair) as group:
+        group.initialize(SPEC)
+        with group.profile(tmp_path / "one", ranks=[1]) as folders:
+            assert folders == {1: tmp_path / "one"}
+            # One rank cannot enter a second profile. The other one leaves it.
+            with pytest.raises(RuntimeError, match=r"rank 1: profile\(\) where"), group.profile(tmp_path / "nested"):
+                pass
+            group.train_batch(global_batch(), loss)
+        with group.profile(tmp_path / "all") as folders:
+            group.train_batch(global_batch(), loss)
+        assert folders == dict.fromkeys(range(2), tmp_path / "all")
+        names = {path.name for path in folders[0].glob("trace-*")}
+        assert names == {f"trace-rank{rank}.json.gz" for rank in folders}
