@@ -32,7 +32,11 @@ class Executor(Protocol):
     def lost(self) -> Exception | None: ...
 
     def put(self, value: Any) -> Handle:
-        """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank."""
+        """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank.
+
+        Raises:
+            ValueError: the batch cannot be sent.
+        """
         ...
 
     def ship(self, function: Any, what: str) -> Handle:

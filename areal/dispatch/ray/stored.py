@@ -13,7 +13,7 @@ import ray
 from ray import ObjectRef
 
 from areal.dispatch.executor import Handle
-from areal.dispatch.wire import pack_tensors, unpack_tensors
+from areal.dispatch.ray.results import seal_batch, unseal
 
 V = TypeVar("V")
 
@@ -52,12 +52,12 @@ class Recent(Generic[V]):
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """A batch in the object store. Processes of one node read the same memory, and must not write to it."""
+    """A batch in the object store. Processes of one node read the same memory and copy it."""
 
     ref: ObjectRef
 
     def get(self) -> Any:
-        return unpack_tensors(ray.get(self.ref))
+        return unseal(ray.get(self.ref))
 
 
 _loaded: Recent[tuple[Any]] = Recent(FUNCTIONS)
@@ -97,8 +97,12 @@ class Store:
         self._lock = threading.Lock()
 
     def put(self, value: Any) -> Handle:
-        """Store a batch, once for all ranks that get the handle."""
-        handle = StoredBatch(ray.put(pack_tensors(value)))
+        """Store a batch, once for all ranks that get the handle.
+
+        Raises:
+            ValueError: the batch cannot be sent.
+        """
+        handle = StoredBatch(ray.put(seal_batch(value)))
         with self._lock:
             self.batches += 1
         return handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from areal.api import EngineMemory, KindMemory
 from areal.dispatch.placement import Kind, Move, Need, Part, Use
 from areal.dispatch.placement.residency import UsedParts
+from areal.dispatch.wire import unpack_tensors
 from areal.tests.mutants.planting import Function, mutant
 from areal.utils.data import deal
 
@@ -268,6 +270,18 @@ if find_spec("ray") is not None:
     def local_ranks_of_the_node(right: Function) -> Function:
         """Processes with a GPU of their own are numbered like processes that see all GPUs of the node."""
         return lambda stations: right([dataclasses.replace(station, devices=()) for station in stations])
+
+    @mutant(
+        "areal.dispatch.ray.results:unseal", RAY + "test_results.py::test_arrays_in_any_object_are_read_into_new_memory"
+    )
+    def arrays_of_objects_share_memory(right: Function) -> Function:
+        """Arrays inside of objects are those of the object store, which other ranks read."""
+
+        def wrong(sealed: Any) -> Any:
+            value = pickle.loads(sealed.value, buffers=sealed.buffers)
+            return unpack_tensors(dataclasses.replace(sealed, value=value))
+
+        return wrong
 
     @mutant("areal.dispatch.ray.results:seal", RAY + "test_results.py::test_limit_counts_tensors_and_everything_else")
     def result_of_any_size_is_sent(right: Function) -> Function:
