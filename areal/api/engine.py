@@ -381,12 +381,15 @@ class TrainEngine(ABC):
     # ---- profiling
 
     @abstractmethod
-    def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
+    def profile(
+        self, folder: str | Path, *, memory: bool = True, stacks: bool = False
+    ) -> AbstractContextManager[dict[int, Path]]:
         """Return a context that profiles this rank and writes files on exit, also after an error. Not collective.
 
-        Rank 0 writes ``trace-rank0.json.gz``, a trace of torch's profiler with a range for each phase and micro-batch, and
-        ``memory-rank0.json``, bytes of all tensors over time (on a CPU, relative to the start). On a GPU, ``memory-rank0.pickle`` has every
-        allocation, for https://pytorch.org/memory_viz. Other ranks do the same. Calls inside the context are slower.
+        ``with engine.profile(folder) as folders`` gives the directory's absolute path by rank: of each profiled rank behind this handle, an
+        engine's own or those of a group. Rank 0 writes ``trace-rank0.json.gz``, a trace of torch's profiler with a range for each phase and
+        micro-batch, and ``memory-rank0.json``, bytes of all tensors over time (on a CPU, relative to the start). On a GPU,
+        ``memory-rank0.pickle`` has every allocation, for https://pytorch.org/memory_viz. Other ranks do the same. Calls inside are slower.
 
         Args:
             folder: output directory. Created if it is missing; files of an earlier profile are replaced.

@@ -9,11 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
-from areal.api.engine import BatchInput
+from areal.api.engine import BatchInput, Outputs
 from areal.dispatch.executor import Executor, Handle, Work
 from areal.dispatch.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.pending import PendingCall
@@ -33,8 +34,13 @@ from areal.dispatch.works import (
     Sees,
     Verb,
 )
+from areal.engine.loss_arguments import resolve_loss
+from areal.engine.loss_step import check_normalization
 
 T = TypeVar("T")
+
+DEFAULT_OUTPUTS: Outputs = ("logprobs",)
+"""Outputs of a call that names none."""
 
 STREAM_BYTES = 256 * 2**20
 """Bytes of a stream of tensors that travel to the driver at once, or one tensor if it is larger."""
@@ -140,7 +146,7 @@ class Calls:
         return self.start(name, self.verb(name, arguments, row.returned), rank_0)
 
     def _start_on_shards(self, name: str, row: Route, arguments: dict[str, Any]) -> Pending[Any]:
-        plan, shards = self.shards(arguments.pop("batch"))
+        plan, shards = self.shards(arguments.pop("batch"), computed_outputs(arguments))
         if row.returned is Returned.LAYOUT:
             key = self.new_key("microbatches")
             return self.start(name, Keep(self.name, key), lambda values: self._kept(plan, values, key), shards)
@@ -166,14 +172,27 @@ class Calls:
 
     # ---- what is sent
 
-    def shards(self, batch: BatchInput) -> tuple[ShardPlan, list[Handle]]:
-        """Divide a batch by data-parallel coordinate, and store each shard once. Returns the plan, and the handle of each rank.
+    def shards(self, batch: BatchInput, outputs: Outputs = DEFAULT_OUTPUTS) -> tuple[ShardPlan, list[Handle]]:
+        """Check a batch, divide it by data-parallel coordinate, and store each shard once.
+
+        Args:
+            batch: global batch.
+            outputs: per-token outputs that the call computes.
+
+        Returns:
+            The plan, and the handle of each rank.
 
         Raises:
-            ValueError: the batch is invalid.
+            ValueError: the batch or an output is invalid, with the text of an engine's error. Nothing was sent.
         """
         seats = self.require_seats()
-        plan = plan_shards(batch, self.config.mb_spec, 1 + max(seat.dp_rank for seat in seats))
+        if self.executor.in_driver:
+            # The engine checks the batch in this process.
+            plan = ShardPlan((batch,), self.config.mb_spec)
+        else:
+            rules, n = seats[0].rules, 1 + max(seat.dp_rank for seat in seats)
+            check = None if rules is None else partial(rules.plan, outputs=outputs, trees=False)
+            plan = plan_shards(batch, self.config.mb_spec, n, check=check)
         handles = [self.executor.put(shard) for shard in plan.shards]
         return plan, [handles[seat.dp_rank] for seat in seats]
 
@@ -236,8 +255,10 @@ class Calls:
                 self.run(path, Drop((key,)))
 
     @contextmanager
-    def context(self, path: str, arguments: Mapping[str, Any], ranks: Sequence[int] | None = None) -> Iterator[None]:
-        """Enter a context on all ranks, and leave it, also after an error.
+    def context(
+        self, path: str, arguments: Mapping[str, Any], ranks: Sequence[int] | None = None
+    ) -> Iterator[list[Any]]:
+        """Enter a context on all ranks, and leave it, also after an error. Its values are by rank, and ``None`` without.
 
         Args:
             path: member that returns the context.
@@ -253,9 +274,9 @@ class Calls:
             raise ValueError(f"ranks = {ranks}: there is no rank {unknown[0]}; ranks are from 0 to {size - 1}")
         key = self.new_key("context")
         chosen = None if ranks is None else frozenset(ranks)
-        self.run(path, EnterContext(self.verb(path, arguments, Returned.RANKS), key, chosen))
         try:
-            yield
+            # A rank that fails to enter it leaves it open on the others.
+            yield self.run(path, EnterContext(self.verb(path, arguments, TABLE[path].returned), key, chosen))
         finally:
             if self.started:
                 self.run(path, ExitContext(key))
@@ -289,6 +310,23 @@ class Calls:
         """Return the values of the ranks that have the outputs, by data-parallel coordinate."""
         mains = sorted((seat.dp_rank, rank) for rank, seat in enumerate(self.require_seats()) if seat.is_main)
         return [values[rank] for _, rank in mains]
+
+
+def computed_outputs(arguments: Mapping[str, Any]) -> Outputs:
+    """Return the per-token outputs of a verb with a batch, after the checks that an engine makes of the other arguments.
+
+    Args:
+        arguments: arguments of the verb that the caller gave, by name.
+
+    Raises:
+        ValueError: an argument is invalid, with the text of an engine's error.
+    """
+    if "loss_fn" not in arguments:
+        return arguments.get("outputs", DEFAULT_OUTPUTS)
+    normalization = arguments.get("normalization", "weight")
+    check_normalization(normalization, arguments.get("loss_weight", 1.0))
+    loss, weight = arguments["loss_fn"], arguments.get("loss_weight_fn")
+    return resolve_loss(loss, weight, arguments.get("outputs"), normalization)[2]
 
 
 def rank_0(values: Sequence[T]) -> T:

@@ -21,16 +21,22 @@ class Executor(Protocol):
         size: number of ranks.
         generation: number of times that the processes were replaced.
         lost: error that has ended the processes, or ``None``.
+        in_driver: True if the only rank runs in this process, so that a call to it sends nothing.
     """
 
     size: int
     generation: int
+    in_driver: bool
 
     @property
     def lost(self) -> Exception | None: ...
 
     def put(self, value: Any) -> Handle:
-        """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank."""
+        """Store a batch for the ranks that get its handle: once, however many they are. The value is not modified on any rank.
+
+        Raises:
+            ValueError: the batch cannot be sent.
+        """
         ...
 
     def ship(self, function: Any, what: str) -> Handle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -384,9 +384,12 @@ class WorkerGroup(TrainEngine):
             raise RuntimeError("the engine has no adapters: set TrainEngineConfig.lora=LoRAConfig(...) to train some")
         return GroupAdapters(self._call, self._calls.stream)
 
-    def reference(self) -> AbstractContextManager[None]:
-        return self._calls.context("reference", {})
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        with self._calls.context("reference", {}):
+            yield
 
+    @contextmanager
     def profile(
         self,
         folder: str | Path,
@@ -394,6 +397,11 @@ class WorkerGroup(TrainEngine):
         memory: bool = True,
         stacks: bool = False,
         ranks: Sequence[int] | None = None,
-    ) -> AbstractContextManager[None]:
-        """Profile all ranks, or those in ``ranks``. Files are written where the ranks run; see :meth:`areal.api.TrainEngine.profile`."""
-        return self._calls.context("profile", {"folder": folder, "memory": memory, "stacks": stacks}, ranks)
+    ) -> Iterator[dict[int, Path]]:
+        """Profile all ranks, or those in ``ranks``; see :meth:`areal.api.TrainEngine.profile`.
+
+        Files are written where the ranks run. The context gives the path there, by rank.
+        """
+        options = {"folder": folder, "memory": memory, "stacks": stacks}
+        with self._calls.context("profile", options, ranks) as by_rank:
+            yield {rank: path for folders in by_rank if folders for rank, path in folders.items()}

@@ -25,6 +25,7 @@ class InProcess:
     """Implements :class:`~areal.dispatch.executor.Executor` for one rank, in the thread that calls."""
 
     size = 1
+    in_driver = True
     lost: Exception | None = None
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,13 +28,13 @@ Indices = tuple[tuple[int, ...], ...]
 class ShardPlan:
     """The shards of a batch, and what merges their results.
 
-    With one coordinate the batch is its own shard, unchecked: the engine checks it.
+    With one coordinate the batch is its own shard.
 
     Attributes:
         shards: what each coordinate receives, in the caller's form: a list of samples, or a padded dict of the same width. A coordinate
             without samples receives ``[]`` or a dict with zero rows.
         spec: rules by which the batch was read.
-        divided: form of the batch, and samples of each coordinate; ``None`` for one coordinate.
+        divided: form of the batch, and samples of each coordinate; ``None`` for a batch that only the engine checks.
     """
 
     shards: tuple[BatchInput, ...]
@@ -135,7 +135,7 @@ def _described(value: Any) -> str:
 
 
 def plan_shards(
-    batch: BatchInput, spec: MicroBatchSpec, n: int, *, align: int = 1, vocab_size: int | None = None
+    batch: BatchInput, spec: MicroBatchSpec, n: int, *, check: Callable[[BatchInput], BatchPlan] | None = None
 ) -> ShardPlan:
     """Check a global batch as an engine checks it, and divide it by the cost of its samples.
 
@@ -157,17 +157,18 @@ def plan_shards(
         batch: list of samples, or padded dict. Tensors stay on their device until
             :func:`~areal.dispatch.wire.pack_tensors` copies them to the host.
         spec: rules of the engines.
-        n: number of coordinates. With 1, the batch is neither checked nor copied.
-        align, vocab_size: as in :func:`~areal.utils.data.plan_batch`.
+        n: number of coordinates. With 1, the batch is not copied.
+        check: checks a batch and packs it: :meth:`~areal.engine.batch_rules.BatchRules.plan` of the engine. Defaults to
+            :func:`~areal.utils.data.plan_batch`, which knows neither the vocabulary nor the alignment.
 
     Raises:
         ValueError: the batch is invalid, with the text of an engine's error; or the batch is empty.
     """
-    if n == 1:
-        return ShardPlan((batch,), spec)
-    plan = plan_batch(batch, spec, align=align, vocab_size=vocab_size, trees=False)
+    plan = plan_batch(batch, spec, trees=False) if check is None else check(batch)
     if not plan.n_mbs:
         raise empty_batch(len(plan.dropped))
+    if n == 1:
+        return ShardPlan((batch,), spec, (plan.form, (tuple(range(len(plan.form.seqlens))),)))
 
     # A unit is ``granularity`` consecutive samples. Engines drop complete units.
     size, dropped = spec.granularity, set(plan.dropped)

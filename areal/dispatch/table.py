@@ -27,6 +27,7 @@ class Returned(Enum):
     STREAM = "a stream of rank 0, bounded in bytes; all ranks iterate at the same pace"
     CONTEXT = "a context that all ranks enter and leave, also after an error"
     FUTURE = "a future of what the verb returns"
+    FOLDERS = "a context that all ranks or the named ones enter and leave, which gives the folder's path by rank"
     DRIVER = "the driver's own value, for one data-parallel shard"
 
 
@@ -69,7 +70,7 @@ TABLE: dict[str, Route] = {
     "named_gradients": _STREAM,
     "start": Route(Sent.LIKE_VERB, Returned.FUTURE),
     "reference": _CONTEXT,
-    "profile": _CONTEXT,
+    "profile": Route(Sent.SAME, Returned.FOLDERS),
     "adapters": _DRIVER,
     "adapters.names": _ALL,
     "adapters.selected": _ALL,

@@ -33,17 +33,19 @@ class Packed:
         arrays: bytes of the tensors, end to end.
         dtypes: dtype of each array.
         sizes: number of elements of each tensor, for each array.
+        buffers: memory of the objects in ``value``, if that is pickled.
     """
 
     value: Any
     arrays: tuple[NDArray[np.uint8], ...]
     dtypes: tuple[torch.dtype, ...]
     sizes: tuple[list[int], ...]
+    buffers: tuple[NDArray[np.uint8], ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(array.nbytes for array in self.arrays)
+        """Bytes of all tensors and buffers."""
+        return sum(array.nbytes for array in (*self.arrays, *self.buffers))
 
 
 def pack_tensors(value: Any) -> Packed:

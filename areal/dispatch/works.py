@@ -16,6 +16,7 @@ from areal.dispatch.executor import Handle
 from areal.dispatch.in_process import Here
 from areal.dispatch.table import Returned
 from areal.dispatch.workplace import Workplace
+from areal.engine.batch_rules import BatchRules, rules_of
 from areal.engine.registry import create_engine
 
 
@@ -26,10 +27,12 @@ class Seat:
     Attributes:
         dp_rank: data-parallel coordinate.
         is_main: the rank returns the outputs of its coordinate.
+        rules: rules for batches, equal on all ranks; ``None`` if only the engine itself can check them.
     """
 
     dp_rank: int
     is_main: bool
+    rules: BatchRules | None
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Initialize:
         engine = create_engine(self.config)
         engine.initialize(self.spec)
         workplace.objects[self.engine] = engine
-        return Seat(engine.dp_rank, engine.is_main)
+        return Seat(engine.dp_rank, engine.is_main, rules_of(engine))
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,7 @@ class NextTensors:
 
 @dataclass(frozen=True)
 class EnterContext:
-    """Enters a context of the engine, which stays open under a key.
+    """Enters a context of the engine, which stays open under a key. Returns its value, if the driver reads it.
 
     Attributes:
         ranks: ranks that enter it; ``None`` for all.
@@ -232,13 +235,14 @@ class EnterContext:
     key: str
     ranks: frozenset[int] | None = None
 
-    def __call__(self, workplace: Workplace, _: Any) -> None:
+    def __call__(self, workplace: Workplace, _: Any) -> Any:
         if self.ranks is not None and workplace.rank not in self.ranks:
-            return
+            return None
         member = attrgetter(self.verb.path)(workplace.engine(self.verb.engine))
         context: AbstractContextManager[Any] = member(**resolved(self.verb.arguments))
-        context.__enter__()
+        value = context.__enter__()
         workplace.objects[self.key] = context
+        return value if self.verb.returned is Returned.FOLDERS else None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from areal.api.config import FinetuneSpec
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.batch_rules import BatchRules
 from areal.engine.components import EngineComponents
 from areal.engine.faults import Faults, check_loss, zero_gradient_loss
 from areal.engine.loss_arguments import resolve_loss
@@ -32,17 +33,14 @@ from areal.engine.loss_step import (
     LossStep,
     OutputStep,
     check_normalization,
-    check_outputs,
     loss_divisors,
     step_output,
 )
-from areal.engine.model.inputs import check_temperature
 from areal.engine.model.layout import StreamLayout, layout_of
 from areal.engine.model.outputs import gather_outputs
 from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
 from areal.utils import platform
-from areal.utils.data import BatchPlan, plan_batch
 from areal.utils.distributed import EngineLostError
 from areal.utils.profiling.phase_timer import TimedCall
 
@@ -177,18 +175,18 @@ class BaseTrainEngine(EngineState):
     def microbatches(self, batch: BatchInput) -> MicroBatchList:
         return self._prepare(batch, outputs=("logprobs",))
 
+    @property
+    def batch_rules(self) -> BatchRules:
+        """Rules for the batches of this engine, which a driver in another process can check, too."""
+        config, components = self.config, self._require_components()
+        return BatchRules(
+            config.mb_spec, components.align, components.vocab_size, config.value_head, components.routing.rules
+        )
+
     def _prepare(self, batch: BatchInput, outputs: Outputs) -> MicroBatchList:
-        components = self._require_components()
-        schedule, align = components.schedule, components.align
-
-        def plan_here() -> BatchPlan:
-            check_outputs(outputs, value_head=self.config.value_head, vocab_size=components.vocab_size)
-            plan = plan_batch(batch, self.config.mb_spec, align=align, vocab_size=components.vocab_size)
-            check_temperature(plan)
-            components.routing.check(plan, outputs)
-            return plan
-
-        plan, n_mbs, longest = self._sync.plan(plan_here, schedule)
+        components, rules = self._require_components(), self.batch_rules
+        schedule = components.schedule
+        plan, n_mbs, longest = self._sync.plan(functools.partial(rules.plan, batch, outputs), schedule)
         # A pipeline sends hidden states of one shape.
         padded_length = longest if schedule.equal_lengths else None
         # Index tensors that the model needs are copied to the device together with the batch.
@@ -222,8 +220,7 @@ class BaseTrainEngine(EngineState):
         forward_only: bool = False,
     ) -> list[Any]:
         components = self._require_components()
-        check_outputs(outputs, value_head=self.config.value_head, vocab_size=components.vocab_size)
-        components.routing.check_outputs(outputs)
+        self.batch_rules.check_outputs(outputs)
         state = None if forward_only else components.gradients.state
         self._onload_for_step(grads=not forward_only)
         if state is not None:

@@ -345,6 +345,8 @@ class EngineState(TrainEngine):
 
     # ---- profile
 
-    def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
+    def profile(
+        self, folder: str | Path, *, memory: bool = True, stacks: bool = False
+    ) -> AbstractContextManager[dict[int, Path]]:
         self._require_components()
         return profiled(self.timer, self.device, self.control.rank, folder, memory=memory, stacks=stacks)

@@ -145,7 +145,7 @@ class StepProfile:
         self._folder = folder
         self._steps = 0
 
-    def step(self, engine: TrainEngine) -> contextlib.AbstractContextManager[None]:
+    def step(self, engine: TrainEngine) -> contextlib.AbstractContextManager[object]:
         """Return a context for the engine calls of one step. Enter one per step."""
         self._steps += 1
         if self._folder is None or self._steps != PROFILED_STEP:

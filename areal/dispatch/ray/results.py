@@ -1,10 +1,12 @@
-"""Results of the ranks on the way to the driver: checked for size, and pickled, before Ray sends them."""
+"""Batches and results between the driver and the ranks: pickled before Ray sends them, and read into new memory."""
 
 from __future__ import annotations
 
 import dataclasses
+from pickle import PickleBuffer
 from typing import Any
 
+import numpy as np
 from ray import cloudpickle
 
 from areal.dispatch.wire import Packed, pack_tensors, unpack_tensors
@@ -22,21 +24,48 @@ def seal(value: Any, what: str, limit: int) -> Packed:
         ValueError: the result cannot be sent, or is larger than the limit.
     """
     try:
-        packed = pack_tensors(value)
-        pickled = cloudpickle.dumps(packed.value)
+        packed = _pickled(value)
     except Exception as error:
         raise ValueError(
             f"{what} cannot be sent to the driver: {error}: return tensors, numbers, strings, and lists and dicts of these"
         ) from error
-    nbytes = packed.nbytes + len(pickled)
+    nbytes = packed.nbytes + len(packed.value)
     if nbytes > limit:
         raise ValueError(
             f"{what} has {nbytes:,} bytes, and max_result_bytes = {limit:,}: return less, for instance of a smaller batch, or raise "
             "RayWorkers(max_result_bytes=...)"
         )
-    return dataclasses.replace(packed, value=pickled)
+    return packed
+
+
+def seal_batch(value: Any) -> Packed:
+    """Return the form of a batch that is sent.
+
+    Raises:
+        ValueError: the batch cannot be sent.
+    """
+    try:
+        return _pickled(value)
+    except Exception as error:
+        raise ValueError(
+            f"the batch cannot be sent to the ranks: {error}: keep only data in it, and make other objects (a lock, a file, a connection) in a "
+            "function of run(fn)"
+        ) from error
 
 
 def unseal(sealed: Packed) -> Any:
-    """Return the result, in the driver."""
-    return unpack_tensors(dataclasses.replace(sealed, value=cloudpickle.loads(sealed.value)))
+    """Return a sealed value in new memory.
+
+    Buffers in the object store are shared by all processes of a node. An array on them is read-only, but a tensor on that array is not.
+    """
+    value = cloudpickle.loads(sealed.value, buffers=[bytearray(buffer) for buffer in sealed.buffers])
+    return unpack_tensors(dataclasses.replace(sealed, value=value, buffers=()))
+
+
+def _pickled(value: Any) -> Packed:
+    """Pack a value, and pickle what is not a tensor, with the memory of its arrays apart."""
+    packed, buffers = pack_tensors(value), list[PickleBuffer]()
+    pickled = cloudpickle.dumps(packed.value, protocol=5, buffer_callback=buffers.append)
+    return dataclasses.replace(
+        packed, value=pickled, buffers=tuple(np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers)
+    )

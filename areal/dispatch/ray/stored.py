@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import ray
 from ray import ObjectRef
 
 from areal.dispatch.executor import Handle
-from areal.dispatch.wire import pack_tensors, unpack_tensors
+from areal.dispatch.ray.results import seal_batch, unseal
 
 V = TypeVar("V")
 
@@ -52,12 +53,12 @@ class Recent(Generic[V]):
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """A batch in the object store. Processes of one node read the same memory, and must not write to it."""
+    """A batch in the object store. Processes of one node read the same memory and copy it."""
 
     ref: ObjectRef
 
     def get(self) -> Any:
-        return unpack_tensors(ray.get(self.ref))
+        return unseal(ray.get(self.ref))
 
 
 SMALL = 128 * 2**10
@@ -66,12 +67,12 @@ SMALL = 128 * 2**10
 
 @dataclass(frozen=True)
 class SmallBatch:
-    """A batch in the bytes of cloudpickle, which were made once for all ranks."""
+    """A batch as bytes, which were made once for all ranks."""
 
     data: bytes
 
     def get(self) -> Any:
-        return unpack_tensors(ray.cloudpickle.loads(self.data))
+        return unseal(pickle.loads(self.data))
 
 
 _loaded: Recent[tuple[Any]] = Recent(FUNCTIONS)
@@ -116,15 +117,9 @@ class Store:
         Raises:
             ValueError: the batch cannot be sent.
         """
-        packed = pack_tensors(value)
-        try:
-            data = ray.cloudpickle.dumps(packed) if packed.nbytes <= SMALL else b""
-            # What is not a tensor may be large, too.
-            handle: Handle = SmallBatch(data) if 0 < len(data) <= 2 * SMALL else StoredBatch(ray.put(packed))
-        except Exception as error:
-            raise ValueError(
-                f"the batch cannot be sent to the ranks: {error}: pass tensors, numbers and strings"
-            ) from error
+        sealed = seal_batch(value)
+        small = sealed.nbytes + len(sealed.value) <= SMALL
+        handle: Handle = SmallBatch(pickle.dumps(sealed)) if small else StoredBatch(ray.put(sealed))
         with self._lock:
             self.batches += 1
         return handle

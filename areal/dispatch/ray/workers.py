@@ -58,6 +58,8 @@ class RayWorkers:
         RuntimeError: resources are missing, or a process does not start. Names the requested, existing and missing resources.
     """
 
+    in_driver = False
+
     def __init__(
         self,
         size: int,

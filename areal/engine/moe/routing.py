@@ -44,6 +44,72 @@ class Experts:
     sigmoid: bool = False
 
 
+@dataclass(frozen=True)
+class RoutingRules:
+    """Rules of an engine for recorded routing: in a batch, where it is replayed, and as an output.
+
+    Attributes:
+        experts: experts of the model.
+        stages: number of pipeline stages.
+        why_none: reason why the model counts as one without experts, for error messages.
+    """
+
+    experts: Experts
+    stages: int
+    why_none: str
+
+    def check_outputs(self, outputs: Sequence[Any]) -> None:
+        """Raise if routing is to be recorded, and cannot be.
+
+        Raises:
+            ValueError: the model is without experts, or its layers are on several pipeline stages.
+        """
+        if ROUTED_EXPERTS in outputs and not self.experts.layers:
+            raise ValueError(f"outputs has {ROUTED_EXPERTS!r}, but {self.why_none}: leave it out")
+        if ROUTED_EXPERTS in outputs and self.stages > 1:
+            raise ValueError(
+                f"outputs has {ROUTED_EXPERTS!r}, which no stage of a pipeline has of all layers: record it with a layout without 'p'"
+            )
+
+    def check(self, plan: BatchPlan) -> None:
+        """Raise if the routing in a batch cannot be replayed.
+
+        Raises:
+            ValueError: names the key, the problem and the way out.
+        """
+        if ROUTED_EXPERTS in {**plan.tokens, **plan.sequences, **plan.payloads}:
+            self._check_replay(plan.tokens.get(ROUTED_EXPERTS))
+
+    def _check_replay(self, recorded: Tensor | None) -> None:
+        """Raise unless recorded routing is ``[T, L, K]`` of distinct, valid expert ids."""
+        known, what = self.experts, f"key {ROUTED_EXPERTS!r}"
+        if not known.layers:
+            raise ValueError(f"{what} is in the batch, but {self.why_none}: leave it out")
+        # Shape and dtype.
+        shape = None if recorded is None else tuple(recorded.shape[1:])
+        if recorded is None or shape != (known.layers, known.per_token):
+            actual = "not per-token" if shape is None else f"[B, S, {', '.join(map(str, shape))}]"
+            raise ValueError(
+                f"{what} is {actual}: pass [B, S, {known.layers}, {known.per_token}], the {known.per_token} experts of each token in the "
+                f"{known.layers} layers that have experts"
+            )
+        if recorded.is_floating_point() or recorded.dtype == torch.bool:
+            raise ValueError(f"{what} is {recorded.dtype}: expert ids are integers")
+        if not len(recorded):
+            return
+        # Values: ids of the model's experts, and no expert twice for one token.
+        low, high = recorded.min().item(), recorded.max().item()
+        if low < 0 or high >= known.number:
+            raise ValueError(
+                f"{what} has ids from {low} to {high}: those of {known.number} experts are 0 to {known.number - 1}"
+            )
+        ordered = recorded.sort(-1).values
+        if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+            raise ValueError(
+                f"{what} sends a token twice to the same expert: a token's {known.per_token} experts differ"
+            )
+
+
 class Tally:
     """Balancing losses and expert load of this rank's routers in one call.
 
@@ -192,6 +258,9 @@ class ExpertRouting:
         stages: number of pipeline stages.
         why_none: reason why the model counts as one without experts, for error messages.
 
+    Attributes:
+        rules: rules for recorded routing.
+
     Raises:
         ValueError: the configuration needs experts, and the model is without.
     """
@@ -213,65 +282,12 @@ class ExpertRouting:
             raise ValueError(f"moe.{asked} = {getattr(config, asked)}, but {why_none}: leave it out")
         self._experts = experts
         self._splits = tuple(splits)
-        self._stages = stages
-        self._why_none = why_none
+        self.rules = RoutingRules(experts, stages, why_none)
         self._tally: Tally | None = None
 
     def close(self) -> None:
         """Release the process groups over which tokens are split."""
         self._splits, self._tally = (), None
-
-    def check_outputs(self, outputs: Sequence[Any]) -> None:
-        """Raise if routing is to be recorded, and cannot be.
-
-        Raises:
-            ValueError: the model is without experts, or its layers are on several pipeline stages.
-        """
-        if ROUTED_EXPERTS in outputs and not self._experts.layers:
-            raise ValueError(f"outputs has {ROUTED_EXPERTS!r}, but {self._why_none}: leave it out")
-        if ROUTED_EXPERTS in outputs and self._stages > 1:
-            raise ValueError(
-                f"outputs has {ROUTED_EXPERTS!r}, which no stage of a pipeline has of all layers: record it with a layout without 'p'"
-            )
-
-    def check(self, plan: BatchPlan, outputs: Sequence[Any]) -> None:
-        """Raise if the routing in a batch cannot be replayed, or if it cannot be recorded.
-
-        Raises:
-            ValueError: names the key, the problem and the way out.
-        """
-        self.check_outputs(outputs)
-        if ROUTED_EXPERTS in {**plan.tokens, **plan.sequences, **plan.payloads}:
-            self._check_replay(plan.tokens.get(ROUTED_EXPERTS))
-
-    def _check_replay(self, recorded: Tensor | None) -> None:
-        """Raise unless recorded routing is ``[T, L, K]`` of distinct, valid expert ids."""
-        known, what = self._experts, f"key {ROUTED_EXPERTS!r}"
-        if not known.layers:
-            raise ValueError(f"{what} is in the batch, but {self._why_none}: leave it out")
-        # Shape and dtype.
-        shape = None if recorded is None else tuple(recorded.shape[1:])
-        if recorded is None or shape != (known.layers, known.per_token):
-            actual = "not per-token" if shape is None else f"[B, S, {', '.join(map(str, shape))}]"
-            raise ValueError(
-                f"{what} is {actual}: pass [B, S, {known.layers}, {known.per_token}], the {known.per_token} experts of each token in the "
-                f"{known.layers} layers that have experts"
-            )
-        if recorded.is_floating_point() or recorded.dtype == torch.bool:
-            raise ValueError(f"{what} is {recorded.dtype}: expert ids are integers")
-        if not len(recorded):
-            return
-        # Values: ids of the model's experts, and no expert twice for one token.
-        low, high = recorded.min().item(), recorded.max().item()
-        if low < 0 or high >= known.number:
-            raise ValueError(
-                f"{what} has ids from {low} to {high}: those of {known.number} experts are 0 to {known.number - 1}"
-            )
-        ordered = recorded.sort(-1).values
-        if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-            raise ValueError(
-                f"{what} sends a token twice to the same expert: a token's {known.per_token} experts differ"
-            )
 
     def with_terms(self, totals: Mapping[str, float], sequences: int, tokens: int) -> dict[str, float]:
         """Return the global weights of a loss, with the weights of the balancing losses added.

@@ -44,6 +44,20 @@ def get(workplace: Workplace, handle: Any) -> Any:
     return handle.get()
 
 
+def write_on_rank_0(workplace: Workplace, handle: Any) -> list[float]:
+    """Write into a batch on one rank: into its tensor, a tensor on its array, and the array."""
+    init_default_group()
+    batch = handle.get()
+    array = batch["meta"]["object"].array
+    if workplace.rank == 0:
+        batch["input_ids"].fill_(1)
+        torch.from_numpy(array)[:2] = 1.0
+    dist.barrier()
+    if workplace.rank == 0:
+        array[2] = 1.0
+    return array.tolist()
+
+
 def call(workplace: Workplace, handle: Any) -> Any:
     """Call a function that was shipped."""
     return handle.get()(workplace)

@@ -20,6 +20,7 @@ from areal.engine.registry import create_engine
 from areal.tests.dispatch_ray.functions import run
 from areal.tests.dist.dispatch.test_in_process import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
+from areal.tests.grid.models import VOCAB
 from areal.tests.harness.tiny import config, global_batch, loss, weights_of
 from areal.weight_sync.disk import DiskTransport
 
@@ -90,6 +91,14 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
         assert counter.count == 3
         assert same(untimed(group.train_batch(batches[2], loss)), after)
 
+        # A wrong batch is refused in the driver, which names the sample of the caller's batch and stores nothing.
+        before = pair.store.batches
+        wrong = [dict(sample) for sample in batches[0]]
+        wrong[7]["input_ids"] = torch.full_like(wrong[7]["input_ids"], VOCAB)
+        with pytest.raises(ValueError, match=rf"^input_ids of sample 7 at position 0 is {VOCAB}, outside"):
+            group.train_batch(wrong, loss)
+        assert pair.store.batches == before
+
         # An error of one rank, after which the group goes on.
         with pytest.raises(ValueError, match=r"rank 1.*a bad loss") as raised:
             group.train_batch(batches[0], loss_that_fails_on_rank_1)
@@ -121,3 +130,21 @@ def test_adapters_and_reference(pair: RayWorkers) -> None:
         names = [name for name, _ in group.adapters.named_tensors()]
         assert names
         assert all("lora" in name for name in names)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.thorough
+def test_profile_gives_the_folder_of_each_rank(pair: RayWorkers, tmp_path: Path) -> None:
+    with WorkerGroup(config("fsdp:d2"), pair) as group:
+        group.initialize(SPEC)
+        with group.profile(tmp_path / "one", ranks=[1]) as folders:
+            assert folders == {1: tmp_path / "one"}
+            # One rank cannot enter a second profile. The other one leaves it.
+            with pytest.raises(RuntimeError, match=r"rank 1: profile\(\) where"), group.profile(tmp_path / "nested"):
+                pass
+            group.train_batch(global_batch(), loss)
+        with group.profile(tmp_path / "all") as folders:
+            group.train_batch(global_batch(), loss)
+        assert folders == dict.fromkeys(range(2), tmp_path / "all")
+        names = {path.name for path in folders[0].glob("trace-*")}
+        assert names == {f"trace-rank{rank}.json.gz" for rank in folders}

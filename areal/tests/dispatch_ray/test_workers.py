@@ -8,8 +8,10 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -71,6 +73,18 @@ def test_batch_is_stored_once_for_all_ranks(pair: RayWorkers, length: int, kind:
         assert [sorted(sample) for sample in its] == [["input_ids", "loss_mask"], ["input_ids"]]
         assert torch.equal(its[0]["input_ids"], torch.arange(length))
     assert pair.store.batches == before + 1
+    # A batch that cannot be sent is refused in the driver.
+    with pytest.raises(ValueError, match="the batch cannot be sent to the ranks"):
+        pair.put([{"input_ids": torch.arange(5), "meta": {"lock": threading.Lock()}}])
+
+
+def test_rank_that_writes_into_its_batch_changes_that_of_no_other(pair: RayWorkers) -> None:
+    """Also into an array inside of an object, which Ray maps to memory that all ranks share."""
+    handle = pair.put({"input_ids": torch.zeros(1, 3), "meta": {"object": SimpleNamespace(array=np.zeros(3))}})
+    assert run(pair, functions.write_on_rank_0, [handle] * 2) == [[1.0] * 3, [0.0] * 3]
+    for batch in run(pair, functions.get, [handle] * 2):
+        assert not batch["input_ids"].any()
+        assert not batch["meta"]["object"].array.any()
 
 
 def test_what_is_no_tensor_is_stored_if_it_is_large(pair: RayWorkers) -> None:

@@ -19,7 +19,7 @@ from areal.utils.profiling.phase_timer import PhaseTimer
 @contextlib.contextmanager
 def profiled(
     timer: PhaseTimer, device: torch.device, rank: int, folder: str | Path, *, memory: bool, stacks: bool
-) -> Iterator[None]:
+) -> Iterator[dict[int, Path]]:
     """Profile everything inside. See :meth:`areal.api.engine.TrainEngine.profile`. Not collective.
 
     Args:
@@ -28,7 +28,7 @@ def profiled(
     """
     if torch.autograd._profiler_enabled():
         raise RuntimeError("profile() where a profiler is on already: leave that one first, there is one in a process")
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     _check_writable(folder)
     device_type, start_bytes = platform.profiled_memory(device)
     profiler = torch.profiler.profile(
@@ -39,7 +39,7 @@ def profiled(
     profiler.start()
     try:
         with timer.shown():
-            yield
+            yield {rank: folder}
     finally:
         # Also after an error, whose cause may be in the profile.
         profiler.stop()

@@ -286,11 +286,13 @@ def create_engine_mbs() -> Any:
 @pytest.mark.world(1)
 def test_profile_of_named_ranks(tmp_path: Path) -> None:
     with group("fsdp:d1") as handle:
-        with handle.profile(tmp_path / "all", ranks=[0]):
+        with handle.profile(tmp_path / "all", ranks=[0]) as folders:
             handle.train_batch(global_batch(), loss)
+        assert folders == {0: tmp_path / "all"}
         assert (tmp_path / "all" / "trace-rank0.json.gz").exists()
-        with handle.profile(tmp_path / "none", ranks=[]):
+        with handle.profile(tmp_path / "none", ranks=[]) as folders:
             handle.train_batch(global_batch(), loss)
+        assert folders == {}
         assert not (tmp_path / "none").exists()
         with pytest.raises(ValueError, match="there is no rank 3"), handle.profile(tmp_path, ranks=[3]):
             pass

@@ -97,8 +97,9 @@ def test_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
         batch = local_batch(engine, global_batch())
         losses = [plain.train_batch(batch, loss).loss for _ in range(3)]
         result = [engine.train_batch(batch, loss).loss]
-        with engine.profile(tmp_path / "new" / "folder"):
+        with engine.profile(tmp_path / "new" / "folder") as folders:
             step = engine.train_batch(batch, loss)
+        assert folders == {world().rank: tmp_path / "new" / "folder"}
         result += [step.loss, engine.train_batch(batch, loss).loss]
         assert result == losses
         engine.forward_backward(batch, loss)

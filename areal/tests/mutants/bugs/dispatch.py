@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from areal.api import EngineMemory, KindMemory
 from areal.dispatch.placement import Kind, Move, Need, Part, Use
 from areal.dispatch.placement.residency import UsedParts
+from areal.dispatch.wire import unpack_tensors
 from areal.tests.mutants.planting import Function, mutant
 from areal.utils.data import deal
 
 SHARDS = "unit/dispatch/test_shards.py::"
 WIRE = "unit/dispatch/test_wire.py::"
 RAY = "dispatch_ray/"
+BAD = "dist/dispatch/test_bad_batches.py::"
 PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
 
 
@@ -72,6 +75,18 @@ def samples_of_a_prompt_scattered(right: Function) -> Function:
 def key_read_differently_in_a_shard(right: Function) -> Function:
     """A per-sequence key that is per-token by its shape in one shard is sent there."""
     return lambda plan, spec, indices: None
+
+
+@mutant("areal.engine.batch_rules:rules_of", f"{BAD}test_values_and_arguments_that_the_model_does_not_have[w1]")
+def driver_does_not_know_the_vocabulary(right: Function) -> Function:
+    """The driver checks a batch by its configuration alone: ids outside the vocabulary are found on a rank."""
+    return lambda engine: None
+
+
+@mutant("areal.dispatch.calls:computed_outputs", f"{BAD}test_values_and_arguments_that_the_model_does_not_have[w1]")
+def outputs_are_checked_on_the_ranks_only(right: Function) -> Function:
+    """An output that the model does not have is found after the batch was sent."""
+    return lambda arguments: ("logprobs",)
 
 
 # ---- the wire format
@@ -309,6 +324,18 @@ if find_spec("ray") is not None:
     def local_ranks_of_the_node(right: Function) -> Function:
         """Processes with a GPU of their own are numbered like processes that see all GPUs of the node."""
         return lambda stations: right([dataclasses.replace(station, devices=()) for station in stations])
+
+    @mutant(
+        "areal.dispatch.ray.results:unseal", RAY + "test_results.py::test_arrays_in_any_object_are_read_into_new_memory"
+    )
+    def arrays_of_objects_share_memory(right: Function) -> Function:
+        """Arrays inside of objects are those of the object store, which other ranks read."""
+
+        def wrong(sealed: Any) -> Any:
+            value = pickle.loads(sealed.value, buffers=sealed.buffers)
+            return unpack_tensors(dataclasses.replace(sealed, value=value))
+
+        return wrong
 
     @mutant("areal.dispatch.ray.results:seal", RAY + "test_results.py::test_limit_counts_tensors_and_everything_else")
     def result_of_any_size_is_sent(right: Function) -> Function:

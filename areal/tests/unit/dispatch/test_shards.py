@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -278,13 +279,21 @@ def test_a_batch_on_a_gpu_is_sent_through_host_memory(form: str) -> None:
 
 
 def test_one_coordinate_gets_the_batch_itself() -> None:
-    for batch in (batch_of([[1, 2], [3]], "list"), batch_of([[1, 2], [3]], "padded"), 7, [{"labels": 1}]):
+    for form in FORMS:
+        batch = batch_of([[1, 2], [3]], form)
         plan = plan_shards(batch, MicroBatchSpec(**SPEC), 1)
         assert len(plan.shards) == 1
         assert plan.shards[0] is batch
-        result = object()
+        assert equal(plan.merge([like_an_engine(batch)]), like_an_engine(batch))
+        assert (plan.form.kind, plan.form.seqlens) == (form, (2, 1))
+        assert plan.indices == ((0, 1),)
+
+
+def test_batch_that_only_the_engine_checks_is_passed_on() -> None:
+    for batch in (batch_of([[1, 2], [3]], "padded"), 7, [{"labels": 1}]):
+        plan, result = ShardPlan((batch,), MicroBatchSpec(**SPEC)), object()
         assert plan.merge([result]) is result
-    plan = plan_shards(batch_of([[1, 2], [3]], "padded"), MicroBatchSpec(**SPEC), 1)
+    plan = ShardPlan((batch_of([[1, 2], [3]], "padded"),), MicroBatchSpec(**SPEC))
     assert (plan.form.kind, plan.form.seqlens, plan.form.width) == ("padded", (2, 1), 3)
     assert plan.indices == ((0, 1),)
 
@@ -319,18 +328,19 @@ def test_results_that_cannot_be_merged_raise(results: list[Any], message: str) -
 
 @pytest.mark.parametrize(("batch", "spec"), [bad[1:3] for bad in BAD_BATCHES], ids=[bad[0] for bad in BAD_BATCHES])
 def test_a_bad_batch_raises_the_error_of_an_engine(batch: Any, spec: dict[str, Any]) -> None:
+    check = partial(plan_batch, spec=MicroBatchSpec(**spec), vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"\w") as engines:
-        plan_batch(batch, MicroBatchSpec(**spec), vocab_size=VOCAB)
-    for n in (2, 4):
+        check(batch)
+    for n in (1, 2, 4):
         with pytest.raises(ValueError, match=r"\w") as drivers:
-            plan_shards(batch, MicroBatchSpec(**spec), n, vocab_size=VOCAB)
+            plan_shards(batch, MicroBatchSpec(), n, check=check)
         assert str(drivers.value) == str(engines.value)
 
 
 def test_a_batch_without_samples_raises_the_error_of_an_engine() -> None:
-    for nothing in ([], {"input_ids": torch.zeros(0, 3).long()}):
+    for nothing, n in product(([], {"input_ids": torch.zeros(0, 3).long()}), (1, 2)):
         with pytest.raises(ValueError, match="empty batch: no rank has a sample"):
-            plan_shards(nothing, MicroBatchSpec(), 2)
+            plan_shards(nothing, MicroBatchSpec(), n)
     spec = MicroBatchSpec(max_tokens_per_mb=2, overlong="drop", **SPEC)
     with pytest.raises(ValueError, match="empty batch: all 2 sequences of the global batch were dropped"):
         plan_shards(batch_of([[1] * 3, [2] * 4], "list"), spec, 2)
