@@ -31,6 +31,7 @@ from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Norma
 from areal.api.memory import EngineMemory, KindMemory
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
+from areal.api.step_settings import StepSettings
 from areal.api.weights import (
     NamedTensor,
     SelectName,
@@ -80,6 +81,7 @@ __all__ = [
     "SelectName",
     "Stateful",
     "StepOutput",
+    "StepSettings",
     "TensorSource",
     "TokenOutputs",
     "TopK",

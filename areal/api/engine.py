@@ -22,6 +22,7 @@ from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, P
 from areal.api.memory import EngineMemory
 from areal.api.microbatch import MicroBatchList
 from areal.api.parallel import ParallelDims
+from areal.api.step_settings import StepSettings
 from areal.api.weights import NamedTensor
 
 __all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
@@ -265,14 +266,18 @@ class TrainEngine(ABC):
         """Discard pending gradients."""
 
     @abstractmethod
-    def optimizer_step(self) -> OptimStats:
+    def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
         """Clip and apply the pending gradients, then discard them. A gradient that is not finite skips the update.
+
+        Args:
+            settings: replace the configured ones in this step only. Equal on all ranks.
 
         Returns:
             Statistics of the step, equal on all ranks.
 
         Raises:
             RuntimeError: no gradient is pending, or the engine was created without an optimizer.
+            ValueError: the optimizer does not have one of the settings. Gradients stay pending.
         """
 
     @property
@@ -373,15 +378,8 @@ class TrainEngine(ABC):
     def profile(self, folder: str | Path, *, memory: bool = True, stacks: bool = False) -> AbstractContextManager[None]:
         """Return a context that profiles this rank and writes files on exit, also after an error. Not collective.
 
-        Files of rank 0, and so on for each rank:
-
-        - ``trace-rank0.json.gz``: a trace of torch's profiler, for ``chrome://tracing`` or https://ui.perfetto.dev. A call with a loss has
-          the ranges ``data``, ``reduce``, ``optimizer`` and ``schedule``. Inside ``schedule``, each micro-batch has ``forward mb 0`` and
-          ``backward mb 0`` (without a number in Megatron's interleaved pipelines).
-        - ``memory-rank0.json``: bytes of all tensors over time, with the phase, and the peak. On a CPU, relative to the start.
-        - ``memory-rank0.pickle``: on a GPU, every allocation, for https://pytorch.org/memory_viz.
-
-        Calls inside the context are slower, most of all the first.
+        Rank 0 writes ``trace-rank0.json.gz``, ``memory-rank0.json`` and, on a GPU, ``memory-rank0.pickle``; so does each other rank. The page
+        *Profiling* describes them. Calls inside the context are slower, most of all the first.
 
         Args:
             folder: output directory. Created if it is missing; files of an earlier profile are replaced.

@@ -23,6 +23,7 @@ from areal.api import (
     OptimStats,
     SaveLoadMeta,
     StepOutput,
+    StepSettings,
     TrainEngine,
     TrainEngineConfig,
     WeightTransport,
@@ -293,8 +294,8 @@ class WorkerGroup(TrainEngine):
     def zero_grad(self) -> None:
         self._call("zero_grad")
 
-    def optimizer_step(self) -> OptimStats:
-        return self._call("optimizer_step")
+    def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
+        return self._call("optimizer_step", settings=settings)
 
     @property
     def lr(self) -> float:

@@ -25,6 +25,7 @@ from areal.api.config import FinetuneSpec
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.api.step_settings import StepSettings
 from areal.engine.components import EngineComponents
 from areal.engine.faults import Faults, check_loss, zero_gradient_loss
 from areal.engine.loss_arguments import resolve_loss
@@ -325,18 +326,18 @@ class BaseTrainEngine(EngineState):
 
     # ---- optimizer
 
-    def optimizer_step(self) -> OptimStats:
-        stats = self._apply_gradients()
+    def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
+        stats = self._apply_gradients(settings)
         # Return only if all ranks have taken the step.
         self.control.gather(None)
         return stats
 
-    def _apply_gradients(self) -> OptimStats:
+    def _apply_gradients(self, settings: StepSettings | None = None) -> OptimStats:
         optimizer = self._require_optimizer()
         components = self._reduced_components()
         with self._ending_on_error(), self.timer.phase("optimizer"):
             components.memory.onload(params=True, grads=True, optimizer=True)
-            stats = optimizer.step()
+            stats = optimizer.step(settings)
             self.zero_grad()
         return stats
 

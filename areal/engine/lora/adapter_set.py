@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from areal.api.batch import OptimStats
 from areal.api.config import FinetuneSpec, LoRAConfig, TrainEngineConfig
+from areal.api.step_settings import StepSettings
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
 from areal.engine.lora.adapter import Adapter, AdapterLayout
@@ -214,8 +215,8 @@ class SelectedOptimizer:
     def lr(self) -> float:
         return self._inner().lr
 
-    def step(self) -> OptimStats:
-        return self._inner().step()
+    def step(self, settings: StepSettings | None = None) -> OptimStats:
+        return self._inner().step(settings)
 
     def set_lr(self, lr: float) -> None:
         self._inner().set_lr(lr)

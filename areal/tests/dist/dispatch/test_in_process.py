@@ -20,6 +20,7 @@ from areal.api import (
     MicroBatch,
     SaveLoadMeta,
     StepOutput,
+    StepSettings,
     TokenOutputs,
     TopK,
     TrainEngine,
@@ -77,7 +78,7 @@ CALLS: dict[str, Callable[[TrainEngine], Any]] = {
     "forward_backward": lambda engine: untimed(engine.forward_backward(global_batch(1), loss, loss_weight=0.5)),
     "named_gradients": gradients_of,
     "eval_batch": lambda engine: untimed(engine.eval_batch(global_batch(2), loss)),
-    "optimizer_step": lambda engine: engine.optimizer_step(),
+    "optimizer_step": lambda engine: engine.optimizer_step(StepSettings(lr=0.25, betas=(0.5, 0.5))),
     "forward_batch": lambda engine: engine.forward_batch(global_batch(3)),
     "padded": lambda engine: engine.forward_batch(
         as_input(global_batch(3), "padded"), outputs=("logprobs", "entropy", TopK(3))

@@ -1,4 +1,7 @@
-"""Bugs of losses, advantages and their use in trainers that the suite must catch, as in :mod:`areal.tests.mutants.bugs.step`."""
+"""Bugs of losses, step settings, advantages and their use in trainers that the suite must catch.
+
+As in :mod:`areal.tests.mutants.bugs.step`.
+"""
 
 from __future__ import annotations
 
@@ -154,5 +157,24 @@ def own_reward_is_in_the_baseline(right: Function) -> Function:
 
     def wrong(rewards: Any, groups: Any) -> Any:
         return groups.deviations(rewards)[0]
+
+    return wrong
+
+
+SETTINGS = "dist/step/test_step_settings.py::test_twenty_steps_with_changing_settings_track_the_reference[{}]"
+
+
+@mutant(
+    "areal.engine.optimizer:ClippingOptimizer._in_groups",
+    SETTINGS.format("fsdp:d1-qwen3-nll-ragged-tokens24-plain-float64"),
+    SETTINGS.format("megatron:d2-qwen3-nll-ragged-tokens24-plain-float32"),
+)
+def settings_leak_into_the_next_step(right: Function) -> Function:
+    """Settings of one step stay in the parameter groups."""
+
+    def wrong(self: Any, settings: Any) -> Any:
+        for group in self.inner.param_groups:
+            group.update(settings)
+        return right(self, settings)
 
     return wrong
