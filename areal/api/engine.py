@@ -184,6 +184,7 @@ class TrainEngine(ABC):
         outputs: Outputs | None = None,
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
+        returns: Outputs = (),
     ) -> StepOutput:
         """Accumulate the gradient of ``loss_weight * sum(loss_fn) / normalization`` over the global batch.
 
@@ -194,6 +195,7 @@ class TrainEngine(ABC):
             outputs: per-token outputs that ``loss_fn`` reads. Default: those of the objective, or ``("logprobs",)``.
             normalization: ``"weight"`` divides by the global weight, ``"sum"`` by 1, a positive number by that number.
             loss_weight: factor of this call's loss.
+            returns: per-token outputs that the result has in ``outputs``, from the pass that computes the gradient.
 
         Returns:
             Loss and metrics of the global batch, equal on all ranks. ``grad_norm``, ``lr`` and ``update_successful`` are ``None``.
@@ -210,11 +212,12 @@ class TrainEngine(ABC):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
         """Take one optimizer step on one batch: :meth:`forward_backward` followed by :meth:`optimizer_step`.
 
         Args:
-            batch, loss_fn, loss_weight_fn, outputs: see :meth:`forward_backward`.
+            batch, loss_fn, loss_weight_fn, outputs, returns: see :meth:`forward_backward`.
 
         Returns:
             Loss and metrics of the global batch and statistics of the optimizer step, equal on all ranks.
@@ -232,11 +235,12 @@ class TrainEngine(ABC):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
         """Return the loss that :meth:`train_batch` would report, with dropout disabled. Gradients are not changed.
 
         Args:
-            batch, loss_fn, loss_weight_fn, outputs: see :meth:`forward_backward`.
+            batch, loss_fn, loss_weight_fn, outputs, returns: see :meth:`forward_backward`.
 
         Raises:
             ValueError: see :meth:`forward_backward`.

@@ -147,7 +147,7 @@ class Calls:
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
             return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards)
-        return self.start(name, verb, rank_0, shards)
+        return self.start(name, verb, lambda values: plan.merge_steps(self.by_coordinate(values)), shards)
 
     def _kept(self, plan: ShardPlan, values: list[Any], key: str) -> RemoteMicroBatches:
         mbs = joined_layouts(plan, self.by_coordinate(values), key)

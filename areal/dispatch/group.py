@@ -262,8 +262,9 @@ class WorkerGroup(TrainEngine):
         outputs: Outputs | None = None,
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
+        returns: Outputs = (),
     ) -> StepOutput:
-        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs}
+        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
         return self._call("forward_backward", batch=batch, **loss, normalization=normalization, loss_weight=loss_weight)
 
     def train_batch(
@@ -273,8 +274,10 @@ class WorkerGroup(TrainEngine):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
-        return self._call("train_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs)
+        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
+        return self._call("train_batch", batch=batch, **loss)
 
     def eval_batch(
         self,
@@ -283,8 +286,10 @@ class WorkerGroup(TrainEngine):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
-        return self._call("eval_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs)
+        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
+        return self._call("eval_batch", batch=batch, **loss)
 
     def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
         return self._call("forward_batch", batch=batch, outputs=outputs)

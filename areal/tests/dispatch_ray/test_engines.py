@@ -66,6 +66,9 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
         for row, output in zip(padded, outputs, strict=True):
             assert torch.equal(row[: len(output)], output)
         assert same(weights_of(group), expected[0][2])
+        step = group.forward_backward(batches[2], loss, returns=("logprobs",))
+        assert same(step.outputs, {"logprobs": outputs})
+        group.zero_grad()
 
         # A loop of the caller's: micro-batches stay on the ranks.
         mbs = group.microbatches(batches[2])
