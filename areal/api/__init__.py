@@ -33,6 +33,7 @@ from areal.api.memory import EngineMemory, KindMemory
 from areal.api.microbatch import BatchForm, MicroBatch, MicroBatchList, PrefixTree
 from areal.api.parallel import MESH_AXES, ParallelDims
 from areal.api.pending import Finished, Pending
+from areal.api.step_settings import StepSettings
 from areal.api.weights import (
     NamedTensor,
     SelectName,
@@ -85,6 +86,7 @@ __all__ = [
     "SelectName",
     "Stateful",
     "StepOutput",
+    "StepSettings",
     "TensorSource",
     "TokenOutputs",
     "TopK",

@@ -144,7 +144,7 @@ class OptimStats:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Result of a step, equal on all ranks.
+    """Result of a step, equal on all ranks except for ``outputs``.
 
     Attributes:
         loss: sum of the terms: ``sum(loss_fn) / sum(loss_weight_fn)`` over the global batch with the default normalisation.
@@ -162,6 +162,8 @@ class StepOutput:
             ``backward``: backward, with recomputed forwards; in a pipeline also waiting for other stages.
             ``reduce``: gradient reductions that do not overlap with the backward.
             ``optimizer``: gradient norm and optimizer step.
+        outputs: per-token outputs that the call's ``returns`` names, by name (``"topk"`` for :class:`TopK`): those of this rank's batch,
+            detached, in the caller's order, form and device.
     """
 
     loss: float
@@ -175,3 +177,4 @@ class StepOutput:
     n_tokens: int = 0
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)

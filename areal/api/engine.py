@@ -24,6 +24,7 @@ from areal.api.memory import EngineMemory
 from areal.api.microbatch import MicroBatchList
 from areal.api.parallel import ParallelDims
 from areal.api.pending import Finished, Pending
+from areal.api.step_settings import StepSettings
 from areal.api.weights import NamedTensor
 
 __all__ = ["BatchInput", "Outputs", "TrainEngine", "default_loss_weight"]
@@ -199,6 +200,7 @@ class TrainEngine(ABC):
         outputs: Outputs | None = None,
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
+        returns: Outputs = (),
     ) -> StepOutput:
         """Accumulate the gradient of ``loss_weight * sum(loss_fn) / normalization`` over the global batch.
 
@@ -209,6 +211,7 @@ class TrainEngine(ABC):
             outputs: per-token outputs that ``loss_fn`` reads. Default: those of the objective, or ``("logprobs",)``.
             normalization: ``"weight"`` divides by the global weight, ``"sum"`` by 1, a positive number by that number.
             loss_weight: factor of this call's loss.
+            returns: per-token outputs that the result has in ``outputs``, from the pass that computes the gradient.
 
         Returns:
             Loss and metrics of the global batch, equal on all ranks. ``grad_norm``, ``lr`` and ``update_successful`` are ``None``.
@@ -225,11 +228,9 @@ class TrainEngine(ABC):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
-        """Take one optimizer step on one batch: :meth:`forward_backward` followed by :meth:`optimizer_step`.
-
-        Args:
-            batch, loss_fn, loss_weight_fn, outputs: see :meth:`forward_backward`.
+        """Take one optimizer step on one batch: :meth:`forward_backward`, with its arguments, followed by :meth:`optimizer_step`.
 
         Returns:
             Loss and metrics of the global batch and statistics of the optimizer step, equal on all ranks.
@@ -247,14 +248,11 @@ class TrainEngine(ABC):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
         """Return the loss that :meth:`train_batch` would report, with dropout disabled. Gradients are not changed.
 
-        Args:
-            batch, loss_fn, loss_weight_fn, outputs: see :meth:`forward_backward`.
-
-        Raises:
-            ValueError: see :meth:`forward_backward`.
+        Arguments and errors are those of :meth:`forward_backward`.
         """
 
     @abstractmethod
@@ -281,14 +279,18 @@ class TrainEngine(ABC):
         """Discard pending gradients."""
 
     @abstractmethod
-    def optimizer_step(self) -> OptimStats:
+    def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
         """Clip and apply the pending gradients, then discard them. A gradient that is not finite skips the update.
+
+        Args:
+            settings: replace the configured ones in this step only. Equal on all ranks.
 
         Returns:
             Statistics of the step, equal on all ranks.
 
         Raises:
             RuntimeError: no gradient is pending, or the engine was created without an optimizer.
+            ValueError: the optimizer does not have one of the settings. Gradients stay pending.
         """
 
     @property
@@ -341,10 +343,9 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Move the selected tensors to host memory and return unused device memory. A verb that needs them calls :meth:`onload` first.
+        """Move parameters, pending gradients and optimizer state, as selected, to host memory, and return unused device memory.
 
-        Args:
-            params, grads, optimizer: move parameters, pending gradients, optimizer state.
+        A verb that needs them calls :meth:`onload` first.
         """
 
     @abstractmethod
@@ -355,8 +356,7 @@ class TrainEngine(ABC):
     def memory(self) -> list[EngineMemory]:
         """Return the bytes that the engine holds on this rank, by kind, on the device and offloaded. Not collective.
 
-        Returns:
-            One entry for each rank behind this handle: an engine's own, or those of all ranks of a group.
+        A group returns one entry for each of its ranks.
         """
 
     # ---- adapters
@@ -386,10 +386,9 @@ class TrainEngine(ABC):
     ) -> AbstractContextManager[dict[int, Path]]:
         """Return a context that profiles this rank and writes files on exit, also after an error. Not collective.
 
-        ``with engine.profile(folder) as folders`` gives the directory's absolute path by rank: of each profiled rank behind this handle, an
-        engine's own or those of a group. Rank 0 writes ``trace-rank0.json.gz``, a trace of torch's profiler with a range for each phase and
-        micro-batch, and ``memory-rank0.json``, bytes of all tensors over time (on a CPU, relative to the start). On a GPU,
-        ``memory-rank0.pickle`` has every allocation, for https://pytorch.org/memory_viz. Other ranks do the same. Calls inside are slower.
+        ``with engine.profile(folder) as folders`` gives the directory's absolute path by rank: of each profiled rank behind this handle.
+        Rank 0 writes ``trace-rank0.json.gz``, ``memory-rank0.json`` and, on a GPU, ``memory-rank0.pickle``; so does each other rank. The page
+        *Profiling* describes them. Calls inside the context are slower, most of all the first.
 
         Args:
             folder: output directory. Created if it is missing; files of an earlier profile are replaced.

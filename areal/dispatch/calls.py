@@ -35,7 +35,7 @@ from areal.dispatch.works import (
     Verb,
 )
 from areal.engine.loss_arguments import resolve_loss
-from areal.engine.loss_step import check_normalization
+from areal.engine.loss_step import check_normalization, with_returned
 
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ class Calls:
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
             return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards)
-        return self.start(name, verb, rank_0, shards)
+        return self.start(name, verb, lambda values: plan.merge_steps(self.by_coordinate(values)), shards)
 
     def _kept(self, plan: ShardPlan, values: list[Any], key: str) -> RemoteMicroBatches:
         mbs = joined_layouts(plan, self.by_coordinate(values), key)
@@ -326,7 +326,8 @@ def computed_outputs(arguments: Mapping[str, Any]) -> Outputs:
     normalization = arguments.get("normalization", "weight")
     check_normalization(normalization, arguments.get("loss_weight", 1.0))
     loss, weight = arguments["loss_fn"], arguments.get("loss_weight_fn")
-    return resolve_loss(loss, weight, arguments.get("outputs"), normalization)[2]
+    outputs = resolve_loss(loss, weight, arguments.get("outputs"), normalization)[2]
+    return with_returned(outputs, arguments.get("returns", ()))
 
 
 def rank_0(values: Sequence[T]) -> T:

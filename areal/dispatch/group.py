@@ -25,6 +25,7 @@ from areal.api import (
     Pending,
     SaveLoadMeta,
     StepOutput,
+    StepSettings,
     TrainEngine,
     TrainEngineConfig,
     WeightTransport,
@@ -275,8 +276,9 @@ class WorkerGroup(TrainEngine):
         outputs: Outputs | None = None,
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
+        returns: Outputs = (),
     ) -> StepOutput:
-        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs}
+        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
         return self._call("forward_backward", batch=batch, **loss, normalization=normalization, loss_weight=loss_weight)
 
     def train_batch(
@@ -286,8 +288,10 @@ class WorkerGroup(TrainEngine):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
-        return self._call("train_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs)
+        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
+        return self._call("train_batch", batch=batch, **loss)
 
     def eval_batch(
         self,
@@ -296,8 +300,10 @@ class WorkerGroup(TrainEngine):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
-        return self._call("eval_batch", batch=batch, loss_fn=loss_fn, loss_weight_fn=loss_weight_fn, outputs=outputs)
+        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
+        return self._call("eval_batch", batch=batch, **loss)
 
     def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
         return self._call("forward_batch", batch=batch, outputs=outputs)
@@ -307,8 +313,8 @@ class WorkerGroup(TrainEngine):
     def zero_grad(self) -> None:
         self._call("zero_grad")
 
-    def optimizer_step(self) -> OptimStats:
-        return self._call("optimizer_step")
+    def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
+        return self._call("optimizer_step", settings=settings)
 
     @property
     def lr(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from areal.api import BatchForm, MicroBatchSpec
+from areal.api import BatchForm, MicroBatchSpec, StepOutput
 from areal.api.engine import BatchInput
 from areal.engine.step_sync import empty_batch
 from areal.utils.data import BatchPlan, deal, deal_sharing, plan_batch, read_batch, sequence_cost
@@ -72,6 +72,15 @@ class ShardPlan:
             return results[0]
         with_samples = [rank for rank, members in enumerate(self.indices) if members]
         return self._merged([results[rank] for rank in with_samples], with_samples, "the result")
+
+    def merge_steps(self, results: Sequence[tuple[StepOutput, dict[str, Any]]]) -> StepOutput:
+        """Return the step with the outputs of all samples in the caller's order.
+
+        Args:
+            results: for each coordinate the step, which is equal on all, and its per-token outputs by name.
+        """
+        step, named = results[0]
+        return replace(step, outputs=self.merge([outputs for _, outputs in results])) if named else step
 
     def _merged(self, parts: list[Any], ranks: list[int], what: str) -> Any:
         """Merge the results of the coordinates ``ranks``."""

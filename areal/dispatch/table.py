@@ -21,6 +21,7 @@ class Returned(Enum):
 
     RANK_0 = "result of rank 0"
     RANKS = "one result for each rank"
+    STEP = "result of rank 0, with per-token outputs in the caller's order, form and device, from one rank of each coordinate"
     SAMPLES = "results in the caller's order, form and device, from one rank of each coordinate"
     MICROBATCHES = "one result for each micro-batch, in the order of the coordinates"
     LAYOUT = "the layout of the micro-batches, which stay on the ranks"
@@ -39,7 +40,7 @@ class Route:
     returned: Returned
 
 
-_STEP = Route(Sent.SHARDS, Returned.RANK_0)
+_STEP = Route(Sent.SHARDS, Returned.STEP)
 _ALL = Route(Sent.SAME, Returned.RANK_0)
 _STREAM = Route(Sent.SAME, Returned.STREAM)
 _CONTEXT = Route(Sent.SAME, Returned.CONTEXT)

@@ -85,7 +85,10 @@ class Verb:
             arguments["batch"] = shard.get()
         member = attrgetter(self.path)(engine)
         value = member(**arguments) if callable(member) else member
-        return value if is_kept(self.returned, workplace, engine) else None
+        if not is_kept(self.returned, workplace, engine):
+            return None
+        # The wire format packs the tensors of a tuple, but not those inside a step.
+        return (dataclasses.replace(value, outputs={}), value.outputs) if self.returned is Returned.STEP else value
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def is_kept(returned: Returned, workplace: Workplace, engine: Any) -> bool:
     """Return whether the driver reads the result of this rank."""
     if returned is Returned.RANKS:
         return True
-    if returned in (Returned.SAMPLES, Returned.MICROBATCHES, Returned.LAYOUT):
+    if returned in (Returned.STEP, Returned.SAMPLES, Returned.MICROBATCHES, Returned.LAYOUT):
         return engine.is_main
     return workplace.rank == 0
 

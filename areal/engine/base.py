@@ -25,6 +25,7 @@ from areal.api.config import FinetuneSpec
 from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.api.step_settings import StepSettings
 from areal.engine.batch_rules import BatchRules
 from areal.engine.components import EngineComponents
 from areal.engine.faults import Faults, check_loss, zero_gradient_loss
@@ -35,6 +36,7 @@ from areal.engine.loss_step import (
     check_normalization,
     loss_divisors,
     step_output,
+    with_returned,
 )
 from areal.engine.model.layout import StreamLayout, layout_of
 from areal.engine.model.outputs import gather_outputs
@@ -81,6 +83,7 @@ class BaseTrainEngine(EngineState):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
         self._require_optimizer()
         components = self._require_components()
@@ -90,7 +93,7 @@ class BaseTrainEngine(EngineState):
             # All transfers from host memory come first, where they are counted.
             self._onload_for_step(grads=True, optimizer=True)
             with components.schedule.last_call():
-                step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs)
+                step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs, returns=returns)
             stats = self._apply_gradients()
             # The slowest rank is the one that the others waited for.
             seconds, timings = max(self.control.gather(call.read()), key=lambda times: times[0])
@@ -105,10 +108,11 @@ class BaseTrainEngine(EngineState):
         outputs: Outputs | None = None,
         normalization: Normalization = "weight",
         loss_weight: float = 1.0,
+        returns: Outputs = (),
     ) -> StepOutput:
         with self.timer.call() as call:
             return self._loss_batch(
-                call, batch, loss_fn, loss_weight_fn, outputs, normalization, loss_weight, forward_only=False
+                call, batch, loss_fn, loss_weight_fn, outputs, normalization, loss_weight, returns, forward_only=False
             )
 
     def eval_batch(
@@ -118,9 +122,12 @@ class BaseTrainEngine(EngineState):
         loss_weight_fn: LossWeightFn | None = None,
         *,
         outputs: Outputs | None = None,
+        returns: Outputs = (),
     ) -> StepOutput:
         with self.timer.call() as call, self._require_components().evaluating():
-            return self._loss_batch(call, batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, forward_only=True)
+            return self._loss_batch(
+                call, batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, returns, forward_only=True
+            )
 
     # ---- verb without a loss
 
@@ -128,6 +135,10 @@ class BaseTrainEngine(EngineState):
         mbs = self._prepare(batch, outputs)
         with self._require_components().evaluating():
             results = self.forward_backward_batch(mbs, OutputStep(outputs), outputs=outputs, forward_only=True)
+        return self._restored(mbs, results)
+
+    def _restored(self, mbs: MicroBatchList, results: list[Any]) -> Any:
+        """Return per-token results of micro-batches in the caller's order and form. Collective."""
         return mbs.restore(results, like=self._sync.result_of_a_peer(mbs, results))
 
     # ---- one call with a loss, in five steps
@@ -141,12 +152,14 @@ class BaseTrainEngine(EngineState):
         named_outputs: Outputs | None,
         normalization: Normalization,
         loss_weight: float,
+        returns: Outputs,
         *,
         forward_only: bool,
     ) -> StepOutput:
         components = self._require_components()
         check_normalization(normalization, loss_weight)
         loss_fn, loss_weight_fn, outputs = resolve_loss(loss, weight_fn, named_outputs, normalization)
+        outputs = with_returned(outputs, returns)
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
         mbs = self._prepare(batch, outputs)
@@ -158,17 +171,18 @@ class BaseTrainEngine(EngineState):
 
         # 3. Run all micro-batches forward and backward. Meanwhile, routers add the gradient of the balancing losses.
         # 4. For each micro-batch, the process function calls the loss function and divides its terms.
-        process = LossStep(loss_fn, weights, divisors, loss_weight)
+        process = LossStep(loss_fn, weights, divisors, loss_weight, returns)
         with components.routing.counting(divisors, loss_weight * components.schedule.grad_scale(len(mbs))) as routed:
             results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
 
-        # 5. Sum the results over micro-batches and ranks.
+        # 5. Sum the results over micro-batches and ranks. Per-token outputs stay on their rank.
         with self._discarding_grads(unless=forward_only):
             note = "" if forward_only else _DISCARDED
             sums = self._sync.sum_results(mbs, results, routed, call, note, self._moved)
         self._moved.clear()
         may_drop = self.config.mb_spec.overlong == "drop"
-        return step_output(sums, weights, divisors, loss_weight, n_mbs=len(mbs), may_drop=may_drop)
+        returned = self._restored(mbs, [result.outputs for result in results]) if returns else {}
+        return step_output(sums, weights, divisors, loss_weight, returned, n_mbs=len(mbs), may_drop=may_drop)
 
     # ---- step 1: micro-batches
 
@@ -322,18 +336,18 @@ class BaseTrainEngine(EngineState):
 
     # ---- optimizer
 
-    def optimizer_step(self) -> OptimStats:
-        stats = self._apply_gradients()
+    def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
+        stats = self._apply_gradients(settings)
         # Return only if all ranks have taken the step.
         self.control.gather(None)
         return stats
 
-    def _apply_gradients(self) -> OptimStats:
+    def _apply_gradients(self, settings: StepSettings | None = None) -> OptimStats:
         optimizer = self._require_optimizer()
         components = self._reduced_components()
         with self._ending_on_error(), self.timer.phase("optimizer"):
             components.memory.onload(params=True, grads=True, optimizer=True)
-            stats = optimizer.step()
+            stats = optimizer.step(settings)
             self.zero_grad()
         return stats
 

@@ -14,6 +14,7 @@ from areal.api.adapters import Adapters
 from areal.api.batch import OptimStats
 from areal.api.checkpoint import Checkpointer
 from areal.api.memory import EngineMemory
+from areal.api.step_settings import StepSettings
 from areal.api.weights import WeightSource
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.moe.routing import ExpertRouting, no_experts
@@ -27,7 +28,7 @@ class StepOptimizer(Protocol):
     @property
     def lr(self) -> float: ...
 
-    def step(self) -> OptimStats: ...
+    def step(self, settings: StepSettings | None = None) -> OptimStats: ...
 
     def set_lr(self, lr: float) -> None: ...
 

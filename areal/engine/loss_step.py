@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from areal.api.batch import Metric, OutputName, Reduction, StepOutput, TokenOutputs, TopK
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
@@ -95,14 +96,19 @@ def as_terms(value: Any, function: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss of one micro-batch: undivided terms and metrics, detached, on the device."""
+    """The loss of one micro-batch: undivided terms, metrics, and the outputs that are returned, detached, on the device."""
 
     terms: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
 
 
-def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | None]:
+def split_outputs(outputs: tuple[OutputName, ...], argument: str = "outputs") -> tuple[set[str], TopK | None]:
     """Split requested outputs into names and a top-k, or ``None`` without one.
+
+    Args:
+        outputs: requested outputs.
+        argument: name of the argument that requests them, for errors.
 
     Raises:
         ValueError: an unknown name, no output, or two different top-k.
@@ -111,8 +117,24 @@ def split_outputs(outputs: tuple[OutputName, ...]) -> tuple[set[str], TopK | Non
     names: set[str] = {output for output in outputs if isinstance(output, str)}
     tops = {output for output in outputs if isinstance(output, TopK)}
     if not outputs or names - known or len(names) + len(tops) != len(set(outputs)) or len(tops) > 1:
-        raise ValueError(f"outputs = {outputs!r}: name some of {sorted(known)}, and at most one TopK(k)")
+        raise ValueError(f"{argument} = {outputs!r}: name some of {sorted(known)}, and at most one TopK(k)")
     return names, next(iter(tops), None)
+
+
+def with_returned(outputs: tuple[OutputName, ...], returns: tuple[OutputName, ...]) -> tuple[OutputName, ...]:
+    """Return the outputs that a call computes: those that its loss reads, and those that it returns.
+
+    Raises:
+        ValueError: ``returns`` has an unknown output.
+    """
+    if returns:
+        split_outputs(returns, "returns")
+    return (*outputs, *(output for output in returns if output not in outputs))
+
+
+def _fields_of(outputs: tuple[OutputName, ...]) -> list[str]:
+    """Return the fields of ``TokenOutputs`` with these outputs."""
+    return [output if isinstance(output, str) else "topk" for output in outputs]
 
 
 def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool, vocab_size: int) -> None:
@@ -163,29 +185,39 @@ class LossStep:
         weights: loss weights of the terms of ``loss_fn``.
         divisors: term -> divisor of its sum. May have further terms.
         loss_weight: float. Factor of the loss.
+        returns: outputs to return with the loss.
     """
 
-    def __init__(self, loss_fn: LossFn, weights: LossWeights, divisors: dict[str, float], loss_weight: float) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        weights: LossWeights,
+        divisors: dict[str, float],
+        loss_weight: float,
+        returns: tuple[OutputName, ...] = (),
+    ) -> None:
         self._loss_fn = loss_fn
         self._weights = weights
+        self._returned = _fields_of(returns)
         self._scales = {name: loss_weight / divisors[name] for name in weights.total}
 
     def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor | None, LossResult]:
         weights = self._weights.per_mb[mb.index]
+        returned = {name: pytree.tree_map(Tensor.detach, getattr(outputs, name)) for name in self._returned}
         # Losses may divide by their weight: do not call them without one.
         if not any(weights.values()):
-            return None, LossResult()
+            return None, LossResult(outputs=returned)
         read = ReadOutputs(**vars(outputs))
         with naming_missing_outputs(read):
-            returned = self._loss_fn(read, mb.data)
+            result = self._loss_fn(read, mb.data)
         metrics: dict[str, Metric] = {}
-        if isinstance(returned, tuple):
-            returned, metrics = returned
-        terms = self._check(returned)
+        if isinstance(result, tuple):
+            result, metrics = result
+        terms = self._check(result)
         # A term without weight in this micro-batch may be NaN.
         terms = {name: term for name, term in terms.items() if weights[name]}
         loss = torch.stack([term * self._scales[name] for name, term in terms.items()]).sum()
-        return loss, LossResult({name: term.detach() for name, term in terms.items()}, metrics)
+        return loss, LossResult({name: term.detach() for name, term in terms.items()}, metrics, returned)
 
     def _check(self, returned: LossTerms) -> dict[str, Tensor]:
         terms = as_terms(returned, "loss_fn")
@@ -200,7 +232,7 @@ class OutputStep:
     """Process function of ``forward_batch``: returns the requested output as a tensor, or several as a dict."""
 
     def __init__(self, outputs: tuple[OutputName, ...]) -> None:
-        self._names = [output if isinstance(output, str) else "topk" for output in outputs]
+        self._names = _fields_of(outputs)
 
     def __call__(self, outputs: TokenOutputs, mb: MicroBatch) -> tuple[None, Any]:
         requested = {name: getattr(outputs, name) for name in self._names}
@@ -276,6 +308,7 @@ def step_output(
     weights: LossWeights,
     divisors: dict[str, float],
     loss_weight: float,
+    outputs: dict[str, Any],
     *,
     n_mbs: int,
     may_drop: bool,
@@ -284,6 +317,7 @@ def step_output(
 
     Args:
         divisors, loss_weight: see :class:`LossStep`.
+        outputs: per-token outputs of this rank's batch.
         n_mbs: int. Micro-batches on each rank.
         may_drop: report the number of sequences that were left out.
     """
@@ -303,6 +337,7 @@ def step_output(
         n_tokens=sums.n_tokens,
         seconds=sums.seconds,
         timings=sums.timings,
+        outputs=outputs,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from areal.api.batch import OptimStats
 from areal.api.config import OptimizerConfig
+from areal.api.step_settings import StepSettings
 
 
 @dataclass
@@ -124,20 +126,49 @@ class ClippingOptimizer(Generic[Inner]):
             raise ValueError(f"lr = {lr}: it must be finite and at least 0")
         self._base_lr = lr
 
-    def step(self) -> OptimStats:
-        """Clip and update. A norm that is not finite updates nothing and does not advance the schedule."""
-        norm, lr = self._global_norm().item(), self.lr
+    def step(self, settings: StepSettings | None = None) -> OptimStats:
+        """Clip and update. A norm that is not finite updates nothing and does not advance the schedule.
+
+        Args:
+            settings: replace the configured settings in this step only.
+
+        Raises:
+            ValueError: the optimizer does not have a setting. Nothing was changed.
+        """
+        settings = settings or StepSettings()
+        # Settings of the inner optimizer, by their names in its parameter groups.
+        inner = {"betas": settings.betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
+        inner = {name: value for name, value in inner.items() if value is not None}
+        if self._config.type == "sgd":
+            for name in inner.keys() & {"betas", "eps"}:
+                raise ValueError(
+                    f"StepSettings.{name} = {inner[name]} with optimizer.type = 'sgd', which has no {name}: leave it out"
+                )
+        lr = self.lr if settings.lr is None else settings.lr
+        norm = self._global_norm().item()
         if not math.isfinite(norm):
             return OptimStats(grad_norm=norm, lr=lr, update_successful=False)
-        limit = self._config.gradient_clipping
+        limit = self._config.gradient_clipping if settings.gradient_clipping is None else settings.gradient_clipping
         # The same small constant as in torch.nn.utils.clip_grad_norm_, so that both give the same numbers.
         if limit is not None and limit / (norm + 1e-6) < 1:
             self._scale_grads(limit / (norm + 1e-6))
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.step()
+        with self._in_groups({"lr": lr, **inner}):
+            self.inner.step()
         self.steps += 1
         return OptimStats(grad_norm=norm, lr=lr, update_successful=True)
+
+    @contextlib.contextmanager
+    def _in_groups(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Set values in all parameter groups inside, and restore the previous ones: they are saved in checkpoints."""
+        groups = list(self.inner.param_groups)
+        before = [{name: group[name] for name in settings} for group in groups]
+        try:
+            for group in groups:
+                group.update(settings)
+            yield
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule. The moments are in ``inner``."""

@@ -121,7 +121,7 @@ class FSDPEngine(BaseTrainEngine):
         adapters = AdapterSet(
             hf_config, fsdp_adapter_layout(chunks, param_mesh, self.device), config, spec, self.control
         )
-        attach_fsdp_adapters(chunks, lambda: adapters.active)
+        attach_fsdp_adapters(chunks, adapters)
         return with_adapters(components, weights, adapters, self)
 
     def _forward_compute_mb(

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.lora.adapter import Adapter, AdapterLayout
-from areal.engine.lora.low_rank import LowRank, TensorParallelRanks, TensorParallelSplit
-from areal.engine.lora.plan import decoder_linears
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.low_rank import HEAD_SPLIT, LowRank, TensorParallelRanks, TensorParallelSplit
+from areal.engine.lora.plan import decoder_linears, head_name
 from areal.utils.collectives import ReduceScatterRows
 
 
@@ -31,9 +32,11 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
     _, *replicas, tp = (mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in range(mesh.ndim))
     dtype = next(chunks.parameters()).dtype
     linears = {name: linear for chunk in chunks for name, linear in decoder_linears(chunk.hf).items()}
+    head = _head_name(chunks)
+    heads = {head: HEAD_SPLIT} if head is not None and any(chunk.has_head for chunk in chunks) else {}
     return AdapterLayout(
-        layers={name: _tensor_parallel_split(linear, tp) for name, linear in linears.items()},
-        layer_names=frozenset(decoder_linears(chunks.full_model.hf)),
+        layers={name: _tensor_parallel_split(linear, tp) for name, linear in linears.items()} | heads,
+        layer_names=frozenset({*decoder_linears(chunks.full_model.hf), *([head] if head else [])}),
         tp=TensorParallelRanks(tp),
         replicas=[group for group in replicas if group is not None],
         device=device,
@@ -42,16 +45,24 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
     )
 
 
-def attach_fsdp_adapters(chunks: ModelChunks, active: Callable[[], Adapter | None]) -> None:
-    """Make every linear layer of the decoder add the output of the active adapter, in place."""
+def attach_fsdp_adapters(chunks: ModelChunks, adapters: AdapterSet) -> None:
+    """Make every linear layer of the decoder and the head add the output of the active adapter, in place."""
+    head = _head_name(chunks)
     for chunk in chunks:
+        if head is not None and chunk.has_head:
+            chunk.head_update = functools.partial(adapters.head_update, head)
         slots = {}
         for name, linear in decoder_linears(chunk.hf).items():
             # The slot of each layer is bound to its forward; a hook fills the slots before each forward of the
             # chunk.
             slot = slots[name] = _AdapterSlot()
             linear.forward = _with_adapter(linear.forward, slot)
-        chunk.register_forward_pre_hook(functools.partial(_select_pairs, slots, active))
+        chunk.register_forward_pre_hook(functools.partial(_select_pairs, slots, lambda: adapters.active))
+
+
+def _head_name(chunks: ModelChunks) -> str | None:
+    """Return the name of a head that may have an adapter."""
+    return head_name(chunks.full_model.hf) if chunks.full_model.head_is_linear else None
 
 
 class _AdapterSlot:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from areal.api.batch import OptimStats
 from areal.api.config import FinetuneSpec, LoRAConfig, TrainEngineConfig
+from areal.api.step_settings import StepSettings
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
 from areal.engine.lora.adapter import Adapter, AdapterLayout
@@ -20,6 +21,7 @@ from areal.engine.lora.files import adapter_files, read_training, write_files
 from areal.engine.lora.low_rank import WeightDelta
 from areal.engine.lora.plan import AdapterPlan
 from areal.utils.distributed import ControlPlane
+from areal.utils.functional import HeadUpdate
 
 DEFAULT_NAME = "default"
 """Name of an engine's first adapter."""
@@ -131,6 +133,11 @@ class AdapterSet:
         """The adapter that is applied in forwards; ``None`` inside :meth:`off`."""
         return self._adapters[self._selected] if self._on else None
 
+    def head_update(self, name: str) -> HeadUpdate | None:
+        """Return the update of the output head ``name`` by the active adapter, or ``None`` without one."""
+        pair = None if self.active is None else self.active.pairs.get(name)
+        return None if pair is None else pair.head_update()
+
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Context in which the model computes without adapters."""
@@ -150,7 +157,7 @@ class AdapterSet:
         Raises:
             ValueError: see :meth:`areal.api.adapters.Adapters.load`.
         """
-        plan, weights = peft_format().read_folder(folder, self._hf)
+        plan, weights = peft_format().read_folder(folder, self._hf, self._config.path)
         # Read everything before building, so that a damaged file changes nothing.
         state = read_training(folder, plan) if with_optim and self._config.optimizer else None
         adapter = self._build(plan)
@@ -180,12 +187,12 @@ class AdapterSet:
         self._adapters[name] = self._control.attempt(make, note)
 
     def _build(self, plan: AdapterPlan) -> Adapter:
-        # Reject layers that no stage can adapt, such as the output head.
+        # Reject layers that no stage can adapt.
         for target in plan.targets:
             if target.key not in self._layout.layer_names:
                 raise ValueError(
-                    f"layer {target.key} cannot have an adapter: only linear layers inside the decoder can, and not the head; "
-                    "choose lora.target_modules without it"
+                    f"layer {target.key} cannot have an adapter: only linear layers of the decoder can, and a head whose product with the "
+                    "last hidden state is all of the logits; choose lora.target_modules without it"
                 )
         # A stage without adapters would not have anything to train.
         if not any(target.key in self._layout.layers for target in plan.targets):
@@ -214,8 +221,8 @@ class SelectedOptimizer:
     def lr(self) -> float:
         return self._inner().lr
 
-    def step(self) -> OptimStats:
-        return self._inner().step()
+    def step(self, settings: StepSettings | None = None) -> OptimStats:
+        return self._inner().step(settings)
 
     def set_lr(self, lr: float) -> None:
         self._inner().set_lr(lr)

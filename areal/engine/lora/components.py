@@ -97,7 +97,7 @@ def with_adapters(
         components: components of an engine whose model is not trained.
         weights: weights of that model.
     """
-    config, adapted = engine.config, AdaptedWeights(weights, adapters)
+    config, adapted = engine.config, AdaptedWeights(weights, adapters, engine.control)
     trained = config.optimizer is not None
     return replace(
         components,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from areal.engine.lora.plan import Target
 from areal.utils.collectives import all_gather_rows
 from areal.utils.dtensor import Box, full_box
+from areal.utils.functional import HeadUpdate
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -42,6 +43,11 @@ class TensorParallelSplit:
     up_rows: slice | None = None
 
 
+HEAD_SPLIT = TensorParallelSplit(up_dim=0)
+"""Split of an output head over tensor-parallel ranks. Its own backward sums the gradient of ``A @ x`` over ranks, so that the
+gradient of ``A`` is complete on each."""
+
+
 @dataclass(frozen=True)
 class TensorParallelRanks:
     """The ranks that split layers; a group of ``None`` means a single rank."""
@@ -56,9 +62,10 @@ class TensorParallelRanks:
         """Return this rank's box of a tensor that is split along ``dim``."""
         box = list(full_box(shape))
         if dim is not None and self.group is not None:
-            length = shape[dim] // self.size
+            # The rows of a vocabulary may be split unevenly: the last rank has fewer.
+            length = -(-shape[dim] // self.size)
             start = dist.get_rank(self.group) * length
-            box[dim] = slice(start, start + length)
+            box[dim] = slice(min(start, shape[dim]), min(start + length, shape[dim]))
         return tuple(box)
 
 
@@ -101,10 +108,11 @@ class Factor:
         """Return the full matrix from the slices of all ranks. Collective."""
         if self.split_dim is None or self._ranks.group is None:
             return local.detach().clone()
-        # all_gather_rows gathers along the first dimension: move the split one there and back.
-        return (
-            all_gather_rows(local.movedim(self.split_dim, 0), self._ranks.group).movedim(0, self.split_dim).contiguous()
-        )
+        # all_gather_rows gathers equally many rows along the first dimension: move the split one there, and pad it.
+        extent = self.shape[self.split_dim]
+        rows = local.movedim(self.split_dim, 0)
+        rows = F.pad(rows, (0, 0, 0, -(-extent // self._ranks.size) - len(rows)))
+        return all_gather_rows(rows, self._ranks.group)[:extent].movedim(0, self.split_dim).contiguous()
 
 
 class LowRank:
@@ -143,6 +151,10 @@ class LowRank:
         # One fused product adds the contribution to the output.
         added = torch.addmm(out.flatten(0, -2), self._split.before_up(low), up.t(), alpha=self.scale)
         return added.view(out.shape)
+
+    def head_update(self) -> HeadUpdate:
+        """Return the factors of an output head, which adds their product to its logits chunk by chunk."""
+        return HeadUpdate(self.down.parameter, self.up.parameter, self.scale)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api.config import LoRAConfig
+from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.lora.plan import PREFIX, AdapterPlan, Target, decoder_linears
+from areal.engine.model.hub import model_folder
+from areal.utils.dtensor import full_box
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +67,14 @@ def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) ->
     }
 
 
-def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[str, Tensor]]:
+def read_folder(folder: Path, hf: PretrainedConfig, base: str) -> tuple[AdapterPlan, dict[str, Tensor]]:
     """Read an adapter from a directory in peft's format: its plan, and its full weights by peft's names.
+
+    Args:
+        folder: directory of the adapter.
+        hf: configuration of the model.
+        base: directory or hub name of the model. With an adapter of the head, peft also writes a copy of the head's own weight, which must be
+            that of the model.
 
     Raises:
         ValueError: the adapter is damaged, of another model, or not limited to low-rank factors of linear layers;
@@ -86,7 +95,8 @@ def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[s
         logger.warning(
             "%s: lora_dropout = %s is left out: nothing is dropped", folder / CONFIG_NAME, config.lora_dropout
         )
-    plan = _plan_with_peft(_meta_model(hf), config, str(folder / CONFIG_NAME))
+    model = _meta_model(hf)
+    plan = _plan_with_peft(copy.deepcopy(model), config, str(folder / CONFIG_NAME))
     # Compare names and shapes in both directions.
     shapes = plan.shapes
     for name, shape in shapes.items():
@@ -96,10 +106,32 @@ def read_folder(folder: Path, hf: PretrainedConfig) -> tuple[AdapterPlan, dict[s
             raise ValueError(
                 f"{file}: {name!r} has shape {list(weights[name].shape)}, but the model needs {list(shape)}"
             )
+    copies = {f"{PREFIX}{target.key}.base_layer.weight": target for target in plan.targets}
+    for name in sorted(set(weights) & set(copies)):
+        _check_copy(file, name, weights.pop(name), copies[name], model, base)
     extra = sorted(set(weights) - set(shapes))
     if extra:
         raise ValueError(f"{file} has {extra[0]!r}, which {CONFIG_NAME} does not ask for: it is of another model")
     return plan, weights
+
+
+def _check_copy(file: Path, name: str, values: Tensor, target: Target, model: PreTrainedModel, base: str) -> None:
+    """Check that the copy of a layer's weight in an adapter's file is the weight of the model.
+
+    Raises:
+        ValueError: they differ, or the model is without weights.
+    """
+    weight = model.get_submodule(target.key).weight
+    # A tied weight is in the files under the name of the embedding.
+    names = [key for key, x in model.named_parameters(remove_duplicate=False) if x is weight]
+    with TensorFiles.of_model(model_folder(base)) as files:
+        key = next((key for key in names if key in files), None)
+        same = key is not None and files.shape(key) == tuple(values.shape)
+        if key is None or not same or not torch.equal(files.read(key, full_box(values.shape)).to(values.dtype), values):
+            raise ValueError(
+                f"{file} has {name!r}, a weight of the model itself, and {base} does not have these values: only adapters are loaded; save the "
+                "adapter with save_embedding_layers=False if it belongs to this model"
+            )
 
 
 def _meta_model(hf: PretrainedConfig) -> PreTrainedModel:

@@ -22,6 +22,12 @@ def decoder_linears(hf: PreTrainedModel) -> dict[str, Any]:
     return {name: x for name, x in hf.named_modules() if isinstance(x, nn.Linear) and x is not head}
 
 
+def head_name(hf: PreTrainedModel) -> str | None:
+    """Return the name of the output head, or ``None`` if the head is not a linear layer."""
+    head = hf.get_output_embeddings()
+    return next((name for name, x in hf.named_modules() if x is head and isinstance(x, nn.Linear)), None)
+
+
 @dataclass(frozen=True)
 class Target:
     """A linear layer with an adapter.

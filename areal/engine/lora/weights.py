@@ -14,6 +14,7 @@ from areal.engine.checkpoint.gather_slices import ComputedSlice, Slice
 from areal.engine.checkpoint.huggingface import Export
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.low_rank import WeightDelta
+from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import full_box
 
 
@@ -27,16 +28,17 @@ class AdaptedWeights:
     Args:
         weights: weights of the model.
         adapters: adapters of the engine.
+        control: control plane over all ranks of the engine.
     """
 
-    def __init__(self, weights: ModelWeights, adapters: AdapterSet) -> None:
-        self._weights, self._adapters = weights, adapters
+    def __init__(self, weights: ModelWeights, adapters: AdapterSet, control: ControlPlane) -> None:
+        self._weights, self._adapters, self._control = weights, adapters, control
 
     def named_tensors(self) -> Iterator[NamedTensor]:
         """Yield the model's weights with the active adapter merged. Collective."""
         deltas = self._adapters.deltas()
         if deltas:
-            _check_mergeable(deltas, self._weights.export())
+            self._check_mergeable(deltas, self._weights.export())
         for name, tensor in self._weights.named_tensors():
             delta = deltas.get(_layer_name(name))
             yield NamedTensor(name, tensor if delta is None else delta.add_to(tensor, full_box(tensor.shape)))
@@ -48,7 +50,7 @@ class AdaptedWeights:
     def export(self) -> Export:
         """Return the tensors to write; merged slices are computed on demand. Collective."""
         deltas, export = self._adapters.deltas(), self._weights.export()
-        _check_mergeable(deltas, export)
+        self._check_mergeable(deltas, export)
 
         def slices() -> Iterator[Slice | ComputedSlice]:
             for entry in export.slices:
@@ -67,6 +69,10 @@ class AdaptedWeights:
 
     def read(self, folder: Path) -> None:
         self._weights.read(folder)
+
+    def _check_mergeable(self, deltas: Mapping[str, WeightDelta], export: Export) -> None:
+        # Raised by all ranks together, so that the engine can still be used.
+        self._control.attempt(lambda: _check_mergeable(deltas, export))
 
 
 def _check_mergeable(deltas: Mapping[str, WeightDelta], export: Export) -> None:

@@ -131,7 +131,7 @@ class MegatronEngine(BaseTrainEngine):
         if config.lora is None:
             return components
         adapters = AdapterSet(hf, megatron_adapter_layout(chunks, hf, groups, self.control), config, spec, self.control)
-        attach_megatron_adapters(chunks, hf, lambda: adapters.active)
+        attach_megatron_adapters(chunks, hf, adapters)
         return with_adapters(components, weights, adapters, self)
 
     def _forward_compute_mb(

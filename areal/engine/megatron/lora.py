@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,12 +18,16 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal.engine.lora.adapter import Adapter, AdapterLayout
-from areal.engine.lora.low_rank import TensorParallelRanks, TensorParallelSplit
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.low_rank import HEAD_SPLIT, TensorParallelRanks, TensorParallelSplit
 from areal.engine.megatron.model.layer_spec import ReplicatedLinear
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.weight_mapping import LocalParameter, local_parameters
 from areal.utils.collectives import GatherRows, ReduceScatterRows
 from areal.utils.distributed import ControlPlane
+
+HEAD = "lm_head"
+"""Name of the output head in the Hugging Face models that this engine builds."""
 
 
 def megatron_adapter_layout(
@@ -43,6 +48,10 @@ def megatron_adapter_layout(
         for layer, mapped in _linears(chunk, hf)
         for key in _layer_names(mapped)
     }
+    # A rank whose rows of the vocabulary are all padding cannot take part in the head's adapter.
+    padding = -hf.vocab_size % groups.tp.size()
+    if any(chunk.post_process for chunk in chunks) and padding * groups.tp.size() < hf.vocab_size + padding:
+        layers[HEAD] = HEAD_SPLIT
     parameter = next(chunks[0].parameters())
     return AdapterLayout(
         layers=layers,
@@ -55,13 +64,13 @@ def megatron_adapter_layout(
     )
 
 
-def attach_megatron_adapters(
-    chunks: Sequence[PackedGPT], hf: PretrainedConfig, active: Callable[[], Adapter | None]
-) -> None:
-    """Make every linear layer of the decoder add the output of the active adapter, in place."""
+def attach_megatron_adapters(chunks: Sequence[PackedGPT], hf: PretrainedConfig, adapters: AdapterSet) -> None:
+    """Make every linear layer of the decoder and the head add the output of the active adapter, in place."""
     for chunk in chunks:
+        if chunk.post_process:
+            chunk.head_update = functools.partial(adapters.head_update, HEAD)
         for layer, mapped in _linears(chunk, hf):
-            layer.forward = _AdaptedForward(layer.forward, mapped, active)
+            layer.forward = _AdaptedForward(layer.forward, mapped, lambda: adapters.active)
 
 
 class _AdaptedForward:

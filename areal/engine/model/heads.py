@@ -19,6 +19,10 @@ from areal.utils.functional.logprobs import HeadOutputs, head_outputs, logits
 _CHUNK_TOKENS = 1024
 
 
+def no_update() -> None:
+    """Return no update of the head: a model without adapters."""
+
+
 class Head(Protocol):
     """An output head."""
 

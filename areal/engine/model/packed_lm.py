@@ -6,6 +6,7 @@ logits are requested.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.decoder import decoder_of
-from areal.engine.model.heads import Head, LinearHead, OwnHead
+from areal.engine.model.heads import Head, LinearHead, OwnHead, no_update
 from areal.engine.moe.routing import ROUTED_EXPERTS, Routing
 from areal.utils.dtensor import local_part
+from areal.utils.functional import HeadUpdate
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class PackedCausalLM(nn.Module):
     Attributes:
         vocab_group: ranks that the output head is sharded over, or ``None``.
         has_head: False for a pipeline stage before the last.
+        head_update: function that returns the low-rank update of the output head in this forward, or ``None``.
     """
 
     def __init__(
@@ -94,7 +97,13 @@ class PackedCausalLM(nn.Module):
         )
         self.vocab_group: dist.ProcessGroup | None = None
         self.has_head = True
+        self.head_update: Callable[[], HeadUpdate | None] = no_update
         self._softcap = getattr(text, "final_logit_softcapping", None)
+
+    @property
+    def head_is_linear(self) -> bool:
+        """Whether logits are the product with the head's weight, instead of computed by the model's own code."""
+        return self._own_head is None
 
     @property
     def vocab_size(self) -> int:
@@ -131,6 +140,7 @@ class PackedCausalLM(nn.Module):
             lambda: local_part(head.weight),
             keep_bytes=self._keep_bytes,
             bias=local_part(getattr(head, "bias", None)),
+            update=self.head_update(),
             logit_scale=self._logit_scale,
             softcap=self._softcap,
             fp32=self._fp32_head,

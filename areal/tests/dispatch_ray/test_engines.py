@@ -74,6 +74,9 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
         DiskTransport(group.control, folders[1]).send(group, 1)
         for folder in folders:
             assert same(weights_in(folder / "version-00000001"), expected[0][2])
+        step = group.forward_backward(batches[2], loss, returns=("logprobs",))
+        assert same(step.outputs, {"logprobs": outputs})
+        group.zero_grad()
 
         # A loop of the caller's: micro-batches stay on the ranks.
         mbs = group.microbatches(batches[2])

@@ -153,7 +153,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }
 
 LORA = LoRAConfig(rank=3, alpha=4.5)
-"""Adapters on every linear layer. The adapter is drawn by peft and has no zeros."""
+"""Adapters on every linear layer. The cells load one that is drawn by peft, has no zeros, and includes the output head."""
 
 OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     "fsdp": {
@@ -245,7 +245,7 @@ class Cell:
     @property
     def adapter(self) -> str | None:
         """Directory of the adapter that is trained instead of the model."""
-        return adapter_dir(self.path, LORA) if self.options == "lora" else None
+        return adapter_dir(self.path, LORA, head=True) if self.options == "lora" else None
 
     def config(self, optimizer: OptimizerConfig) -> TrainEngineConfig:
         """Return the engine's configuration."""

@@ -179,9 +179,12 @@ def value_head(path: str) -> torch.Tensor:
     return load_file(Path(path) / VALUE_HEAD_FILE)[VALUE_HEAD]
 
 
-def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0) -> str:
-    """Return the directory of an adapter for a model, drawn and saved by peft, with both factors nonzero."""
-    folder = world().cache / f"{Path(path).name}-adapter-{digest((seed, lora.model_dump()))}"
+def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0, head: bool = False) -> str:
+    """Return the directory of an adapter for a model, drawn and saved by peft, with both factors nonzero.
+
+    With ``head``, the output head has an adapter in addition to every linear layer.
+    """
+    folder = world().cache / f"{Path(path).name}-adapter-{digest((seed, head, lora.model_dump()))}"
     with locked(folder):
         if not folder.exists():
             partial = Path(f"{folder}.partial")
@@ -189,6 +192,7 @@ def adapter_dir(path: str, lora: LoRAConfig, *, seed: int = 0) -> str:
             model = AutoModelForCausalLM.from_pretrained(path)
             experts = hasattr(model.config, "num_experts_per_tok")
             every = r".*self_attn\..*_proj(_with_mqa)?" if experts else r".*_proj"
+            every += "|lm_head" if head else ""
             all_of_them = lora.target_modules == "all-linear"
             targets: str | list[str] = every if all_of_them else list(lora.target_modules)
             config = LoraConfig(

@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal.api import IGNORE_INDEX, Batch, LossFn, LossWeightFn, Metric, OptimizerConfig, TokenOutputs
+from areal.api import IGNORE_INDEX, Batch, LossFn, LossWeightFn, Metric, OptimizerConfig, StepSettings, TokenOutputs
 from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.models import VALUE_HEAD
 
@@ -182,23 +182,28 @@ class Reference:
             )
         self._config, self._total_steps, self._taken = config, total_steps, 0
 
-    def optimizer_step(self) -> tuple[float, float]:
+    def optimizer_step(self, settings: StepSettings | None = None) -> tuple[float, float]:
         """Clip to the global norm, step, discard gradients. Returns the norm before clipping, and the learning rate."""
+        config, own = self._config, vars(settings or StepSettings())
         if self._optimizer is None:
             raise RuntimeError("call make_optimizer first")
         gradients = [parameter.grad for _, parameter in self.named_parameters() if parameter.grad is not None]
         norm = math.sqrt(math.fsum(gradient.square().sum().item() for gradient in gradients))
-        limit = self._config.gradient_clipping
+        limit = own["gradient_clipping"] or config.gradient_clipping
         if limit is not None and norm > limit:
             for gradient in gradients:
                 gradient *= limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does
-        rate = self._config.lr * learning_rate(self._config, self._total_steps)(self._taken)
+        rate = config.lr * learning_rate(config, self._total_steps)(self._taken)
+        usual = {"lr": rate, "weight_decay": config.weight_decay}
+        if config.type == "adamw":
+            usual |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        values = {name: value if own[name] is None else own[name] for name, value in usual.items()}
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group.update(values)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._taken += 1
-        return norm, rate
+        return norm, values["lr"]
 
 
 def learning_rate(config: OptimizerConfig, total: int) -> Callable[[int], float]:

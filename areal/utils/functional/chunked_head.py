@@ -61,17 +61,27 @@ class _Chunks:
 
     Args:
         hidden, weight, bias: ``[T, H]``, ``[V, H]`` and ``[V]``.
+        low, up: ``[T, r]`` and ``[V, r]``. ``low @ up.T`` is added to the product of hidden states and weight.
         spec: settings of the head.
         kept: logits of the first chunks, from the forward. They are neither recomputed nor overwritten.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: HeadSpec, kept: Sequence[Tensor] = ()
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
+        spec: HeadSpec,
+        kept: Sequence[Tensor] = (),
     ) -> None:
         self.matmul_dtype, self.stats_dtype = spec.dtypes(hidden, weight)
         self.hidden = hidden
         self.weight = weight.to(self.matmul_dtype)
         self.bias = None if bias is None else bias.to(self.matmul_dtype)
+        self.low = None if low is None else low.to(self.matmul_dtype)
+        self.up = None if up is None else up.to(self.matmul_dtype)
         self.spec = spec
         self.kept = list(kept)
         self._buffers: dict[str, Tensor] = {}
@@ -119,6 +129,8 @@ class _Chunks:
         product = torch.mm(h, w, out=out) if self.bias is None else torch.addmm(self.bias, h, w, out=out)
         if out is None:
             z.copy_(product)
+        if self.low is not None and self.up is not None:
+            _add_product(z, self.low[rows], self.up.t())
         # Softcap is followed by the temperature: cap * tanh(scale * x / cap) / temperature.
         cap = self.spec.softcap
         if cap is not None:
@@ -178,18 +190,28 @@ class _Gradients:
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Autograd function of the head: ``(hidden, weight, bias, targets, spec) -> (logprobs, entropy, topk_logprobs, topk_ids)``.
+    """Autograd function of the head.
 
-    ``targets`` is int64 ``[T, K]``, or ``None``. Outputs are ``[T, K]``, ``[T]``, ``[T, k]`` and ``[T, k]``; outputs that are
-    not requested are ``None``.
+    ``(hidden, weight, bias, low, up, targets, spec) -> (logprobs, entropy, topk_logprobs, topk_ids)``
+
+    ``low`` and ``up`` are ``[T, r]`` and ``[V, r]``, the factors of an addition to the logits, or ``None``. ``targets`` is
+    int64 ``[T, K]``, or ``None``. Outputs are ``[T, K]``, ``[T]``, ``[T, k]`` and ``[T, k]``; outputs that are not requested
+    are ``None``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, spec: HeadSpec
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        up: Tensor | None,
+        targets: Tensor | None,
+        spec: HeadSpec,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         # 1. Statistics of this rank's logits, chunk by chunk. Without targets, zero tokens are picked at each position.
-        chunks = _Chunks(hidden, weight, bias, spec)
+        chunks = _Chunks(hidden, weight, bias, low, up, spec)
         picked_ids = hidden.new_empty(hidden.shape[0], 0, dtype=torch.int64) if targets is None else targets
         local, is_local = spec.shard.localize(picked_ids)
         stats = [_statistics(chunks.compute(rows), chunks, rows, local[rows]) for rows in chunks]
@@ -212,7 +234,7 @@ class ChunkedHead(torch.autograd.Function):
             ctx.mark_non_differentiable(topk_ids)
 
         # 4. Keep per-token results and, up to the bound, logits.
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, full_entropy, topk_ids, *chunks.kept)
+        ctx.save_for_backward(hidden, weight, bias, low, up, targets, lse, full_entropy, topk_ids, *chunks.kept)
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         return logprobs, full_entropy, topk_logprobs, topk_ids
@@ -220,22 +242,23 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_topk: Tensor | None, _: None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
         if torch.is_grad_enabled():  # once_differentiable would let a constant upstream gradient pass, and lose a term
             raise RuntimeError(
                 "head_outputs is differentiable once: its backward keeps no graph. Call backward without create_graph=True, "
                 "or differentiate areal.utils.functional.logits twice"
             )
-        hidden, weight, bias, targets, lse, entropy, topk_ids, *kept = ctx.saved_tensors
+        hidden, weight, bias, low, up, targets, lse, entropy, topk_ids, *kept = ctx.saved_tensors
+        inputs = (hidden, weight, bias, low, up)
         spec: HeadSpec = ctx.spec
         # 1. Bring the gradients of all outputs into one form.
         output_grads = _output_gradients(spec.shard, (grad_logprobs, targets), (grad_topk, topk_ids), grad_entropy, lse)
-        chunks = _Chunks(hidden, weight, bias, spec, kept)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        chunks = _Chunks(*inputs, spec, kept)
         # 2. Accumulate over chunks, and ranks, in the dtype of the statistics. The result is rounded once.
-        grad_hidden = torch.zeros_like(hidden, dtype=chunks.stats_dtype) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=chunks.stats_dtype) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=chunks.stats_dtype) if wants_bias else None
+        grad_hidden, grad_weight, grad_bias, grad_low, grad_up = (
+            torch.zeros_like(x, dtype=chunks.stats_dtype) if wanted else None
+            for x, wanted in zip(inputs, ctx.needs_input_grad[:5], strict=True)
+        )
         for rows in chunks:
             grad = output_grads.to_logits(chunks, rows, lse, entropy)
             if grad_bias is not None:
@@ -245,14 +268,15 @@ class ChunkedHead(torch.autograd.Function):
                 grad_hidden[rows] = torch.mm(grad, chunks.weight)
             if grad_weight is not None:
                 _add_product(grad_weight, grad.t(), chunks.hidden_of(rows))
-        # 3. Every rank of a sharded vocabulary has a summand of the gradient of the hidden states.
-        return (
-            None if grad_hidden is None else spec.shard.sum(grad_hidden).to(hidden.dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+            if grad_low is not None and chunks.up is not None:
+                grad_low[rows] = torch.mm(grad, chunks.up)
+            if grad_up is not None and chunks.low is not None:
+                _add_product(grad_up, grad.t(), chunks.low[rows])
+        # 3. Every rank of a sharded vocabulary has a summand of the gradients of tensors that are equal on all ranks.
+        grad_hidden, grad_low = (None if x is None else spec.shard.sum(x) for x in (grad_hidden, grad_low))
+        grads = (grad_hidden, grad_weight, grad_bias, grad_low, grad_up)
+        rounded = [None if grad is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)]
+        return (*rounded, None, None)  # type: ignore[return-value]
 
 
 _Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

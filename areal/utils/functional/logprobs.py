@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from areal.api import IGNORE_INDEX, TopKOutput
 from areal.utils.functional.chunked_head import ChunkedHead, HeadSpec
+from areal.utils.functional.head_update import HeadUpdate, check_update
 from areal.utils.functional.vocab_parallel import GatheredVocab, ReplicatedInput, VocabShard
 
 # Memory for the logits of one chunk. On a CPU they should stay in its caches. On a GPU chunks should be large, because each
@@ -44,6 +47,7 @@ def head_outputs(
     targets: Tensor | None,
     *,
     bias: Tensor | None = None,
+    update: HeadUpdate | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -56,18 +60,20 @@ def head_outputs(
 ) -> HeadOutputs:
     """Compute log-probs, entropy and top-k of ``softmax(z)`` for the logits ``z`` of :func:`logits`, chunk by chunk.
 
-    Differentiable once, in ``hidden``, ``weight`` and ``bias``; the gradient of top-k treats the ids as constants. Peak memory
+    Differentiable once, in ``hidden``, ``weight``, ``bias`` and ``update``; the gradient of top-k treats the ids as constants. Peak memory
     is ``keep_bytes``, a few times ``chunk_size * V`` elements and the gradients, independent of ``T``.
 
-    With ``group``, the head is sharded: ``weight`` and ``bias`` are this rank's rows, and all other arguments must be equal on
-    all ranks. Outputs are equal on all ranks, and so must be their gradients. The gradient of ``hidden`` is already summed
-    over the group. Three collectives forward (five with top-k) and one backward, for any number of chunks.
+    With ``group``, the head is sharded: ``weight``, ``bias`` and ``update.up`` are this rank's rows, and all other arguments
+    must be equal on all ranks. Outputs are equal on all ranks, and so must be their gradients. The gradients of ``hidden`` and
+    ``update.down`` are already summed over the group. Three collectives forward (five with top-k) and one backward (two with
+    an update), for any number of chunks.
 
     Args:
         hidden: ``[T, H]``.
         weight: ``[V, H]``, or this rank's rows ``[V_r, H]``.
         targets: int64 ``[T]`` or ``[T, K]``. ``IGNORE_INDEX`` gives exactly 0.0 and no gradient. ``None``: no log-probs.
         bias: ``[V]`` or ``[V_r]``.
+        update: low-rank update of the weight, which is not changed itself.
         temperature: positive number, or ``[T]``. Receives no gradient.
         logit_scale: factor of the model on its logits.
         softcap: bound of the model on its logits.
@@ -82,7 +88,7 @@ def head_outputs(
         ValueError: shapes, dtypes or options are invalid, or a target is outside the vocabulary. On an accelerator the
             log-prob of such a target is NaN instead, because a check would wait for the device.
     """
-    _check_inputs(hidden, weight, bias, temperature, softcap)
+    _check_inputs(hidden, weight, bias, update, temperature, softcap)
     _check_options(hidden, targets, topk, chunk_size, keep_bytes)
     if targets is None and not entropy and not topk:
         return HeadOutputs()
@@ -105,12 +111,14 @@ def head_outputs(
         entropy=entropy,
         topk=topk or 0,
         chunk_size=chunk_size or _default_chunk(hidden, weight),
-        keep_bytes=_bytes_to_keep(hidden, weight, bias, keep_bytes),
+        keep_bytes=_bytes_to_keep((hidden, weight, bias, *(update or ())), keep_bytes),
         shard=shard,
     )
     columns = targets.unsqueeze(1) if targets is not None and targets.ndim == 1 else targets
     with _no_autocast(hidden):  # off in backward, too, which must compute the same logits
-        logprobs, entropies, best, best_ids = ChunkedHead.apply(hidden, weight, bias, columns, spec)
+        low = None if update is None else update.project(hidden, spec.dtypes(hidden, weight)[0])
+        up = None if update is None else update.up
+        logprobs, entropies, best, best_ids = ChunkedHead.apply(hidden, weight, bias, low, up, columns, spec)
 
     # Back to the shape of the targets, with 0.0 at positions that were left out.
     if logprobs is not None and targets is not None:
@@ -125,6 +133,7 @@ def logits(
     weight: Tensor,
     *,
     bias: Tensor | None = None,
+    update: HeadUpdate | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -133,25 +142,29 @@ def logits(
 ) -> Tensor:
     """Return all logits ``[T, V]``, in float32 (float64 if an input is). Differentiable. Materializes the full tensor.
 
-    ``z = logit_scale * (hidden @ weight.T + bias)``, then ``softcap * tanh(z / softcap)`` if the model has a softcap, then
-    division by the temperature. For the arguments, and for gradients with a ``group``, see :func:`head_outputs`. The logits
-    of all ranks are gathered; the backward keeps the gradient of this rank's columns.
+    ``z = logit_scale * (hidden @ weight.T + bias)``, with the update added to the weight, then ``softcap * tanh(z / softcap)``
+    if the model has a softcap, then division by the temperature. For the arguments, and for gradients with a ``group``, see
+    :func:`head_outputs`. The logits of all ranks are gathered; the backward keeps the gradient of this rank's columns.
 
     Raises:
         ValueError: shapes or options are invalid.
     """
-    _check_inputs(hidden, weight, bias, temperature, softcap)
+    _check_inputs(hidden, weight, bias, update, temperature, softcap)
     shard = VocabShard.of(weight, group)
     compute = torch.promote_types(hidden.dtype, weight.dtype)
     stats = torch.promote_types(compute, torch.float32)
     compute = stats if fp32 else compute
-    # Sum the gradient of the hidden states over ranks: each computes the columns of its shard only.
-    if shard.group is not None:
-        hidden = ReplicatedInput.apply(hidden, shard)
     with _no_autocast(hidden):
+        low = None if update is None else update.project(hidden, compute)
+        # Sum the gradient of the hidden states over ranks: each computes the columns of its shard only.
+        if shard.group is not None:
+            hidden = ReplicatedInput.apply(hidden, shard)
+            low = None if low is None else ReplicatedInput.apply(low, shard)
         z = torch.nn.functional.linear(
             hidden.to(compute), weight.to(compute), None if bias is None else bias.to(compute)
         ).to(stats)
+        if update is not None and low is not None:
+            z = z + torch.nn.functional.linear(low, update.up.to(compute)).to(stats)
     if logit_scale != 1.0:
         z = z * logit_scale
     if softcap is not None:
@@ -179,11 +192,15 @@ def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
     return max(1, -(-hidden.shape[0] // n_chunks))
 
 
-def _bytes_to_keep(hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_bytes: int | None) -> int:
-    """Return the memory for kept logits: 0 if there will be no backward."""
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
+def _bytes_to_keep(inputs: Sequence[Any], keep_bytes: int | None) -> int:
+    """Return the memory for kept logits: 0 if there will be no backward.
+
+    Args:
+        inputs: hidden states, and everything else that may require a gradient.
+    """
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return 0
-    default = _CPU_KEEP_BYTES if hidden.device.type == "cpu" else _KEEP_BYTES
+    default = _CPU_KEEP_BYTES if inputs[0].device.type == "cpu" else _KEEP_BYTES
     return default if keep_bytes is None else keep_bytes
 
 
@@ -206,7 +223,12 @@ def _rows_with_targets(targets: Tensor) -> Tensor | None:
 
 
 def _check_inputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    update: HeadUpdate | None,
+    temperature: float | Tensor,
+    softcap: float | None,
 ) -> None:
     # Shapes of the head.
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
@@ -218,6 +240,8 @@ def _check_inputs(
         raise ValueError("weight has no rows: every rank of a vocab-parallel head must hold at least one")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} must have one entry per row of weight {list(weight.shape)}")
+    if update is not None:
+        check_update(update, weight)
     # Values of a temperature tensor are not checked here, which would wait for the device.
     if isinstance(temperature, Tensor):
         if temperature.shape != hidden.shape[:1]:

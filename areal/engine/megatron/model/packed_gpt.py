@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from transformers import PretrainedConfig
 from areal.engine.megatron.model.config import windows
 from areal.engine.megatron.model.layer_spec import PackedLayout, block_spec
 from areal.engine.megatron.model.rotary import RotaryAngles
-from areal.engine.model.heads import LinearHead
+from areal.engine.model.heads import LinearHead, no_update
 from areal.engine.model.packed_lm import ModelInputs, token_outputs
+from areal.utils.functional import HeadUpdate
 
 
 class PackedGPT(GPTModel):
@@ -32,6 +34,9 @@ class PackedGPT(GPTModel):
         keep_bytes: size of the logits that may be kept for the backward, see
             :func:`~areal.utils.functional.logprobs.head_outputs`.
         adapted: the model gets adapters and is not trained itself.
+
+    Attributes:
+        head_update: function that returns the low-rank update of the output head in this forward, or ``None``.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class PackedGPT(GPTModel):
         self._real_vocab = hf.vocab_size
         self._padding_id = hf.pad_token_id
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
+        self.head_update: Callable[[], HeadUpdate | None] = no_update
         self._adapted = adapted
         if adapted:
             self.requires_grad_(False)
@@ -129,6 +135,7 @@ class PackedGPT(GPTModel):
         head = LinearHead(
             self._head_weight,
             keep_bytes=self._keep_bytes,
+            update=self.head_update(),
             fp32=self._fp32_head,
             group=self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
         )

@@ -20,6 +20,7 @@ from areal.api import (
     MicroBatch,
     SaveLoadMeta,
     StepOutput,
+    StepSettings,
     TokenOutputs,
     TopK,
     TrainEngine,
@@ -61,6 +62,8 @@ def same(a: Any, b: Any) -> bool:
     """Return True if two results are equal bit for bit."""
     if isinstance(a, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and same_bits({"": a}, {"": b})
+    if isinstance(a, StepOutput):
+        return same(vars(a), vars(b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -75,9 +78,10 @@ def half_of_the_loss(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Ten
 CALLS: dict[str, Callable[[TrainEngine], Any]] = {
     "train_batch": lambda engine: untimed(engine.train_batch(global_batch(), loss)),
     "forward_backward": lambda engine: untimed(engine.forward_backward(global_batch(1), loss, loss_weight=0.5)),
+    "returns": lambda engine: untimed(engine.forward_backward(global_batch(5), loss, returns=("logprobs", TopK(3)))),
     "named_gradients": gradients_of,
     "eval_batch": lambda engine: untimed(engine.eval_batch(global_batch(2), loss)),
-    "optimizer_step": lambda engine: engine.optimizer_step(),
+    "optimizer_step": lambda engine: engine.optimizer_step(StepSettings(lr=0.25, betas=(0.5, 0.5))),
     "forward_batch": lambda engine: engine.forward_batch(global_batch(3)),
     "padded": lambda engine: engine.forward_batch(
         as_input(global_batch(3), "padded"), outputs=("logprobs", "entropy", TopK(3))

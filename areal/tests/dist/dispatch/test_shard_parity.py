@@ -5,6 +5,7 @@ The reference is that of the grid, in float64. One of the loss weights counts se
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -81,15 +82,16 @@ def test_step_of_all_shards_is_that_of_the_batch(backend: str, cut: str) -> None
             plan = plan_shards(as_input(samples(case), form), engine.config.mb_spec, engine.dp_size)
             shard = plan.shards[engine.dp_rank]
 
-            step = engine.forward_backward(shard, *call, outputs=objective.outputs)
+            step = engine.forward_backward(shard, *call, outputs=objective.outputs, returns=objective.outputs)
             assert_step(step, expected, cell.tolerance)
             assert step.n_tokens == sum(case.lengths)
             errors[count] = assert_tensors(engine.named_gradients(), expected.gradients, cell.gradient_tolerance)
             engine.zero_grad()
 
             # Results of all coordinates, in the caller's order and form.
-            merged = plan.merge(by_coordinate(engine, engine.forward_batch(shard, outputs=objective.outputs)))
-            for name in objective.outputs:
+            forward = plan.merge(by_coordinate(engine, engine.forward_batch(shard, outputs=objective.outputs)))
+            of_step = plan.merge_steps(by_coordinate(engine, (step, step.outputs))).outputs
+            for name, merged in itertools.product(objective.outputs, (forward, of_step)):
                 actual = rows(merged[name], case.lengths)
                 assert_rows(actual, expected_outputs[name], range(count), cell.tolerance)
                 assert isinstance(merged[name], list) == (form == "list")

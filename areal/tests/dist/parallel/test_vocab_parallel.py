@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api import IGNORE_INDEX
-from areal.utils.functional import HeadOutputs, head_outputs, logits
+from areal.utils.functional import HeadOutputs, HeadUpdate, head_outputs, logits
 
 T, V, H = 11, 40, 6
 EVEN, UNEVEN = "even", "uneven"
@@ -60,8 +60,8 @@ def check(
     for g, w in zip(got, want, strict=True):
         assert same_on_all_ranks(g, group)
         torch.testing.assert_close(g, w, rtol=tol, atol=tol)
-    expected = torch.autograd.grad(scalar(want), leaves)
-    actual = torch.autograd.grad(scalar(got), leaves)
+    expected = torch.autograd.grad(scalar(want), leaves, retain_graph=True)
+    actual = torch.autograd.grad(scalar(got), leaves, retain_graph=True)
     assert same_on_all_ranks(actual[0], group)
     torch.testing.assert_close(actual[0], expected[0], rtol=tol, atol=tol)
     for g, e in zip(actual[1:], expected[1:], strict=True):
@@ -87,6 +87,28 @@ def test_vocab_parallel_head_equals_full_head(
         want = tensors(head_outputs(hidden, weight, targets, bias=bias, **options))
         got = tensors(head_outputs(hidden, weight[rows], targets, bias=bias[rows], group=group, **options))
         check((hidden, weight, bias), rows, got, want, 1e-12, group)
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize("split", [EVEN, UNEVEN])
+def test_vocab_parallel_update_equals_full_update(split: str) -> None:
+    """The gradient of ``down`` is complete on every rank, and equal bit for bit."""
+    group = dist.group.WORLD
+    hidden, weight, _, targets, _ = make(torch.float64, 3)
+    rng = torch.Generator().manual_seed(5)
+    down, up = (torch.randn(size, generator=rng, dtype=torch.float64).requires_grad_() for size in ((2, H), (V, 2)))
+    rows = block(split, group)
+    frozen, update, mine = weight.detach(), HeadUpdate(down, up, 0.75), HeadUpdate(down, up[rows], 0.75)
+    options: dict[str, Any] = {"entropy": True, "topk": 2, "chunk_size": 4}
+    for want, got in (
+        (
+            tensors(head_outputs(hidden, frozen, targets, update=update, **options)),
+            tensors(head_outputs(hidden, frozen[rows], targets, update=mine, group=group, **options)),
+        ),
+        ([logits(hidden, frozen, update=update)], [logits(hidden, frozen[rows], update=mine, group=group)]),
+    ):
+        check((down, up), rows, got, want, 1e-12, group)
+        check((hidden,), rows, got, want, 1e-12, group)
 
 
 @pytest.mark.world(2, 4)

@@ -10,7 +10,18 @@ from areal.api import Batch, MicroBatchSpec, TokenOutputs, TopK, TrainEngine
 from areal.tests.grid.cases import as_input, rows
 from areal.tests.grid.models import VOCAB
 from areal.tests.grid.reference import Reference
-from areal.tests.harness.tiny import Sample, family_dir, layouts, loss, local_batch, global_batch, started, weights_of
+from areal.tests.harness.tiny import (
+    Sample,
+    family_dir,
+    global_batch,
+    gradients_of,
+    layouts,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.utils.data import where_trained
 
 EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(5))
@@ -50,6 +61,47 @@ def test_every_output_equals_transformers(backend: str, form: str) -> None:
             close(expected.logits.log_softmax(-1).gather(-1, ids), best.values)
         alone = engine.forward_batch(as_input(samples, form), outputs=("entropy",))
         assert all(map(torch.equal, rows(alone, lengths), by_row["entropy"]))
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("megatron:t2",)))
+@pytest.mark.parametrize("form", ["padded", "list"])
+def test_step_returns_outputs_without_changing_the_gradient(backend: str, form: str) -> None:
+    names = ("logprobs", "entropy", TopK(3))
+    with started(backend) as engine:
+        samples = local_batch(engine, global_batch())
+        # A micro-batch without weight has outputs, too.
+        samples = [{**sample, "loss_mask": sample["loss_mask"] * (i > 1)} for i, sample in enumerate(samples)]
+        batch, lengths = as_input(samples, form), [len(sample["input_ids"]) for sample in samples]
+        plain = engine.forward_backward(batch, loss)
+        assert plain.outputs == {}
+        expected = gradients_of(engine)
+        engine.zero_grad()
+        step = engine.forward_backward(batch, loss, returns=names)
+        assert step.loss == plain.loss
+        assert same_bits(gradients_of(engine), expected)
+        engine.zero_grad()
+
+        evaluated = engine.eval_batch(batch, loss, returns=names)
+        trained = engine.train_batch(batch, loss, returns=names)
+        assert trained.update_successful
+        reference = expected_outputs(samples, None)
+        for found in (step.outputs, evaluated.outputs, trained.outputs):
+            assert list(found) == ["logprobs", "entropy", "topk"]
+            for name in ("logprobs", "entropy"):
+                assert isinstance(found[name], list) == (form == "list")
+                for row, want in zip(rows(found[name], lengths), reference, strict=True):
+                    close(row, getattr(want, name))
+            best = [want.logits.log_softmax(-1).topk(3).values for want in reference]
+            for row, want in zip(rows(found["topk"].logprobs, lengths), best, strict=True):
+                close(row, want)
+        with pytest.raises(ValueError, match=r"returns = \('logprob',\): name some of"):
+            engine.forward_backward(batch, loss, returns=("logprob",))
+        # Requests of a sum may be without any weight.
+        nothing = [{**sample, "loss_mask": sample["loss_mask"] * 0} for sample in samples]
+        step = engine.forward_backward(as_input(nothing, form), loss, normalization="sum", returns=("logprobs",))
+        assert step.loss == 0.0
+        assert all(row.any() for row, n in zip(rows(step.outputs["logprobs"], lengths), lengths, strict=True) if n > 1)
+        assert not any(gradient.any() for gradient in gradients_of(engine).values())
 
 
 @pytest.mark.world(1)

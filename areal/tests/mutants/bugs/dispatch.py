@@ -33,6 +33,12 @@ def results_ordered_by_coordinate(right: Function) -> Function:
     return lambda self, parts, ranks: [value for part in parts for value in part]
 
 
+@mutant("areal.dispatch.shards:ShardPlan.merge_steps", SHARDS + "test_merged_step_has_the_outputs_of_all_shards[list]")
+def step_with_the_outputs_of_one_shard(right: Function) -> Function:
+    """A step has the per-token outputs of the first coordinate only."""
+    return lambda self, results: dataclasses.replace(results[0][0], outputs=results[0][1])
+
+
 @mutant("areal.dispatch.shards:_select", PARITY)
 def empty_shard_padded_with_a_sample(right: Function) -> Function:
     """A coordinate without samples computes the first sample of the batch, too."""

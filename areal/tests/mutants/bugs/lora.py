@@ -69,3 +69,34 @@ def a_step_discards_all_gradients(right: Function) -> Function:
 def moments_without_the_schedule(right: Function) -> Function:
     """A resumed adapter has its moments but the learning rate of the first step."""
     return lambda self, state: right(self, {**state, "schedule": self.optimizer.state_dict()})
+
+
+# ---- the output head
+
+HEAD = "dist/checkpoint/test_lora_head.py::"
+
+
+@mutant(
+    "areal.engine.lora.low_rank:LowRank.head_update",
+    HEAD + "test_head_adapter_round_trips_with_peft[llama-fsdp:d1]",
+    HEAD + "test_head_adapter_round_trips_with_peft[qwen3_tied-megatron:t2]",
+)
+def head_without_the_scale(right: Function) -> Function:
+    """The contribution of the head's adapter is not scaled."""
+    return lambda self: right(self)._replace(scale=1.0)
+
+
+@mutant(
+    "areal.utils.functional.vocab_parallel:VocabShard.sum",
+    "dist/parallel/test_vocab_parallel.py::test_vocab_parallel_update_equals_full_update[*2*]",
+    HEAD + "test_three_steps_with_tied_embeddings_track_the_reference[fsdp:t2]",
+)
+def narrow_gradients_stay_partial(right: Function) -> Function:
+    """The gradient of the head's ``A @ x`` is that of this rank's rows of the vocabulary."""
+    return lambda self, x: x if x.shape[-1] < 5 else right(self, x)
+
+
+@mutant("areal.engine.lora.peft_format:_check_copy", HEAD + "test_head_of_other_weights_is_refused[*]")
+def other_head_is_loaded(right: Function) -> Function:
+    """An adapter's copy of the head's weight is left out, whatever its values are."""
+    return lambda *args: None

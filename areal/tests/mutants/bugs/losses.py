@@ -1,10 +1,16 @@
-"""Bugs of losses, advantages and their use in trainers that the suite must catch, as in :mod:`areal.tests.mutants.bugs.step`."""
+"""Bugs of losses, step settings, advantages and their use in trainers that the suite must catch.
+
+As in :mod:`areal.tests.mutants.bugs.step`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 from areal.api import Batch
 from areal.api.loss import LossObjective
@@ -154,5 +160,55 @@ def own_reward_is_in_the_baseline(right: Function) -> Function:
 
     def wrong(rewards: Any, groups: Any) -> Any:
         return groups.deviations(rewards)[0]
+
+    return wrong
+
+
+SETTINGS = "dist/step/test_step_settings.py::test_twenty_steps_with_changing_settings_track_the_reference[{}]"
+
+
+@mutant(
+    "areal.engine.optimizer:ClippingOptimizer._in_groups",
+    SETTINGS.format("fsdp:d1-qwen3-nll-ragged-tokens24-plain-float64"),
+    SETTINGS.format("megatron:d2-qwen3-nll-ragged-tokens24-plain-float32"),
+)
+def settings_leak_into_the_next_step(right: Function) -> Function:
+    """Settings of one step stay in the parameter groups."""
+
+    def wrong(self: Any, settings: Any) -> Any:
+        for group in self.inner.param_groups:
+            group.update(settings)
+        return right(self, settings)
+
+    return wrong
+
+
+RETURNS = "dist/step/test_outputs.py::test_step_returns_outputs_without_changing_the_gradient[{}]"
+
+
+@mutant("areal.engine.loss_step:LossStep.__call__", RETURNS.format("list-fsdp:d1"))
+def outputs_of_weightless_samples_are_lost(right: Function) -> Function:
+    """A micro-batch without weight returns zeros instead of its outputs."""
+
+    def wrong(self: Any, outputs: Any, mb: Any) -> Any:
+        loss, result = right(self, outputs, mb)
+        if loss is None:
+            result = dataclasses.replace(result, outputs=pytree.tree_map(torch.zeros_like, result.outputs))
+        return loss, result
+
+    return wrong
+
+
+@mutant("areal.engine.base:BaseTrainEngine._restored", RETURNS.format("padded-fsdp:d1"))
+def outputs_of_a_step_in_packed_order(right: Function) -> Function:
+    """Outputs are returned in the order of the micro-batches."""
+
+    def wrong(self: Any, mbs: Any, results: Any) -> Any:
+        counter = itertools.count()
+        mbs = dataclasses.replace(
+            mbs,
+            mbs=tuple(dataclasses.replace(mb, sample_ids=tuple(next(counter) for _ in mb.sample_ids)) for mb in mbs),
+        )
+        return right(self, mbs, results)
 
     return wrong

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from areal.api import MicroBatchSpec, TopKOutput
+from areal.api import MicroBatchSpec, StepOutput, TopKOutput
 from areal.dispatch.shards import ATTENTION, ShardPlan, plan_shards
 from areal.dispatch.wire import pack_tensors, unpack_tensors
 from areal.tests.unit.data.test_bad_batches import BAD_BATCHES, VOCAB
@@ -241,6 +241,18 @@ def test_values_of_any_type_are_merged_by_sample() -> None:
         }
 
     assert equal(plan.merge([fn(shard) for shard in plan.shards]), fn(batch))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_merged_step_has_the_outputs_of_all_shards(form: str) -> None:
+    batch = batch_of([[1] * n for n in (3, 9, 2, 5, 4)], form)
+    for n in (1, 3, 8):
+        plan = plan_shards(batch, MicroBatchSpec(**SPEC), n)
+        step = StepOutput(loss=2.0, terms={"loss": 2.0})
+        merged = plan.merge_steps([(step, like_an_engine(shard)) for shard in plan.shards])
+        assert (merged.loss, merged.terms) == (step.loss, step.terms)
+        assert equal(merged.outputs, like_an_engine(batch))
+        assert plan.merge_steps([(step, {}) for _ in plan.shards]) == step
 
 
 def test_a_coordinate_without_samples_adds_nothing() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from areal.api import IGNORE_INDEX
-from areal.utils.functional import HeadOutputs, head_outputs, logits
+from areal.utils.functional import HeadOutputs, HeadUpdate, head_outputs, logits
 
 T, V, H, K = 13, 37, 8, 3
 
@@ -125,6 +125,64 @@ def test_chunked_head_equals_full_logits_for_all_options(
         got = head_outputs(hidden, weight, asked, chunk_size=chunk_size, keep_bytes=keep_bytes, **options)
         leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
         compare(leaves, named(got), reference(hidden, weight, asked, **options), 1e-12)
+
+
+def update_of(dtype: torch.dtype = torch.float64) -> HeadUpdate:
+    rng = torch.Generator().manual_seed(11)
+    down, up = (torch.randn(size, generator=rng, dtype=torch.float64).to(dtype) for size in ((2, H), (V, 2)))
+    return HeadUpdate(down.requires_grad_(), up.requires_grad_(), 0.75)
+
+
+@pytest.mark.parametrize(("chunk_size", "keep_bytes"), [(CHUNK, 0), (CHUNK, int(1.7 * CHUNK_BYTES)), (None, None)])
+@pytest.mark.parametrize(("columns", "entropy", "topk"), WANTED)
+def test_update_equals_a_changed_weight(
+    columns: int | None, entropy: bool, topk: int | None, chunk_size: int | None, keep_bytes: int | None
+) -> None:
+    hidden, weight, bias, targets, temperature = make(columns=columns)
+    update = update_of()
+    options: dict[str, Any] = {"softcap": 2.0, "logit_scale": 0.7, "temperature": temperature, "bias": bias}
+    # Without gradients of the head's weight, as for a frozen model, and with them.
+    for frozen in (True, False):
+        w = weight.detach() if frozen else weight
+        changed = w + update.scale * update.up @ update.down
+        got = head_outputs(
+            *(hidden, w, targets),
+            **options,
+            update=update,
+            entropy=entropy,
+            topk=topk,
+            chunk_size=chunk_size,
+            keep_bytes=keep_bytes,
+        )
+        leaves = [hidden, bias, update.down, update.up, *([] if frozen else [weight])]
+        want = reference(hidden, changed, targets, **options, entropy=entropy, topk=topk)
+        compare(leaves, named(got), want, 1e-12)
+    want = {"logits": logits(hidden, weight + update.scale * update.up @ update.down, **options)}
+    compare(
+        [hidden, bias, update.down, update.up],
+        {"logits": logits(hidden, weight, update=update, **options)},
+        want,
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_update_in_low_precision(fp32: bool) -> None:
+    """Factors are float32, as an optimizer keeps them, and so are their gradients. Zeros change no bit."""
+    hidden, weight, _, targets, _ = make(torch.bfloat16)
+    update = update_of(torch.float32)
+    got = named(head_outputs(hidden, weight, targets, update=update, entropy=True, fp32=fp32, chunk_size=4))
+    want = reference(hidden, weight.double() + update.scale * (update.up @ update.down).double(), targets, entropy=True)
+    compare([hidden, update.down, update.up], got, want, 5e-2)
+    zero = update._replace(up=torch.zeros_like(update.up))
+    plain = named(head_outputs(hidden, weight, targets, entropy=True, fp32=fp32))
+    assert all(
+        torch.equal(x, plain[name])
+        for name, x in named(head_outputs(hidden, weight, targets, update=zero, entropy=True, fp32=fp32)).items()
+    )
+    for wrong in (update._replace(up=update.up[1:]), update._replace(down=update.down[:, 1:])):
+        with pytest.raises(ValueError, match="update has down"):
+            head_outputs(hidden, weight, targets, update=wrong)
 
 
 @pytest.mark.parametrize("fp32", [False, True])
