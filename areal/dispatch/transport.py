@@ -6,6 +6,7 @@ from typing import Any
 
 from areal.api import SelectName, TensorSource, WeightUpdateMeta
 from areal.dispatch.calls import Calls
+from areal.dispatch.placement.uses import Use
 from areal.dispatch.works import Argument, OnTransport
 
 
@@ -35,7 +36,8 @@ class GroupTransport:
         arguments: dict[str, Any] = {"version": version}
         if select is not None:
             arguments["select"] = Argument(self._calls.executor.ship(select, "select"))
-        return self._calls.run("send", OnTransport(self._calls.name, self._key, "send", arguments))[0]
+        send = OnTransport(self._calls.name, self._key, "send", arguments)
+        return self._calls.run("send", send, use=Use.SYNC)[0]
 
     def close(self) -> None:
         """Implement :meth:`areal.api.WeightTransport.close`."""

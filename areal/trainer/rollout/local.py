@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from areal.api.weights import NamedTensor
-from areal.trainer.rollout.continuous_batching import GenerationLimits
+from areal.trainer.rollout.continuous_batching import GenerationLimits, cache_bytes
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.sampler import Request, RequestSampler, end_tokens
 from areal.utils import platform
@@ -78,9 +78,8 @@ class LocalRollout:
         max_batch_tokens: int = 256,
         seed: int | None = None,
     ) -> None:
-        pages = -(-max_context // page_size)
         if cache_tokens is None:
-            cache_tokens = pages * page_size * max_requests
+            cache_tokens = -(-max_context // page_size) * page_size * max_requests
         self._limits = GenerationLimits(max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
         self._limits.check(model)
         self.model = model
@@ -173,6 +172,11 @@ class LocalRollout:
         finally:
             for _ in tensors:
                 pass
+
+    @property
+    def awake_bytes(self) -> int:
+        """Bytes of weights and cache on the device while it is awake. Raises a ``RuntimeError`` while it is asleep."""
+        return self._memory.report(self.model.device).params.total + cache_bytes(self._manager)
 
     @property
     def asleep(self) -> bool:
@@ -306,13 +310,12 @@ class LocalRollout:
         if self._closed or self._asleep:
             raise RuntimeError(_CLOSED if self._closed else _ASLEEP)
         if self._failed or not self._manager.is_running():
-            raise RuntimeError(f"generation has failed: {self._cause()}") from self._fatal()
-
-    def _fatal(self) -> BaseException | None:
-        return self._manager.background_thread_status.fatal_error
+            raise RuntimeError(
+                f"generation has failed: {self._cause()}"
+            ) from self._manager.background_thread_status.fatal_error
 
     def _cause(self) -> str:
-        error = self._fatal()
+        error = self._manager.background_thread_status.fatal_error
         return "its thread is gone" if error is None else f"{type(error).__name__}: {error}"
 
     @contextmanager
