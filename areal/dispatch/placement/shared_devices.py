@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal.api import EngineMemory, KindMemory, TrainEngine
+from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.placement import Placement
 from areal.dispatch.placement.shared_rollout import SharedRollout, Sleeper
@@ -196,17 +197,20 @@ class SharedDevices:
     def _offload(self, name: str, selected: Mapping[str, bool]) -> None:
         try:
             self._engines[name].engine.offload(**selected)
+        except WorkerLostError:
+            raise
         except RuntimeError:
-            # The memory of lost processes is free.
-            if self._reports(name) is not None:
+            # The memory of processes that were lost before is free.
+            if not self._is_lost(name):
                 raise
 
-    def _reports(self, name: str) -> list[EngineMemory] | None:
-        """Return the memory of all ranks of an engine, or ``None`` if it is lost."""
+    def _is_lost(self, name: str) -> bool:
+        """Return whether an engine holds nothing any more."""
         try:
-            return self._engines[name].engine.memory()
+            self._engines[name].engine.memory()
         except RuntimeError:
-            return None
+            return True
+        return False
 
     def _observe(self, ended: Mapping[str, Collection[Use]]) -> list[str]:
         """Compare engines and rollouts with the plan, and correct it. They differ after an error, or after a verb of another use.
@@ -216,8 +220,12 @@ class SharedDevices:
 
         Returns:
             The names of engines that are lost.
+
+        Raises:
+            WorkerLostError: a process has been lost since. It is raised once: later calls only say that the engine cannot be used.
         """
-        lost = []
+        lost: list[str] = []
+        noticed: list[WorkerLostError] = []
         for name in sorted(ended.keys() & self._rollouts.keys()):
             awake, part = not self._rollouts[name].asleep, Part(name, Kind.ROLLOUT)
             differs = self.placement.observe(part, self.placement.sizes(part), existing=True, on_device=awake)
@@ -225,9 +233,12 @@ class SharedDevices:
                 logger.warning("%s is %s, which was not planned", name, "awake" if awake else "asleep")
         for name in sorted(ended.keys() & self._engines.keys()):
             self._settled |= {Part(name, kind) for use in ended[name] for kind in CREATED.get(use, ())}
-            shared, reports = self._engines[name], self._reports(name)
-            if reports is None:
+            shared = self._engines[name]
+            try:
+                reports = shared.engine.memory()
+            except RuntimeError as error:
                 lost.append(name)
+                noticed += [error] if isinstance(error, WorkerLostError) else []
                 self.placement.forget(name)
                 continue
             self.placement.observe_fixed(name, _fixed(shared.devices, reports))
@@ -237,6 +248,8 @@ class SharedDevices:
                 differs = self.placement.observe(part, sizes, existing=measured.existing, on_device=measured.on_device)
                 if differs and not OPEN & set(ended[name]):
                     logger.warning("%s of %s: not where it was planned: %s", kind.value, name, measured)
+        if noticed:
+            raise noticed[0]
         return lost
 
 

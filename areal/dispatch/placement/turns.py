@@ -259,8 +259,11 @@ class Turns:
             self._release()
             busy = {turn.need.owner for turn in self._active}
             ended = {name: self._unobserved.pop(name) for name in self._unobserved.keys() - busy}
-        # Models whose processes are lost are measured when they have others.
-        lost = self._observe(ended) if ended else ()
-        with self._changed:
-            for name in lost:
-                self._unobserved[name].add(Use.CHANGE)
+        # What is lost is measured again when it has other processes, and after an error all is.
+        again: Collection[str] = list(ended)
+        try:
+            again = self._observe(ended) if ended else ()
+        finally:
+            with self._changed:
+                for name in again:
+                    self._unobserved[name].add(Use.CHANGE)
