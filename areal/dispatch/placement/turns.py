@@ -28,6 +28,7 @@ class Turn:
         ended: has ended without a begin.
 
     Attributes:
+        thread: the thread that made it.
         holder: equal for turns that one thread has at the same time.
     """
 
@@ -44,7 +45,8 @@ class Turn:
         self._turns = turns
         self.need, self.upcoming = need, upcoming
         self.background, self.call = background, call
-        self.holder: object = self if background else threading.get_ident()
+        self.thread = threading.get_ident()
+        self.holder: object = self if background else self.thread
         self.ended = ended
 
     def begin(self) -> None:
@@ -220,7 +222,8 @@ class Turns:
         self._release()
         if not self._lacks_room(turn):
             return True
-        waiting = {each.holder for each in self._waiting if self._lacks_room(each)}
+        # The thread of a background use counts, too: it would wait inside a use of its own.
+        waiting = {each.holder for each in self._waiting if self._lacks_room(each)} | {turn.thread}
         return all(each.holder in waiting for each in self._active)
 
     def _lacks_room(self, turn: Turn) -> bool:

@@ -174,16 +174,17 @@ def test_loss_that_calls_a_model_without_room_raises() -> None:
 def test_stream_holds_its_use_while_it_is_read() -> None:
     with two_groups() as (shared, policy, other), mock.patch("areal.dispatch.calls.STREAM_BYTES", 1):
         expected = weights_of(policy)
+        early = policy.named_tensors()
+        next(early)
+        with pytest.raises(ValueError, match=r"'other' needs .* in use by others"):
+            other.train_batch(samples(), loss)
+        # It ends where it is left.
+        early.close()
         unread = policy.named_tensors()
         # Opened, but not read: others take the device.
         other.train_batch(samples(), loss)
         other.onload()
         assert same_bits({name: tensor.clone() for name, tensor in unread}, expected)
-        early = policy.named_tensors()
-        next(early)
-        with pytest.raises(ValueError, match=r"'other' needs .* in use by others"):
-            other.train_batch(samples(), loss)
-        early.close()
         other.train_batch(samples(), loss)
         check(shared, policy=policy, other=other)
 

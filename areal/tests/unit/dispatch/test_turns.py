@@ -6,8 +6,9 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.shared_rollout import SharedRollout
 from areal.dispatch.placement.turns import Turn, Turns
 
-LIMIT = 20.0
+LIMIT = 15.0
 """Seconds after which a thread counts as stuck."""
 
 
@@ -82,6 +83,12 @@ def started(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
+def result(future: Future[Any]) -> Any:
+    """Return the result of a thread, which must not wait for ever."""
+    assert not wait([future], LIMIT).not_done, "a thread waits for ever"
+    return future.result()
+
+
 def begun(turn: Turn) -> Future[Any]:
     """Begin a use in a thread, and wait until it waits for its turn or has begun."""
     future = started(turn.begin)
@@ -109,7 +116,7 @@ def test_use_waits_for_a_call_that_runs_on_the_ranks() -> None:
     assert not other.done()
     # It has ended on the ranks, and nothing waits for its result.
     call.set_result([])
-    other.result(LIMIT)
+    result(other)
     assert device.here == {Part("b", Kind.WEIGHTS), Part("a", Kind.WEIGHTS)}
     assert device.observed == ["a"]
 
@@ -120,15 +127,20 @@ def test_call_that_failed_ends_its_use() -> None:
     step.begin()
     step.end_with(call)
     call.set_exception(RuntimeError("a rank was lost"))
-    begun(device.turn("b")).result(LIMIT)
+    result(begun(device.turn("b")))
 
 
 def test_nested_use_that_cannot_fit_raises_instead_of_waiting_for_itself() -> None:
     device = Device()
-    with device.using("a", Use.STEP), pytest.raises(ValueError, match=r"'b' needs 4 bytes .* of which 8 are in use by"):
-        device.turn("b").begin()
+
+    def nested() -> None:
+        with device.using("a", Use.STEP):
+            device.turn("b").begin()
+
+    with pytest.raises(ValueError, match=r"'b' needs 4 bytes .* of which 8 are in use by"):
+        result(started(nested))
     # It has left nothing.
-    begun(device.turn("b", Use.STEP)).result(LIMIT)
+    result(begun(device.turn("b", Use.STEP)))
 
 
 def test_threads_that_wait_for_each_other_raise() -> None:
@@ -144,9 +156,8 @@ def test_threads_that_wait_for_each_other_raise() -> None:
             except ValueError:
                 return "raised"
 
-    with ThreadPoolExecutor(2) as threads:
-        outcomes = [threads.submit(nested, name) for name in "ab"]
-        assert sorted(outcome.result(LIMIT) for outcome in outcomes) == ["raised", "ran"]
+    outcomes = [started(partial(nested, name)) for name in "ab"]
+    assert sorted(result(outcome) for outcome in outcomes) == ["raised", "ran"]
 
 
 def test_use_that_can_never_fit_raises_at_once() -> None:
@@ -156,7 +167,7 @@ def test_use_that_can_never_fit_raises_at_once() -> None:
     step.begin()
     step.end_with(call)
     with pytest.raises(ValueError, match="'large' needs 11 bytes"):
-        begun(device.turn("large")).result(LIMIT)
+        result(begun(device.turn("large")))
 
 
 def test_threads_never_exceed_the_budget_and_all_end() -> None:
@@ -176,9 +187,8 @@ def test_threads_never_exceed_the_budget_and_all_end() -> None:
             turn.end_with(call)
             started(lambda call=call: call.set_result([]))
 
-    with ThreadPoolExecutor(4) as threads:
-        for future in [threads.submit(work, seed) for seed in range(4)]:
-            future.result(LIMIT)
+    for future in [started(partial(work, seed)) for seed in range(4)]:
+        result(future)
     assert 8 <= device.most <= 10
 
 
@@ -192,7 +202,7 @@ def test_moves_may_call_the_engines_that_begin_uses() -> None:
             right(moves)
 
     device.turns._move = move
-    begun(device.turn("b")).result(LIMIT)
+    result(begun(device.turn("b")))
     assert not device.turns._active[1:]
 
 
@@ -204,7 +214,7 @@ def test_removed_model_ends_its_uses() -> None:
     other = begun(device.turn("b", Use.STEP))
     device.here.clear()
     device.turns.remove("a")
-    other.result(LIMIT)
+    result(other)
     call.set_result([])
     assert "a" not in device.placement
 
@@ -246,7 +256,7 @@ def test_verb_waits_for_running_answers_and_later_answers_wait_for_the_verb() ->
     async def play() -> None:
         first, second = (asyncio.create_task(shared.generate([1], None)) for _ in range(2))
         await until(lambda: len(rollout.answers) == 2)
-        step = device.turn("a", Use.STEP)
+        step = await asyncio.to_thread(device.turn, "a", Use.STEP)
         stepping = asyncio.create_task(asyncio.to_thread(step.begin))
         await until(lambda: step in device.turns._waiting)
         rollout.answers[0].set_result("first")
@@ -270,10 +280,22 @@ def test_verb_waits_for_running_answers_and_later_answers_wait_for_the_verb() ->
     assert device.most <= 10
 
 
+def test_answer_that_is_awaited_inside_a_use_raises_where_it_does_not_fit() -> None:
+    device = Device()
+    _, shared = rollout_on(device)
+
+    def nested() -> None:
+        with device.using("a", Use.STEP):
+            asyncio.run(shared.generate([1], None))
+
+    with pytest.raises(ValueError, match=r"'rollout' needs 6 bytes .* of which 8 are in use by others"):
+        result(started(nested))
+
+
 def test_cancelled_answer_leaves_no_thread_and_no_use() -> None:
     device = Device()
     _, shared = rollout_on(device)
-    step = device.turn("a", Use.STEP)
+    step = result(started(lambda: device.turn("a", Use.STEP)))
     step.begin()
 
     async def play() -> None:
@@ -286,7 +308,7 @@ def test_cancelled_answer_leaves_no_thread_and_no_use() -> None:
     asyncio.run(asyncio.wait_for(play(), LIMIT))
     assert not device.turns._waiting
     step.end()
-    begun(device.turn("b", Use.STEP)).result(LIMIT)
+    result(begun(device.turn("b", Use.STEP)))
 
 
 async def until(condition: Callable[[], bool]) -> None:
