@@ -50,6 +50,11 @@ class SaveLoadMeta:
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(f"SaveLoadMeta.keep_last = {self.keep_last}: keep at least 1, or None to keep all")
 
+    @property
+    def has_optimizer(self) -> bool:
+        """True if the checkpoint includes the optimizer state."""
+        return self.weight_format == "dcp" and self.with_optim
+
 
 class Checkpointer(Protocol):
     """Saves and loads an engine. Collective; an error on one rank is raised on all."""

@@ -18,6 +18,8 @@ from areal.api.engine import BatchInput, Outputs
 from areal.dispatch.executor import Executor, Handle, Work
 from areal.dispatch.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.pending import PendingCall
+from areal.dispatch.placement.uses import Use
+from areal.dispatch.residence import Residence
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.dispatch.works import (
@@ -59,16 +61,19 @@ class Calls:
 
     Attributes:
         generation: that of the executor's processes in which the engine is.
+        residence: place of the engine on shared devices, or ``None``.
     """
 
     def __init__(self, executor: Executor, name: str, config: TrainEngineConfig) -> None:
         self.executor, self.name, self.config = executor, name, config
         self.generation = executor.generation
+        self.residence: Residence | None = None
         self._seats: list[Seat] | None = None
         self._numbers = itertools.count()
         # Keys of objects that the driver does not refer to any more. The garbage collector may run in any thread.
         self._unused: list[str] = []
         self._lock = threading.Lock()
+        self._ordered = threading.RLock()
         self._shared: set[Path] = set()  # folders that were checked
 
     # ---- the primitive
@@ -79,6 +84,8 @@ class Calls:
         work: Work,
         finish: Callable[[list[Any]], T],
         arguments: Sequence[Any] | None = None,
+        *,
+        use: Use | None = None,
     ) -> Pending[T]:
         """Run ``work`` on every rank.
 
@@ -87,20 +94,40 @@ class Calls:
             work: runs in the process of each rank.
             finish: makes the result from the values of all ranks.
             arguments: one for each rank; none by default.
+            use: use of the engine, which lasts until the call has ended on the ranks; ``None`` for a call that needs no state.
         """
         self._drop_unused()
-        nothing = [None] * self.executor.size
-        return PendingCall(self.executor.start(what, work, nothing if arguments is None else arguments), finish)
+        arguments = [None] * self.executor.size if arguments is None else arguments
+        begun = None if use is None or self.residence is None else self.residence.begin(use, call=True)
+        try:
+            # An engine in this process runs one call at a time.
+            with self._ordered:
+                replies = self.executor.start(what, work, arguments)
+        except BaseException:
+            if begun is not None:
+                begun.end()
+            raise
+        if begun is not None:
+            begun.end_with(replies)
+        return PendingCall(replies, finish)
 
-    def run(self, what: str, work: Work, arguments: Sequence[Any] | None = None) -> list[Any]:
+    def run(
+        self, what: str, work: Work, arguments: Sequence[Any] | None = None, *, use: Use | None = None
+    ) -> list[Any]:
         """Run ``work`` on every rank, and return the values of all ranks."""
-        return self.start(what, work, list, arguments).result()
+        return self.start(what, work, list, arguments, use=use).result()
 
     # ---- the engine's life
 
     def take_seats(self, seats: list[Seat] | None) -> None:
         """Set the places of all ranks in the layout, which an initialized engine has; ``None`` without an engine."""
         self._seats, self.generation = seats, self.executor.generation
+
+    def leave_devices(self) -> None:
+        """Leave shared devices: nothing of the engine is left on them."""
+        residence, self.residence = self.residence, None
+        if residence is not None:
+            residence.remove()
 
     @property
     def started(self) -> bool:
@@ -134,41 +161,44 @@ class Calls:
             ValueError: an argument cannot be sent, or the member returns no future.
         """
         row = TABLE[name]
+        use = row.use_with(arguments)
         self.require_seats()
         if row.sent is Sent.SHARDS:
-            return self._start_on_shards(name, row, arguments)
+            return self._start_on_shards(name, row, arguments, use)
         if row.sent is Sent.MICROBATCHES:
-            return self._start_on_microbatches(name, row, arguments)
+            return self._start_on_microbatches(name, row, arguments, use)
         if row.returned is Returned.RANKS:
-            return self.start(name, self.verb(name, arguments, row.returned), list)
+            return self.start(name, self.verb(name, arguments, row.returned), list, use=use)
         if row.returned is not Returned.RANK_0:
             raise ValueError(f"{name} has no future: call it itself")
-        return self.start(name, self.verb(name, arguments, row.returned), rank_0)
+        return self.start(name, self.verb(name, arguments, row.returned), rank_0, use=use)
 
-    def _start_on_shards(self, name: str, row: Route, arguments: dict[str, Any]) -> Pending[Any]:
+    def _start_on_shards(self, name: str, row: Route, arguments: dict[str, Any], use: Use | None) -> Pending[Any]:
         plan, shards = self.shards(arguments.pop("batch"), computed_outputs(arguments))
         if row.returned is Returned.LAYOUT:
             key = self.new_key("microbatches")
             return self.start(name, Keep(self.name, key), lambda values: self._kept(plan, values, key), shards)
         verb = self.verb(name, arguments, row.returned)
         if row.returned is Returned.SAMPLES:
-            return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards)
-        return self.start(name, verb, lambda values: plan.merge_steps(self.by_coordinate(values)), shards)
+            return self.start(name, verb, lambda values: plan.merge(self.by_coordinate(values)), shards, use=use)
+        return self.start(name, verb, lambda values: plan.merge_steps(self.by_coordinate(values)), shards, use=use)
 
     def _kept(self, plan: ShardPlan, values: list[Any], key: str) -> RemoteMicroBatches:
         mbs = joined_layouts(plan, self.by_coordinate(values), key)
         weakref.finalize(mbs, self._unused.append, key)
         return mbs
 
-    def _start_on_microbatches(self, name: str, row: Route, arguments: dict[str, Any]) -> Pending[Any]:
+    def _start_on_microbatches(self, name: str, row: Route, arguments: dict[str, Any], use: Use | None) -> Pending[Any]:
         mbs = arguments.pop("mbs")
         if not isinstance(mbs, RemoteMicroBatches):
             raise ValueError(f"mbs is a {type(mbs).__name__}: pass what microbatches() of this group returned")
         work = OnMicroBatches(self.verb(name, arguments, row.returned), mbs.key)
         # Each coordinate returns the results of its micro-batches.
         if row.returned is Returned.MICROBATCHES:
-            return self.start(name, work, lambda values: [x for each in self.by_coordinate(values) for x in each])
-        return self.start(name, work, rank_0)
+            return self.start(
+                name, work, lambda values: [x for each in self.by_coordinate(values) for x in each], use=use
+            )
+        return self.start(name, work, rank_0, use=use)
 
     # ---- what is sent
 
@@ -240,19 +270,31 @@ class Calls:
             path: member that returns the stream.
         """
         self.require_seats()
-        key = self.new_key("stream")
-        self.run(path, OpenStream(self.verb(path, {}, Returned.RANK_0), key))
-        return self._chunks(path, key)
+        key, use = self.new_key("stream"), TABLE[path].use_with({})
+        self.run(path, OpenStream(self.verb(path, {}, Returned.RANK_0), key), use=use)
+        return self._chunks(path, key, use)
 
-    def _chunks(self, path: str, key: str) -> Iterator[NamedTensor]:
-        ended = False
+    def _chunks(self, path: str, key: str, use: Use | None) -> Iterator[NamedTensor]:
+        # The use begins with the first chunk: a stream that is never read must not hold it.
+        with self._during(use):
+            ended = False
+            try:
+                while not ended:
+                    tensors, ended = self.run(path, NextTensors(key, STREAM_BYTES))[0]
+                    yield from tensors
+            finally:
+                if not ended and self.started:
+                    self.run(path, Drop((key,)))
+
+    @contextmanager
+    def _during(self, use: Use | None) -> Iterator[None]:
+        """Context of a use that several calls share."""
+        begun = None if use is None or self.residence is None else self.residence.begin(use)
         try:
-            while not ended:
-                tensors, ended = self.run(path, NextTensors(key, STREAM_BYTES))[0]
-                yield from tensors
+            yield
         finally:
-            if not ended and self.started:
-                self.run(path, Drop((key,)))
+            if begun is not None:
+                begun.end()
 
     @contextmanager
     def context(

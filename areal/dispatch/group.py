@@ -37,15 +37,11 @@ from areal.dispatch.adapters import GroupAdapters
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
+from areal.dispatch.placement.uses import Use
+from areal.dispatch.residence import Residence
 from areal.dispatch.table import TABLE, Returned
 from areal.dispatch.transport import GroupTransport
-from areal.dispatch.works import (
-    CarriedState,
-    Destroy,
-    Initialize,
-    Load,
-    MakeTransport,
-)
+from areal.dispatch.works import CarriedState, Destroy, Initialize, Load, MakeTransport
 from areal.engine.options import engine_config
 from areal.engine.registry import engine_class
 from areal.utils.distributed import ControlPlane
@@ -97,12 +93,15 @@ class WorkerGroup(TrainEngine):
 
     # ---- any function, any verb
 
-    def run(self, fn: Callable[[TrainEngine, Any], R], batch: BatchInput | None = None) -> list[R]:
+    def run(
+        self, fn: Callable[[TrainEngine, Any], R], batch: BatchInput | None = None, *, use: Use | None = Use.ALL
+    ) -> list[R]:
         """Call ``fn(engine, shard)`` on every rank, the primitive under all verbs.
 
         Args:
             fn: function that pickles by cloudpickle. Its result must pickle. Verbs of the engine are collective inside.
             batch: divided like that of a verb; ``shard`` is ``None`` without.
+            use: on shared devices, the use of the engine, by default that of all its state. ``None`` for a function that needs no tensor.
 
         Returns:
             The results of all ranks, by rank.
@@ -110,26 +109,29 @@ class WorkerGroup(TrainEngine):
         Raises:
             ValueError: the function cannot be sent, or the batch is invalid.
         """
-        return self.start_run(fn, batch).result()
+        return self.start_run(fn, batch, use=use).result()
 
-    def start_run(self, fn: Callable[[TrainEngine, Any], R], batch: BatchInput | None = None) -> Pending[list[R]]:
+    def start_run(
+        self, fn: Callable[[TrainEngine, Any], R], batch: BatchInput | None = None, *, use: Use | None = Use.ALL
+    ) -> Pending[list[R]]:
         """Start :meth:`run` and return its future."""
         self._calls.require_seats()
         shards = None if batch is None else self._calls.shards(batch)[1]
-        return self._calls.start("run", self._calls.function(fn, Returned.RANKS), list, shards)
+        return self._calls.start("run", self._calls.function(fn, Returned.RANKS), list, shards, use=use)
 
-    def map(self, fn: Callable[[TrainEngine, Any], Any], batch: BatchInput) -> Any:
+    def map(self, fn: Callable[[TrainEngine, Any], Any], batch: BatchInput, *, use: Use | None = Use.ALL) -> Any:
         """Call ``fn(engine, shard)`` on every rank, and return results by sample, as :meth:`forward_batch` does.
 
         Args:
             fn: as in :meth:`run`. Returns a list with an item for each sample of the shard (or for a padded batch, tensors ``[B_i, ...]``), or
                 a dict of these.
             batch: divided like that of a verb.
+            use: as in :meth:`run`.
         """
         plan, shards = self._calls.shards(batch)
         work = self._calls.function(fn, Returned.SAMPLES)
         return self._calls.start(
-            "map", work, lambda values: plan.merge(self._calls.by_coordinate(values)), shards
+            "map", work, lambda values: plan.merge(self._calls.by_coordinate(values)), shards, use=use
         ).result()
 
     def start(self, verb: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
@@ -175,7 +177,8 @@ class WorkerGroup(TrainEngine):
 
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
         self._spec, self.version = spec, 0
-        return self._calls.start("initialize", Initialize(self._calls.name, self.config, spec), self._calls.take_seats)
+        work = Initialize(self._calls.name, self.config, spec)
+        return self._calls.start("initialize", work, self._calls.take_seats, use=TABLE["initialize"].use_with({}))
 
     def destroy(self) -> None:
         self._call("destroy")
@@ -183,9 +186,10 @@ class WorkerGroup(TrainEngine):
     def _start_destroy(self) -> Pending[None]:
         # Nothing is left where the processes are lost.
         if not self._calls.started:
+            self._calls.leave_devices()
             return Finished(None)
         self._calls.take_seats(None)
-        return self._calls.start("destroy", Destroy(self._calls.name), rank_0)
+        return self._calls.start("destroy", Destroy(self._calls.name), lambda _: self._calls.leave_devices())
 
     def restart(self) -> None:
         """Go on after the loss of a rank: in new processes, from the last checkpoint that this group saved or loaded, if there is one.
@@ -199,6 +203,8 @@ class WorkerGroup(TrainEngine):
             raise RuntimeError("the group was never initialized: call initialize(FinetuneSpec(...))")
         if self._executor.lost is not None or self._calls.generation == self._executor.generation:
             self._executor.restart()
+        if self._calls.residence is not None:
+            self._calls.residence.renew()
         self.initialize(self._spec)
         # An asynchronous save that a loss has interrupted was never published.
         published = [meta for meta in self._checkpoints if Path(meta.path).exists()]
@@ -351,8 +357,8 @@ class WorkerGroup(TrainEngine):
         # The driver's objects stay here: their state travels.
         carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
         sent = dataclasses.replace(meta, stateful=dict(carried))
-        work = self._calls.verb("save", {"meta": sent}, Returned.RANK_0)
-        return self._calls.start("save", work, lambda _: self._remember(meta))
+        use, verb = TABLE["save"].use_with({"meta": meta}), self._calls.verb("save", {"meta": sent}, Returned.RANK_0)
+        return self._calls.start("save", verb, lambda _: self._remember(meta), use=use)
 
     def load(self, meta: SaveLoadMeta) -> None:
         self._call("load", meta=meta)
@@ -366,12 +372,16 @@ class WorkerGroup(TrainEngine):
 
         self._calls.require_seats()
         named = dataclasses.replace(meta, stateful={name: CarriedState() for name in meta.stateful})
-        return self._calls.start("load", Load(self._calls.name, named), finish)
+        return self._calls.start("load", Load(self._calls.name, named), finish, use=TABLE["load"].use_with({}))
 
     def wait_for_checkpoint(self) -> None:
         self._call("wait_for_checkpoint")
 
     # ---- memory
+
+    def share_devices(self, residence: Residence) -> None:
+        """Begin the use of each verb on devices that are shared with others. :meth:`~areal.dispatch.SharedDevices.add` calls it."""
+        self._calls.residence = residence
 
     def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         self._call("offload", params=params, grads=grads, optimizer=optimizer)

@@ -7,6 +7,7 @@ from typing import Any
 from areal.api import SelectName, TensorSource, WeightUpdateMeta
 from areal.dispatch.calls import Calls
 from areal.dispatch.executor import Handle
+from areal.dispatch.placement.uses import Use
 from areal.dispatch.works import Argument, OnTransport
 
 
@@ -37,8 +38,8 @@ class GroupTransport:
         arguments: dict[str, Any] = {"version": version}
         if select is not None:
             arguments["select"] = Argument(self._calls.executor.ship(select, "select"))
-        work = OnTransport(self._calls.name, self._key, self._make, "send", arguments)
-        return self._calls.run("send", work)[0]
+        send = OnTransport(self._calls.name, self._key, self._make, "send", arguments)
+        return self._calls.run("send", send, use=Use.SYNC)[0]
 
     def close(self) -> None:
         """Implement :meth:`areal.api.WeightTransport.close`."""

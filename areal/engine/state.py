@@ -266,13 +266,13 @@ class EngineState(TrainEngine):
     def save(self, meta: SaveLoadMeta) -> None:
         components = self._require_components()
         with self._ending_on_error():
-            components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+            components.memory.onload(params=True, grads=False, optimizer=meta.has_optimizer)
             components.checkpointer.save(meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
         components = self._require_components()
         with self._ending_on_error():
-            components.memory.onload(params=True, grads=False, optimizer=meta.with_optim)
+            components.memory.onload(params=True, grads=False, optimizer=meta.has_optimizer)
             self.zero_grad()
             components.checkpointer.load(meta)
 

@@ -83,20 +83,40 @@ class Placement:
         self._reserve(name, {}, [nbytes] if awake else [])
         self._state.set_part(Part(name, Kind.ROLLOUT), nbytes, existing=True, on_device=awake)
 
+    def remove(self, name: str) -> None:
+        """Remove a model or a rollout that is gone, with its uses."""
+        self._active = [need for need in self._active if need.owner != name]
+        for device, nbytes in self._fixed.pop(name).items():
+            self._state.capacity[device] += nbytes
+        for part in [part for part in self._state.sizes if part.owner == name]:
+            self._freed_by_step.discard(part)
+            self._state.remove(part)
+
     # ---- uses
 
-    def request(self, need: Need, upcoming: Sequence[Need] = ()) -> list[Move]:
+    def blocked(self, need: Need, busy: Collection[str] = ()) -> bool:
+        """Return whether a use does not fit now because of uses that have begun, and fits without these. Arguments as for :meth:`request`."""
+        needed, pinned = self._request(need).needed, self._pinned(busy)
+        return self._state.fits(needed) and not self._state.fits(needed | pinned)
+
+    def ready(self, need: Need) -> bool:
+        """Return whether a use needs no move."""
+        needed = self._request(need).needed
+        return self._state.fits(self._state.on_device) and needed & self._state.existing <= self._state.on_device
+
+    def request(self, need: Need, upcoming: Sequence[Need] = (), busy: Collection[str] = ()) -> list[Move]:
         """Begin a use, and return the moves that it needs, in order. Uses that have begun keep what they need until :meth:`release`.
 
         Args:
             need: model or rollout, and its use.
             upcoming: uses that follow, as far as they are known.
+            busy: names of models of which nothing leaves the device.
 
         Raises:
             ValueError: the use can never fit; names the device, the needed and the available bytes. Or it is not one of the owner.
         """
         request = self._request(need)
-        pinned = frozenset(part for active in self._active for part in self._request(active).needed)
+        pinned = self._pinned(busy)
         self._check_fits(need, request.needed, pinned)
         leaving, coming = self._state.plan(request, [self._request(each) for each in upcoming], pinned)
         self._active.append(need)
@@ -111,6 +131,15 @@ class Placement:
         self._state.finish(self._request(need))
 
     # ---- what is where
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is a model or a rollout of this name."""
+        return name in self._fixed
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices."""
+        return tuple(self._budgets)
 
     def is_on_device(self, part: Part) -> bool:
         """Return whether a part is on the device."""
@@ -138,21 +167,37 @@ class Placement:
         # Parts without bytes are nowhere.
         return any(sizes.values()) and before != (existing, on_device)
 
+    def forget(self, name: str) -> None:
+        """Note that a model's processes hold nothing any more."""
+        for part, sizes in list(self._state.sizes.items()):
+            if part.owner == name:
+                self._state.set_part(part, sizes, existing=False, on_device=False)
+
+    def observe_fixed(self, name: str, nbytes: Mapping[str, int]) -> None:
+        """Correct the bytes of a model that cannot be moved. Others leave with the next use, if it needs the room."""
+        for device in self._budgets:
+            self._state.capacity[device] += self._fixed[name].get(device, 0) - nbytes.get(device, 0)
+        self._fixed[name] = dict(nbytes)
+
     @property
     def moved(self) -> int:
         """Bytes moved so far."""
         return self._state.moved
+
+    def check_devices(self, name: str, devices: Iterable[str]) -> None:
+        """Raise a ``ValueError`` if a device of a model or a rollout has no budget."""
+        unknown = set(devices) - set(self._budgets)
+        if unknown:
+            raise ValueError(
+                f"{name!r} is on the device {min(unknown)!r}: the budgets are of {', '.join(self._budgets)}"
+            )
 
     # ---- helpers
 
     def _check_new(self, name: str, sizes: Iterable[Mapping[str, int]]) -> None:
         if name in self._fixed:
             raise ValueError(f"{name!r} is taken: give each model and rollout a name of its own")
-        unknown = {device for nbytes in sizes for device in nbytes} - set(self._budgets)
-        if unknown:
-            raise ValueError(
-                f"{name!r} is on the device {min(unknown)!r}: the budgets are of {', '.join(self._budgets)}"
-            )
+        self.check_devices(name, (device for nbytes in sizes for device in nbytes))
 
     def _reserve(self, added: str, fixed: Mapping[str, int], on_device: Iterable[Mapping[str, int]]) -> None:
         """Reserve the bytes that cannot be moved, and check that those on the device fit next to the others."""
@@ -166,6 +211,11 @@ class Placement:
         self._fixed[added] = dict(fixed)
         for device, nbytes in fixed.items():
             self._state.capacity[device] -= nbytes
+
+    def _pinned(self, busy: Collection[str]) -> frozenset[Part]:
+        """Return the parts that uses need which have begun, and all on the device of models that are busy."""
+        needed = frozenset(part for active in self._active for part in self._request(active).needed)
+        return needed | {part for part in self._state.on_device if part.owner in busy}
 
     def _request(self, need: Need) -> UsedParts:
         def parts(kinds: Iterable[Kind]) -> frozenset[Part]:

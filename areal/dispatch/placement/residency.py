@@ -82,6 +82,12 @@ class Residency:
         for parts, member in ((self.existing, existing), (self.on_device, on_device), (self._lru, on_device)):
             (parts.add if member else parts.discard)(part)
 
+    def remove(self, part: Part) -> None:
+        """Remove a part that is gone."""
+        for parts in (self.existing, self.on_device, self._lru):
+            parts.discard(part)
+        del self.sizes[part], self._last[part]
+
     # ---- a request
 
     def plan(

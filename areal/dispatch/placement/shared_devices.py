@@ -5,32 +5,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from areal.api import EngineMemory, KindMemory, TrainEngine
+from areal.dispatch.errors import WorkerLostError
+from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.placement import Placement
-from areal.dispatch.placement.uses import CREATED, Action, Kind, Move, Need, Part, Use
+from areal.dispatch.placement.shared_rollout import SharedRollout, Sleeper
+from areal.dispatch.placement.turns import Turn, Turns
+from areal.dispatch.placement.uses import CREATED, OPEN, Action, Kind, Move, Need, Part, Use
 
 logger = logging.getLogger(__name__)
-
-
-class Sleeper(Protocol):
-    """A rollout that can free its device memory."""
-
-    @property
-    def asleep(self) -> bool:
-        """True if the memory is free."""
-        ...
-
-    def sleep(self) -> None:
-        """Free the memory. Nothing is lost but the cache of keys and values."""
-        ...
-
-    def wake(self) -> None:
-        """Take the memory back."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +30,9 @@ class _Shared:
 class SharedDevices:
     """Moves engines and rollouts to their devices before each use, and others away where room is missing.
 
+    A :class:`~areal.dispatch.WorkerGroup` that was added begins the use of each verb itself. For an engine, :meth:`use` is called. Methods
+    may be called by several threads: a use that does not fit next to those of other threads waits until these end.
+
     Args:
         budgets: bytes of each device for the state of engines and rollouts. Leave room for activations.
 
@@ -53,11 +42,13 @@ class SharedDevices:
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
         self.placement = Placement(budgets)
-        self._devices = tuple(budgets)
+        self._turns = Turns(self.placement, self._move, self._observe)
         self._engines: dict[str, _Shared] = {}
         self._rollouts: dict[str, Sleeper] = {}
         # Parts that a use has allocated. Their bytes are measured: some parameters never get a gradient.
         self._settled: set[Part] = set()
+
+    # ---- what shares the devices
 
     def add(self, name: str, engine: TrainEngine, devices: Sequence[str] | None = None) -> None:
         """Add an initialized engine or group. It is offloaded at once if it does not fit next to the others.
@@ -68,15 +59,18 @@ class SharedDevices:
             devices: device of each rank; by default the only one.
 
         Raises:
-            ValueError: the number of devices differs from that of the ranks, or see :meth:`Placement.add_model`.
+            ValueError: the engine or the name was added before, the number of devices differs from that of the ranks, or see
+                :meth:`Placement.add_model`.
         """
+        self._check_new(name, engine, [shared.engine for shared in self._engines.values()])
         reports = engine.memory()
-        if devices is None and len(self._devices) == 1:
-            devices = self._devices * len(reports)
+        if devices is None and len(self.placement.devices) == 1:
+            devices = self.placement.devices * len(reports)
         if devices is None or len(devices) != len(reports):
             raise ValueError(
-                f"devices = {devices}: {name!r} has {len(reports)} ranks, name the device of each, of {', '.join(self._devices)}"
+                f"devices = {devices}: {name!r} has {len(reports)} ranks, name the device of each, of {', '.join(self.placement.devices)}"
             )
+        self.placement.check_devices(name, devices)
         shared = _Shared(engine, tuple(devices))
         on_device = _by_device(shared.devices, [report.on_device for report in reports])
         if any(nbytes > self.placement.free(device) for device, nbytes in on_device.items()):
@@ -88,52 +82,100 @@ class SharedDevices:
             weights=kinds[Kind.WEIGHTS].sizes,
             gradients=kinds[Kind.GRADIENTS].sizes,
             optimizer=kinds[Kind.OPTIMIZER].sizes,
-            fixed=_by_device(shared.devices, [_fixed_bytes(report) for report in reports]),
+            fixed=_fixed(shared.devices, reports),
             existing=[kind for kind, measured in kinds.items() if measured.existing],
             on_device=[kind for kind, measured in kinds.items() if measured.on_device],
             # Megatron's buffers exist before the first backward, and stay.
             gradients_end_with_step=not kinds[Kind.GRADIENTS].existing,
         )
         self._engines[name] = shared
+        # A group begins its uses itself.
+        getattr(engine, "share_devices", lambda _: None)(Place(self._turns, name, self.remove))
 
-    def add_rollout(self, name: str, rollout: Sleeper, nbytes: int | Mapping[str, int]) -> None:
+    def add_rollout(self, name: str, rollout: Sleeper, nbytes: int | Mapping[str, int] | None = None) -> SharedRollout:
         """Add a rollout. It is put to sleep at once if it is awake and does not fit next to the others.
 
         Args:
             name: name of the rollout.
             rollout: the rollout.
-            nbytes: its bytes while awake: on each device, or on the only one.
+            nbytes: its bytes while awake: on each device, or on the only one. Defaults to its ``awake_bytes``, which a rollout in this process
+                has.
+
+        Returns:
+            The rollout to generate with and to send weights to: it is awake then.
+
+        Raises:
+            ValueError: the rollout or the name was added before, ``nbytes`` is missing or invalid, or the rollout cannot sleep.
         """
-        sizes = dict(nbytes) if isinstance(nbytes, Mapping) else dict.fromkeys(self._devices, nbytes)
+        self._check_new(name, rollout, self._rollouts.values())
+        if not all(hasattr(rollout, member) for member in ("asleep", "sleep", "wake")):
+            raise ValueError(f"{name!r} is a {type(rollout).__name__}, which has no asleep, sleep() and wake()")
+        nbytes = getattr(rollout, "awake_bytes", None) if nbytes is None else nbytes
+        if nbytes is None:
+            raise ValueError(
+                f"nbytes = None: {name!r} is a {type(rollout).__name__}, which does not report its memory: pass its bytes while awake"
+            )
+        sizes = dict(nbytes) if isinstance(nbytes, Mapping) else dict.fromkeys(self.placement.devices, nbytes)
+        self.placement.check_devices(name, sizes)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes.values()) or not any(sizes.values()):
+            raise ValueError(
+                f"nbytes = {nbytes}: {name!r} has 0 or more bytes on each device while awake, and some on one"
+            )
         fits = all(size <= self.placement.free(device) for device, size in sizes.items())
         if not rollout.asleep and not fits:
             rollout.sleep()
         self.placement.add_rollout(name, sizes, awake=not rollout.asleep)
         self._rollouts[name] = rollout
+        return SharedRollout(rollout, Place(self._turns, name, self.remove))
+
+    def remove(self, name: str) -> None:
+        """Remove an engine or a rollout whose memory is free, such as one that was destroyed or closed."""
+        self._turns.remove(name)
+        self._engines.pop(name, None)
+        self._rollouts.pop(name, None)
+        self._settled -= {Part(name, kind) for kind in Kind}
+
+    # ---- uses
 
     @contextlib.contextmanager
-    def use(self, name: str, use: Use, upcoming: Sequence[Need] = ()) -> Iterator[None]:
+    def use(self, name: str, use: Use, upcoming: Sequence[Need] | None = None) -> Iterator[None]:
         """Context of a use: what it needs is on the device inside. Uses can be nested, such as a weight sync in a rollout that is awake.
 
         Args:
             name: name of the model or rollout.
             use: what is done inside.
-            upcoming: uses that follow, as far as they are known.
+            upcoming: uses that follow, as far as they are known. By default, those that followed the last time.
 
         Raises:
             ValueError: see :meth:`Placement.request`.
         """
-        need = Need(name, use)
-        moves = self.placement.request(need, upcoming)
+        turn = Turn(self._turns, Need(name, use), upcoming)
         try:
-            self._execute(moves)
+            self._turns.begin(turn)
             yield
-            self._settled |= {Part(name, kind) for kind in CREATED.get(use, ())}
         finally:
-            self.placement.release(need)
-            self._observe({name, *(move.part.owner for move in moves)})
+            turn.end()
+            self.settle()
 
-    def _execute(self, moves: Sequence[Move]) -> None:
+    def settle(self, names: Sequence[str] = ()) -> None:
+        """Measure the engines and rollouts whose uses have ended, and those in ``names``, and correct the placement.
+
+        A use that begins does this, too.
+        """
+        self._turns.settle(names)
+
+    # ---- moves and measurements, by one thread at a time
+
+    def _check_new(self, name: str, added: object, others: Iterable[object]) -> None:
+        """Raise if a name is none or is taken, or if something was added before."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name = {name!r}: give each engine and rollout a name of its own")
+        if name in self.placement:
+            raise ValueError(f"{name!r} is taken: give each model and rollout a name of its own")
+        if any(added is other for other in others):
+            raise ValueError(f"{name!r} was added before under another name: add each engine and rollout once")
+
+    def _move(self, moves: Sequence[Move]) -> None:
         # Moves of one engine in one direction are one call, which waits for the device once.
         for (owner, action), group in itertools.groupby(moves, key=lambda move: (move.part.owner, move.action)):
             kinds = {move.part.kind for move in group}
@@ -144,7 +186,7 @@ class SharedDevices:
             }
             match action:
                 case Action.OFFLOAD:
-                    self._engines[owner].engine.offload(**selected)
+                    self._offload(owner, selected)
                 case Action.ONLOAD:
                     self._engines[owner].engine.onload(**selected)
                 case Action.SLEEP:
@@ -152,19 +194,63 @@ class SharedDevices:
                 case Action.WAKE:
                     self._rollouts[owner].wake()
 
-    def _observe(self, names: set[str]) -> None:
-        """Compare engines and rollouts with the plan, and correct it. They differ after an error, or after a verb of another use."""
-        for name in sorted(names & self._rollouts.keys()):
+    def _offload(self, name: str, selected: Mapping[str, bool]) -> None:
+        try:
+            self._engines[name].engine.offload(**selected)
+        except WorkerLostError:
+            raise
+        except RuntimeError:
+            # The memory of processes that were lost before is free.
+            if not self._is_lost(name):
+                raise
+
+    def _is_lost(self, name: str) -> bool:
+        """Return whether an engine holds nothing any more."""
+        try:
+            self._engines[name].engine.memory()
+        except RuntimeError:
+            return True
+        return False
+
+    def _observe(self, ended: Mapping[str, Collection[Use]]) -> list[str]:
+        """Compare engines and rollouts with the plan, and correct it. They differ after an error, or after a verb of another use.
+
+        Args:
+            ended: uses that have ended, by name.
+
+        Returns:
+            The names of engines that are lost.
+
+        Raises:
+            WorkerLostError: a process has been lost since. It is raised once: later calls only say that the engine cannot be used.
+        """
+        lost: list[str] = []
+        noticed: list[WorkerLostError] = []
+        for name in sorted(ended.keys() & self._rollouts.keys()):
             awake, part = not self._rollouts[name].asleep, Part(name, Kind.ROLLOUT)
-            if self.placement.observe(part, self.placement.sizes(part), existing=True, on_device=awake):
+            differs = self.placement.observe(part, self.placement.sizes(part), existing=True, on_device=awake)
+            if differs and not OPEN & set(ended[name]):
                 logger.warning("%s is %s, which was not planned", name, "awake" if awake else "asleep")
-        for name in sorted(names & self._engines.keys()):
+        for name in sorted(ended.keys() & self._engines.keys()):
+            self._settled |= {Part(name, kind) for use in ended[name] for kind in CREATED.get(use, ())}
             shared = self._engines[name]
-            for kind, measured in _measured(shared.devices, shared.engine.memory()).items():
+            try:
+                reports = shared.engine.memory()
+            except RuntimeError as error:
+                lost.append(name)
+                noticed += [error] if isinstance(error, WorkerLostError) else []
+                self.placement.forget(name)
+                continue
+            self.placement.observe_fixed(name, _fixed(shared.devices, reports))
+            for kind, measured in _measured(shared.devices, reports).items():
                 part = Part(name, kind)
                 sizes = measured.allocated if part in self._settled and measured.existing else measured.sizes
-                if self.placement.observe(part, sizes, existing=measured.existing, on_device=measured.on_device):
+                differs = self.placement.observe(part, sizes, existing=measured.existing, on_device=measured.on_device)
+                if differs and not OPEN & set(ended[name]):
                     logger.warning("%s of %s: not where it was planned: %s", kind.value, name, measured)
+        if noticed:
+            raise noticed[0]
+        return lost
 
 
 @dataclass(frozen=True)
@@ -202,5 +288,8 @@ def _by_device(devices: Sequence[str], nbytes: Sequence[int]) -> dict[str, int]:
     return {device: sum(n for d, n in zip(devices, nbytes, strict=True) if d == device) for device in devices}
 
 
-def _fixed_bytes(report: EngineMemory) -> int:
-    return report.params.fixed + report.grads.fixed + report.optimizer.fixed
+def _fixed(devices: Sequence[str], reports: Sequence[EngineMemory]) -> dict[str, int]:
+    """Return the bytes on each device that cannot be moved."""
+    return _by_device(
+        devices, [report.params.fixed + report.grads.fixed + report.optimizer.fixed for report in reports]
+    )

@@ -16,7 +16,11 @@ class Kind(Enum):
 
 
 class Use(Enum):
-    """Uses of a model, or of a rollout (``GENERATE``)."""
+    """Uses of a model, or of a rollout (``GENERATE``).
+
+    ``ALL`` is that of any function, which may use all state. ``ZERO_GRAD`` discards gradients. ``CHANGE`` needs no state on the device, and
+    may change what exists there.
+    """
 
     FORWARD = "forward"
     EVAL = "eval"
@@ -25,6 +29,9 @@ class Use(Enum):
     CHECKPOINT = "checkpoint"
     SYNC = "sync"
     GENERATE = "generate"
+    ALL = "all"
+    ZERO_GRAD = "zero_grad"
+    CHANGE = "change"
 
 
 NEEDED: dict[Use, frozenset[Kind]] = {
@@ -35,6 +42,9 @@ NEEDED: dict[Use, frozenset[Kind]] = {
     Use.STEP: frozenset({Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER}),
     Use.CHECKPOINT: frozenset({Kind.WEIGHTS, Kind.OPTIMIZER}),
     Use.GENERATE: frozenset({Kind.ROLLOUT}),
+    Use.ALL: frozenset({Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER}),
+    Use.ZERO_GRAD: frozenset({Kind.GRADIENTS}),
+    Use.CHANGE: frozenset(),
 }
 """Kinds of state that a use needs on the device."""
 
@@ -43,6 +53,9 @@ CREATED: dict[Use, frozenset[Kind]] = {
     Use.STEP: frozenset({Kind.GRADIENTS, Kind.OPTIMIZER}),
 }
 """Kinds of state that a use allocates if they do not exist."""
+
+OPEN = frozenset({Use.ALL, Use.ZERO_GRAD, Use.CHANGE})
+"""Uses that may allocate, free or move state. What they did is measured when they end."""
 
 
 @dataclass(frozen=True)

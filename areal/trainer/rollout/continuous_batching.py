@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import transformers
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
 
 from areal.trainer.rollout.protocol import Sampling
 from areal.trainer.rollout.sampler import RequestSampler
+from areal.utils.offload import storage_bytes
 
 _MARGIN = 0.15
 """Fraction of the cache reserved for the prompts of later requests, in addition to the running answers."""
+
+
+_START_SECONDS = 60.0
+"""Limit of the wait for the cache of a manager that was started."""
 
 
 @dataclass(frozen=True)
@@ -102,3 +109,20 @@ def forget_prefixes(manager: ContinuousBatchingManager) -> list[str]:
         allocator.ledger.hash_to_block.clear()
         allocator.ledger.block_to_hash.clear()
     return list(processor.scheduler.active_requests)
+
+
+def cache_bytes(manager: ContinuousBatchingManager) -> int:
+    """Return the bytes of the cache of keys and values. Waits until the manager's thread has allocated it.
+
+    Raises:
+        RuntimeError: the thread has not allocated it.
+    """
+    limit = time.monotonic() + _START_SECONDS
+    while manager.batch_processor is None:
+        if not manager.is_running() or time.monotonic() > limit:
+            raise RuntimeError("generation does not run, and has no cache to measure: call wake() first")
+        time.sleep(0.01)
+    cache = manager.batch_processor.cache
+    members = [value for each in (cache, *cache.cache_allocators.values()) for value in vars(each).values()]
+    tensors = [x for value in members for x in (value if isinstance(value, list) else [value])]
+    return storage_bytes(x for x in tensors if isinstance(x, Tensor))

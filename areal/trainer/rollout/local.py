@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from areal.api.weights import NamedTensor
-from areal.trainer.rollout.continuous_batching import GenerationLimits, forget_prefixes
+from areal.trainer.rollout.continuous_batching import GenerationLimits, cache_bytes, forget_prefixes
 from areal.trainer.rollout.pending_answer import PendingAnswer
 from areal.trainer.rollout.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from areal.trainer.rollout.protocol import Completion, Sampling
@@ -73,9 +73,8 @@ class LocalRollout:
         seed: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        pages = -(-max_context // page_size)
         if cache_tokens is None:
-            cache_tokens = pages * page_size * max_requests
+            cache_tokens = -(-max_context // page_size) * page_size * max_requests
         self._limits = GenerationLimits(max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
         self._limits.check(model)
         self.model = model
@@ -189,6 +188,11 @@ class LocalRollout:
         finally:
             for _ in tensors:
                 pass
+
+    @property
+    def awake_bytes(self) -> int:
+        """Bytes of weights and cache on the device while it is awake. Raises a ``RuntimeError`` while it is asleep."""
+        return self._memory.report(self.model.device).params.total + cache_bytes(self._manager)
 
     @property
     def asleep(self) -> bool:
@@ -323,18 +327,17 @@ class LocalRollout:
         if self._closed or self._asleep:
             raise RuntimeError(_CLOSED if self._closed else _ASLEEP)
         if self._failed or not self._manager.is_running():
-            raise RuntimeError(f"generation has failed: {self._cause()}") from self._fatal()
+            raise RuntimeError(
+                f"generation has failed: {self._cause()}"
+            ) from self._manager.background_thread_status.fatal_error
 
     def _check_whole(self) -> None:
         """Raise a ``RuntimeError`` if an update has ended half-way."""
         if self._broken is not None:
             raise RuntimeError(f"{self._broken}: the weights are mixed. Send a whole update before generating")
 
-    def _fatal(self) -> BaseException | None:
-        return self._manager.background_thread_status.fatal_error
-
     def _cause(self) -> str:
-        error = self._fatal()
+        error = self._manager.background_thread_status.fatal_error
         return "its thread is gone" if error is None else f"{type(error).__name__}: {error}"
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -125,8 +125,8 @@ _REPORT = "dist/step/test_memory_report.py::test_{}[*{}]"
 def onload_comes_before_the_offload_that_makes_room(right: Function) -> Function:
     """A model comes to the device before another one leaves."""
 
-    def wrong(self: Any, need: Need, upcoming: Sequence[Need] = ()) -> list[Move]:
-        return right(self, need, upcoming)[::-1]
+    def wrong(self: Any, need: Need, *args: Any) -> list[Move]:
+        return right(self, need, *args)[::-1]
 
     return wrong
 
@@ -184,10 +184,70 @@ def gradients_stay_after_a_step(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.dispatch.placement.shared_devices:SharedDevices._execute", _SHARED.format("-announced-fsdp:d1"))
+@mutant("areal.dispatch.placement.shared_devices:SharedDevices._move", _SHARED.format("-announced-fsdp:d1"))
 def first_move_of_an_engine_is_not_executed(right: Function) -> Function:
     """The first planned move of each use is left to the verb."""
     return lambda self, moves: right(self, moves[1:])
+
+
+_TURNS = "unit/dispatch/test_turns.py::test_"
+_GROUPS = "dist/dispatch/test_shared_groups.py::test_"
+_VERBS = f"{_GROUPS}each_verb_brings_what_it_needs_and_moves_nothing_else[*-fsdp:d1]"
+_TRAINER = "dist/dispatch/test_shared_trainers.py::test_ppo_has_the_bits_of_a_run_without_a_budget[*-1]"
+
+
+@mutant("areal.dispatch.table:Route.use_with", _VERBS)
+def verbs_begin_no_use(right: Function) -> Function:
+    """A group on shared devices leaves its state to the engine."""
+    return lambda self, arguments: None
+
+
+@mutant("areal.dispatch.placement.turns:Turn.end_with", f"{_TURNS}use_waits_for_a_call_that_runs_on_the_ranks")
+def use_ends_when_its_call_was_sent(right: Function) -> Function:
+    """The state of a call that still runs on the ranks may leave."""
+    return lambda self, call: self.end()
+
+
+@mutant(
+    "areal.dispatch.placement.turns:Turns._fits",
+    f"{_TURNS}nested_use_that_cannot_fit_raises_instead_of_waiting_for_itself",
+    f"{_TURNS}threads_that_wait_for_each_other_raise",
+)
+def uses_wait_for_each_other(right: Function) -> Function:
+    """A use waits for room that no thread can give."""
+
+    def wrong(self: Any, turn: Any) -> bool:
+        self._release()
+        return not self._lacks_room(turn)
+
+    return wrong
+
+
+@mutant(
+    "areal.dispatch.placement.turns:Turns._may_begin",
+    f"{_TURNS}verb_waits_for_running_answers_and_later_answers_wait_for_the_verb",
+)
+def answers_overtake_a_verb_that_waits(right: Function) -> Function:
+    """Answers begin as long as there is room, and a verb waits until there are none."""
+    return lambda self, turn: self._mover is None and self._fits(turn)
+
+
+@mutant("areal.dispatch.placement.history:History.following", _TRAINER)
+def uses_of_a_trainer_are_not_predicted(right: Function) -> Function:
+    """The least recently used part leaves in each step of a trainer, too."""
+    return lambda self, need: []
+
+
+@mutant("areal.dispatch.calls:Calls._during", f"{_GROUPS}stream_holds_its_use_while_it_is_read[*]")
+def weights_leave_during_their_stream(right: Function) -> Function:
+    """A stream of weights needs them on the device only where it is opened."""
+    return lambda self, use: nullcontext()
+
+
+@mutant("areal.dispatch.calls:Calls.leave_devices", f"{_GROUPS}destroyed_model_leaves_the_devices[*]")
+def destroyed_model_keeps_its_place(right: Function) -> Function:
+    """Bytes of a model that was destroyed still count."""
+    return lambda self: None
 
 
 @mutant("areal.utils.offload:HostMemory.report", _REPORT.format("report_equals_the_bytes_of_the_tensors", "fsdp:d2"))

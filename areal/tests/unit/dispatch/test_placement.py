@@ -22,6 +22,9 @@ NEEDS = {
     Use.STEP: "wgo",
     Use.CHECKPOINT: "wo",
     Use.GENERATE: "r",
+    Use.ALL: "wgo",
+    Use.ZERO_GRAD: "g",
+    Use.CHANGE: "",
 }
 LETTERS = {"w": Kind.WEIGHTS, "g": Kind.GRADIENTS, "o": Kind.OPTIMIZER, "r": Kind.ROLLOUT}
 
