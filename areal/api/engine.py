@@ -86,8 +86,6 @@ class TrainEngine(ABC):
     ) -> None:
         self.destroy()
 
-    # ---- futures
-
     def start(self, verb: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Start a verb, and return its future: ``engine.start(TrainEngine.forward_batch, batch)``.
 

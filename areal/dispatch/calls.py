@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
 from areal.dispatch.executor import Executor, Handle, Work
-from areal.dispatch.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.pending import PendingCall
 from areal.dispatch.placement.uses import Use
+from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.residence import Residence
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.dispatch.table import TABLE, Returned, Route, Sent

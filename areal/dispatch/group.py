@@ -13,34 +13,25 @@ import torch
 from torch import Tensor
 
 from areal.api import (
-    EngineMemory,
     FinetuneSpec,
     Finished,
-    LossFn,
-    LossObjective,
-    LossWeightFn,
-    MicroBatchList,
     NamedTensor,
-    OptimStats,
     Pending,
     SaveLoadMeta,
-    StepOutput,
-    StepSettings,
     TrainEngine,
     TrainEngineConfig,
     WeightTransport,
-    default_loss_weight,
 )
-from areal.api.engine import BatchInput, Outputs
-from areal.api.loss import Normalization, ProcessOutputFn
-from areal.dispatch.adapters import GroupAdapters
+from areal.api.engine import BatchInput
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
 from areal.dispatch.placement.uses import Use
+from areal.dispatch.remote.adapters import GroupAdapters
+from areal.dispatch.remote.transport import GroupTransport
 from areal.dispatch.residence import Residence
 from areal.dispatch.table import TABLE, Returned
-from areal.dispatch.transport import GroupTransport
+from areal.dispatch.verbs import DispatchedVerbs
 from areal.dispatch.works import CarriedState, Destroy, Initialize, Load, MakeTransport
 from areal.engine.options import engine_config
 from areal.engine.registry import engine_class
@@ -50,7 +41,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class WorkerGroup(TrainEngine):
+class WorkerGroup(DispatchedVerbs):
     """An engine whose ranks run elsewhere. The driver sees one data-parallel shard: it passes global batches, and gets global results.
 
     :data:`~areal.dispatch.table.TABLE` says for each member what the ranks receive and what the driver returns. A batch is divided by the cost
@@ -237,6 +228,9 @@ class WorkerGroup(TrainEngine):
     def is_main(self) -> bool:
         return True
 
+    def global_sum(self, x: Tensor) -> Tensor:
+        return x.detach().clone()
+
     def set_version(self, version: int) -> None:
         self._call("set_version", version=version)
 
@@ -245,89 +239,6 @@ class WorkerGroup(TrainEngine):
         return self._calls.start(
             "set_version", self._calls.verb("set_version", {"version": version}, Returned.RANK_0), rank_0
         )
-
-    # ---- batches
-
-    def microbatches(self, batch: BatchInput) -> MicroBatchList:
-        return self._call("microbatches", batch=batch)
-
-    def global_sum(self, x: Tensor) -> Tensor:
-        return x.detach().clone()
-
-    def global_weight(
-        self, mbs: MicroBatchList, loss_weight_fn: LossWeightFn = default_loss_weight
-    ) -> Tensor | dict[str, Tensor]:
-        return self._call("global_weight", mbs=mbs, loss_weight_fn=loss_weight_fn)
-
-    # ---- forward and backward
-
-    def forward_backward_batch(
-        self,
-        mbs: MicroBatchList,
-        process_output: ProcessOutputFn,
-        *,
-        outputs: Outputs = ("logprobs",),
-        forward_only: bool = False,
-    ) -> list[Any]:
-        return self._call(
-            "forward_backward_batch", mbs=mbs, process_output=process_output, outputs=outputs, forward_only=forward_only
-        )
-
-    def forward_backward(
-        self,
-        batch: BatchInput,
-        loss_fn: LossFn | LossObjective,
-        loss_weight_fn: LossWeightFn | None = None,
-        *,
-        outputs: Outputs | None = None,
-        normalization: Normalization = "weight",
-        loss_weight: float = 1.0,
-        returns: Outputs = (),
-    ) -> StepOutput:
-        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
-        return self._call("forward_backward", batch=batch, **loss, normalization=normalization, loss_weight=loss_weight)
-
-    def train_batch(
-        self,
-        batch: BatchInput,
-        loss_fn: LossFn | LossObjective,
-        loss_weight_fn: LossWeightFn | None = None,
-        *,
-        outputs: Outputs | None = None,
-        returns: Outputs = (),
-    ) -> StepOutput:
-        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
-        return self._call("train_batch", batch=batch, **loss)
-
-    def eval_batch(
-        self,
-        batch: BatchInput,
-        loss_fn: LossFn | LossObjective,
-        loss_weight_fn: LossWeightFn | None = None,
-        *,
-        outputs: Outputs | None = None,
-        returns: Outputs = (),
-    ) -> StepOutput:
-        loss = {"loss_fn": loss_fn, "loss_weight_fn": loss_weight_fn, "outputs": outputs, "returns": returns}
-        return self._call("eval_batch", batch=batch, **loss)
-
-    def forward_batch(self, batch: BatchInput, *, outputs: Outputs = ("logprobs",)) -> Any:
-        return self._call("forward_batch", batch=batch, outputs=outputs)
-
-    # ---- optimizer
-
-    def zero_grad(self) -> None:
-        self._call("zero_grad")
-
-    def optimizer_step(self, settings: StepSettings | None = None) -> OptimStats:
-        return self._call("optimizer_step", settings=settings)
-
-    @property
-    def lr(self) -> float:
-        return self._call("lr")
-
-    def set_lr(self, lr: float) -> None:
-        self._call("set_lr", lr=lr)
 
     # ---- weights and checkpoints
 
@@ -348,9 +259,6 @@ class WorkerGroup(TrainEngine):
         self._calls.run("transport", MakeTransport(self._calls.name, handle, key))
         return GroupTransport(self._calls, key, handle, self)
 
-    def save(self, meta: SaveLoadMeta) -> None:
-        self._call("save", meta=meta)
-
     def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
         self._calls.require_seats()
         self._calls.check_shared(Path(meta.path).parent)
@@ -359,9 +267,6 @@ class WorkerGroup(TrainEngine):
         sent = dataclasses.replace(meta, stateful=dict(carried))
         use, verb = TABLE["save"].use_with({"meta": meta}), self._calls.verb("save", {"meta": sent}, Returned.RANK_0)
         return self._calls.start("save", verb, lambda _: self._remember(meta), use=use)
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        self._call("load", meta=meta)
 
     def _start_load(self, meta: SaveLoadMeta) -> Pending[None]:
         def finish(values: list[Any]) -> None:
@@ -374,23 +279,11 @@ class WorkerGroup(TrainEngine):
         named = dataclasses.replace(meta, stateful={name: CarriedState() for name in meta.stateful})
         return self._calls.start("load", Load(self._calls.name, named), finish, use=TABLE["load"].use_with({}))
 
-    def wait_for_checkpoint(self) -> None:
-        self._call("wait_for_checkpoint")
-
     # ---- memory
 
     def share_devices(self, residence: Residence) -> None:
         """Begin the use of each verb on devices that are shared with others. :meth:`~areal.dispatch.SharedDevices.add` calls it."""
         self._calls.residence = residence
-
-    def offload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._call("offload", params=params, grads=grads, optimizer=optimizer)
-
-    def onload(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        self._call("onload", params=params, grads=grads, optimizer=optimizer)
-
-    def memory(self) -> list[EngineMemory]:
-        return [report for reports in self._call("memory") for report in reports]
 
     # ---- adapters
 

@@ -10,10 +10,10 @@ import areal.tests.mutants.bugs.empty_ranks
 import areal.tests.mutants.bugs.faults
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
-import areal.tests.mutants.bugs.moe
 import areal.tests.mutants.bugs.pipeline
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollout
+import areal.tests.mutants.bugs.shared_devices
 import areal.tests.mutants.bugs.step
 import areal.tests.mutants.bugs.tensor_parallel
 import areal.tests.mutants.bugs.zoo

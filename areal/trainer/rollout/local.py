@@ -134,12 +134,7 @@ class LocalRollout:
     async def prompt_logprobs(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> PromptLogprobs:
         """Return the log-probs of a prompt's tokens. Generation is paused meanwhile.
 
-        Args:
-            prompt_ids: token ids.
-            sampling: see :func:`~areal.trainer.rollout.prompt_logprobs.prompt_logprobs`.
-
-        Raises:
-            ValueError, RuntimeError: as :meth:`generate`.
+        See :func:`~areal.trainer.rollout.prompt_logprobs.prompt_logprobs`. Errors are those of :meth:`generate`.
         """
         prompt = self._check_prompt(prompt_ids, replace(sampling, max_new_tokens=1, stop=()))
 
@@ -327,17 +322,18 @@ class LocalRollout:
         if self._closed or self._asleep:
             raise RuntimeError(_CLOSED if self._closed else _ASLEEP)
         if self._failed or not self._manager.is_running():
-            raise RuntimeError(
-                f"generation has failed: {self._cause()}"
-            ) from self._manager.background_thread_status.fatal_error
+            raise RuntimeError(f"generation has failed: {self._cause()}") from self._fatal()
 
     def _check_whole(self) -> None:
         """Raise a ``RuntimeError`` if an update has ended half-way."""
         if self._broken is not None:
             raise RuntimeError(f"{self._broken}: the weights are mixed. Send a whole update before generating")
 
+    def _fatal(self) -> BaseException | None:
+        return self._manager.background_thread_status.fatal_error
+
     def _cause(self) -> str:
-        error = self._manager.background_thread_status.fatal_error
+        error = self._fatal()
         return "its thread is gone" if error is None else f"{type(error).__name__}: {error}"
 
     @contextmanager

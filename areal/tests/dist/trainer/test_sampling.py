@@ -11,7 +11,7 @@ import pytest
 from areal.api import OptimizerConfig, TrainEngine
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import SAMPLING, Curve, Prompts, played, reward
-from areal.tests.harness.rollout_http import Process
+from areal.tests.harness.servers.rollout_http import Process
 from areal.tests.harness.tiny import started
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import grpo_objective

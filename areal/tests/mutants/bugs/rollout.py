@@ -10,14 +10,14 @@ from areal.trainer.rollout import exchange
 
 SAMPLING = "dist/trainer/test_sampling.py::{}"
 EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
-RUNNER = "unit/trainer/test_rollout_runner.py::{}"
-REWARDS = "unit/trainer/test_rollout_rewards.py::{}"
+RUNNER = "unit/rollout/test_runner.py::{}"
+REWARDS = "unit/rollout/test_rewards.py::{}"
 
 
 @mutant(
     "areal.trainer.rollout.protocol:Completion.segment",
     SAMPLING.format("test_log_probs_are_those_of_the_rollouts_temperature[*fsdp:d1*]"),
-    "unit/trainer/test_rollout_sampling.py::test_sample_has_temperature_of_its_answers[0.5-0.5]",
+    "unit/rollout/test_sampling.py::test_sample_has_temperature_of_its_answers[0.5-0.5]",
 )
 def temperature_not_carried(right: Function) -> Function:
     """A sample does not carry the temperature at which it was sampled."""
@@ -130,7 +130,7 @@ def keep_without_bound(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.sampler:end_tokens",
-    "unit/trainer/test_rollout_local.py::test_models_end_of_sequence_tokens_end_a_completion_by_default[True]",
+    "unit/rollout/test_local.py::test_models_end_of_sequence_tokens_end_a_completion_by_default[True]",
 )
 def end_of_sequence_ignored(right: Function) -> Function:
     """An answer goes on after the model's end-of-sequence token."""
@@ -139,7 +139,7 @@ def end_of_sequence_ignored(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.stop_strings:StopStrings.end",
-    "unit/trainer/test_rollout_stop.py::test_window_finds_what_the_whole_text_has[0]",
+    "unit/rollout/test_stop.py::test_window_finds_what_the_whole_text_has[0]",
 )
 def stop_strings_within_one_token(right: Function) -> Function:
     """A stop string is found only if one token has all of it."""

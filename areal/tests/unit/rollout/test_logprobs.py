@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from areal.tests.unit.trainer.rollouts import CONTEXT, PROMPT, WAYS, endless, model, plain_logprobs, rollout, run
+from areal.tests.unit.rollout.rollouts import CONTEXT, PROMPT, WAYS, endless, model, plain_logprobs, rollout, run
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.prompt_logprobs import PromptLogprobs
 from areal.trainer.rollout.protocol import Completion, Sampling

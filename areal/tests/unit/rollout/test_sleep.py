@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal.tests.grid.models import model_dir
-from areal.tests.harness import rollout_http as http
-from areal.tests.unit.trainer.rollouts import PROMPT, Reading, endless, model, rollout, run, weights
+from areal.tests.harness.servers import rollout_http as http
+from areal.tests.unit.rollout.rollouts import PROMPT, Reading, endless, model, rollout, run, weights
 from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
 
 ASLEEP = r"the rollout is asleep: call wake\(\) first"

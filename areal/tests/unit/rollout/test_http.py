@@ -14,7 +14,7 @@ import torch
 
 from areal.api.weights import NamedTensor
 from areal.tests.grid.models import VOCAB, model_dir
-from areal.tests.harness.rollout_http import (
+from areal.tests.harness.servers.rollout_http import (
     BAD_REPLIES,
     PROMPT,
     Background,
@@ -28,7 +28,7 @@ from areal.tests.harness.rollout_http import (
     vllm_reply,
     weights,
 )
-from areal.tests.unit.trainer.rollouts import endless
+from areal.tests.unit.rollout.rollouts import endless
 from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
 from areal.trainer.rollout.protocol import Sampling
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal.tests.grid.models import VOCAB
-from areal.tests.unit.trainer.rollouts import PROMPT, assert_logprobs, endless, model, plain_logprobs, rollout, run
+from areal.tests.unit.rollout.rollouts import PROMPT, assert_logprobs, endless, model, plain_logprobs, rollout, run
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.stop_strings import StopStrings
 

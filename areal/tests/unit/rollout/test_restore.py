@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from areal.tests.unit.trainer.test_rollout_runner import Client, batches, episode, running, tokens
+from areal.tests.unit.rollout.test_runner import Client, batches, episode, running, tokens
 from areal.trainer.rollout.plan import Plan
 
 

@@ -1,6 +1,6 @@
 """Test server with the routes of SGLang and of vLLM: plain transformers, one forward over the full text for each token.
 
-``python -m areal.tests.harness.rollout_server MODEL`` prints its port. ``POST /test`` sets the faults to simulate.
+``python -m areal.tests.harness.servers.rollout_server MODEL`` prints its port. ``POST /test`` sets the faults to simulate.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from areal.tests.grid.models import FAMILIES, VOCAB, tiny_model
-from areal.tests.unit.trainer.rollouts import (
+from areal.tests.unit.rollout.rollouts import (
     CONTEXT,
     PROMPT,
     WAYS,
@@ -257,7 +257,7 @@ def test_cancelled_request_frees_its_slot() -> None:
 
 
 SCRIPT = """
-from areal.tests.unit.trainer.test_rollout_local import rollout
+from areal.tests.unit.rollout.test_local import rollout
 engine = rollout()
 raise SystemExit(3)
 """

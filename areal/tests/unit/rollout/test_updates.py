@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal.api.weights import NamedTensor
-from areal.tests.unit.trainer.rollouts import (
+from areal.tests.unit.rollout.rollouts import (
     PROMPT,
     Reading,
     after_forwards,

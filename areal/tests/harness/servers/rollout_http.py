@@ -29,7 +29,7 @@ class Process:
 
     def __init__(self) -> None:
         self.started = subprocess.Popen(
-            [sys.executable, "-m", "areal.tests.harness.rollout_server", model_dir("qwen3")],
+            [sys.executable, "-m", "areal.tests.harness.servers.rollout_server", model_dir("qwen3")],
             stdout=subprocess.PIPE,
             text=True,
         )

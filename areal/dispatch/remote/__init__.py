@@ -1,0 +1,1 @@
+"""Objects of the driver that stand for objects on the ranks."""
