@@ -80,7 +80,7 @@ def test_batch_is_stored_once_for_all_ranks(pair: RayWorkers, length: int, kind:
 
 def test_rank_that_writes_into_its_batch_changes_that_of_no_other(pair: RayWorkers) -> None:
     """Also into an array inside of an object, which Ray maps to memory that all ranks share."""
-    handle = pair.put({"input_ids": torch.zeros(1, 3), "meta": {"object": SimpleNamespace(array=np.zeros(3))}})
+    handle = pair.put({"input_ids": torch.zeros(1, 3), "meta": {"object": SimpleNamespace(array=np.zeros(2**15))}})
     assert run(pair, functions.write_on_rank_0, [handle] * 2) == [[1.0] * 3, [0.0] * 3]
     for batch in run(pair, functions.get, [handle] * 2):
         assert not batch["input_ids"].any()

@@ -14,7 +14,7 @@ from areal.dispatch import InProcess, WorkerGroup
 from areal.dispatch.executor import Work
 from areal.dispatch.workplace import Reply
 from areal.dispatch.works import Initialize, Seat
-from areal.engine.batch_rules import rules_of
+from areal.engine.batch_rules import BatchRules, rules_of
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.tiny import BATCH_VERBS, config, global_batch, loss, started
 from areal.tests.unit.data.test_bad_batches import BAD_BATCHES
@@ -23,13 +23,13 @@ from areal.trainer.losses import ppo_objective
 
 
 class TwoSeats(InProcess):
-    """Two ranks that have the rules of an engine, and count what is sent to them after they start."""
+    """Two ranks whose engine has these rules, and that count what is sent to them after they start."""
 
     size, in_driver = 2, False
 
-    def __init__(self, engine: TrainEngine) -> None:
+    def __init__(self, rules: BatchRules | None) -> None:
         super().__init__()
-        self.engine, self.sent = engine, 0
+        self.rules, self.sent = rules, 0
 
     def put(self, value: Any) -> Any:
         self.sent += 1
@@ -42,7 +42,7 @@ class TwoSeats(InProcess):
     def start(self, what: str, work: Work, arguments: Any) -> Future[list[Reply]]:
         replies: Future[list[Reply]] = Future()
         if isinstance(work, Initialize):
-            replies.set_result([Reply(Seat(rank, True, rules_of(self.engine))) for rank in range(2)])
+            replies.set_result([Reply(Seat(rank, True, self.rules)) for rank in range(2)])
         else:
             self.sent += 1
             replies.set_exception(AssertionError(f"{what} was started on the ranks"))
@@ -58,12 +58,18 @@ def raised(call: Callable[[], Any]) -> tuple[type, str]:
 
 def assert_refused_alike(engine: TrainEngine, calls: list[Callable[[TrainEngine], Any]]) -> None:
     """Compare the errors of an engine with those of a group that has its rules on two ranks."""
-    ranks = TwoSeats(engine)
-    group = WorkerGroup(engine.config.model_copy(update={"backend": "fsdp:d2"}), ranks)
-    group.initialize(FinetuneSpec(total_train_steps=10))
+    ranks = TwoSeats(rules_of(engine))
+    group = group_on(ranks, engine)
     for call in calls:
         assert raised(lambda call=call: call(group)) == raised(lambda call=call: call(engine))
     assert ranks.sent == 0
+
+
+def group_on(ranks: TwoSeats, engine: TrainEngine) -> WorkerGroup:
+    """Return a group with the configuration of an engine."""
+    group = WorkerGroup(engine.config.model_copy(update={"backend": "fsdp:d2"}), ranks)
+    group.initialize(FinetuneSpec(total_train_steps=10))
+    return group
 
 
 def with_sample(number: int, **changes: Any) -> list[dict[str, Any]]:
@@ -86,10 +92,13 @@ def test_malformed_batches() -> None:
             calls = [lambda it, verb=verb, batch=batch: verb(it, batch) for batch in batches for verb in BATCH_VERBS]
             assert_refused_alike(engine, calls)
         # A function of the caller's gets its shard only of a batch that is fine.
-        group = WorkerGroup(engine.config.model_copy(update={"backend": "fsdp:d2"}), TwoSeats(engine))
-        group.initialize(FinetuneSpec(total_train_steps=10))
+        group = group_on(TwoSeats(rules_of(engine)), engine)
         for run in (group.run, group.map):
             assert raised(lambda run=run: run(len, 7)) == raised(lambda: engine.forward_batch(7))
+        # An engine outside of the template tells no rules: the form of a batch is checked, and its values on the ranks.
+        ranks = TwoSeats(rules_of(object()))
+        assert raised(lambda: group_on(ranks, engine).forward_batch(7)) == raised(lambda: engine.forward_batch(7))
+        assert ranks.sent == 0
 
 
 @pytest.mark.world(1)
