@@ -73,14 +73,14 @@ def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) ->
     }
 
 
-def read_folder(folder: Path, hf: PretrainedConfig, base: str) -> tuple[AdapterPlan, dict[str, Tensor]]:
+def read_folder(folder: Path, hf: PretrainedConfig, base: str | None) -> tuple[AdapterPlan, dict[str, Tensor]]:
     """Read an adapter from a directory in peft's format: its plan, and its full weights by peft's names.
 
     Args:
         folder: directory of the adapter.
         hf: configuration of the model.
-        base: directory or hub name of the model. With an adapter of the head, peft also writes a copy of the head's own weight, which must be
-            that of the model.
+        base: directory or hub name of the model; ``None`` for random weights. With an adapter of the head, peft also writes a copy of the
+            head's own weight, which must be that of the model.
 
     Raises:
         ValueError: the adapter is damaged, of another model, or not limited to low-rank factors of linear layers;
@@ -121,23 +121,32 @@ def read_folder(folder: Path, hf: PretrainedConfig, base: str) -> tuple[AdapterP
     return plan, weights
 
 
-def _check_copy(file: Path, name: str, values: Tensor, target: Target, model: PreTrainedModel, base: str) -> None:
+def _check_copy(
+    file: Path, name: str, values: Tensor, target: Target, model: PreTrainedModel, base: str | None
+) -> None:
     """Check that the copy of a layer's weight in an adapter's file is the weight of the model.
 
     Raises:
-        ValueError: they differ, or the model is without weights.
+        ValueError: they differ.
     """
+    if base is not None and _is_weight_of(target, values, model, model_folder(base)):
+        return
+    raise ValueError(
+        f"{file} has {name!r}, a weight of the model itself, with other values than {base or 'a model with random weights'}: only adapters "
+        "are loaded; save the adapter with save_embedding_layers=False if it belongs to this model"
+    )
+
+
+def _is_weight_of(target: Target, values: Tensor, model: PreTrainedModel, folder: Path) -> bool:
+    """Return whether a layer has these values in a model directory, up to their dtype."""
     weight = model.get_submodule(target.key).weight
     # A tied weight is in the files under the name of the embedding.
     names = [key for key, x in model.named_parameters(remove_duplicate=False) if x is weight]
-    with TensorFiles.of_model(model_folder(base)) as files:
+    with TensorFiles.of_model(folder) as files:
         key = next((key for key in names if key in files), None)
-        same = key is not None and files.shape(key) == tuple(values.shape)
-        if key is None or not same or not torch.equal(files.read(key, full_box(values.shape)).to(values.dtype), values):
-            raise ValueError(
-                f"{file} has {name!r}, a weight of the model itself, and {base} does not have these values: only adapters are loaded; save the "
-                "adapter with save_embedding_layers=False if it belongs to this model"
-            )
+        if key is None or files.shape(key) != tuple(values.shape):
+            return False
+        return torch.equal(files.read(key, full_box(values.shape)).to(values.dtype), values)
 
 
 def _meta_model(hf: PretrainedConfig) -> PreTrainedModel:

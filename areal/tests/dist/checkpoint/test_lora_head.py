@@ -195,6 +195,9 @@ def test_head_of_other_weights_is_refused(tmp_path: Path) -> None:
             engine.adapters.load("other", tmp_path / "other")
         assert engine.adapters.names == ("default",)
         engine.adapters.load("narrow", tmp_path / "narrow")
+    with adapted("fsdp:d1", path=path, init_from_scratch=True) as engine:
+        with pytest.raises(ValueError, match="other values than a model with random weights"):
+            engine.adapters.load("theirs", theirs)
 
 
 @pytest.mark.world(1)
