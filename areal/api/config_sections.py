@@ -126,4 +126,18 @@ class LoRAConfig(StrictConfig):
         min_length=1,
         description="Last components of the names of linear layers, a regular expression for full names, or `all-linear` for all but the head.",
     )
+    layer_kinds: tuple[Literal["attention", "mlp", "head"], ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Kinds of layers that `all-linear` selects: `attention`, `mlp` (all other layers of the decoder), `head` (output head).",
+    )
     rslora: bool = Field(default=False, description="Scale by the square root of the rank.")
+
+    @model_validator(mode="after")
+    def _one_selection(self) -> LoRAConfig:
+        if self.layer_kinds is not None and self.target_modules != "all-linear":
+            raise ValueError(
+                f"lora.layer_kinds = {self.layer_kinds} with lora.target_modules = {self.target_modules!r}: both select layers; leave one "
+                "of the two out"
+            )
+        return self

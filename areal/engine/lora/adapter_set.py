@@ -157,7 +157,8 @@ class AdapterSet:
         Raises:
             ValueError: see :meth:`areal.api.adapters.Adapters.load`.
         """
-        plan, weights = peft_format().read_folder(folder, self._hf, self._config.path)
+        base = None if self._config.init_from_scratch else self._config.path
+        plan, weights = peft_format().read_folder(folder, self._hf, base)
         # Read everything before building, so that a damaged file changes nothing.
         state = read_training(folder, plan) if with_optim and self._config.optimizer else None
         adapter = self._build(plan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,31 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api.config import LoRAConfig
 from areal.engine.checkpoint.safetensors import TensorFiles
-from areal.engine.lora.plan import PREFIX, AdapterPlan, Target, decoder_linears
+from areal.engine.lora.plan import FEED_FORWARD, PREFIX, AdapterPlan, Target, decoder_linears, head_name, layer_kind
 from areal.engine.model.hub import model_folder
 from areal.utils.dtensor import full_box
 
 logger = logging.getLogger(__name__)
 
 _NAME = "default"
-_FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 
 
 def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
     """Return the layers of a model that get an adapter.
 
     Raises:
-        ValueError: ``target_modules`` matches no layer, or one that cannot have an adapter.
+        ValueError: ``target_modules`` or ``layer_kinds`` match no layer, or one that cannot have an adapter.
     """
     targets, model = lora.target_modules, _meta_model(hf)
+    where = (
+        f"lora.target_modules = {targets!r}" if lora.layer_kinds is None else f"lora.layer_kinds = {lora.layer_kinds}"
+    )
     # peft's own "all-linear" includes stacked experts.
-    names = _linear_names(model) if targets == "all-linear" else targets
+    names: str | Sequence[str] = targets
+    if lora.layer_kinds is not None:
+        names = _names_of_kinds(model, lora.layer_kinds, where)
+    elif targets == "all-linear":
+        names = _linear_names(model)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -49,7 +55,7 @@ def plan_adapter(hf: PretrainedConfig, lora: LoRAConfig) -> AdapterPlan:
         use_rslora=lora.rslora,
         lora_dropout=0.0,
     )
-    return _plan_with_peft(model, config, f"lora.target_modules = {targets!r}")
+    return _plan_with_peft(model, config, where)
 
 
 def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) -> dict[str, bytes]:
@@ -67,14 +73,14 @@ def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) ->
     }
 
 
-def read_folder(folder: Path, hf: PretrainedConfig, base: str) -> tuple[AdapterPlan, dict[str, Tensor]]:
+def read_folder(folder: Path, hf: PretrainedConfig, base: str | None) -> tuple[AdapterPlan, dict[str, Tensor]]:
     """Read an adapter from a directory in peft's format: its plan, and its full weights by peft's names.
 
     Args:
         folder: directory of the adapter.
         hf: configuration of the model.
-        base: directory or hub name of the model. With an adapter of the head, peft also writes a copy of the head's own weight, which must be
-            that of the model.
+        base: directory or hub name of the model; ``None`` for random weights. With an adapter of the head, peft also writes a copy of the
+            head's own weight, which must be that of the model.
 
     Raises:
         ValueError: the adapter is damaged, of another model, or not limited to low-rank factors of linear layers;
@@ -115,23 +121,32 @@ def read_folder(folder: Path, hf: PretrainedConfig, base: str) -> tuple[AdapterP
     return plan, weights
 
 
-def _check_copy(file: Path, name: str, values: Tensor, target: Target, model: PreTrainedModel, base: str) -> None:
+def _check_copy(
+    file: Path, name: str, values: Tensor, target: Target, model: PreTrainedModel, base: str | None
+) -> None:
     """Check that the copy of a layer's weight in an adapter's file is the weight of the model.
 
     Raises:
-        ValueError: they differ, or the model is without weights.
+        ValueError: they differ.
     """
+    if base is not None and _is_weight_of(target, values, model, model_folder(base)):
+        return
+    raise ValueError(
+        f"{file} has {name!r}, a weight of the model itself, with other values than {base or 'a model with random weights'}: only adapters "
+        "are loaded; save the adapter with save_embedding_layers=False if it belongs to this model"
+    )
+
+
+def _is_weight_of(target: Target, values: Tensor, model: PreTrainedModel, folder: Path) -> bool:
+    """Return whether a layer has these values in a model directory, up to their dtype."""
     weight = model.get_submodule(target.key).weight
     # A tied weight is in the files under the name of the embedding.
     names = [key for key, x in model.named_parameters(remove_duplicate=False) if x is weight]
-    with TensorFiles.of_model(model_folder(base)) as files:
+    with TensorFiles.of_model(folder) as files:
         key = next((key for key in names if key in files), None)
-        same = key is not None and files.shape(key) == tuple(values.shape)
-        if key is None or not same or not torch.equal(files.read(key, full_box(values.shape)).to(values.dtype), values):
-            raise ValueError(
-                f"{file} has {name!r}, a weight of the model itself, and {base} does not have these values: only adapters are loaded; save the "
-                "adapter with save_embedding_layers=False if it belongs to this model"
-            )
+        if key is None or files.shape(key) != tuple(values.shape):
+            return False
+        return torch.equal(files.read(key, full_box(values.shape)).to(values.dtype), values)
 
 
 def _meta_model(hf: PretrainedConfig) -> PreTrainedModel:
@@ -146,8 +161,35 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     In a model with stacked experts, peft would also match the experts with the names of a feed-forward network:
     leave these out.
     """
-    stacked = any(parameter.dim() == 3 for parameter in model.parameters())
-    return sorted({name.rpartition(".")[2] for name in decoder_linears(model)} - (_FEED_FORWARD if stacked else set()))
+    stacked = FEED_FORWARD if _has_stacked_experts(model) else frozenset()
+    return sorted({name.rpartition(".")[2] for name in decoder_linears(model)} - stacked)
+
+
+def _has_stacked_experts(model: PreTrainedModel) -> bool:
+    return any(parameter.dim() == 3 for parameter in model.parameters())
+
+
+def _names_of_kinds(model: PreTrainedModel, kinds: Collection[str], where: str) -> list[str]:
+    """Return names for peft that match exactly the linear layers of some kinds.
+
+    Raises:
+        ValueError: the model is without layers of a kind, or has stacked experts, which cannot have adapters.
+    """
+    if "mlp" in kinds and _has_stacked_experts(model):
+        raise ValueError(
+            f"{where}: the experts of this model cannot have adapters; leave 'mlp' out, or name layers in lora.target_modules"
+        )
+    kind_of: dict[str, str] = {name: layer_kind(name) for name in decoder_linears(model)}
+    head = head_name(model)
+    if head is not None:
+        kind_of[head] = "head"
+    missing = [kind for kind in kinds if kind not in kind_of.values()]
+    if missing:
+        raise ValueError(f"{where}: the model has no linear layer of the kind {missing[0]!r}: leave it out")
+    chosen = {name for name, kind in kind_of.items() if kind in kinds}
+    # Last components are the usual form in files. They do not always tell kinds apart.
+    last = {name.rpartition(".")[2] for name in chosen}
+    return sorted(last if {name for name in kind_of if name.rpartition(".")[2] in last} == chosen else chosen)
 
 
 def _plan_with_peft(bare: PreTrainedModel, config: LoraConfig, where: str) -> AdapterPlan:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,6 +27,25 @@ def head_name(hf: PreTrainedModel) -> str | None:
     """Return the name of the output head, or ``None`` if the head is not a linear layer."""
     head = hf.get_output_embeddings()
     return next((name for name, x in hf.named_modules() if x is head and isinstance(x, nn.Linear)), None)
+
+
+FEED_FORWARD = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Last components of the names of feed-forward layers in most models."""
+
+_TOKEN_MIXING = re.compile(r"attn|attention|mixer|mamba|rwkv|lstm|conv|temporal|recurrent|ssm|retention", re.IGNORECASE)
+
+
+def layer_kind(name: str) -> Literal["attention", "mlp"]:
+    """Return the kind of a decoder's linear layer: ``"attention"`` for one that mixes tokens, ``"mlp"`` for any other.
+
+    Args:
+        name: name of the layer, such as ``model.layers.0.self_attn.q_proj``.
+    """
+    # Names before the number of the layer are those of the model, which may be that of a kind.
+    inside = re.sub(r"^.*?\.\d+\.", "", name).split(".")
+    if inside[-1] in FEED_FORWARD:
+        return "mlp"
+    return "attention" if any(_TOKEN_MIXING.search(part) for part in inside) else "mlp"
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,7 @@ OPTIONS: dict[str, Option] = {
     "lora.rank": Option(2, adapters, LORA),
     "lora.alpha": Option(5.0, numbers, LORA),
     "lora.target_modules": Option(("q_proj",), adapters, LORA),
+    "lora.layer_kinds": Option(("mlp", "head"), adapters, LORA),
     "lora.rslora": Option(True, numbers, LORA),
     "moe.aux_loss": Option(0.1, terms, EXPERTS),
     "moe.z_loss": Option(0.1, terms, EXPERTS),

@@ -38,7 +38,7 @@ def layouts(*backends: str, thorough: tuple[str, ...] = ()) -> list[Any]:
 
 @pytest.mark.parametrize(
     "backend",
-    layouts("fsdp:d1", "fsdp:t2", "megatron:t2", "megatron:p2", thorough=("megatron:d1", "fsdp:p2", "fsdp:d2t2")),
+    layouts("fsdp:t2", "megatron:p2", thorough=("fsdp:d1", "megatron:d1", "megatron:t2", "fsdp:p2", "fsdp:d2t2")),
 )
 def test_three_steps_with_tied_embeddings_track_the_reference(backend: str) -> None:
     """The grid compares gradients of one step. Here the factors are updated, and the tied weight is not."""
@@ -60,7 +60,7 @@ def test_three_steps_with_tied_embeddings_track_the_reference(backend: str) -> N
 
 @pytest.mark.parametrize(
     "backend",
-    layouts("fsdp:d1", "fsdp:t2", "megatron:t2", "megatron:p2", thorough=("fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:c2")),
+    layouts("fsdp:d1", "megatron:t2", thorough=("fsdp:t2", "fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:p2", "megatron:c2")),
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3_tied"])
 def test_head_adapter_round_trips_with_peft(backend: str, family: str, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_head_adapter_round_trips_with_peft(backend: str, family: str, tmp_path:
         assert_tensors(iter(streamed.items()), {name: plain[name] for name in streamed}, 1e-6)
 
 
-@pytest.mark.parametrize("backend", layouts("fsdp:d1", "fsdp:t2", "megatron:t2", "megatron:p2", thorough=("fsdp:p2",)))
+@pytest.mark.parametrize("backend", layouts("fsdp:t2", "megatron:p2", thorough=("fsdp:d1", "megatron:t2", "fsdp:p2")))
 def test_head_adapter_trains_and_leaves_others_alone(backend: str) -> None:
     path = model_dir("qwen3_tied", **UNEVEN)
     with started(backend, path=path) as engine:
@@ -195,6 +195,9 @@ def test_head_of_other_weights_is_refused(tmp_path: Path) -> None:
             engine.adapters.load("other", tmp_path / "other")
         assert engine.adapters.names == ("default",)
         engine.adapters.load("narrow", tmp_path / "narrow")
+    with adapted("fsdp:d1", path=path, init_from_scratch=True) as engine:
+        with pytest.raises(ValueError, match="other values than a model with random weights"):
+            engine.adapters.load("theirs", theirs)
 
 
 @pytest.mark.world(1)

@@ -54,7 +54,8 @@ def cells(*backends: str, thorough: bool = False, **fields: Any) -> list[Any]:
     [
         *cells("fsdp:d1", "megatron:d1"),
         *cells("fsdp:d2", "megatron:t2", thorough=True),
-        *cells("fsdp:t2", "megatron:p2", options="lora"),
+        *cells("fsdp:d1", options="lora"),
+        *cells("fsdp:t2", "megatron:p2", options="lora", thorough=True),
         # The distributed optimizer of Megatron-Core does not support float64.
         *cells("megatron:d2", dtype="float32"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal.tests.mutants.planting import Function, mutant
@@ -98,5 +99,34 @@ def narrow_gradients_stay_partial(right: Function) -> Function:
 
 @mutant("areal.engine.lora.peft_format:_check_copy", HEAD + "test_head_of_other_weights_is_refused[*]")
 def other_head_is_loaded(right: Function) -> Function:
-    """An adapter's copy of the head's weight is left out, whatever its values are."""
+    """The copy of the head's weight in the file of an adapter is not compared with the model."""
     return lambda *args: None
+
+
+# ---- selection of layers, initial factors
+
+KINDS = "dist/checkpoint/test_lora_kinds.py::"
+
+
+@mutant("areal.engine.lora.peft_format:_names_of_kinds", KINDS + "test_kinds_that_share_names_are_told_apart")
+def kinds_by_last_component(right: Function) -> Function:
+    """Layers of another kind with the same last component get an adapter, too."""
+    return lambda *args: sorted({name.rpartition(".")[2] for name in right(*args)})
+
+
+@mutant(
+    "areal.engine.lora.adapter:Adapter.draw",
+    KINDS + "test_initial_factors_are_those_of_rank_and_seed_on_every_layout[fsdp:p2]",
+    KINDS + "test_initial_factors_are_those_of_rank_and_seed_on_every_layout[megatron:t2]",
+)
+def factors_drawn_in_the_order_of_the_rank(right: Function) -> Function:
+    """One generator draws the slices of all layers that a rank has."""
+
+    def wrong(self: Any, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for pair in self.pairs.values():
+            bound = pair.target.inputs**-0.5
+            local = torch.empty(pair.down.parameter.shape).uniform_(-bound, bound, generator=generator)
+            pair.down.parameter.data.copy_(local)
+
+    return wrong

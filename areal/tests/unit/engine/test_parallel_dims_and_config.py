@@ -340,6 +340,10 @@ def test_options_of_the_template_exist() -> None:
         ({"fsdp": {"checkpointed_share": 0.5}}, "checkpointed_share = 0.5 with activation_checkpointing = 'none'"),
         ({"fsdp": {"compile": True}, "activation_checkpointing": "selective"}, "choose 'full' or 'none'"),
         ({"lora": {}, "grad_sync": "micro_batch"}, "grad_sync = 'micro_batch' with lora"),
+        (
+            {"lora": {"target_modules": "x", "layer_kinds": ("head",)}},
+            "layer_kinds = .* with lora.target_modules = 'x'",
+        ),
         ({"lora": {}, "grad_reduce_dtype": "bfloat16"}, "grad_reduce_dtype = 'bfloat16' with lora"),
         (
             {"backend": "megatron:d1", "megatron": {"bucket_size": 7}},
