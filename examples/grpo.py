@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from chat import ChatFormat
+from curves import Curves
 from examination import examine
 from report import Report
 from rl_plots import plot_run
@@ -74,7 +75,7 @@ class Run:
         )
         self.for_warmup, self.for_rollouts = self.task.train[:n_warmup], self.task.train[n_warmup:]
         self.end = self.chat.end_of_turn(self.task.held_out[0])
-        self.curves: dict[str, list[float]] = {}
+        self.curves = Curves()
         self.right: dict[int, list[bool]] = {}
 
     def go(self) -> list[str]:
@@ -128,21 +129,15 @@ class Run:
         with ExitStack() as stack:
             runner = Runner(self.rollout, episode, self.for_rollouts, config.plan())
             stack.callback(runner.close)
-            tracker = Trackers([TensorBoard(config.output / "events")] if dist.get_rank() == 0 else [])
+            tracker = Trackers([self.curves, TensorBoard(config.output / "events")] if dist.get_rank() == 0 else [])
             stack.callback(tracker.close)
             self.take_steps(self.trainer(runner, tracker, stack))
 
     def take_steps(self, trainer: PPOTrainer) -> None:
-        """Train until all steps are taken, and note the scalars of each step."""
-        # Steps that are taken again after a resume are noted again.
-        for curve in self.curves.values():
-            del curve[trainer.step :]
+        """Train until all steps are taken."""
         with self.report.progress("step", self.config.steps, done=trainer.step) as advance:
 
             def report_step(scalars: dict[str, float]) -> None:
-                for name in {*self.curves, *scalars}:  # a step without an update has fewer
-                    curve = self.curves.setdefault(name, [math.nan] * (trainer.step - 1))
-                    curve.append(scalars.get(name, math.nan))
                 entropy, norm = (scalars.get(name, math.nan) for name in ("actor/policy/entropy", "actor/grad_norm"))
                 advance(
                     f"reward {scalars['rollout/reward']:.3f}  entropy {entropy:.3f}  "
@@ -206,10 +201,10 @@ class Run:
         if dist.get_rank() == 0:
             results: dict[str, Any] = {"settings": asdict(config), "accuracy": accuracy, "p_value": p_value}
             (config.output / "curves.json").write_text(
-                json.dumps(results | {"curves": self.curves}, indent=1, default=str) + "\n"
+                json.dumps(results | {"curves": self.curves.values}, indent=1, default=str) + "\n"
             )
             title = f"GRPO, {config.backend}, {config.compute_dtype}, seed {config.seed}"
-            plot_run(config.output / "curves.png", title, self.curves, accuracy, config.task)
+            plot_run(config.output / "curves.png", title, self.curves.values, accuracy, config.task)
         self.report.line(f"curves: {config.output / 'curves.png'}; numbers: {config.output / 'curves.json'}")
         failed = []
         if config.max_p_value is not None and not p_value < config.max_p_value:

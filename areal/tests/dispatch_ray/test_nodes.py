@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal.tests.dispatch_ray.two_nodes import LOST_IN
-from areal.tests.harness.grpo_program import COMPARED, STEPS
+from areal.tests.dist.trainer.grpo_program import COMPARED, STEPS
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 

@@ -25,8 +25,8 @@ from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
 from areal.tests.dispatch_ray import functions
+from areal.tests.dist.trainer.grpo_program import COMPARED, OPTIMIZER, PLAN, STEPS, stall
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.grpo_program import COMPARED, OPTIMIZER, PLAN, STEPS, stall
 from areal.tests.harness.rl import Curve, played
 from areal.tests.harness.tiny import config
 from areal.trainer.checkpoints import Checkpoints

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.grpo_program import STEPS
+from areal.tests.dist.trainer.grpo_program import STEPS
 from areal.tests.harness.processes import needs_own_world
 
 pytestmark = [needs_own_world, pytest.mark.thorough, pytest.mark.timeout(580)]
@@ -64,7 +64,7 @@ class Nodes:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=run"]
         command += [f"--max-restarts={self._restarts}", "--local-addr=127.0.0.1"]
-        command += ["-m", "areal.tests.harness.grpo_program", model_dir("qwen3"), str(self._folder), *arguments]
+        command += ["-m", "areal.tests.dist.trainer.grpo_program", model_dir("qwen3"), str(self._folder), *arguments]
         with open(self._folder / f"agent-{self._port}-{len(self._agents)}", "wb") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT)
         self._agents.append(agent)
@@ -125,7 +125,7 @@ def curve(folder: Path) -> Curve:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """Return the curve of a run of four processes on one node, without a loss."""
     folder = tmp_path_factory.mktemp("whole")
-    program = ["--standalone", "--nproc-per-node=4", "-m", "areal.tests.harness.grpo_program"]
+    program = ["--standalone", "--nproc-per-node=4", "-m", "areal.tests.dist.trainer.grpo_program"]
     command = [sys.executable, "-m", "torch.distributed.run", *program, model_dir("qwen3"), str(folder)]
     subprocess.run(command, check=True, timeout=280, env=ENVIRONMENT)
     assert len(steps := curve(folder)) == STEPS

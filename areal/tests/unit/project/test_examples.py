@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-NAMES = ("chat", "checks", "history", "preferences", "significance", "tasks")
+NAMES = ("chat", "checks", "curves", "history", "preferences", "significance", "tasks")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,10 @@ def examples() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per printable character and a chat template."""
     characters = [chr(c) for c in range(32, 127)] + ["\n"]
     vocab = {token: i for i, token in enumerate([UNKNOWN, OPEN, CLOSE, *characters])}
@@ -207,3 +212,18 @@ def test_example_preference_pairs_differ_only_in_form(examples, tokenizer):
         assert chosen["pair_ids"] == rejected["pair_ids"] == 7
         assert tokenizer.decode(trained_tokens(chosen)) == answer + CLOSE
         assert trained_tokens(rejected) == list(pair.rejected)
+
+
+def test_example_curves_replace_steps_that_are_taken_again(examples):
+    curves = examples["curves"].Curves()
+    for step, scalars in [
+        (2, {"a": 1.0}),
+        (3, {"a": 2.0, "b": 5.0}),
+        (4, {"a": 3.0}),
+        (3, {"a": 4.0}),
+        (4, {"b": 6.0}),
+    ]:
+        curves.log(step, scalars)
+    missing = math.nan
+    assert str(curves.values["a"]) == str([missing, 1.0, 4.0, missing])
+    assert str(curves.values["b"]) == str([missing, missing, missing, 6.0])

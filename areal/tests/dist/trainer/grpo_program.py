@@ -1,7 +1,7 @@
 """GRPO under torchrun, with a checkpoint after each step, and a line of JSON for each step.
 
-    torchrun --standalone --nproc-per-node 4 -m areal.tests.harness.grpo_program MODEL FOLDER
-    torchrun ... -m areal.tests.harness.grpo_program MODEL FOLDER STEP
+    torchrun --standalone --nproc-per-node 4 -m areal.tests.dist.trainer.grpo_program MODEL FOLDER
+    torchrun ... -m areal.tests.dist.trainer.grpo_program MODEL FOLDER STEP
 
 With ``STEP``, a rank of this node hangs in that step, after it has written the file ``stalled``.
 """
