@@ -256,6 +256,21 @@ def test_destroyed_model_leaves_the_devices() -> None:
         check(shared, policy=policy, other=other)
 
 
+@pytest.mark.world(1)
+def test_removed_group_moves_nothing_more() -> None:
+    with two_groups() as (shared, policy, other):
+        policy.train_batch(samples(), loss)
+        policy.offload()
+        shared.remove("policy")
+        other.train_batch(samples(), loss)
+        before = shared.placement.moved
+        policy.forward_batch(samples())
+        assert shared.placement.moved == before
+        with pytest.raises(ValueError, match="'policy' has no use 'forward': there are other"):
+            with shared.use("policy", Use.FORWARD):
+                pass
+
+
 # ---- bad input
 
 
