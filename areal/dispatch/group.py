@@ -281,7 +281,7 @@ class WorkerGroup(DispatchedVerbs):
 
     # ---- memory
 
-    def share_devices(self, residence: Residence) -> None:
+    def share_devices(self, residence: Residence | None) -> None:
         """Begin the use of each verb on devices that are shared with others. :meth:`~areal.dispatch.SharedDevices.add` calls it."""
         self._calls.residence = residence
 

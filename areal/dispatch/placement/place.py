@@ -23,7 +23,7 @@ class Place:
         self._removed = False
 
     def turn(self, use: Use, *, background: bool = False, call: bool = False) -> Turn:
-        """Return a use that has not begun; one that has ended for what was removed."""
+        """Return a use to begin. For a model that was removed, it has ended."""
         return Turn(self._turns, Need(self._name, use), background=background, call=call, ended=self._removed)
 
     def begin(self, use: Use, *, call: bool = False) -> Turn:

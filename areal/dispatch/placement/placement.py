@@ -185,7 +185,7 @@ class Placement:
         return self._state.moved
 
     def check_devices(self, name: str, devices: Iterable[str]) -> None:
-        """Raise a ``ValueError`` if a device of a model or a rollout has no budget."""
+        """Raise a ``ValueError`` if a device of a model or a rollout is without a budget."""
         unknown = set(devices) - set(self._budgets)
         if unknown:
             raise ValueError(

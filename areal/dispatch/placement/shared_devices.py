@@ -89,8 +89,7 @@ class SharedDevices:
             gradients_end_with_step=not kinds[Kind.GRADIENTS].existing,
         )
         self._engines[name] = shared
-        # A group begins its uses itself.
-        getattr(engine, "share_devices", lambda _: None)(Place(self._turns, name, self.remove))
+        _share_devices(engine, Place(self._turns, name, self.remove))
 
     def add_rollout(self, name: str, rollout: Sleeper, nbytes: int | Mapping[str, int] | None = None) -> SharedRollout:
         """Add a rollout. It is put to sleep at once if it is awake and does not fit next to the others.
@@ -129,10 +128,12 @@ class SharedDevices:
         return SharedRollout(rollout, Place(self._turns, name, self.remove))
 
     def remove(self, name: str) -> None:
-        """Remove an engine or a rollout whose memory is free, such as one that was destroyed or closed."""
+        """Remove an engine or a rollout whose memory is free, such as one that was destroyed or closed. Its uses end."""
         self._turns.remove(name)
-        self._engines.pop(name, None)
         self._rollouts.pop(name, None)
+        shared = self._engines.pop(name, None)
+        if shared is not None:
+            _share_devices(shared.engine, None)
         self._settled -= {Part(name, kind) for kind in Kind}
 
     # ---- uses
@@ -167,11 +168,12 @@ class SharedDevices:
     # ---- moves and measurements, by one thread at a time
 
     def _check_new(self, name: str, added: object, others: Iterable[object]) -> None:
-        """Raise if a name is none or is taken, or if something was added before."""
+        """Raise if a name is none or is taken, or if something was added before. Measures the others, next to which it must fit."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"name = {name!r}: give each engine and rollout a name of its own")
         if name in self.placement:
             raise ValueError(f"{name!r} is taken: give each model and rollout a name of its own")
+        self.settle()
         if any(added is other for other in others):
             raise ValueError(f"{name!r} was added before under another name: add each engine and rollout once")
 
@@ -251,6 +253,11 @@ class SharedDevices:
         if noticed:
             raise noticed[0]
         return lost
+
+
+def _share_devices(engine: TrainEngine, place: Place | None) -> None:
+    """Let a group begin its uses itself. An engine does not."""
+    getattr(engine, "share_devices", lambda _: None)(place)
 
 
 @dataclass(frozen=True)

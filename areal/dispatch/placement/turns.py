@@ -222,7 +222,7 @@ class Turns:
         self._release()
         if not self._lacks_room(turn):
             return True
-        # The thread of a background use counts, too: it would wait inside a use of its own.
+        # The thread of a background use counts, too: a use that this thread has would not end.
         waiting = {each.holder for each in self._waiting if self._lacks_room(each)} | {turn.thread}
         return all(each.holder in waiting for each in self._active)
 
@@ -262,7 +262,7 @@ class Turns:
             self._release()
             busy = {turn.need.owner for turn in self._active}
             ended = {name: self._unobserved.pop(name) for name in self._unobserved.keys() - busy}
-        # What is lost is measured again when it has other processes, and after an error all is.
+        # Lost models are measured again, until they have other processes. After an error, all are.
         again: Collection[str] = list(ended)
         try:
             again = self._observe(ended) if ended else ()

@@ -55,7 +55,7 @@ CREATED: dict[Use, frozenset[Kind]] = {
 """Kinds of state that a use allocates if they do not exist."""
 
 OPEN = frozenset({Use.ALL, Use.ZERO_GRAD, Use.CHANGE})
-"""Uses that may allocate, free or move state. What they did is measured when they end."""
+"""Uses that may allocate, free or move state. Bytes are measured when they end."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from areal.trainer.rollout.runner import Runner
 SPEC = FinetuneSpec(total_train_steps=1000)
 PLAN = Plan(groups=3, group_size=2, seed=11)
 DEVICES = ("gpu0", "gpu1")
-"""Devices of the two ranks. The rollout is on the first."""
+"""Devices of ranks 0 and 1. The rollout is on the first device."""
 
 
 def measured(workplace: Workplace, argument: tuple[Work, Any]) -> tuple[Any, list[int]]:
@@ -209,7 +209,7 @@ def test_calls_of_several_threads_take_turns_until_a_process_dies(cluster: Any) 
         with ThreadPoolExecutor(3) as threads:
             assert all(threads.map(call, range(12)))
 
-        # A future that nobody waits for ends on the ranks, and its use with it.
+        # The use of a call ends on the ranks, without a wait for its result.
         made["policy"].start(TrainEngine.train_batch, global_batch(), loss)
         made["far"].train_batch(global_batch(), loss)
         made["policy"].onload()

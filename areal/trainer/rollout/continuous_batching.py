@@ -115,7 +115,7 @@ def cache_bytes(manager: ContinuousBatchingManager) -> int:
     """Return the bytes of the cache of keys and values. Waits until the manager's thread has allocated it.
 
     Raises:
-        RuntimeError: the thread has not allocated it.
+        RuntimeError: generation does not run.
     """
     limit = time.monotonic() + _START_SECONDS
     while manager.batch_processor is None:

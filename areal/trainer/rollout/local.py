@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -77,8 +76,7 @@ class LocalRollout:
             cache_tokens = -(-max_context // page_size) * page_size * max_requests
         self._limits = GenerationLimits(max_context, max_requests, cache_tokens, page_size, max_batch_tokens)
         self._limits.check(model)
-        self.model = model
-        self.max_context = max_context
+        self.model, self.max_context = model, max_context
         self._vocab = model.config.get_text_config().vocab_size
         self._page_size = page_size
         self._end_tokens = end_tokens(model)
@@ -90,7 +88,7 @@ class LocalRollout:
         # By prompt: the request that computes it, and the requests that wait for its keys and values.
         self._waiting: dict[tuple[int, ...], tuple[str, list[str]]] = {}
         self._lock = threading.Lock()  # guards the requests
-        self._updating = threading.Lock()  # held by update, sleep, wake and close
+        self._updating = threading.RLock()  # held by update, sleep, wake and close
         self._closed = False
         self._failed = False
         self._broken: str | None = None
@@ -210,7 +208,11 @@ class LocalRollout:
                         f"{len(self._pending)} answers are running, which would lose their cache: wait for them before sleep()"
                     )
                 self._asleep = True
-            self._stop()
+            try:
+                self._stop()
+            except RuntimeError:  # inside an update of the same thread
+                self._asleep = False
+                raise
             make_resizable([*self.model.parameters(), *self.model.buffers()])
             self._memory.offload(params=True, grads=False, optimizer=False)
             platform.empty_cache(self.model.device)
@@ -243,9 +245,7 @@ class LocalRollout:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_prompt(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> list[int]:

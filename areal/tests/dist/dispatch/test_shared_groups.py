@@ -18,6 +18,7 @@ from areal.dispatch.placement import Kind, Part, shared_devices
 from areal.engine.registry import create_engine
 from areal.tests.dist.dispatch.test_shared_devices import KINDS, FakeRollout, assert_agrees, samples, state_bytes
 from areal.tests.harness.tiny import config, gradients_of, loss, same_bits, started, weights_of
+from areal.weight_sync import DiskTransport
 
 SPEC = FinetuneSpec(total_train_steps=1000)
 
@@ -73,6 +74,11 @@ def verbs(group: WorkerGroup, folder: Path) -> dict[str, tuple[Callable[[], Any]
         mbs = group.microbatches(batch)
         group.forward_backward_batch(mbs, lambda out, mb: (None, out.logprobs), forward_only=True)
 
+    def sent() -> None:
+        transport = group.transport(lambda engine: DiskTransport(engine.control, folder / "sent"))
+        assert transport.send(group, 1).n_tensors
+        transport.close()
+
     return {
         "train_batch": (lambda: group.train_batch(batch, loss), everything),
         "forward_batch": (lambda: group.forward_batch(batch), {"params"}),
@@ -80,6 +86,7 @@ def verbs(group: WorkerGroup, folder: Path) -> dict[str, tuple[Callable[[], Any]
         "forward_backward_batch forward_only": (looked_at, {"params"}),
         "save weights": (lambda: group.save(weights), {"params"}),
         "named_tensors": (lambda: weights_of(group), {"params"}),
+        "transport": (sent, {"params"}),
         "save": (lambda: group.save(full), everything),
         "forward_backward": (lambda: group.forward_backward(batch, loss), {"params", "grads"}),
         "named_gradients": (lambda: gradients_of(group), {"params", "grads"}),
@@ -254,6 +261,21 @@ def test_destroyed_model_leaves_the_devices() -> None:
         shared.add("policy", policy)
         policy.train_batch(samples(), loss)
         check(shared, policy=policy, other=other)
+
+
+@pytest.mark.world(1)
+def test_removed_group_moves_nothing_more() -> None:
+    with two_groups() as (shared, policy, other):
+        policy.train_batch(samples(), loss)
+        policy.offload()
+        shared.remove("policy")
+        other.train_batch(samples(), loss)
+        before = shared.placement.moved
+        policy.forward_batch(samples())
+        assert shared.placement.moved == before
+        with pytest.raises(ValueError, match="'policy' has no use 'forward': there are other"):
+            with shared.use("policy", Use.FORWARD):
+                pass
 
 
 # ---- bad input

@@ -273,6 +273,25 @@ def test_rollout_that_is_closed_leaves_the_device() -> None:
 
 
 @pytest.mark.world(1)
+def test_weights_that_do_not_fit_next_to_the_rollout_raise() -> None:
+    """Also where they are sent to the rollout itself, which cannot sleep inside its own update."""
+    with staged(False, policy={"optimizer": None}) as (stage, _):
+        local, policy = stage.local, stage.groups["policy"]
+        shared = SharedDevices({"gpu": local.awake_bytes})
+        shared.add("policy", policy)
+        rollout = shared.add_rollout("rollout", local)
+        with pytest.raises(ValueError, match=r"'policy' needs .* in use by others"):
+            rollout.update(policy.named_tensors(), 1)
+        stream = policy.named_tensors()
+        rollout.wake()
+        with pytest.raises(RuntimeError, match="from inside a pause"):
+            local.update(stream, 1)
+        # Nothing is lost.
+        answer = asyncio.run(rollout.generate([1, 2], Sampling(max_new_tokens=2)))
+        assert answer.versions == (0,) * len(answer.tokens)
+
+
+@pytest.mark.world(1)
 def test_local_rollout_reports_its_weights_and_cache() -> None:
     with staged(False) as (stage, _):
         local = stage.local

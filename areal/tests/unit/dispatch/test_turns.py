@@ -130,6 +130,38 @@ def test_call_that_failed_ends_its_use() -> None:
     result(begun(device.turn("b")))
 
 
+def test_nothing_of_a_model_moves_during_its_call() -> None:
+    """Its optimizer state is not needed, and would make room: but an offload may wait for the call, and the call for the offload."""
+    device, call = Device(), Future[Any]()
+    with device.using("a", Use.STEP):
+        pass
+    forward = device.turn("a", call=True)
+    forward.begin()
+    forward.end_with(call)
+    other = begun(device.turn("b"))
+    step = begun(device.turn("a", Use.STEP, call=True))
+    # Nothing is in the way of a use that needs no move.
+    result(step)
+    assert not other.done()
+    call.set_result([])
+    device.here.clear()
+    device.turns.remove("a")
+    result(other)
+
+
+def test_call_that_needs_more_of_its_model_waits_for_the_one_before() -> None:
+    device, call = Device(), Future[Any]()
+    forward = device.turn("a", call=True)
+    forward.begin()
+    forward.end_with(call)
+    # As it is after a step of another process, which was offloaded.
+    device.placement.observe(Part("a", Kind.OPTIMIZER), {"gpu": 4}, existing=True, on_device=False)
+    step = begun(device.turn("a", Use.STEP, call=True))
+    assert not step.done()
+    call.set_result([])
+    result(step)
+
+
 def test_nested_use_that_cannot_fit_raises_instead_of_waiting_for_itself() -> None:
     device = Device()
 

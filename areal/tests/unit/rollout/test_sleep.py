@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from areal.dispatch import SharedDevices, Use
+from areal.tests.dist.dispatch.test_shared_devices import FakeRollout
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.servers import rollout_http as http
 from areal.tests.unit.rollout.rollouts import PROMPT, Reading, endless, model, rollout, run, weights
@@ -150,6 +152,33 @@ def test_servers_sleep_and_wake_with_the_same_weights(kind: str, server: http.Pr
             engine.wake()
             assert run(engine.generate(PROMPT, endless(4, seed=1))) == expected
         assert (server.calls(SLEEP[kind]), server.calls(WAKE[kind])) == (2, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_servers_on_shared_devices_wake_for_answers_and_weights(
+    kind: str, server: http.Process, tmp_path: Path
+) -> None:
+    other = FakeRollout()
+    with client(server, DIALECTS[kind], tmp_path) as engine:
+        shared = SharedDevices({"gpu": 10})
+        rollout = shared.add_rollout("rollout", engine, 6)
+        assert not engine.asleep
+        # No room for both: it sleeps at once.
+        shared.add_rollout("other", other, 6)
+        with shared.use("other", Use.GENERATE):
+            assert engine.asleep
+        assert server.calls(SLEEP[kind]) == 1
+        rollout.update(http.weights(1), 3)
+        assert not rollout.asleep
+        (answer,) = run(rollout.generate(http.PROMPT, endless(4)))
+        assert answer.versions == (3,) * 4
+        rollout.sleep()
+        # An answer wakes it, too, and so do weights in a folder.
+        run(rollout.generate(http.PROMPT, endless(4)))
+        rollout.sleep()
+        rollout.load(tmp_path / "version-00000003", 4)
+        assert rollout.version == 4
+        assert server.calls(WAKE[kind]) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

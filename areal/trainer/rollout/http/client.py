@@ -94,7 +94,7 @@ class HTTPRollout:
         self._servers = [Server(url, version) for url in server_urls]
         self._version = version
         self._changed = asyncio.Condition()  # notified when a server ends an update
-        self._updating = threading.Lock()
+        self._updating = threading.RLock()
         self._closed = self._asleep = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
