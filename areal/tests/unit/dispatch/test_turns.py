@@ -286,7 +286,9 @@ def test_verb_waits_for_running_answers_and_later_answers_wait_for_the_verb() ->
     rollout, shared = rollout_on(device)
 
     async def play() -> None:
-        first, second = (asyncio.create_task(shared.generate([1], None)) for _ in range(2))
+        first = asyncio.create_task(shared.generate([1], None))
+        await until(lambda: len(rollout.answers) == 1)
+        second = asyncio.create_task(shared.generate([1], None))
         await until(lambda: len(rollout.answers) == 2)
         step = await asyncio.to_thread(device.turn, "a", Use.STEP)
         stepping = asyncio.create_task(asyncio.to_thread(step.begin))
