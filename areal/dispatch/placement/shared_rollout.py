@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,12 +53,23 @@ class SharedRollout:
         Raises:
             ValueError: the rollout does not fit next to a use that waits for this answer; or see the rollout.
         """
+        async with self._awake():
+            return await self._rollout.generate(prompt_ids, sampling)
+
+    async def prompt_logprobs(self, prompt_ids: Sequence[int], sampling: Any) -> Any:
+        """Return the log-probs of a prompt's tokens, for a rollout that does. Waits as :meth:`generate`."""
+        async with self._awake():
+            return await self._rollout.prompt_logprobs(prompt_ids, sampling)
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncIterator[None]:
+        """Context of one request to the rollout."""
         turn = self._place.turn(Use.GENERATE, background=True)
         try:
             # A wait, or a move, must not block the event loop: running answers would not end.
             if self._rollout.asleep or not turn.begin_now():
                 await _begin_in_thread(turn)
-            return await self._rollout.generate(prompt_ids, sampling)
+            yield
         finally:
             turn.end()
 

@@ -290,6 +290,10 @@ def test_weights_that_do_not_fit_next_to_the_rollout_raise() -> None:
         # Nothing is lost.
         answer = asyncio.run(rollout.generate([1, 2], Sampling(max_new_tokens=2)))
         assert answer.versions == (0,) * len(answer.tokens)
+        # It wakes to score a prompt, too.
+        rollout.sleep()
+        scores = asyncio.run(rollout.prompt_logprobs([1, 2, *answer.tokens], Sampling()))
+        assert scores.logprobs[1:] == pytest.approx(answer.logprobs, abs=1e-5)
 
 
 @pytest.mark.world(1)
