@@ -206,7 +206,7 @@ def least_moves(stage: Stage, uses: Sequence[tuple[set[str], int]]) -> int:
 
 def cycle(stage: Stage, updates: int) -> list[tuple[set[str], int]]:
     """Return the uses of a step of PPO with critic and reference."""
-    score = [({"policy params"}, 0), ({"reference params"}, 0), ({"critic params"}, 0)]
+    score = [({f"{name} params"}, 0) for name in ("policy", "critic", "reference")]
     steps = [({f"{name} params", f"{name} optimizer"}, stage.sizes[f"{name} params"]) for name in ("policy", "critic")]
     return [*score, *steps * updates, ({"policy params", "rollout"}, 0), ({"rollout"}, 0)]
 

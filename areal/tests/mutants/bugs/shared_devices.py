@@ -95,7 +95,7 @@ def first_move_of_an_engine_is_not_executed(right: Function) -> Function:
 _TURNS = "unit/dispatch/test_turns.py::test_"
 _GROUPS = "dist/dispatch/test_shared_groups.py::test_"
 _VERBS = f"{_GROUPS}each_verb_brings_what_it_needs_and_moves_nothing_else[*-fsdp:d1]"
-_TRAINER = "dist/dispatch/test_shared_trainers.py::test_ppo_has_the_bits_of_a_run_without_a_budget[*-1]"
+_CYCLE = "unit/dispatch/test_turns.py::test_a_repeated_cycle_moves_less_than_by_the_least_recently_used_rule"
 
 
 @mutant("areal.dispatch.table:Route.use_with", _VERBS)
@@ -134,7 +134,7 @@ def answers_overtake_a_verb_that_waits(right: Function) -> Function:
     return lambda self, turn: self._mover is None and self._fits(turn)
 
 
-@mutant("areal.dispatch.placement.history:History.following", _TRAINER)
+@mutant("areal.dispatch.placement.history:History.following", _CYCLE)
 def uses_of_a_trainer_are_not_predicted(right: Function) -> Function:
     """The least recently used part leaves in each step of a trainer, too."""
     return lambda self, need: []

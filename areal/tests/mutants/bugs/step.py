@@ -120,9 +120,9 @@ def loss_called_without_weight(right: Function) -> Function:
 def one_denominator_for_all_terms(right: Function) -> Function:
     """Every term of a loss is divided by the weight of the first."""
 
-    def wrong(self: Any, loss_fn: Any, weights: Any, divisors: dict[str, float], loss_weight: float) -> None:
+    def wrong(self: Any, loss_fn: Any, weights: Any, divisors: dict[str, float], *rest: Any) -> None:
         first = next(iter(divisors.values()))
-        right(self, loss_fn, weights, dict.fromkeys(divisors, first), loss_weight)
+        right(self, loss_fn, weights, dict.fromkeys(divisors, first), *rest)
 
     return wrong
 
@@ -130,7 +130,7 @@ def one_denominator_for_all_terms(right: Function) -> Function:
 @mutant("areal.engine.loss_step:LossStep.__init__", CALLS.format("weight-fsdp:d1"))
 def loss_weight_applied_twice(right: Function) -> Function:
     """``loss_weight`` scales the loss and then the gradient again."""
-    return lambda self, loss_fn, weights, divisors, scale: right(self, loss_fn, weights, divisors, scale * scale)
+    return lambda self, loss_fn, weights, divs, scale, *rest: right(self, loss_fn, weights, divs, scale * scale, *rest)
 
 
 # ---- visible tokens and targets
@@ -303,8 +303,8 @@ def norm_counts_replicas(right: Function) -> Function:
 def skipped_step_advances(right: Function) -> Function:
     """A skipped step advances the schedule."""
 
-    def wrong(self: Any) -> Any:
-        stats = right(self)
+    def wrong(self: Any, *settings: Any) -> Any:
+        stats = right(self, *settings)
         self.steps += not stats.update_successful
         return stats
 

@@ -371,6 +371,20 @@ def test_uses_of_a_cycle_are_predicted_from_its_second_round() -> None:
     assert right == 3 * len(cycle) - 2
 
 
+def test_a_repeated_cycle_moves_less_than_by_the_least_recently_used_rule() -> None:
+    """Two of three models fit. That rule would move one out and one in for each use."""
+    device = Device()
+    for name in "abc" * 2:
+        with device.using(name):
+            pass
+    before = device.placement.moved
+    for name in "abc" * 4:
+        with device.using(name):
+            pass
+    # Every second use finds its model on the device.
+    assert device.placement.moved - before == 12 // 2 * 8
+
+
 def test_prediction_follows_a_change_of_the_cycle() -> None:
     a, b, c = (Need(name, Use.FORWARD) for name in "abc")
     history = History()
