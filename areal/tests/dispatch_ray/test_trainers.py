@@ -147,7 +147,7 @@ def test_grpo_has_the_golden_curve(pair: RayWorkers, backend: str) -> None:
 def test_models_in_processes_of_their_own_score_and_train_together(cluster: Any, tmp_path: Path) -> None:
     with ExitStack() as stack:
         executors = {
-            name: stack.enter_context(RayWorkers(1, environment={"OMP_NUM_THREADS": "1"}))
+            name: stack.enter_context(RayWorkers(1, resources={"chip": 0.5}, environment={"OMP_NUM_THREADS": "1"}))
             for name in ("policy", "reference", "critic")
         }
         check_overlap(executors, tmp_path, seconds=60.0)
