@@ -10,13 +10,6 @@ from areal.dispatch.placement import Kind, Move, Need, Part, Use
 from areal.dispatch.placement.residency import UsedParts
 from areal.tests.mutants.planting import Function, mutant
 
-SHARDS = "unit/dispatch/test_shards.py::"
-WIRE = "unit/dispatch/test_wire.py::"
-RAY = "dispatch_ray/"
-BAD = "dist/dispatch/test_bad_batches.py::"
-PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
-
-
 _PLACEMENT = "unit/dispatch/test_placement.py::"
 _SHARED = "dist/dispatch/test_shared_devices.py::test_bytes_agree_with_the_placement_after_each_use[*{}]"
 _EXAMPLE = f"{_PLACEMENT}test_ppo_moves_only_what_each_use_needs"
