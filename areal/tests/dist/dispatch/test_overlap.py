@@ -108,7 +108,7 @@ def ppo(made: Mapping[str, TrainEngine], steps: int) -> Curve:
     return curve
 
 
-def check_overlap(executors: Mapping[str, Executor], folder: Path, steps: int = 2, seconds: float = 12.0) -> None:
+def check_overlap(executors: Mapping[str, Executor], folder: Path, steps: int = 2, seconds: float = 6.0) -> None:
     """Train with models that meet in each forward and each update, and compare the curve with engines that run one after the other."""
     forward = [name for name in executors if name != "adapted"]
     with groups(dict.fromkeys(executors)) as made:

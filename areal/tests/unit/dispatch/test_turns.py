@@ -19,7 +19,7 @@ from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.shared_rollout import SharedRollout
 from areal.dispatch.placement.turns import Turn, Turns
 
-LIMIT = 15.0
+LIMIT = 8.0
 """Seconds after which a thread counts as stuck."""
 
 
