@@ -42,6 +42,9 @@ def test_state_loaded_during_a_run_replaces_running_episodes(staleness: int) -> 
         for trained in range(1, 5):
             runner.advance(trained)
             rest.append(tokens(runner.next_batch(timeout=20)))
+        # Groups that may be played ahead have begun: a state waits for those, and starts none.
+        played = (4 + staleness) * plan.groups - len(state["waiting"])
+        wait_for_requests(client, asked + played * plan.group_size)
         left = runner.state_dict()
     assert rest == batches(5, plan)[1:]
     assert len(left["waiting"]) == plan.groups * staleness
