@@ -254,5 +254,5 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
                 f"a sampled token has the log-prob {chosen[~chosen.isfinite()][0].item()}: the logits of version {self.version} are "
                 "not finite, so its weights are broken"
             )
-        tops = [top_tokens(logprobs[[row]], each.top_logprobs) for row, each in enumerate(samplings)]
+        tops = [top_tokens(logprobs[row : row + 1], each.top_logprobs) for row, each in enumerate(samplings)]
         return tokens, chosen, tops
