@@ -19,7 +19,7 @@ from areal.dispatch.executor import Executor, Handle, Work
 from areal.dispatch.pending import PendingCall
 from areal.dispatch.placement.uses import Use
 from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
-from areal.dispatch.residence import Residence
+from areal.dispatch.residence import BegunUse, Residence
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.dispatch.works import (
@@ -98,7 +98,7 @@ class Calls:
         """
         self._drop_unused()
         arguments = [None] * self.executor.size if arguments is None else arguments
-        begun = None if use is None or self.residence is None else self.residence.begin(use, call=True)
+        begun = self._begin(use, call=True)
         try:
             # An engine in this process runs one call at a time.
             with self._ordered:
@@ -286,10 +286,14 @@ class Calls:
                 if not ended and self.started:
                     self.run(path, Drop((key,)))
 
+    def _begin(self, use: Use | None, *, call: bool = False) -> BegunUse | None:
+        """Begin a use on shared devices. Elsewhere the state of the engine does not move."""
+        return None if use is None or self.residence is None else self.residence.begin(use, call=call)
+
     @contextmanager
     def _during(self, use: Use | None) -> Iterator[None]:
         """Context of a use that several calls share."""
-        begun = None if use is None or self.residence is None else self.residence.begin(use)
+        begun = self._begin(use)
         try:
             yield
         finally:
