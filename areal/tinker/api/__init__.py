@@ -1,0 +1,1 @@
+"""HTTP interface of the training server: routes, protobuf and JSON."""

@@ -1,0 +1,1 @@
+"""Orchestration of the training server: database, order, validation, scheduling and files, without any framework."""
