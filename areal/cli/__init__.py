@@ -1,0 +1,1 @@
+"""Console script of the package: it parses a command line and starts what it names."""
