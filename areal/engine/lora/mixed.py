@@ -1,0 +1,117 @@
+"""Contributions of several adapters to one layer: each run of rows has the factors of its adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.engine.lora.low_rank import LowRank
+from areal.engine.model.adapter_runs import AdapterRuns
+
+Spans = Sequence[tuple[int, int]]
+"""First row and end of each run."""
+
+
+class MixedLowRank:
+    """The factors of one layer for a micro-batch with several adapters. Applied like :class:`LowRank`.
+
+    Args:
+        pairs: factors of the layer by adapter. An adapter without factors of this layer is missing.
+        runs: runs of rows with one adapter.
+    """
+
+    def __init__(self, pairs: Mapping[str, LowRank], runs: AdapterRuns) -> None:
+        self._pairs, self._runs = pairs, runs
+        # All adapters are split over ranks as the layer is.
+        any_pair = next(iter(pairs.values()))
+        self._split, self._tp_rank = any_pair.split, any_pair.tp_rank
+        self._width = max(pair.target.rank for pair in pairs.values())
+
+    # Runs differ between micro-batches: a graph would contain their lengths.
+    @torch.compiler.disable
+    def apply(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the layer's output plus the contribution of each run's adapter. Arguments as for :meth:`LowRank.apply`."""
+        # Down to the ranks, in a matrix as wide as the largest.
+        x = self._split.before_down(x.flatten(0, -2))
+        spans, pairs = self._spans(len(x))
+        low = _Down.apply(x, self._width, spans, *(pair.down.parameter.to(x.dtype) for pair in pairs))
+        # Communication of the layer: the tokens may be others afterwards.
+        low, rows = self._split.before_up(low), out.flatten(0, -2)
+        spans, pairs = self._spans(len(rows))
+        scales = [pair.scale for pair in pairs]
+        added = _Up.apply(rows, low, spans, scales, *(pair.local_up().to(x.dtype) for pair in pairs))
+        return added.view(out.shape)
+
+    def _spans(self, n_rows: int) -> tuple[Spans, list[LowRank]]:
+        """Return the runs with factors of this layer, and their factors."""
+        found = [(rows, self._pairs.get(name)) for name, rows in self._runs.slices(n_rows, self._tp_rank)]
+        present = [(rows, pair) for rows, pair in found if pair is not None]
+        return [(rows.start, rows.stop) for rows, _ in present], [pair for _, pair in present]
+
+
+def mixed_pairs(adapters: Mapping[str, Mapping[str, LowRank]], runs: AdapterRuns) -> dict[str, MixedLowRank]:
+    """Return the factors of each layer that one of several adapters has.
+
+    Args:
+        adapters: factors by layer, of each adapter.
+        runs: runs of rows with one adapter.
+    """
+    layers: dict[str, dict[str, LowRank]] = {}
+    for name, pairs in adapters.items():
+        for layer, pair in pairs.items():
+            layers.setdefault(layer, {})[name] = pair
+    return {layer: MixedLowRank(pairs, runs) for layer, pairs in layers.items()}
+
+
+# The products of both functions, and of their backwards, are those of torch for a single adapter, so that they round alike.
+
+
+class _Down(torch.autograd.Function):
+    """``x @ A.T`` for each run of rows, ``[T, width]``: zeros in other rows, and after the rank of an adapter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int, spans: Spans, *downs: Tensor) -> Tensor:
+        low = x.new_zeros(len(x), width)
+        for (start, end), down in zip(spans, downs, strict=True):
+            torch.mm(x[start:end], down.t(), out=low[start:end, : len(down)])
+        ctx.save_for_backward(x, *downs)
+        ctx.spans = spans
+        return low
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, *downs = ctx.saved_tensors
+        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        grad_downs = []
+        for (start, end), down in zip(ctx.spans, downs, strict=True):
+            grad = grads[0][start:end, : len(down)]
+            if grad_x is not None:
+                torch.mm(grad, down, out=grad_x[start:end])
+            grad_downs.append(grad.t().mm(x[start:end]))
+        return grad_x, None, None, *grad_downs
+
+
+class _Up(torch.autograd.Function):
+    """``out + scale * low @ B.T`` for each run of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, low: Tensor, spans: Spans, scales: Sequence[float], *ups: Tensor) -> Tensor:
+        added = out.clone(memory_format=torch.contiguous_format)
+        for (start, end), scale, up in zip(spans, scales, ups, strict=True):
+            added[start:end].addmm_(low[start:end, : up.shape[1]], up.t(), alpha=scale)
+        ctx.save_for_backward(low, *ups)
+        ctx.spans, ctx.scales = spans, scales
+        return added
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        low, *ups = ctx.saved_tensors
+        grad_low, grad_ups = torch.zeros_like(low), []
+        for (start, end), scale, up in zip(ctx.spans, ctx.scales, ups, strict=True):
+            grad = grads[0][start:end]
+            torch.mm(grad, up, out=grad_low[start:end, : up.shape[1]]).mul_(scale)
+            grad_ups.append(grad.t().mm(low[start:end, : up.shape[1]]).mul_(scale))
+        return grads[0], grad_low, None, None, *grad_ups
