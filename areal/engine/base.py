@@ -259,6 +259,8 @@ class BaseTrainEngine(EngineState):
     ) -> list[Any]:
         components = self._require_components()
         self.batch_rules.check_outputs(outputs)
+        if mbs.adapters is not None:
+            self.adapters.require(mbs.adapters)
         gradients = None if forward_only else call_gradients(components, mbs.adapters)
         self._onload_for_step(grads=not forward_only)
         if gradients is not None:

@@ -37,7 +37,6 @@ def call_gradients(components: EngineComponents, adapters: tuple[str, ...] | Non
 
     Raises:
         RuntimeError: nothing is trained, inside ``reference()``.
-        ValueError: an adapter was removed since the micro-batches were made.
     """
     if adapters is None or components.adapters is None:
         return AllGradients(components.gradients)

@@ -106,12 +106,19 @@ class TrainedAdapters(Adapters, Protocol):
         """Sum the gradients of the selected adapter over ranks. Collective."""
         ...
 
+    def require(self, names: Sequence[str]) -> None:
+        """Check that there are adapters with these names.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        ...
+
     def gradients_of(self, names: Sequence[str]) -> CallGradients:
         """Return the gradients that a call adds to these adapters.
 
         Raises:
             RuntimeError: nothing is trained, inside ``reference()``.
-            ValueError: there is no such adapter.
         """
         ...
 

@@ -154,12 +154,20 @@ class AdapterSet:
         pair = self[name or self._selected].pairs.get(layer) if self._on else None
         return None if pair is None else pair.head_update()
 
+    def require(self, names: Sequence[str]) -> None:
+        """Check that there are adapters with these names.
+
+        Raises:
+            ValueError: an adapter was removed.
+        """
+        for name in names:
+            self[name]
+
     def gradients_of(self, names: Sequence[str]) -> AdapterGradients:
         """Return the gradients that a call adds to these adapters.
 
         Raises:
             RuntimeError: inside :meth:`off` no adapter is trained.
-            ValueError: an adapter was removed.
         """
         _ = self.current
         return AdapterGradients([self[name] for name in names])

@@ -66,7 +66,8 @@ def mixed_pairs(adapters: Mapping[str, Mapping[str, LowRank]], runs: AdapterRuns
     return {layer: MixedLowRank(pairs, runs) for layer, pairs in layers.items()}
 
 
-# The products of both functions, and of their backwards, are those of torch for a single adapter, so that they round alike.
+# The products of both functions, and of their backwards, are those of torch for a single adapter, so that they round alike. On a CPU that
+# depends on the memory of a narrow result, too: it is computed in new memory.
 
 
 class _Down(torch.autograd.Function):
@@ -76,7 +77,7 @@ class _Down(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, width: int, spans: Spans, *downs: Tensor) -> Tensor:
         low = x.new_zeros(len(x), width)
         for (start, end), down in zip(spans, downs, strict=True):
-            torch.mm(x[start:end], down.t(), out=low[start:end, : len(down)])
+            low[start:end, : len(down)] = x[start:end].mm(down.t())
         ctx.save_for_backward(x, *downs)
         ctx.spans = spans
         return low
@@ -112,6 +113,6 @@ class _Up(torch.autograd.Function):
         grad_low, grad_ups = torch.zeros_like(low), []
         for (start, end), scale, up in zip(ctx.spans, ctx.scales, ups, strict=True):
             grad = grads[0][start:end]
-            torch.mm(grad, up, out=grad_low[start:end, : up.shape[1]]).mul_(scale)
+            grad_low[start:end, : up.shape[1]] = grad.mm(up).mul_(scale)
             grad_ups.append(grad.t().mm(low[start:end, : up.shape[1]]).mul_(scale))
         return grads[0], grad_low, None, None, *grad_ups
