@@ -137,7 +137,7 @@ def factors_drawn_in_the_order_of_the_rank(right: Function) -> Function:
 
 MIXED = "dist/checkpoint/test_lora_mixed.py::"
 EACH = MIXED + "test_each_adapter_has_the_gradient_of_its_samples[{}]"
-FAILED = MIXED + "test_failed_call_changes_no_pending_gradient[{}]"
+FAILED = "dist/checkpoint/test_lora_calls.py::test_failed_call_changes_no_pending_gradient[{}]"
 PACKED = "unit/data/test_adapters.py::"
 
 
@@ -155,7 +155,7 @@ def gradients_of_the_next_adapter(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.model.adapter_runs:AdapterRuns.slices", EACH.format("fsdp:t2"))
+@mutant("areal.engine.model.adapter_runs:AdapterRuns.slices", EACH.format("fsdp:t2-whole"))
 def runs_of_the_first_rank(right: Function) -> Function:
     """Every tensor-parallel rank has the runs of the first rank's tokens."""
     return lambda self, n_rows, rank: right(self, n_rows, 0)
@@ -189,12 +189,6 @@ def other_adapters_lose_their_gradients(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.lora:_ChunkSlots.remember", EACH.format("fsdp:p2"))
-def recomputed_with_later_adapters(right: Function) -> Function:
-    """A recomputed layer has the adapters of the micro-batch whose forward came last."""
-    return lambda self: lambda: None
-
-
 @mutant(
     "areal.engine.lora.adapter:Adapter.undo_call", FAILED.format("fsdp:d1-infinite"), FAILED.format("fsdp:d2-raising")
 )
@@ -203,13 +197,9 @@ def failed_call_stays_half_added(right: Function) -> Function:
     return lambda self: None
 
 
-@mutant("areal.utils.data.microbatch:BatchPlan.naming", EACH.format("fsdp:d2-last"))
-def adapters_of_this_rank_only(right: Function) -> Function:
-    """A rank does not expect gradients of adapters that only the samples of other ranks name."""
-    return lambda self, named: self if self.named is not None else right(self, named and frozenset(sorted(named)[:1]))
-
-
-@mutant("areal.utils.data.bins:merge_bins", PACKED + "test_each_adapter_has_the_micro_batches_that_it_has_alone[*]")
+@mutant(
+    "areal.utils.data.bins:merge_bins", PACKED + "test_each_adapter_has_the_micro_batches_that_it_has_alone[*spec3*]"
+)
 def bins_of_an_adapter_are_merged(right: Function) -> Function:
     """Bins of all adapters are packed anew, by their lengths."""
     return lambda bins, sizes, budget, **options: right(
