@@ -75,23 +75,20 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: int, spans: Spans, *downs: Tensor) -> Tensor:
-        low = x.new_zeros(len(x), width)
-        for (start, end), down in zip(spans, downs, strict=True):
-            low[start:end, : len(down)] = x[start:end].mm(down.t())
         ctx.save_for_backward(x, *downs)
         ctx.spans = spans
-        return low
+        return _end_to_end(
+            (len(x), width), x, spans, [_rows(x, span).mm(down.t()) for span, down in zip(spans, downs, strict=True)]
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *downs = ctx.saved_tensors
-        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        grad_downs = []
-        for (start, end), down in zip(ctx.spans, downs, strict=True):
-            grad = grads[0][start:end, : len(down)]
-            if grad_x is not None:
-                torch.mm(grad, down, out=grad_x[start:end])
-            grad_downs.append(grad.t().mm(x[start:end]))
+        parts = [_rows(grads[0], span, len(down)) for span, down in zip(ctx.spans, downs, strict=True)]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _end_to_end(x.shape, x, ctx.spans, [p.mm(down) for p, down in zip(parts, downs, strict=True)])
+        grad_downs = [part.t().mm(_rows(x, span)) for part, span in zip(parts, ctx.spans, strict=True)]
         return grad_x, None, None, *grad_downs
 
 
@@ -101,8 +98,8 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, low: Tensor, spans: Spans, scales: Sequence[float], *ups: Tensor) -> Tensor:
         added = out.clone(memory_format=torch.contiguous_format)
-        for (start, end), scale, up in zip(spans, scales, ups, strict=True):
-            added[start:end].addmm_(low[start:end, : up.shape[1]], up.t(), alpha=scale)
+        for span, scale, up in zip(spans, scales, ups, strict=True):
+            _rows(added, span).addmm_(_rows(low, span, up.shape[1]), up.t(), alpha=scale)
         ctx.save_for_backward(low, *ups)
         ctx.spans, ctx.scales = spans, scales
         return added
@@ -110,9 +107,26 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         low, *ups = ctx.saved_tensors
-        grad_low, grad_ups = torch.zeros_like(low), []
-        for (start, end), scale, up in zip(ctx.spans, ctx.scales, ups, strict=True):
-            grad = grads[0][start:end]
-            grad_low[start:end, : up.shape[1]] = grad.mm(up).mul_(scale)
-            grad_ups.append(grad.t().mm(low[start:end, : up.shape[1]]).mul_(scale))
-        return grads[0], grad_low, None, None, *grad_ups
+        parts, grad_ups = [], []
+        for span, scale, up in zip(ctx.spans, ctx.scales, ups, strict=True):
+            grad = _rows(grads[0], span)
+            parts.append(grad.mm(up).mul_(scale))
+            grad_ups.append(grad.t().mm(_rows(low, span, up.shape[1])).mul_(scale))
+        return grads[0], _end_to_end(low.shape, low, ctx.spans, parts), None, None, *grad_ups
+
+
+def _rows(x: Tensor, span: tuple[int, int], columns: int | None = None) -> Tensor:
+    """Return a run of rows, and its first columns."""
+    rows = x.narrow(0, span[0], span[1] - span[0])
+    return rows if columns in (None, x.shape[1]) else rows.narrow(1, 0, columns)  # type: ignore[arg-type]
+
+
+def _end_to_end(shape: Sequence[int], like: Tensor, spans: Spans, parts: Sequence[Tensor]) -> Tensor:
+    """Return a matrix of these runs of rows, with zeros elsewhere."""
+    # Usually every row is in a run, and all runs are equally wide.
+    if sum(map(len, parts)) == shape[0] and all(part.shape[1] == shape[1] for part in parts):
+        return torch.cat(parts)
+    whole = like.new_zeros(shape)
+    for span, part in zip(spans, parts, strict=True):
+        _rows(whole, span, part.shape[1]).copy_(part)
+    return whole
