@@ -207,7 +207,8 @@ class TrainEngine(ABC):
             loss_fn: returns the **sum** of the loss over a micro-batch, and optionally metrics. Or an objective, with all three.
             loss_weight_fn: weight of a micro-batch. Default: that of the objective, or :func:`default_loss_weight`.
             outputs: per-token outputs that ``loss_fn`` reads. Default: those of the objective, or ``("logprobs",)``.
-            normalization: ``"weight"`` divides by the global weight, ``"sum"`` by 1, a positive number by that number.
+            normalization: ``"weight"`` divides by the global weight, ``"sum"`` by 1, a positive number by that number. Not ``"weight"`` if
+                samples name several adapters.
             loss_weight: factor of this call's loss.
             returns: per-token outputs that the result has in ``outputs``, from the pass that computes the gradient.
 

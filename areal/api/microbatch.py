@@ -67,6 +67,7 @@ class MicroBatch:
         tree: common prefixes of the sequences, if they are computed once.
         wanted: bool ``[T]``, on the host. The key ``output_mask``; ``None`` without that key.
         layout: index tensors of the engine's model for this micro-batch, on the engine's device; ``None`` without an engine.
+        adapters: name of the adapter of each sequence, equal names next to each other; ``None`` for the selected one.
     """
 
     index: int
@@ -79,6 +80,7 @@ class MicroBatch:
     tree: PrefixTree | None = None
     wanted: Tensor | None = None
     layout: MicroBatchLayout | None = None
+    adapters: tuple[str, ...] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -112,12 +114,14 @@ class MicroBatchList:
         form: form of the caller's batch.
         dropped: indices in the caller's batch of samples that were dropped for their length (``overlong="drop"``).
         idle_ranks: some rank has fillers only.
+        adapters: names of the adapters that samples of any rank name; ``None`` if the batch does not name adapters.
     """
 
     mbs: tuple[MicroBatch, ...]
     form: BatchForm
     dropped: tuple[int, ...] = ()
     idle_ranks: bool = False
+    adapters: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.mbs)

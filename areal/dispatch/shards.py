@@ -184,7 +184,7 @@ def plan_shards(
     units = range(len(plan.form.seqlens) // size)
     kept = [unit for unit in units if unit * size not in dropped]
     if spec.share_prefixes:
-        dealt = _deal_families(_prefixes(batch, plan.form), kept, size, plan.form.seqlens, n)
+        dealt = _deal_families(_prefixes(batch, plan), kept, size, plan.form.seqlens, n)
     else:
         costs = [sum(_cost(length) for length in plan.form.seqlens[unit * size : (unit + 1) * size]) for unit in kept]
         dealt = [[kept[k] for k in members] for members in deal(costs, n)]
@@ -238,15 +238,15 @@ def _cost(length: int) -> float:
 # ---- shared prefixes
 
 
-def _prefixes(batch: BatchInput, form: BatchForm) -> Prefixes:
+def _prefixes(batch: BatchInput, plan: BatchPlan) -> Prefixes:
     """Return the common prefixes of a checked batch."""
 
     def column(key: str) -> list[Tensor]:
         rows = batch[key] if isinstance(batch, Mapping) else [sample[key] for sample in batch]
-        return [row[:length] for row, length in zip(rows, form.seqlens, strict=True)]
+        return [row[:length] for row, length in zip(rows, plan.form.seqlens, strict=True)]
 
     first: Mapping[str, Any] = batch if isinstance(batch, Mapping) else batch[0]
-    return Prefixes({key: column(key) for key in first if key in HIDDEN_STATE_KEYS})
+    return Prefixes({key: column(key) for key in first if key in HIDDEN_STATE_KEYS}, plan.adapters)
 
 
 def _deal_families(

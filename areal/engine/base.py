@@ -26,8 +26,9 @@ from areal.api.engine import BatchInput, Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, ProcessOutputFn
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.api.step_settings import StepSettings
-from areal.engine.batch_rules import BatchRules
-from areal.engine.components import EngineComponents
+from areal.engine.batch_rules import BatchRules, check_one_adapter
+from areal.engine.call_gradients import call_gradients
+from areal.engine.components import CallGradients, EngineComponents
 from areal.engine.faults import Faults, check_loss, zero_gradient_loss
 from areal.engine.loss_arguments import resolve_loss
 from areal.engine.loss_step import (
@@ -47,8 +48,6 @@ from areal.utils.distributed import EngineLostError
 from areal.utils.profiling.phase_timer import TimedCall
 
 logger = logging.getLogger(__name__)
-
-_DISCARDED = "all pending gradients were discarded; the engine can be used for the next call"
 
 
 class BaseTrainEngine(EngineState):
@@ -92,8 +91,19 @@ class BaseTrainEngine(EngineState):
         with self.timer.call() as call:
             # All transfers from host memory come first, where they are counted.
             self._onload_for_step(grads=True, optimizer=True)
-            with components.schedule.last_call():
-                step = self.forward_backward(batch, loss_fn, loss_weight_fn, outputs=outputs, returns=returns)
+            with components.schedule.last_call(), self.timer.call() as inner:
+                step = self._loss_batch(
+                    inner,
+                    batch,
+                    loss_fn,
+                    loss_weight_fn,
+                    outputs,
+                    "weight",
+                    1.0,
+                    returns,
+                    forward_only=False,
+                    steps=True,
+                )
             stats = self._apply_gradients()
             # The slowest rank is the one that the others waited for.
             seconds, timings = max(self.control.gather(call.read()), key=lambda times: times[0])
@@ -155,6 +165,7 @@ class BaseTrainEngine(EngineState):
         returns: Outputs,
         *,
         forward_only: bool,
+        steps: bool = False,
     ) -> StepOutput:
         components = self._require_components()
         check_normalization(normalization, loss_weight)
@@ -163,6 +174,7 @@ class BaseTrainEngine(EngineState):
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
         mbs = self._prepare(batch, outputs)
+        check_one_adapter(mbs.adapters, 1.0 if forward_only else normalization, steps=steps)
 
         # 2. Sum the loss weights over micro-batches and ranks: they are what each term of the loss is divided by.
         weights = self._sync.weights(mbs, loss_weight_fn, required=normalization == "weight")
@@ -176,9 +188,12 @@ class BaseTrainEngine(EngineState):
             results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
 
         # 5. Sum the results over micro-batches and ranks. Per-token outputs stay on their rank.
-        with self._discarding_grads(unless=forward_only):
-            note = "" if forward_only else _DISCARDED
+        gradients = None if forward_only else call_gradients(components, mbs.adapters)
+        with self._undoing(gradients):
+            note = "" if gradients is None else gradients.on_error
             sums = self._sync.sum_results(mbs, results, routed, call, note, self._moved)
+        if gradients is not None:
+            gradients.end()
         self._moved.clear()
         may_drop = self.config.mb_spec.overlong == "drop"
         returned = self._restored(mbs, [result.outputs for result in results]) if returns else {}
@@ -194,19 +209,28 @@ class BaseTrainEngine(EngineState):
         """Rules for the batches of this engine, which a driver in another process can check, too."""
         config, components = self.config, self._require_components()
         return BatchRules(
-            config.mb_spec, components.align, components.vocab_size, config.value_head, components.routing.rules
+            config.mb_spec,
+            components.align,
+            components.vocab_size,
+            config.value_head,
+            components.routing.rules,
+            components.adapters is not None,
         )
 
     def _prepare(self, batch: BatchInput, outputs: Outputs) -> MicroBatchList:
         components, rules = self._require_components(), self.batch_rules
         schedule = components.schedule
-        plan, n_mbs, longest = self._sync.plan(functools.partial(rules.plan, batch, outputs), schedule)
+        adapters = () if components.adapters is None else components.adapters.names
+        plan_here = functools.partial(rules.plan, batch, outputs, adapters=adapters)
+        plan, n_mbs, longest = self._sync.plan(plan_here, schedule)
         # A pipeline sends hidden states of one shape.
         padded_length = longest if schedule.equal_lengths else None
         # Index tensors that the model needs are copied to the device together with the batch.
         layout = functools.partial(StreamLayout.of, cp=components.context_parallel, rows=components.rows)
         with self._ending_on_error():
-            return plan.build(n_mbs=n_mbs, device=self.device, padded_length=padded_length, layout=layout)
+            return plan.build(
+                n_mbs=n_mbs, device=self.device, padded_length=padded_length, layout=layout, adapters=adapters
+            )
 
     # ---- step 2: weights
 
@@ -235,12 +259,12 @@ class BaseTrainEngine(EngineState):
     ) -> list[Any]:
         components = self._require_components()
         self.batch_rules.check_outputs(outputs)
-        state = None if forward_only else components.gradients.state
+        if mbs.adapters is not None:
+            self.adapters.require(mbs.adapters)
+        gradients = None if forward_only else call_gradients(components, mbs.adapters)
         self._onload_for_step(grads=not forward_only)
-        if state is not None:
-            components.gradients.before_backward()
-            # A reduction that was complete is not any more, even if this call is interrupted.
-            state.set(accumulated=state.accumulated)
+        if gradients is not None:
+            gradients.begin()
 
         # Run the model. An error of the model may be on this rank alone, while its peers wait in a collective, or go on without it.
         faults = Faults()
@@ -254,11 +278,11 @@ class BaseTrainEngine(EngineState):
 
         # Raise the faults of all ranks on every rank, before any collective that only healthy ranks would enter.
         packed = pack_results(results, self._stages, faults)
-        self._settle(faults.first, keep=forward_only)
+        self._settle(faults.first, gradients)
         with self._ending_on_error():
             results = broadcast_results(results, packed, self._stages, self.device)
-        if state is not None:
-            state.set(accumulated=True)
+        if gradients is not None:
+            gradients.added()
         return [results[mb.index] for mb in mbs.real]
 
     def _run_schedule(
@@ -316,22 +340,22 @@ class BaseTrainEngine(EngineState):
             return False
         return reset
 
-    def _settle(self, error: Exception | None, *, keep: bool) -> None:
-        """Raise on every rank when any rank has an error. Gradients are discarded then, unless ``keep``."""
-        with self._discarding_grads(unless=keep):
-            self.control.settle(error, "" if keep else _DISCARDED)
+    def _settle(self, error: Exception | None, gradients: CallGradients | None) -> None:
+        """Raise on every rank when any rank has an error. The gradients of the call are undone then."""
+        with self._undoing(gradients):
+            self.control.settle(error, "" if gradients is None else gradients.on_error)
 
     @contextlib.contextmanager
-    def _discarding_grads(self, *, unless: bool) -> Iterator[None]:
-        """Discard incomplete gradients after an error inside, and everything if the error has ended the engine."""
+    def _undoing(self, gradients: CallGradients | None) -> Iterator[None]:
+        """Undo incomplete gradients after an error inside, and release everything if the error has ended the engine."""
         try:
             yield
         except EngineLostError:
             self._teardown_after_fault()
             raise
         except Exception:
-            if not unless:
-                self.zero_grad()
+            if gradients is not None:
+                gradients.undo()
             raise
 
     # ---- optimizer

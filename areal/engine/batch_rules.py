@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal.api.config import MicroBatchSpec
 from areal.api.engine import BatchInput, Outputs, TrainEngine
+from areal.api.loss import Normalization
 from areal.engine.loss_step import check_outputs
 from areal.engine.model.inputs import check_temperature
 from areal.engine.moe.routing import RoutingRules
-from areal.utils.data import BatchPlan, plan_batch
+from areal.utils.data import ADAPTER, BatchPlan, plan_batch
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class BatchRules:
         vocab_size: upper bound of token ids.
         value_head: True if the model has a value head.
         routing: rules for the recorded routing of experts.
+        adapters: True if the engine has adapters, which samples may name.
     """
 
     spec: MicroBatchSpec
@@ -29,6 +32,7 @@ class BatchRules:
     vocab_size: int
     value_head: bool
     routing: RoutingRules
+    adapters: bool = False
 
     def check_outputs(self, outputs: Outputs) -> None:
         """Check that the model has the requested outputs.
@@ -39,13 +43,16 @@ class BatchRules:
         check_outputs(outputs, value_head=self.value_head, vocab_size=self.vocab_size)
         self.routing.check_outputs(outputs)
 
-    def plan(self, batch: BatchInput, outputs: Outputs, *, trees: bool = True) -> BatchPlan:
+    def plan(
+        self, batch: BatchInput, outputs: Outputs, *, trees: bool = True, adapters: Sequence[str] | None = None
+    ) -> BatchPlan:
         """Check a batch and divide it into micro-batches, without communication.
 
         Args:
             batch: padded dict or list of samples.
             outputs: per-token outputs that the call computes.
             trees: as in :func:`~areal.utils.data.plan_batch`.
+            adapters: names of the engine's adapters. A driver does not know them, and leaves the indices to the engine.
 
         Raises:
             ValueError: the batch or an output is invalid. Names the key, the value and the way out.
@@ -54,7 +61,52 @@ class BatchRules:
         plan = plan_batch(batch, self.spec, align=self.align, vocab_size=self.vocab_size, trees=trees)
         check_temperature(plan)
         self.routing.check(plan)
+        if plan.adapters is not None and not self.adapters:
+            raise ValueError(
+                f"key {ADAPTER!r} is in the batch, but the engine has no adapters: leave it out, or set TrainEngineConfig.lora=LoRAConfig(...)"
+            )
+        if adapters is not None:
+            _check_indices(plan.adapters or (), adapters)
         return plan
+
+
+def _check_indices(indices: Sequence[int], names: Sequence[str]) -> None:
+    """Raise if a sample does not name an adapter of the engine.
+
+    Raises:
+        ValueError: names the sample and its value.
+    """
+    for sample, index in enumerate(indices):
+        if not 0 <= index < len(names):
+            raise ValueError(
+                f"key {ADAPTER!r} is {index} in sample {sample}: it is an index in engine.adapters.names = {tuple(names)}, from 0 to "
+                f"{len(names) - 1}"
+            )
+
+
+def check_one_adapter(adapters: Sequence[str] | None, normalization: Normalization, *, steps: bool) -> None:
+    """Check that a call whose samples name adapters defines the gradient of each.
+
+    Args:
+        adapters: adapters that the samples of all ranks name; ``None`` for the selected one.
+        normalization: denominator of the loss.
+        steps: the call also takes an optimizer step.
+
+    Raises:
+        ValueError: names the argument and the way out.
+    """
+    if adapters is None:
+        return
+    if steps:
+        raise ValueError(
+            f"key {ADAPTER!r} in a batch of train_batch, which steps the selected adapter: call forward_backward, then select each adapter and "
+            "call optimizer_step"
+        )
+    if normalization == "weight" and len(adapters) > 1:
+        raise ValueError(
+            f"normalization = 'weight' divides by the weight of all samples, but they name {len(adapters)} adapters ({', '.join(adapters)}): "
+            "use 'sum', or a number to divide by"
+        )
 
 
 def rules_of(engine: TrainEngine) -> BatchRules | None:

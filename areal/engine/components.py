@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
@@ -57,6 +57,32 @@ class Gradients(Protocol):
         ...
 
 
+class CallGradients(Protocol):
+    """The gradients that a call with a backward adds.
+
+    Attributes:
+        on_error: text for an error of the call: what :meth:`undo` does.
+    """
+
+    on_error: str
+
+    def begin(self) -> None:
+        """Prepare for accumulation, before the first backward."""
+        ...
+
+    def added(self) -> None:
+        """Record that the call has added its gradients."""
+        ...
+
+    def undo(self) -> None:
+        """Leave no part of the call's gradients, after an error. May be called twice."""
+        ...
+
+    def end(self) -> None:
+        """Release what :meth:`undo` needs: no error of the call can follow."""
+        ...
+
+
 class Memory(Protocol):
     """Moves an engine's tensors to host memory and back, bit for bit, and counts their bytes."""
 
@@ -78,6 +104,22 @@ class TrainedAdapters(Adapters, Protocol):
 
     def sum_gradients(self) -> None:
         """Sum the gradients of the selected adapter over ranks. Collective."""
+        ...
+
+    def require(self, names: Sequence[str]) -> None:
+        """Check that there are adapters with these names.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        ...
+
+    def gradients_of(self, names: Sequence[str]) -> CallGradients:
+        """Return the gradients that a call adds to these adapters.
+
+        Raises:
+            RuntimeError: nothing is trained, inside ``reference()``.
+        """
         ...
 
     def off(self) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weig
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
 from areal.engine.schedule import Schedule
-from areal.utils.data import BatchPlan
+from areal.utils.data import ADAPTER, BatchPlan
 from areal.utils.distributed import ControlPlane
 from areal.utils.profiling.phase_timer import TimedCall
 
@@ -58,20 +58,21 @@ class StepSync:
             The plan, the number of micro-batches on every rank, and the largest padded length of any rank.
 
         Raises:
-            ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches, or the global batch is
-                empty.
+            ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches, the batches of some ranks
+                only name adapters, or the global batch is empty.
         """
 
-        def plan_and_describe() -> tuple[BatchPlan, tuple[int, int, int, int]]:
+        def plan_and_describe() -> tuple[BatchPlan, tuple[int, int, int, int, frozenset[int] | None]]:
             plan = plan_here()
             digest = plan.digest() if self._batch_is_shared else 0
-            return plan, (plan.n_mbs, plan.padded_length, digest, len(plan.dropped))
+            return plan, (plan.n_mbs, plan.padded_length, digest, len(plan.dropped), plan.named)
 
         plan, descriptions = self._exchange(plan_and_describe)
-        counts, lengths, digests, dropped = zip(*descriptions, strict=True)
+        counts, lengths, digests, dropped, named = zip(*descriptions, strict=True)
         self._check_same_batch(digests)
         if not any(counts):
             raise empty_batch(sum(self._once_per_shard(dropped)))
+        plan = plan.naming(_named_by_any(counts, named))
         # A rank without micro-batches does not know the keys from which fillers are built: they are those of the first rank that has some.
         if not all(counts):
             first = next(rank for rank, count in enumerate(counts) if count)
@@ -189,6 +190,28 @@ class StepSync:
 
     def _once_per_shard(self, answers: Sequence[Any]) -> list[Any]:
         return [answer for answer, counts in zip(answers, self._counts_shard, strict=True) if counts]
+
+
+def _named_by_any(counts: Sequence[int], named: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
+    """Return the adapters that samples of any rank name, or ``None`` if the batches do not name adapters.
+
+    Args:
+        counts: micro-batches of each rank.
+        named: adapters that the samples of each rank name.
+
+    Raises:
+        ValueError: the batches of some ranks only name adapters.
+    """
+    filled = [rank for rank, count in enumerate(counts) if count]
+    without = [rank for rank in filled if named[rank] is None]
+    if len(without) == len(filled):
+        return None
+    if without:
+        raise ValueError(
+            f"key {ADAPTER!r} is missing in the batch of rank {without[0]}, and in that of rank "
+            f"{next(rank for rank in filled if rank not in without)} it is not: give it to the samples of all ranks"
+        )
+    return frozenset(index for rank in filled for index in named[rank] or ())
 
 
 def empty_batch(dropped: int) -> ValueError:

@@ -38,4 +38,6 @@ def joined_layouts(plan: ShardPlan, lists: Sequence[MicroBatchList], key: str) -
             sample_ids = tuple(samples[i] for i in mb.sample_ids)
             real.append(dataclasses.replace(mb, index=len(real), sample_ids=sample_ids))
     dropped = sorted(samples[i] for samples, mbs in zip(plan.indices, lists, strict=True) for i in mbs.dropped)
-    return RemoteMicroBatches(mbs=tuple(real), form=plan.form, dropped=tuple(dropped), key=key)
+    # All ranks name the same adapters.
+    adapters = lists[0].adapters
+    return RemoteMicroBatches(mbs=tuple(real), form=plan.form, dropped=tuple(dropped), adapters=adapters, key=key)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from areal.api.config import ActivationCheckpointing
 
 _aten = torch.ops.aten
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _SAVED_OPS = (
     _aten.mm.default,
@@ -61,16 +64,48 @@ def recompute_layers(layers: Sequence[nn.Module], how: ActivationCheckpointing, 
     """
     if how == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts, saved_ops())
+    contexts = functools.partial(_selective_contexts, saved_ops()) if how == "selective" else None
     for number, layer in enumerate(layers):
         # Select the layers at which the running count of selected layers reaches the next integer.
         if int((number + 1) * fraction) > int(number * fraction):
-            layer.forward = functools.partial(checkpoint, layer.forward, **options)
+            layer.forward = RecomputedForward(layer.forward, contexts)
 
 
-def _selective_contexts(saved: frozenset[Any]) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+class RecomputedForward:
+    """Forward of a layer that is recomputed in the backward.
+
+    Args:
+        inner: the layer's own forward.
+        contexts: returns the contexts of the forward and of the recomputation.
+
+    Attributes:
+        remember: called in the forward if it is set. Returns a function that is called before the recomputation, to restore state which the
+            layer reads.
+    """
+
+    def __init__(self, inner: Callable[..., Any], contexts: Callable[[], _Contexts] | None) -> None:
+        self._inner, self._contexts = inner, contexts
+        self.remember: Callable[[], Callable[[], None]] | None = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.remember is None and self._contexts is None:
+            return checkpoint(self._inner, *args, use_reentrant=False, **options)
+        return checkpoint(self._inner, *args, use_reentrant=False, context_fn=self._both, **options)
+
+    def _both(self) -> _Contexts:
+        """Return the contexts of a call. The second one also restores what was remembered."""
+        forward, again = (nullcontext(), nullcontext()) if self._contexts is None else self._contexts()
+        return forward, again if self.remember is None else _restored(self.remember(), again)
+
+
+@contextmanager
+def _restored(restore: Callable[[], None], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    restore()
+    with inner:
+        yield
+
+
+def _selective_contexts(saved: frozenset[Any]) -> _Contexts:
     forward, again = create_selective_checkpoint_contexts(list(saved))
     return _SavedOpsOnly(forward, saved), _SavedOpsOnly(again, saved)
 

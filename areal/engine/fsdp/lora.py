@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from areal.engine.fsdp.activation_checkpointing import RecomputedForward
+from areal.engine.fsdp.parallelize import transformer_layers
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
-from areal.engine.lora.adapter import Adapter, AdapterLayout
+from areal.engine.lora.adapter import AdapterLayout
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.low_rank import HEAD_SPLIT, LowRank, TensorParallelRanks, TensorParallelSplit
+from areal.engine.lora.mixed import MixedLowRank
 from areal.engine.lora.plan import decoder_linears, head_name
+from areal.engine.model.adapter_runs import AdapterRuns
 from areal.utils.collectives import ReduceScatterRows
 
 
@@ -46,18 +50,20 @@ def fsdp_adapter_layout(chunks: ModelChunks, mesh: DeviceMesh, device: torch.dev
 
 
 def attach_fsdp_adapters(chunks: ModelChunks, adapters: AdapterSet) -> None:
-    """Make every linear layer of the decoder and the head add the output of the active adapter, in place."""
+    """Make every linear layer of the decoder and the head add the output of the adapters of a forward, in place."""
     head = _head_name(chunks)
     for chunk in chunks:
         if head is not None and chunk.has_head:
             chunk.head_update = functools.partial(adapters.head_update, head)
-        slots = {}
+        slots = _ChunkSlots(adapters)
         for name, linear in decoder_linears(chunk.hf).items():
             # The slot of each layer is bound to its forward; a hook fills the slots before each forward of the
             # chunk.
-            slot = slots[name] = _AdapterSlot()
-            linear.forward = _with_adapter(linear.forward, slot)
-        chunk.register_forward_pre_hook(functools.partial(_select_pairs, slots, lambda: adapters.active))
+            linear.forward = _with_adapter(linear.forward, slots.add(name))
+        chunk.register_forward_pre_hook(lambda _chunk, inputs, slots=slots: slots.fill(inputs[0].adapters))
+        for layer in transformer_layers(chunk):
+            if isinstance(layer.forward, RecomputedForward):
+                layer.forward.remember = slots.remember
 
 
 def _head_name(chunks: ModelChunks) -> str | None:
@@ -71,13 +77,32 @@ class _AdapterSlot:
     Layers do not look factors up by name: a compiled graph would contain the name of one layer and fit no other.
     """
 
-    pair: LowRank | None = None
+    pair: LowRank | MixedLowRank | None = None
 
 
-def _select_pairs(slots: Mapping[str, _AdapterSlot], active: Callable[[], Adapter | None], *_args: Any) -> None:
-    adapter = active()
-    for name, slot in slots.items():
-        slot.pair = None if adapter is None else adapter.pairs.get(name)
+class _ChunkSlots:
+    """The slots of the layers of a chunk. They have the factors of one micro-batch."""
+
+    def __init__(self, adapters: AdapterSet) -> None:
+        self._adapters = adapters
+        self._slots: dict[str, _AdapterSlot] = {}
+        self._runs: AdapterRuns | None = None
+
+    def add(self, name: str) -> _AdapterSlot:
+        """Add the slot of a layer."""
+        self._slots[name] = _AdapterSlot()
+        return self._slots[name]
+
+    def fill(self, runs: AdapterRuns | None) -> None:
+        """Fill all slots for a forward; ``None`` for the selected adapter."""
+        pairs, self._runs = self._adapters.applied(runs), runs
+        for name, slot in self._slots.items():
+            slot.pair = pairs.get(name)
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that fills the slots as now. A pipeline recomputes a layer after the forward of a later micro-batch."""
+        runs = self._runs
+        return lambda: None if self._runs is runs else self.fill(runs)
 
 
 def _with_adapter(inner: Callable[[Tensor], Tensor], slot: _AdapterSlot) -> Callable[[Tensor], Tensor]:

@@ -45,6 +45,16 @@ class AdapterLayout:
     stages: dist.ProcessGroup | None = None
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """Pending gradients of an adapter before a call, and their state."""
+
+    gradients: list[Tensor | None]
+    summed: bool
+    accumulated: bool
+    reduced: bool
+
+
 class Adapter:
     """One adapter on this rank.
 
@@ -77,6 +87,7 @@ class Adapter:
         self.parameters = [factor.parameter for factor in self.factors]
         self.pending = GradientState()
         self._summed = False
+        self._before: _Pending | None = None
         self.optimizer = self._make_optimizer(config, spec) if config else None
 
     def _make_optimizer(self, config: OptimizerConfig, spec: FinetuneSpec) -> ClippingOptimizer[torch.optim.Optimizer]:
@@ -176,7 +187,28 @@ class Adapter:
         """Discard gradients."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._summed = False
+        self._summed, self._before = False, None
+
+    def begin_call(self) -> None:
+        """Prepare for further accumulation by a call that may be undone: copy what is pending."""
+        copies = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        self._before = _Pending(copies, self._summed, self.pending.accumulated, self.pending.reduced)
+        self.before_backward()
+        self.pending.set(accumulated=self.pending.accumulated)
+
+    def undo_call(self) -> None:
+        """Restore what was pending before the call, bit for bit."""
+        before = self._before
+        if before is None:
+            return
+        for parameter, gradient in zip(self.parameters, before.gradients, strict=True):
+            parameter.grad = gradient
+        self._summed = before.summed
+        self.pending.set(accumulated=before.accumulated, reduced=before.reduced)
+
+    def end_call(self) -> None:
+        """Release the copy of what was pending before the call."""
+        self._before = None
 
     def global_norm(self) -> Tensor:
         """Return the L2 norm of all summed gradients, a float64 scalar that is equal on every rank.

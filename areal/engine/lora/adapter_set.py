@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
 from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.files import adapter_files, read_training, write_files
-from areal.engine.lora.low_rank import WeightDelta
+from areal.engine.lora.low_rank import LowRank, WeightDelta
+from areal.engine.lora.mixed import MixedLowRank, mixed_pairs
 from areal.engine.lora.plan import AdapterPlan
+from areal.engine.model.adapter_runs import AdapterRuns
 from areal.utils.distributed import ControlPlane
 from areal.utils.functional import HeadUpdate
 
@@ -133,10 +135,42 @@ class AdapterSet:
         """The adapter that is applied in forwards; ``None`` inside :meth:`off`."""
         return self._adapters[self._selected] if self._on else None
 
-    def head_update(self, name: str) -> HeadUpdate | None:
-        """Return the update of the output head ``name`` by the active adapter, or ``None`` without one."""
-        pair = None if self.active is None else self.active.pairs.get(name)
+    def applied(self, runs: AdapterRuns | None) -> Mapping[str, LowRank | MixedLowRank]:
+        """Return the factors that are applied in a forward, by layer.
+
+        Args:
+            runs: runs of rows with one adapter; ``None`` for the selected adapter.
+        """
+        if not self._on:
+            return {}
+        if runs is None:
+            return self._adapters[self._selected].pairs
+        if len(runs.names) == 1:
+            return self[runs.names[0]].pairs
+        return mixed_pairs({name: self[name].pairs for name in runs.names}, runs)
+
+    def head_update(self, layer: str, name: str | None = None) -> HeadUpdate | None:
+        """Return the update of the output head ``layer`` by an adapter, by default the selected one; ``None`` without one."""
+        pair = self[name or self._selected].pairs.get(layer) if self._on else None
         return None if pair is None else pair.head_update()
+
+    def require(self, names: Sequence[str]) -> None:
+        """Check that there are adapters with these names.
+
+        Raises:
+            ValueError: an adapter was removed.
+        """
+        for name in names:
+            self[name]
+
+    def gradients_of(self, names: Sequence[str]) -> AdapterGradients:
+        """Return the gradients that a call adds to these adapters.
+
+        Raises:
+            RuntimeError: inside :meth:`off` no adapter is trained.
+        """
+        _ = self.current
+        return AdapterGradients([self[name] for name in names])
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -207,6 +241,34 @@ class AdapterSet:
             raise ValueError(f"adapter name {name!r}: use letters, digits, '-', '_' and dots, and no dot first")
         if name in self._adapters:
             raise ValueError(f"there is an adapter {name!r} already: remove it first, or choose another name")
+
+
+class AdapterGradients:
+    """The gradients that a call adds to the adapters which its samples name. Implements :class:`areal.engine.components.CallGradients`.
+
+    A call adds to all of them, or to none: an error restores what was pending before.
+    """
+
+    on_error = "nothing was added to any pending gradient; the engine can be used for the next call"
+
+    def __init__(self, adapters: Sequence[Adapter]) -> None:
+        self._adapters = adapters
+
+    def begin(self) -> None:
+        for adapter in self._adapters:
+            adapter.begin_call()
+
+    def added(self) -> None:
+        for adapter in self._adapters:
+            adapter.pending.set(accumulated=True)
+
+    def undo(self) -> None:
+        for adapter in self._adapters:
+            adapter.undo_call()
+
+    def end(self) -> None:
+        for adapter in self._adapters:
+            adapter.end_call()
 
 
 class SelectedOptimizer:

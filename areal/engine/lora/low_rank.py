@@ -58,6 +58,10 @@ class TensorParallelRanks:
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
     def local_box(self, shape: tuple[int, ...], dim: int | None) -> Box:
         """Return this rank's box of a tensor that is split along ``dim``."""
         box = list(full_box(shape))
@@ -121,6 +125,7 @@ class LowRank:
     Args:
         target: the adapted layer.
         split: how tensor-parallel ranks split the layer.
+        ranks: tensor-parallel ranks.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class LowRank:
         dtype: torch.dtype,
     ) -> None:
         down, up = (target.rank, target.inputs), (target.outputs, target.rank)
-        self.target, self.scale, self._split = target, target.scale, split
+        self.target, self.scale, self.split, self.tp_rank = target, target.scale, split, ranks.rank
         # ``A`` is [rank, inputs], ``B`` is [outputs, rank].
         self.down = Factor(target.down, down, split.down_dim, split.down_summed, ranks, device, dtype)
         self.up = Factor(target.up, up, split.up_dim, split.up_summed, ranks, device, dtype)
@@ -145,12 +150,16 @@ class LowRank:
             x: ``[..., inputs]``. Input of the layer.
         """
         # Down to the rank, with the layer's own communication before and after.
-        low = F.linear(self._split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
-        rows = self._split.up_rows
-        up = (self.up.parameter if rows is None else self.up.parameter[rows]).to(x.dtype)
+        low = F.linear(self.split.before_down(x.flatten(0, -2)), self.down.parameter.to(x.dtype))
         # One fused product adds the contribution to the output.
-        added = torch.addmm(out.flatten(0, -2), self._split.before_up(low), up.t(), alpha=self.scale)
+        up = self.local_up().to(x.dtype)
+        added = torch.addmm(out.flatten(0, -2), self.split.before_up(low), up.t(), alpha=self.scale)
         return added.view(out.shape)
+
+    def local_up(self) -> Tensor:
+        """Return the rows of ``B`` that give the outputs of the layer on this rank."""
+        rows = self.split.up_rows
+        return self.up.parameter if rows is None else self.up.parameter[rows]
 
     def head_update(self) -> HeadUpdate:
         """Return the factors of an output head, which adds their product to its logits chunk by chunk."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from areal.engine.lora.adapter import Adapter, AdapterLayout
+from areal.engine.lora.adapter import AdapterLayout
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.lora.low_rank import HEAD_SPLIT, TensorParallelRanks, TensorParallelSplit
+from areal.engine.lora.low_rank import HEAD_SPLIT, LowRank, TensorParallelRanks, TensorParallelSplit
+from areal.engine.lora.mixed import MixedLowRank
 from areal.engine.megatron.model.layer_spec import ReplicatedLinear
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.weight_mapping import LocalParameter, local_parameters
+from areal.engine.model.adapter_runs import AdapterRuns
 from areal.utils.collectives import GatherRows, ReduceScatterRows
 from areal.utils.distributed import ControlPlane
 
@@ -65,19 +67,44 @@ def megatron_adapter_layout(
 
 
 def attach_megatron_adapters(chunks: Sequence[PackedGPT], hf: PretrainedConfig, adapters: AdapterSet) -> None:
-    """Make every linear layer of the decoder and the head add the output of the active adapter, in place."""
+    """Make every linear layer of the decoder and the head add the output of the adapters of a forward, in place."""
     for chunk in chunks:
         if chunk.post_process:
             chunk.head_update = functools.partial(adapters.head_update, HEAD)
+        # Recomputation calls the layers again, with the arguments of the micro-batch.
+        applied = _AppliedAdapters(adapters)
+        chunk.register_forward_pre_hook(applied.before_forward)
+        for block in chunk.decoder.layers:
+            block.register_forward_pre_hook(applied.before_layer, with_kwargs=True)
         for layer, mapped in _linears(chunk, hf):
-            layer.forward = _AdaptedForward(layer.forward, mapped, lambda: adapters.active)
+            layer.forward = _AdaptedForward(layer.forward, mapped, applied)
+
+
+class _AppliedAdapters:
+    """The factors that the layers of a chunk apply to the micro-batch in their current forward."""
+
+    def __init__(self, adapters: AdapterSet) -> None:
+        self._adapters = adapters
+        self._runs: AdapterRuns | None = None
+        self.pairs: Mapping[str, LowRank | MixedLowRank] = {}
+
+    def before_forward(self, *_: Any) -> None:
+        """Forget the micro-batch: its adapters may have changed since the last forward. Hook of the chunk."""
+        self._runs = None
+
+    def before_layer(self, _layer: Any, _args: Any, options: Mapping[str, Any]) -> None:
+        """Select the factors. Hook before each forward of a layer."""
+        runs = getattr(options.get("packed_seq_params"), "adapters", None)
+        # One table for all layers of a micro-batch with several adapters.
+        if runs is None or runs is not self._runs:
+            self.pairs, self._runs = self._adapters.applied(runs), runs
 
 
 class _AdaptedForward:
     """Forward of a layer whose output columns belong to one Hugging Face layer, or to several in alternation."""
 
-    def __init__(self, inner: Callable[..., Any], mapped: LocalParameter, active: Callable[[], Adapter | None]) -> None:
-        self._inner, self._active = inner, active
+    def __init__(self, inner: Callable[..., Any], mapped: LocalParameter, applied: _AppliedAdapters) -> None:
+        self._inner, self._applied = inner, applied
         self._layer_names = _layer_names(mapped)
         # Output columns of each Hugging Face layer, and the permutation back to Megatron-Core's order.
         columns = [
@@ -89,8 +116,7 @@ class _AdaptedForward:
 
     def __call__(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = self._inner(x, *args, **options)
-        adapter = self._active()
-        pairs = [None if adapter is None else adapter.pairs.get(key) for key in self._layer_names]
+        pairs = [self._applied.pairs.get(key) for key in self._layer_names]
         # No adapter for this layer, or a single Hugging Face layer: nothing to permute.
         if not any(pairs):
             return out, bias

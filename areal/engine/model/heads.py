@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,13 +13,19 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from areal.api import IGNORE_INDEX, TopKOutput
+from areal.engine.model.adapter_runs import AdapterRuns, Runs
 from areal.engine.model.decoder import decoder_of
-from areal.utils.functional.logprobs import HeadOutputs, head_outputs, logits
+from areal.utils.functional import HeadUpdate
+from areal.utils.functional.logprobs import HeadOutputs, default_keep_bytes, head_outputs, logits
 
 _CHUNK_TOKENS = 1024
 
 
-def no_update() -> None:
+UpdateFn = Callable[[str | None], HeadUpdate | None]
+"""Returns the low-rank update of a head by an adapter, or by the selected adapter for ``None``; ``None`` without one."""
+
+
+def no_update(adapter: str | None) -> None:
     """Return no update of the head: a model without adapters."""
 
 
@@ -47,17 +53,95 @@ class LinearHead:
     Args:
         weight: function that returns the weight, ``[V, H]`` (this rank's rows). It is called only if an output needs the head.
         keep_bytes: see :func:`~areal.utils.functional.logprobs.head_outputs`.
+        fraction: fraction of these bytes that this head may keep.
         options: arguments of both :func:`~areal.utils.functional.logprobs.head_outputs` and ``logits``.
     """
 
-    def __init__(self, weight: Callable[[], Tensor], *, keep_bytes: int | None, **options: Any) -> None:
-        self._weight, self._keep_bytes, self._options = weight, keep_bytes, options
+    def __init__(
+        self, weight: Callable[[], Tensor], *, keep_bytes: int | None, fraction: float = 1.0, **options: Any
+    ) -> None:
+        self._weight, self._keep_bytes, self._fraction, self._options = weight, keep_bytes, fraction, options
 
     def logits(self, hidden: Tensor, temperature: float | Tensor) -> Tensor:
         return logits(hidden, self._weight(), temperature=temperature, **self._options)
 
     def outputs(self, hidden: Tensor, targets: Tensor | None, **requested: Any) -> HeadOutputs:
-        return head_outputs(hidden, self._weight(), targets, keep_bytes=self._keep_bytes, **requested, **self._options)
+        keep = self._keep_bytes
+        if self._fraction < 1.0:
+            keep = int(self._fraction * (default_keep_bytes(hidden.device) if keep is None else keep))
+        return head_outputs(hidden, self._weight(), targets, keep_bytes=keep, **requested, **self._options)
+
+
+class HeadOfRuns:
+    """A head for rows of several adapters: each run of rows has a separate head.
+
+    So each run is computed as in a call with its adapter alone.
+
+    Args:
+        logits: heads of all rows, and the number of rows of each.
+        outputs: heads of the wanted rows, and the number of rows of each.
+    """
+
+    def __init__(self, logits: Sequence[tuple[LinearHead, int]], outputs: Sequence[tuple[LinearHead, int]]) -> None:
+        self._logits, self._outputs = logits, outputs
+
+    def logits(self, hidden: Tensor, temperature: float | Tensor) -> Tensor:
+        parts = self._parts(self._logits, hidden, temperature)
+        return torch.cat([head.logits(*part) for head, *part in parts])
+
+    def outputs(
+        self, hidden: Tensor, targets: Tensor | None, *, temperature: float | Tensor, **requested: Any
+    ) -> HeadOutputs:
+        parts = self._parts(self._outputs, hidden, targets, temperature)
+        results = [head.outputs(x, ids, temperature=scale, **requested) for head, x, ids, scale in parts]
+        return HeadOutputs(
+            _joined([result.logprobs for result in results]),
+            _joined([result.entropy for result in results]),
+            None
+            if results[0].topk is None
+            else TopKOutput(*(torch.cat(x) for x in zip(*(result.topk for result in results), strict=True))),
+        )
+
+    @staticmethod
+    def _parts(heads: Sequence[tuple[LinearHead, int]], *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Yield each head with its rows of tensors; other values are the same for all."""
+        lengths = [length for _, length in heads]
+        columns = [x.split(lengths) if isinstance(x, Tensor) else [x] * len(heads) for x in values]
+        yield from zip((head for head, _ in heads), *columns, strict=True)
+
+
+def head_of_runs(make: Callable[..., LinearHead], update_of: UpdateFn, runs: AdapterRuns | None) -> Head:
+    """Return the head of the selected adapter, or of runs of rows with different adapters.
+
+    Args:
+        make: returns a head, from ``update`` and ``fraction``.
+        update_of: returns the update of the head by an adapter.
+        runs: runs of rows; ``None`` for the selected adapter.
+    """
+    if runs is None:
+        return make(update=update_of(None))
+
+    def heads(rows: Runs) -> list[tuple[LinearHead, int]]:
+        # Neighbours without an update have one head.
+        merged: list[tuple[HeadUpdate | None, int]] = []
+        for name, length in rows:
+            update = update_of(name)
+            if merged and merged[-1][0] is update is None:
+                length += merged.pop()[1]
+            merged.append((update, length))
+        total = sum(length for _, length in merged)
+        return [(make(update=update, fraction=length / total), length) for update, length in merged]
+
+    logits, outputs = heads(runs.outputs), heads(runs.wanted)
+    # No row is wanted: an empty tensor has the right outputs with any head.
+    if len(logits) <= 1 and len(outputs) <= 1:
+        return (logits or outputs)[0][0]
+    return HeadOfRuns(logits, outputs or [(make(update=None), 0)])
+
+
+def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    present = [x for x in tensors if x is not None]
+    return torch.cat(present) if present else None
 
 
 class OwnHead:

@@ -55,6 +55,7 @@ def model_inputs(
         wanted=layout.wanted,
         output_rows=None if shared is None else shared.outputs.local_index,
         routing=routing.of(mb, layout, record=ROUTED_EXPERTS in outputs) if routing else None,
+        adapters=layout.adapters,
     )
 
 

@@ -12,6 +12,7 @@ from areal.api.microbatch import MicroBatch, PrefixTree
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel
 from areal.engine.attention.kernels import Segments
 from areal.engine.attention.token_stream import TokenStream
+from areal.engine.model.adapter_runs import AdapterRuns
 from areal.engine.model.outputs import OutputRows
 from areal.utils.host_copy import HostCopy, TensorMap
 
@@ -47,6 +48,7 @@ class StreamLayout:
         rows: index of each packed token in a grid of one sequence per row (int64 ``[T]``), and the number of rows and columns.
         wanted: int64. Indices of this rank's tokens (rows) with outputs; ``None`` for all.
         shared: index tensors of shared prefixes; ``None`` without them.
+        adapters: runs of this rank's tokens with one adapter; ``None`` for the selected adapter.
     """
 
     split: tuple[str, int, int]
@@ -57,6 +59,7 @@ class StreamLayout:
     rows: tuple[Tensor, int, int] | None
     wanted: Tensor | None
     shared: SharedPrefixIndex | None
+    adapters: AdapterRuns | None = None
 
     @classmethod
     def of(
@@ -65,6 +68,7 @@ class StreamLayout:
         padded_length: int,
         tree: PrefixTree | None,
         wanted: Tensor | None,
+        adapters: Sequence[str] | None = None,
         *,
         cp: ContextParallel,
         rows: bool,
@@ -72,7 +76,7 @@ class StreamLayout:
         """Return the layout of packed sequences on the host.
 
         Args:
-            seqlens, padded_length, tree, wanted: as in :class:`~areal.api.microbatch.MicroBatch`.
+            seqlens, padded_length, tree, wanted, adapters: as in :class:`~areal.api.microbatch.MicroBatch`.
             cp: the ranks that the stream is split over.
             rows: run one sequence per row instead of packed.
         """
@@ -90,15 +94,26 @@ class StreamLayout:
                 else wanted[shared.outputs.packed_index]
             )
             wanted = local.nonzero().squeeze(1)
+        grid = _row_grid(seqlens) if rows else None
+        runs = None
+        if adapters is not None:
+            names = list(dict.fromkeys(adapters))
+            of_sequences = torch.tensor([names.index(name) for name in adapters])
+            of_tokens = of_sequences.repeat_interleave(torch.tensor(seqlens))
+            of_stream = cp.shard(_pad_by_last(of_tokens if tree is None else of_tokens[tree.tokens], padded_length))
+            of_outputs = of_stream if shared is None else of_tokens[shared.outputs.packed_index]
+            of_layers = of_stream if grid is None else of_sequences.repeat_interleave(grid[2])
+            runs = AdapterRuns.of(names, of_layers, of_outputs, wanted)
         return cls(
             split=(cp.mode, cp.size, cp.rank),
             stream=stream,
             positions=cp.shard(stream.positions()),
             segments=None if attention is None else attention.segments,
             keys={} if attention is None else attention.keys,
-            rows=_row_grid(seqlens) if rows else None,
+            rows=grid,
             wanted=wanted,
             shared=shared,
+            adapters=runs,
         )
 
     def map(self, fn: TensorMap) -> StreamLayout:
@@ -130,7 +145,7 @@ def layout_of(mb: MicroBatch, cp: ContextParallel, *, rows: bool) -> StreamLayou
     made = mb.layout
     if isinstance(made, StreamLayout) and made.split == (cp.mode, cp.size, cp.rank) and (made.rows is not None) == rows:
         return made
-    made = StreamLayout.of(mb.seqlens, mb.padded_length, mb.tree, mb.wanted, cp=cp, rows=rows)
+    made = StreamLayout.of(mb.seqlens, mb.padded_length, mb.tree, mb.wanted, mb.adapters, cp=cp, rows=rows)
     copy = HostCopy(mb.cu_seqlens.device)
     made.map(copy.add)
     copy.run()
@@ -142,6 +157,11 @@ def pad_rows(x: Tensor, length: int, value: float) -> Tensor:
     if len(x) == length:
         return x
     return torch.cat([x, x.new_full((length - len(x), *x.shape[1:]), value)])
+
+
+def _pad_by_last(x: Tensor, length: int) -> Tensor:
+    """Repeat the last row of ``[T]``, up to ``length`` rows: padding belongs to the last run."""
+    return torch.cat([x, x[-1:].expand(length - len(x))])
 
 
 def _row_grid(seqlens: Sequence[int]) -> tuple[Tensor, int, int]:

@@ -6,7 +6,7 @@ logits are requested.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ from areal.api.batch import OutputName
 from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.loss_step import split_outputs
+from areal.engine.model.adapter_runs import AdapterRuns
 from areal.engine.model.decoder import decoder_of
-from areal.engine.model.heads import Head, LinearHead, OwnHead, no_update
+from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, head_of_runs, no_update
 from areal.engine.moe.routing import ROUTED_EXPERTS, Routing
 from areal.utils.dtensor import local_part
-from areal.utils.functional import HeadUpdate
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class ModelInputs:
         wanted: int64. Indices of the tokens (rows) with log-probs, entropy and top-k; ``None`` for all.
         output_rows: int64 ``[R]``. Tokens with outputs, which may repeat; ``None`` for every token once.
         routing: state of the routers, for a model with experts.
+        adapters: runs of tokens with one adapter; ``None`` for the selected adapter.
     """
 
     input_ids: Tensor
@@ -53,6 +54,7 @@ class ModelInputs:
     wanted: Tensor | None = None
     output_rows: Tensor | None = None
     routing: Routing | None = None
+    adapters: AdapterRuns | None = None
 
 
 class PackedCausalLM(nn.Module):
@@ -71,7 +73,7 @@ class PackedCausalLM(nn.Module):
     Attributes:
         vocab_group: ranks that the output head is sharded over, or ``None``.
         has_head: False for a pipeline stage before the last.
-        head_update: function that returns the low-rank update of the output head in this forward, or ``None``.
+        head_update: function that returns the low-rank update of the output head by an adapter, or ``None`` without one.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class PackedCausalLM(nn.Module):
         )
         self.vocab_group: dist.ProcessGroup | None = None
         self.has_head = True
-        self.head_update: Callable[[], HeadUpdate | None] = no_update
+        self.head_update: UpdateFn = no_update
         self._softcap = getattr(text, "final_logit_softcapping", None)
 
     @property
@@ -129,23 +131,24 @@ class PackedCausalLM(nn.Module):
         hidden = self._run_rows(inputs) if inputs.layout is None else self._run_packed(inputs, hidden)[0]
 
         # The heads. The result is a dict, so that FSDP finds the tensors in it.
-        out = token_outputs(hidden, inputs, self._own_head or self._linear_head(), self.value_head)
+        out = token_outputs(hidden, inputs, self._own_head or self._linear_head(inputs.adapters), self.value_head)
         # An in-place operation on a view would drop the backward hook that FSDP registers on the outputs.
         return pytree.tree_map(lambda x: x.clone() if x._is_view() else x, out)
 
-    def _linear_head(self) -> LinearHead:
+    def _linear_head(self, adapters: AdapterRuns | None) -> Head:
         """Return the head that multiplies by this rank's rows of the gathered weight."""
         head = self.hf.get_output_embeddings()
-        return LinearHead(
+        make = functools.partial(
+            LinearHead,
             lambda: local_part(head.weight),
             keep_bytes=self._keep_bytes,
             bias=local_part(getattr(head, "bias", None)),
-            update=self.head_update(),
             logit_scale=self._logit_scale,
             softcap=self._softcap,
             fp32=self._fp32_head,
             group=self.vocab_group,
         )
+        return head_of_runs(make, self.head_update, adapters)
 
     def _run_packed(self, inputs: ModelInputs, hidden: Tensor | None) -> Any:
         """Run the backbone on all sequences end to end, ``[1, T]``."""

@@ -1,5 +1,6 @@
 """Data: load samples, build and pad sequences, and pack a batch into micro-batches."""
 
+from areal.utils.data.adapters import ADAPTER
 from areal.utils.data.columns import Columns, read_batch
 from areal.utils.data.digest import checksum
 from areal.utils.data.loader import ShardedLoader, sharded_loader
@@ -17,6 +18,7 @@ from areal.utils.data.sequences import (
 )
 
 __all__ = [
+    "ADAPTER",
     "BatchPlan",
     "Columns",
     "Segment",

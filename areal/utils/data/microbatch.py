@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from areal.api import Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec, PrefixTree
 from areal.api.microbatch import MicroBatchLayout
+from areal.utils.data.adapters import read_adapters
+from areal.utils.data.bins import pack_samples
 from areal.utils.data.columns import read_batch
 from areal.utils.data.digest import checksum
 from areal.utils.data.fillers import NO_SAMPLES, KeyForms
-from areal.utils.data.packing import pack, pack_sharing
 from areal.utils.data.padding import round_up
 from areal.utils.data.prefixes import Prefixes
 from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
 from areal.utils.host_copy import HostCopy, TensorMap
 
-LayoutFn = Callable[[Sequence[int], int, PrefixTree | None, Tensor | None], MicroBatchLayout]
+LayoutFn = Callable[[Sequence[int], int, PrefixTree | None, Tensor | None, Sequence[str] | None], MicroBatchLayout]
 """Returns the index tensors of a micro-batch on the host, see :meth:`BatchPlan.build`."""
 
 
@@ -42,6 +43,8 @@ class BatchPlan:
         keys: shapes and dtypes of all keys, from which fillers are built.
         derived: names of keys that were computed from other keys.
         idle_ranks: some rank is without a micro-batch with samples.
+        adapters: index of the adapter of each of the caller's samples; ``None`` if the batch does not name any.
+        named: indices of the adapters that samples of this rank name, or of all ranks after :meth:`naming`.
     """
 
     form: BatchForm
@@ -56,6 +59,8 @@ class BatchPlan:
     keys: KeyForms
     derived: frozenset[str] = frozenset()
     idle_ranks: bool = False
+    adapters: tuple[int, ...] | None = None
+    named: frozenset[int] | None = None
 
     @property
     def n_mbs(self) -> int:
@@ -98,6 +103,10 @@ class BatchPlan:
         """
         return replace(self, keys=self.keys if self.n_mbs else keys, idle_ranks=True)
 
+    def naming(self, named: frozenset[int] | None) -> BatchPlan:
+        """Return the plan for a call in which the samples of all ranks name these adapters."""
+        return self if named == self.named else replace(self, named=named)
+
     def build(
         self,
         *,
@@ -105,6 +114,7 @@ class BatchPlan:
         device: torch.device,
         padded_length: int | None = None,
         layout: LayoutFn | None = None,
+        adapters: Sequence[str] = (),
     ) -> MicroBatchList:
         """Build the micro-batches, with fillers at the end. All host tensors are copied to the device at once.
 
@@ -112,7 +122,9 @@ class BatchPlan:
             n_mbs: number of micro-batches, equal on all ranks.
             device: device of their tensors.
             padded_length: common length of all micro-batches, for schedules that need one. By default lengths differ.
-            layout: returns :attr:`MicroBatch.layout` on the host, from ``seqlens``, ``padded_length``, ``tree`` and ``wanted``.
+            layout: returns :attr:`MicroBatch.layout` on the host, from ``seqlens``, ``padded_length``, ``tree``, ``wanted``
+                and ``adapters``.
+            adapters: names of the engine's adapters, by index.
 
         Raises:
             ValueError: ``n_mbs`` or ``padded_length`` is too small, or ``padded_length`` is not aligned.
@@ -128,13 +140,18 @@ class BatchPlan:
             )
         # All ranks run the same number of micro-batches: fillers make up the difference.
         make_layout = layout or (lambda *_: None)
-        mbs = list(self._build_real(padded_length, make_layout))
-        mbs += self._build_fillers(range(len(mbs), n_mbs), torch.device("cpu"), padded_length, make_layout)
+        named = None if self.named is None else tuple(adapters[k] for k in sorted(self.named))
+        mbs = list(self._build_real(padded_length, make_layout, adapters))
+        mbs += self._build_fillers(range(len(mbs), n_mbs), torch.device("cpu"), padded_length, make_layout, named)
         if device.type != "cpu" or self.form.device.type != "cpu":
             mbs = _copy_to(mbs, device)
-        return MicroBatchList(mbs=tuple(mbs), form=self.form, dropped=self.dropped, idle_ranks=self.idle_ranks)
+        return MicroBatchList(
+            mbs=tuple(mbs), form=self.form, dropped=self.dropped, idle_ranks=self.idle_ranks, adapters=named
+        )
 
-    def _build_real(self, padded_length: int | None, layout: Callable[..., Any]) -> Iterator[MicroBatch]:
+    def _build_real(
+        self, padded_length: int | None, layout: Callable[..., Any], adapters: Sequence[str]
+    ) -> Iterator[MicroBatch]:
         """Yield the micro-batches with the caller's samples, on the caller's device."""
         seqlens = [tuple(self.form.seqlens[i] for i in members) for members in self.bins]
         n_tokens, n_seqs = [sum(lengths) for lengths in seqlens], [len(lengths) for lengths in seqlens]
@@ -151,6 +168,7 @@ class BatchPlan:
             values: dict[str, Any] = {key: tensors[k] for key, tensors in (tokens | sequences).items()}
             values |= {key: [next(items) for _ in members] for key, items in payloads.items()}
             length = padded_length or self._aligned(k)
+            named = None if self.adapters is None else tuple(adapters[self.adapters[i]] for i in members)
             yield MicroBatch(
                 index=k,
                 data=Batch(values, cu_seqlens[k], self.meta),
@@ -160,11 +178,17 @@ class BatchPlan:
                 padded_length=length,
                 tree=self.trees[k],
                 wanted=wanted[k],
-                layout=layout(seqlens[k], length, self.trees[k], wanted[k]),
+                layout=layout(seqlens[k], length, self.trees[k], wanted[k], named),
+                adapters=named,
             )
 
     def _build_fillers(
-        self, indices: range, device: torch.device, padded_length: int | None, layout: Callable[..., Any]
+        self,
+        indices: range,
+        device: torch.device,
+        padded_length: int | None,
+        layout: Callable[..., Any],
+        named: tuple[str, ...] | None,
     ) -> Iterator[MicroBatch]:
         """Yield dummy micro-batches of one token, which all use the same tensors."""
         if not indices:
@@ -172,7 +196,9 @@ class BatchPlan:
         cu_seqlens, values = torch.tensor([0, 1], dtype=torch.int32, device=device), self.keys.filler(device)
         wanted = torch.zeros(1, dtype=torch.bool) if "output_mask" in values else None
         length = padded_length or self.align
-        index_tensors = layout((1,), length, None, wanted)
+        # A filler must not add a zero to the gradient of an adapter that the call does not name.
+        adapter = None if named is None else named[:1]
+        index_tensors = layout((1,), length, None, wanted, adapter)
         for k in indices:
             yield MicroBatch(
                 index=k,
@@ -184,6 +210,7 @@ class BatchPlan:
                 filler=True,
                 wanted=wanted,
                 layout=index_tensors,
+                adapters=adapter,
             )
 
 
@@ -244,8 +271,9 @@ def plan_batch(
         check_output_mask(columns.tokens["output_mask"][0])
 
     # 2. Pack: assign samples to micro-batches by their lengths. With shared prefixes, common tokens count once.
-    prefixes = Prefixes(columns.tokens) if spec.share_prefixes else None
-    bins, dropped = _pack_samples(columns.form, spec, align, prefixes)
+    adapters = read_adapters(columns.sequences, {**columns.tokens, **columns.payloads})
+    prefixes = Prefixes(columns.tokens, adapters) if spec.share_prefixes else None
+    bins, dropped = pack_samples(columns.form, spec, align, prefixes, adapters)
 
     # 3. Concatenate per-token keys in packed order. This copies the caller's tensors.
     order = [i for members in bins for i in members]
@@ -279,43 +307,9 @@ def plan_batch(
         meta=columns.meta,
         keys=KeyForms.of(tokens, sequences, columns.payloads),
         derived=frozenset(tokens) - set(columns.tokens),
+        adapters=adapters,
+        named=None if adapters is None else frozenset(adapters[i] for i in order),
     )
-
-
-def _pack_samples(
-    form: BatchForm, spec: MicroBatchSpec, align: int, prefixes: Prefixes | None
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Return the samples of each micro-batch, and the samples that were dropped."""
-    # The unit of packing is a group of ``granularity`` consecutive samples, which stay together.
-    size, n = spec.granularity, len(form.seqlens)
-    if n % size:
-        raise ValueError(
-            f"MicroBatchSpec.granularity = {size} does not divide the batch of {n} samples: pass whole groups, or "
-            "lower it"
-        )
-    groups = [_samples_of([g], size) for g in range(n // size)]
-    if prefixes is None:
-        lengths = [sum(form.seqlens[i] for i in group) for group in groups]
-    else:
-        lengths = [prefixes.length(group) for group in groups]
-    # Groups above the budget get separate micro-batches or are dropped. (With overlong="error", this call raises.)
-    fitting, overlong = _split_by_budget(lengths, spec, align)
-    alone = overlong if spec.overlong == "alone" else []
-    least = max(1, (spec.n_mbs or 1) - len(alone))
-    options: dict[str, Any] = {"min_bins": least, "align": align}
-    if prefixes is None:
-        packed = pack([lengths[g] for g in fitting], spec.max_tokens_per_mb, **options)
-    else:
-        # Order the groups by their first samples, so that neighbours have the longest common prefixes.
-        firsts = {prefixes.sort(groups[g])[0]: g for g in fitting}
-        leaders = prefixes.sort(list(firsts))
-        fitting = [firsts[i] for i in leaders]
-        shared = [0, *(prefixes.shared(a, b) for a, b in pairwise(leaders))]
-        packed = pack_sharing([lengths[g] for g in fitting], shared[: len(fitting)], spec.max_tokens_per_mb, **options)
-    # From groups back to samples.
-    bins = [sorted(fitting[i] for i in members) for members in packed] + [[g] for g in alone]
-    dropped = overlong if spec.overlong == "drop" else []
-    return tuple(_samples_of(members, size) for members in bins), _samples_of(dropped, size)
 
 
 def _build_trees(
@@ -334,35 +328,3 @@ def _build_trees(
     n_tokens = [sum(form.seqlens[i] for i in members) for members in bins]
     keys_by_bin = zip(*(x.split(n_tokens) for x in output_keys), strict=True)
     return tuple(prefixes.tree(members, keys) for members, keys in zip(bins, keys_by_bin, strict=True))
-
-
-def _samples_of(groups: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return the indices of the samples of groups."""
-    return tuple(i for g in groups for i in range(g * size, (g + 1) * size))
-
-
-def _split_by_budget(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -> tuple[list[int], list[int]]:
-    """Return the groups within the budget, and the groups above it."""
-    budget = spec.max_tokens_per_mb
-    if budget is None:
-        return list(range(len(lengths))), []
-    if budget < align:
-        raise ValueError(
-            f"MicroBatchSpec.max_tokens_per_mb = {budget} is below the alignment of {align} tokens: raise it to at "
-            f"least {align}"
-        )
-    fitting = [g for g, length in enumerate(lengths) if round_up(length, align) <= budget]
-    overlong = [g for g, length in enumerate(lengths) if round_up(length, align) > budget]
-    # The message names samples, not groups, and mentions alignment only if it matters.
-    if overlong and spec.overlong == "error":
-        g, size = overlong[0], spec.granularity
-        what = (
-            f"sample {g} has" if size == 1 else f"samples {g * size} to {(g + 1) * size - 1} (granularity {size}) have"
-        )
-        aligned = round_up(lengths[g], align)
-        tokens = f"{lengths[g]} tokens" if aligned == lengths[g] else f"{lengths[g]} tokens ({aligned} aligned)"
-        raise ValueError(
-            f"{what} {tokens}, above MicroBatchSpec.max_tokens_per_mb = {budget}: raise it, shorten the sequence, or set "
-            f"overlong='alone' or 'drop'"
-        )
-    return fitting, overlong

@@ -25,11 +25,16 @@ class Prefixes:
 
     Args:
         tokens: per-token keys, one tensor ``[S_i, ...]`` for each sample.
+        adapters: adapter of each sample, or ``None``. Samples of different adapters have no common prefix.
     """
 
-    def __init__(self, tokens: Mapping[str, Sequence[Tensor]]) -> None:
+    def __init__(self, tokens: Mapping[str, Sequence[Tensor]], adapters: Sequence[int] | None = None) -> None:
         # One integer matrix [S_i, C] for each sample: a token is a row of all values that its hidden state depends on.
         columns = [tokens[key] for key in HIDDEN_STATE_KEYS if key in tokens]
+        if adapters is not None:
+            # In the first column, so that samples are ordered by their adapters.
+            ids = tokens["input_ids"]
+            columns.insert(0, [x.new_full((len(x),), index) for x, index in zip(ids, adapters, strict=True)])
         self._rows = [_integers(tensors) for tensors in zip(*columns, strict=True)]
         # Big-endian bytes compare like the (non-negative) numbers they encode, and much faster than lists.
         keys = [row.astype(">u4").tobytes() for row in self._rows]

@@ -200,8 +200,12 @@ def _bytes_to_keep(inputs: Sequence[Any], keep_bytes: int | None) -> int:
     """
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return 0
-    default = _CPU_KEEP_BYTES if inputs[0].device.type == "cpu" else _KEEP_BYTES
-    return default if keep_bytes is None else keep_bytes
+    return default_keep_bytes(inputs[0].device) if keep_bytes is None else keep_bytes
+
+
+def default_keep_bytes(device: torch.device) -> int:
+    """Return the memory for logits that are kept for the backward, by default."""
+    return _CPU_KEEP_BYTES if device.type == "cpu" else _KEEP_BYTES
 
 
 def _rows_to_compute(targets: Tensor, shard: VocabShard, *, all_rows: bool) -> Tensor | None:

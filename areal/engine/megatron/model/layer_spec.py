@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import AttentionOptions
 from areal.engine.megatron.router import RoutedLayer, RoutedTopK
+from areal.engine.model.adapter_runs import AdapterRuns
 from areal.engine.moe.routing import Routing
 
 # Without Transformer Engine, multi_latent_attention mistakes placeholder classes for the real ones: set the flag correctly.
@@ -60,11 +61,13 @@ class PackedLayout(PackedSeqParams):
         layout: attention layout of this micro-batch.
         angles: rotary angles ``[T, 1, D]`` of this rank's positions, and the scale of their cosine and sine.
         routing: routing of this micro-batch, for the routers.
+        adapters: runs of tokens with one adapter, for the linear layers.
     """
 
     layout: AttentionLayout | None = None
     angles: tuple[Tensor, float] | None = None
     routing: Routing | None = None
+    adapters: AdapterRuns | None = None
 
 
 class PackedAttention(nn.Module):

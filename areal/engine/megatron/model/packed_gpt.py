@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from transformers import PretrainedConfig
 from areal.engine.megatron.model.config import windows
 from areal.engine.megatron.model.layer_spec import PackedLayout, block_spec
 from areal.engine.megatron.model.rotary import RotaryAngles
-from areal.engine.model.heads import LinearHead, no_update
+from areal.engine.model.heads import LinearHead, UpdateFn, head_of_runs, no_update
 from areal.engine.model.packed_lm import ModelInputs, token_outputs
-from areal.utils.functional import HeadUpdate
 
 
 class PackedGPT(GPTModel):
@@ -36,7 +35,7 @@ class PackedGPT(GPTModel):
         adapted: the model gets adapters and is not trained itself.
 
     Attributes:
-        head_update: function that returns the low-rank update of the output head in this forward, or ``None``.
+        head_update: function that returns the low-rank update of the output head by an adapter, or ``None`` without one.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class PackedGPT(GPTModel):
         self._real_vocab = hf.vocab_size
         self._padding_id = hf.pad_token_id
         self._fp32_head, self._keep_bytes = fp32_head, keep_bytes
-        self.head_update: Callable[[], HeadUpdate | None] = no_update
+        self.head_update: UpdateFn = no_update
         self._adapted = adapted
         if adapted:
             self.requires_grad_(False)
@@ -111,6 +110,7 @@ class PackedGPT(GPTModel):
                 layout=inputs.layout,
                 angles=(angles.squeeze(1), self.rotary.scaling),
                 routing=inputs.routing,
+                adapters=inputs.adapters,
             ),
         )
         return self._outputs(hidden, inputs) if self.post_process else hidden
@@ -132,11 +132,12 @@ class PackedGPT(GPTModel):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        head = LinearHead(
+        make = functools.partial(
+            LinearHead,
             self._head_weight,
             keep_bytes=self._keep_bytes,
-            update=self.head_update(),
             fp32=self._fp32_head,
             group=self.pg_collection.tp if self.pg_collection.tp.size() > 1 else None,
         )
+        head = head_of_runs(make, self.head_update, inputs.adapters)
         return token_outputs(hidden.squeeze(1), inputs, head, self.value_head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,3 +131,77 @@ def factors_drawn_in_the_order_of_the_rank(right: Function) -> Function:
             pair.down.parameter.data.copy_(local)
 
     return wrong
+
+
+# ---- several adapters in one call
+
+MIXED = "dist/checkpoint/test_lora_mixed.py::"
+EACH = MIXED + "test_each_adapter_has_the_gradient_of_its_samples[{}]"
+FAILED = "dist/checkpoint/test_lora_calls.py::test_failed_call_changes_no_pending_gradient[{}]"
+PACKED = "unit/data/test_adapters.py::"
+
+
+@mutant("areal.engine.lora.mixed:_Down.backward", EACH.format("fsdp:d2-last"), EACH.format("megatron:p2"))
+def gradients_of_the_next_adapter(right: Function) -> Function:
+    """The gradient of one adapter's ``A`` goes to another adapter with an ``A`` of the same shape."""
+
+    def wrong(ctx: Any, *grads: Any) -> Any:
+        x, width, spans, *downs = right(ctx, *grads)
+        for k in range(1, len(downs)):
+            if downs[k].shape == downs[k - 1].shape:
+                downs[k - 1], downs[k] = downs[k], downs[k - 1]
+        return x, width, spans, *downs
+
+    return wrong
+
+
+@mutant("areal.engine.model.adapter_runs:AdapterRuns.slices", EACH.format("fsdp:t2-whole"))
+def runs_of_the_first_rank(right: Function) -> Function:
+    """Every tensor-parallel rank has the runs of the first rank's tokens."""
+    return lambda self, n_rows, rank: right(self, n_rows, 0)
+
+
+@mutant(
+    "areal.utils.data.microbatch:BatchPlan._build_real", EACH.format("fsdp:d2-last"), PACKED + "test_each_adapter_*"
+)
+def run_begins_one_sample_late(right: Function) -> Function:
+    """The first sample of a run has the adapter of the run before."""
+
+    def wrong(self: Any, length: Any, layout: Any, adapters: Any) -> Any:
+        def shifted(seqlens: Any, padded: Any, tree: Any, wanted: Any, named: Any) -> Any:
+            return layout(seqlens, padded, tree, wanted, named and (named[0], *named[:-1]))
+
+        for mb in right(self, length, shifted, adapters):
+            yield replace(mb, adapters=mb.adapters and (mb.adapters[0], *mb.adapters[:-1]))
+
+    return wrong
+
+
+@mutant("areal.engine.lora.adapter_set:AdapterSet.gradients_of", EACH.format("fsdp:d2-last"))
+def other_adapters_lose_their_gradients(right: Function) -> Function:
+    """A call discards the pending gradients of the adapters that its samples do not name."""
+
+    def wrong(self: Any, names: Any) -> Any:
+        for name in set(self.names) - set(names):
+            self[name].zero_grad()
+        return right(self, names)
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.lora.adapter:Adapter.undo_call", FAILED.format("fsdp:d1-infinite"), FAILED.format("fsdp:d2-raising")
+)
+def failed_call_stays_half_added(right: Function) -> Function:
+    """The gradients of the micro-batches before an error stay pending."""
+    return lambda self: None
+
+
+@mutant(
+    "areal.utils.data.bins:merge_bins", PACKED + "test_each_adapter_has_the_micro_batches_that_it_has_alone[*spec3*]"
+)
+def bins_of_an_adapter_are_merged(right: Function) -> Function:
+    """Bins of all adapters are packed anew, by their lengths."""
+    return lambda bins, sizes, budget, **options: right(
+        [[b] for one in bins for b in one], [[n] for one in sizes for n in one], budget, **options
+    )

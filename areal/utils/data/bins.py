@@ -1,0 +1,128 @@
+"""Bins of samples: the samples of each micro-batch of one rank's batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from areal.api import BatchForm, MicroBatchSpec
+from areal.utils.data.adapters import adapters_of_groups, merge_bins
+from areal.utils.data.packing import pack, pack_sharing
+from areal.utils.data.padding import round_up
+from areal.utils.data.prefixes import Prefixes
+
+
+def pack_samples(
+    form: BatchForm,
+    spec: MicroBatchSpec,
+    align: int,
+    prefixes: Prefixes | None,
+    adapters: Sequence[int] | None,
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Return the samples of each micro-batch, and the samples that were dropped.
+
+    Args:
+        form: form of the batch.
+        spec: budget and granularity.
+        align: the length of a micro-batch is rounded up to a multiple of this.
+        prefixes: common prefixes of the samples, if they are shared.
+        adapters: adapter of each sample, or ``None``. Samples of one adapter are next to each other in a micro-batch.
+
+    Raises:
+        ValueError: the spec does not fit the batch.
+    """
+    # The unit of packing is a group of ``granularity`` consecutive samples, which stay together.
+    size, n = spec.granularity, len(form.seqlens)
+    if n % size:
+        raise ValueError(
+            f"MicroBatchSpec.granularity = {size} does not divide the batch of {n} samples: pass whole groups, or "
+            "lower it"
+        )
+    groups = [_samples_of([g], size) for g in range(n // size)]
+    if prefixes is None:
+        lengths = [sum(form.seqlens[i] for i in group) for group in groups]
+    else:
+        lengths = [prefixes.length(group) for group in groups]
+    # Groups above the budget get separate micro-batches or are dropped. (With overlong="error", this call raises.)
+    fitting, overlong = _split_by_budget(lengths, spec, align)
+    alone = overlong if spec.overlong == "alone" else []
+    dropped = overlong if spec.overlong == "drop" else []
+    if adapters is None:
+        bins = _pack_groups(fitting, alone, groups, lengths, spec, align, prefixes)
+    else:
+        # Pack the groups of each adapter as if they were alone, and merge what fits together.
+        named = adapters_of_groups(adapters, size)
+        packed = []
+        for k in sorted(set(named)):
+            mine, mine_alone = ([g for g in some if named[g] == k] for some in (fitting, alone))
+            packed.append(_pack_groups(mine, mine_alone, groups, lengths, spec, align, prefixes))
+        sizes = [[_bin_length(members, groups, lengths, prefixes) for members in bins] for bins in packed]
+        bins = merge_bins(packed, sizes, spec.max_tokens_per_mb, min_bins=spec.n_mbs or 1, align=align)
+    # From groups back to samples.
+    return tuple(_samples_of(members, size) for members in bins), _samples_of(dropped, size)
+
+
+def _pack_groups(
+    fitting: Sequence[int],
+    alone: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    spec: MicroBatchSpec,
+    align: int,
+    prefixes: Prefixes | None,
+) -> list[list[int]]:
+    """Return bins of groups. Those in ``alone`` get separate bins."""
+    least = max(1, (spec.n_mbs or 1) - len(alone))
+    options: dict[str, Any] = {"min_bins": least, "align": align}
+    if prefixes is None:
+        packed = pack([lengths[g] for g in fitting], spec.max_tokens_per_mb, **options)
+    else:
+        # Order the groups by their first samples, so that neighbours have the longest common prefixes.
+        firsts = {prefixes.sort(groups[g])[0]: g for g in fitting}
+        leaders = prefixes.sort(list(firsts))
+        fitting = [firsts[i] for i in leaders]
+        shared = [0, *(prefixes.shared(a, b) for a, b in pairwise(leaders))]
+        packed = pack_sharing([lengths[g] for g in fitting], shared[: len(fitting)], spec.max_tokens_per_mb, **options)
+    return [sorted(fitting[i] for i in members) for members in packed] + [[g] for g in alone]
+
+
+def _bin_length(
+    members: Sequence[int], groups: Sequence[Sequence[int]], lengths: Sequence[int], prefixes: Prefixes | None
+) -> int:
+    """Return the number of tokens of a bin of groups."""
+    if prefixes is None:
+        return sum(lengths[g] for g in members)
+    return prefixes.length([i for g in members for i in groups[g]])
+
+
+def _samples_of(groups: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return the indices of the samples of groups."""
+    return tuple(i for g in groups for i in range(g * size, (g + 1) * size))
+
+
+def _split_by_budget(lengths: Sequence[int], spec: MicroBatchSpec, align: int) -> tuple[list[int], list[int]]:
+    """Return the groups within the budget, and the groups above it."""
+    budget = spec.max_tokens_per_mb
+    if budget is None:
+        return list(range(len(lengths))), []
+    if budget < align:
+        raise ValueError(
+            f"MicroBatchSpec.max_tokens_per_mb = {budget} is below the alignment of {align} tokens: raise it to at "
+            f"least {align}"
+        )
+    fitting = [g for g, length in enumerate(lengths) if round_up(length, align) <= budget]
+    overlong = [g for g, length in enumerate(lengths) if round_up(length, align) > budget]
+    # The message names samples, not groups, and mentions alignment only if it matters.
+    if overlong and spec.overlong == "error":
+        g, size = overlong[0], spec.granularity
+        what = (
+            f"sample {g} has" if size == 1 else f"samples {g * size} to {(g + 1) * size - 1} (granularity {size}) have"
+        )
+        aligned = round_up(lengths[g], align)
+        tokens = f"{lengths[g]} tokens" if aligned == lengths[g] else f"{lengths[g]} tokens ({aligned} aligned)"
+        raise ValueError(
+            f"{what} {tokens}, above MicroBatchSpec.max_tokens_per_mb = {budget}: raise it, shorten the sequence, or set "
+            f"overlong='alone' or 'drop'"
+        )
+    return fitting, overlong
