@@ -64,6 +64,7 @@ class EngineBackend:
 
     Attributes:
         group: handle of the engine.
+        models: adapter of each model, by the id of the model.
 
     Raises:
         ValueError: the model, the layout or a setting is refused.
@@ -88,7 +89,7 @@ class EngineBackend:
 
     def _begin(self) -> None:
         """Begin without models, on an engine that was just initialized."""
-        self._slots: dict[str, Slot] = {}
+        self.models: dict[str, Slot] = {}
         self._selected = DEFAULT_NAME
         self._empty: list[RankMemory] = self.group.run(rank_memory)
         self._lost = None
@@ -110,17 +111,18 @@ class EngineBackend:
     # ---- models
 
     def create_model(self, model_id: str, adapter: AdapterSpec) -> None:
-        if model_id in self._slots:
+        self._require()
+        if model_id in self.models:
             raise UserError(f"model_id = {model_id!r}: there is such a model already: choose another id")
         seed = mixed(self._config.seed, model_id) if adapter.seed is None else adapter.seed
         lora = self._lora(adapter)
-        self._slots[model_id] = self._admit(adapter, lambda name: self.group.adapters.add(name, lora, seed=seed))
+        self.models[model_id] = self._admit(adapter, lambda name: self.group.adapters.add(name, lora, seed=seed))
 
     def delete(self, model_id: str) -> None:
         slot = self._slot(model_id)
         with self._errors():
             self._remove(slot)
-        del self._slots[model_id]
+        del self.models[model_id]
 
     def _remove(self, slot: Slot) -> None:
         # The selected adapter cannot be removed.
@@ -148,9 +150,9 @@ class EngineBackend:
             UserError: memory is short, or the engine refuses the adapter.
         """
         limit = self._config.max_models
-        if limit is not None and len(self._slots) >= limit:
+        if limit is not None and len(self.models) >= limit:
             raise UserError(
-                f"the server has {len(self._slots)} models, and can have {limit}: finish a session or delete a model"
+                f"the server has {len(self.models)} models, and can have {limit}: finish a session or delete a model"
             )
         slot = Slot(f"model-{next(self._numbers)}", adapter)
         with self._errors():
@@ -161,7 +163,7 @@ class EngineBackend:
             if short is not None:
                 self.group.adapters.remove(slot.name)
                 raise UserError(
-                    f"memory is short for a model with lora_config.rank = {adapter.rank} beside {len(self._slots)} others: {short}: lower "
+                    f"memory is short for a model with lora_config.rank = {adapter.rank} beside {len(self.models)} others: {short}: lower "
                     "the rank, or delete a model"
                 )
         return slot
@@ -179,9 +181,9 @@ class EngineBackend:
             BackendLostError: all models are lost.
         """
         self._require()
-        if model_id not in self._slots:
+        if model_id not in self.models:
             raise UserError(f"model_id = {model_id!r}: there is no such model: create it, or load it from a checkpoint")
-        return self._slots[model_id]
+        return self.models[model_id]
 
     def _select(self, name: str) -> None:
         if self._selected != name:
@@ -292,8 +294,8 @@ class EngineBackend:
             # A new slot, so that a checkpoint that is refused leaves the model as it is.
             path = folder.absolute()
             slot = self._admit(adapter, lambda name: self.group.adapters.load(name, path, with_optim=with_optimizer))
-            before = self._slots.get(model_id)
-            self._slots[model_id] = slot
+            before = self.models.get(model_id)
+            self.models[model_id] = slot
             if before is not None:
                 self._remove(before)
         return adapter
