@@ -105,11 +105,11 @@ def test_models_are_refused(backend: EngineBackend, start: Start) -> None:
         lambda: [_raise(x) for x in backend.forward([unknown])],
         lambda: [_raise(x) for x in backend.forward_backward([unknown])],
     ):
-        with pytest.raises(UserError, match="model_id = 'b': there is no such model"):
+        with pytest.raises(UserError, match=r"model_id = 'b': there is no such model"):
             call()
     few = start(max_models=1)
     trained(few, "a", steps=0)
-    with pytest.raises(UserError, match="the server has 1 models, and can have 1"):
+    with pytest.raises(UserError, match=r"the server has 1 models, and can have 1"):
         trained(few, "b")
 
 
@@ -320,7 +320,7 @@ def test_gradient_that_is_not_finite_changes_nothing(backend: EngineBackend) -> 
     before = weights(backend, "a")
     result = run(backend, request("a", steep()))
     assert math.isfinite(result.metrics["loss:sum"])
-    with pytest.raises(UserError, match="optim_step: the gradient is not finite"):
+    with pytest.raises(UserError, match=r"optim_step: the gradient is not finite"):
         backend.optim_step("a", STEP)
     assert same(weights(backend, "a"), before)
     # The moments, too: further steps are those of a model without that request, and the gradient is gone.
@@ -375,7 +375,7 @@ def test_lost_engine_needs_a_restart(start: Start, monkeypatch: pytest.MonkeyPat
             call()
     made.restart()
     assert made.healthy()
-    with pytest.raises(UserError, match="no such model"):
+    with pytest.raises(UserError, match=r"no such model"):
         made.delete("a")
     trained(made, "a")
     again = run(made, request("a", data("weights")))
