@@ -25,24 +25,6 @@ class BaseModel:
     folder: Path
     fingerprint: str
 
-    @classmethod
-    def of(cls, name: str) -> BaseModel:
-        """Find a base model, which may download it.
-
-        Raises:
-            ValueError: there is no such model.
-        """
-        folder = model_folder(name)
-        digest = hashlib.sha256()
-        for file in sorted(folder.glob("*.safetensors")):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            with open(file, "rb") as stream:
-                for start in sorted({0, max(0, size // 2), max(0, size - _SAMPLED_BYTES)}):
-                    stream.seek(start)
-                    digest.update(stream.read(_SAMPLED_BYTES))
-        return cls(name, folder, digest.hexdigest())
-
     def max_tokens(self, limit: int | None) -> int:
         """Return the most tokens of one sample: the limit of the operator, or else the context length of the model.
 
@@ -61,3 +43,21 @@ class BaseModel:
                 f"backend_config.max_tokens = None: the configuration of {self.name} states no context length: set it"
             )
         return length
+
+
+def find_base_model(name: str) -> BaseModel:
+    """Find a base model, which may download it.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    folder = model_folder(name)
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as stream:
+            for start in sorted({0, max(0, size // 2), max(0, size - _SAMPLED_BYTES)}):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLED_BYTES))
+    return BaseModel(name, folder, digest.hexdigest())

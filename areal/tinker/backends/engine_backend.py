@@ -20,7 +20,7 @@ from areal.engine.checkpoint.atomic_dir import verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
 from areal.tinker.backends.adam import step_settings
 from areal.tinker.backends.adapter_memory import RankMemory, rank_memory, shortage
-from areal.tinker.backends.base_model import BaseModel
+from areal.tinker.backends.base_model import find_base_model
 from areal.tinker.backends.engine_config import EngineBackendConfig
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.losses.table import loss_keys, make_loss
@@ -73,7 +73,7 @@ class EngineBackend:
     """
 
     def __init__(self, model: str, backend: str, config: EngineBackendConfig) -> None:
-        self._config, self._base = config, BaseModel.of(model)
+        self._config, self._base = config, find_base_model(model)
         settings = config.engine_config(model, backend)
         self._executor = config.executor(settings.dims.world_size)
         self._numbers = itertools.count()
