@@ -182,7 +182,7 @@ def outputs_in_packed_order(right: Function) -> Function:
 
 @mutant(
     "areal.tinker.backends.adam:step_settings",
-    SERVER + "test_engine_backend.py::test_steps_equal_torchs_adamw",
+    SERVER + "test_optim_step.py::test_steps_equal_torchs_adamw",
 )
 def step_clips_by_default(right: Function) -> Function:
     """A clip norm of 0 clips to 1."""
