@@ -12,7 +12,7 @@ from areal.engine.batch_rules import rules_of
 
 
 def unit_weight(batch: Batch) -> Tensor:
-    """Return the loss weight of a micro-batch of a request: 1, so that the loss is computed whatever the data."""
+    """Return the loss weight of a micro-batch of a request: 1, so that the loss of data without weight is computed, too."""
     return batch["input_ids"].new_ones((), dtype=torch.float64)
 
 

@@ -19,7 +19,7 @@ LAYOUTS = [
     pytest.param("fsdp:d2", marks=pytest.mark.world(2)),
     pytest.param("fsdp:t2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     pytest.param("fsdp:p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
-    pytest.param("megatron:t2", marks=pytest.mark.world(2)),
+    pytest.param("megatron:t2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     pytest.param("megatron:p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from areal.tests.grid.models import model_dir
 from areal.tests.unit.tinker.backends.conftest import Start
 from areal.tinker.backends.engine_backend import create
 from areal.tinker.backends.engine_config import EngineBackendConfig, RayConfig
+from areal.tinker.backends.losses.table import loss_keys
 
 
 @pytest.mark.parametrize(
@@ -100,3 +102,12 @@ def test_processes_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"resources": {"GPU": 1.0}, "hang_seconds": 9.0, "environment": {"A": "b"}}
     assert EngineBackendConfig(ray=RayConfig(**options)).executor(1) == "workers"  # type: ignore[arg-type]
     assert made == [(2, {}), (1, RayConfig(**options).model_dump())]  # type: ignore[arg-type]
+
+
+def test_page_has_each_setting_and_each_loss() -> None:
+    page = (Path(__file__).parents[5] / "docs" / "server-training.md").read_text()
+    for name in EngineBackendConfig.model_fields:
+        assert f"`{name}`" in page, name
+    for name, keys in loss_keys().items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert all(f"`{key}`" in row for key in keys["config"])
