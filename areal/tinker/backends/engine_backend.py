@@ -118,7 +118,16 @@ class EngineBackend:
             raise UserError(f"model_id = {model_id!r}: there is such a model already: choose another id")
         seed = mixed(self._config.seed, model_id) if adapter.seed is None else adapter.seed
         lora = self._lora(adapter)
-        self.models[model_id] = self._admit(adapter, lambda name: self.group.adapters.add(name, lora, seed=seed))
+
+        def add(name: str) -> None:
+            try:
+                self.group.adapters.add(name, lora, seed=seed)
+            except ValueError as error:
+                # The engine names kinds of layers, the client its switches.
+                kinds = "train_attn, train_mlp and train_unembed of lora_config select 'attention', 'mlp' and 'head'"
+                raise UserError(f"{error} ({kinds})") from error
+
+        self.models[model_id] = self._admit(adapter, add)
 
     def delete(self, model_id: str) -> None:
         slot = self._slot(model_id)

@@ -106,8 +106,22 @@ def test_models_are_refused(backend: EngineBackend, start: Start) -> None:
         trained(few, "b")
 
 
+def test_layers_that_a_model_does_not_have(start: Start) -> None:
+    """Experts cannot have adapters: the error says which switch of the client leaves them out. A tied head has one."""
+    experts, tied = start(model=model_dir("qwen3_moe")), start(model=model_dir("qwen3_tied"))
+    with pytest.raises(
+        UserError, match=r"experts of this model cannot .* leave 'mlp' out.* train_mlp .*select .*'mlp'"
+    ):
+        experts.create_model("a", AdapterSpec(4))
+    for made, kinds in ((experts, {"mlp": False}), (tied, {})):
+        before = run(made, request(trained(made, "a", **kinds), data("weights", seed=100))).metrics["loss:sum"]
+        made.optim_step("a", AdamParams(1e-3))
+        assert run(made, request("a", data("weights", seed=100))).metrics["loss:sum"] < before
+
+
 def test_short_memory_is_reported_and_delete_releases_it(start: Start) -> None:
     made = start(adapter_memory_mb=1)
+    empty = made.group.memory()
     # All layers of rank 32: 34,304 numbers of 4 bytes, four times: weights, gradient, two moments.
     trained(made, "a", rank=32)
     before = made.group.memory()
@@ -120,6 +134,7 @@ def test_short_memory_is_reported_and_delete_releases_it(start: Start) -> None:
     assert len(made.group.adapters.names) == 2
     made.delete("a")
     assert made.group.adapters.names == ("default",)
+    assert made.group.memory() == empty
     made.create_model("b", AdapterSpec(32))
     made.create_model("c", AdapterSpec(24))
 
