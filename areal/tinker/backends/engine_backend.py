@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from torch import Tensor
 from areal.api import FinetuneSpec, LoRAConfig, StepOutput
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
-from areal.engine.checkpoint.atomic_dir import verify
+from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
 from areal.tinker.backends.adam import step_settings
 from areal.tinker.backends.adapter_memory import RankMemory, rank_memory, shortage
 from areal.tinker.backends.base_model import find_base_model
 from areal.tinker.backends.engine_config import EngineBackendConfig
+from areal.tinker.backends.engine_errors import lost_error, protocol_errors
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.losses.table import loss_keys, make_loss
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, PassResult, PreparedBatch
@@ -30,6 +32,8 @@ from areal.tinker.backends.rank_work import no_loss, no_weight, unit_weight, voc
 from areal.tinker.backends.samples import engine_samples, target_arrays
 from areal.utils.distributed import EngineLostError
 from areal.utils.seeding import mixed
+
+logger = logging.getLogger(__name__)
 
 _KINDS: tuple[Literal["attention", "mlp", "head"], ...] = ("attention", "mlp", "head")
 
@@ -88,6 +92,10 @@ class EngineBackend:
         except BaseException:
             self._executor.close()
             raise
+        logger.info(
+            "base model %s on %s in %s: %d token ids, samples of at most %d tokens, adapters of rank %d or less with alpha %g",
+            *(model, settings.dims, config.dtype, self._limits.vocab_size, max_tokens, config.max_rank, config.alpha),
+        )
 
     def _begin(self) -> None:
         """Begin without models, on an engine that was just initialized."""
@@ -304,6 +312,11 @@ class EngineBackend:
         }
         with self._errors():
             self.group.adapters.save(slot.name, folder.absolute(), with_optim=with_optim, about={_ABOUT: about})
+            # The process of rank 0 writes, which may be on another node.
+            if not is_complete(folder):
+                raise ServerError(
+                    f"{folder} was written by rank 0, but is not visible to the server: put --root on a file system that all nodes share"
+                )
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
         self._require()
@@ -354,36 +367,19 @@ class EngineBackend:
 
     def _require(self) -> None:
         if not self.healthy():
-            raise self._loss(self._lost or self._executor.lost or RuntimeError("the backend was closed"))
-
-    def _loss(self, error: BaseException) -> BackendLostError:
-        self._lost = self._lost or error
-        return BackendLostError(
-            f"the training processes were lost, and all models with them; load the last checkpoint: {error}"
-        )
+            raise lost_error(self._lost or self._executor.lost or RuntimeError("the backend was closed"))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of the engine as those of the protocol."""
+        """Raise errors of the engine as those of the protocol, and note that the ranks are lost."""
         try:
-            yield
-        except (UserError, ServerError):
+            with protocol_errors(self._executor):
+                yield
+        except BackendLostError as error:
+            self._lost = self._lost or error.__cause__ or error
             raise
-        except (EngineLostError, WorkerLostError) as error:
-            raise self._loss(error) from error
-        except ValueError as error:
-            raise UserError(_without_notes(str(error))) from error
-        except Exception as error:
-            if self._executor.lost is not None:
-                raise self._loss(self._executor.lost) from error
-            raise ServerError(_without_notes(f"{type(error).__name__}: {error}")) from error
 
 
 def create(model: str, backend: str, config: Mapping[str, Any]) -> EngineBackend:
     """Start a backend: a :class:`~areal.tinker.backends.protocol.TrainingFactory`."""
     return EngineBackend(model, backend, EngineBackendConfig.parse(config))
-
-
-def _without_notes(text: str) -> str:
-    """Return the text of an engine's error without what it says about gradients: those of earlier requests are kept here."""
-    return text.replace(" (all pending gradients were discarded; the engine can be used for the next call)", "")

@@ -15,7 +15,7 @@ from areal.tests.grid.models import model_dir
 from areal.tests.unit.tinker.backends.conftest import Start
 from areal.tests.unit.tinker.backends.reference import STEP, data, request, run, same, trained, weights
 from areal.tinker.backends.engine_backend import EngineBackend
-from areal.tinker.backends.errors import UserError
+from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import AdapterSpec, PassResult
 
 
@@ -156,6 +156,18 @@ def test_files_are_written_once_and_appear_complete(backend: EngineBackend, tmp_
         backend.save("a", tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+
+
+def test_checkpoint_that_the_server_does_not_see(
+    backend: EngineBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 writes on another node, into a folder that is not shared."""
+    trained(backend, "a")
+    monkeypatch.setattr(type(backend.group.adapters), "save", lambda *_, **__: None)
+    with pytest.raises(
+        ServerError, match=r"not visible to the server: put --root on a file system that all nodes share"
+    ):
+        backend.save("a", tmp_path / "a")
 
 
 def test_load_replaces_pending_gradients(backend: EngineBackend, tmp_path: Path) -> None:

@@ -226,14 +226,15 @@ def test_error_of_the_model_is_an_error_of_the_server(backend: EngineBackend, mo
     before = gradients(backend, "a")
 
     def fails(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of memory")
+        raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
         patch.setattr("areal.engine.model.packed_lm.PackedCausalLM.forward", fails)
         failed = backend.forward_backward([request("a", data("weights"))])[0]
     assert isinstance(failed, ServerError)
     assert not isinstance(failed, BackendLostError)
-    assert "out of memory" in str(failed)
+    assert "out of memory in micro-batch 0" in str(failed)
+    assert "lower backend_config.max_tokens_per_mb" in str(failed)
     assert backend.healthy()
     assert same(gradients(backend, "a"), before)
 
