@@ -111,7 +111,11 @@ def test_optional_dependencies_are_imported_only_in_their_folder() -> None:
 
 
 def test_files_have_at_most_400_lines() -> None:
-    files = [*ROOT.rglob("*.py"), *(ROOT.parent / "examples").rglob("*.py"), *(ROOT.parent / "benchmarks").rglob("*.py")]
+    files = [
+        *ROOT.rglob("*.py"),
+        *(ROOT.parent / "examples").rglob("*.py"),
+        *(ROOT.parent / "benchmarks").rglob("*.py"),
+    ]
     long = {str(path): n for path in files if (n := len(path.read_text().splitlines())) > 400}
     assert not long
 
