@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
 
-from areal.api import FinetuneSpec, LoRAConfig, StepOutput
+from areal.api import FinetuneSpec, LoRAConfig
 from areal.dispatch import WorkerGroup
-from areal.dispatch.errors import WorkerLostError
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
 from areal.tinker.backends.adam import step_settings
@@ -26,14 +25,16 @@ from areal.tinker.backends.engine_config import EngineBackendConfig
 from areal.tinker.backends.engine_errors import lost_error, protocol_errors
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.losses.table import loss_keys, make_loss
+from areal.tinker.backends.passes import SHORT, Pass, divide_into_calls, rounds_alike, run_passes
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, PassResult, PreparedBatch
 from areal.tinker.backends.protocol import ModelLimits
-from areal.tinker.backends.rank_work import no_loss, no_weight, unit_weight, vocab_size
-from areal.tinker.backends.samples import engine_samples, target_arrays
-from areal.utils.distributed import EngineLostError
+from areal.tinker.backends.rank_work import no_loss, no_weight, threads, vocab_size
+from areal.tinker.backends.samples import engine_samples
 from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)
+
+_R = TypeVar("_R")
 
 _KINDS: tuple[Literal["attention", "mlp", "head"], ...] = ("attention", "mlp", "head")
 
@@ -61,7 +62,7 @@ class Slot:
 class EngineBackend:
     """Implements :class:`~areal.tinker.backends.protocol.TrainingBackend` on a group of ranks, which may be this process alone.
 
-    Each model is an adapter of the engine. Requests run one after the other: the engine applies and trains the selected adapter.
+    Each model is an adapter of the engine. Samples name their adapter, and short requests of several models may share a call.
 
     Args:
         model: directory or hub name of the base model.
@@ -89,6 +90,7 @@ class EngineBackend:
             self.group.initialize(FinetuneSpec(total_train_steps=1))
             self._begin()
             self._limits = ModelLimits(self.group.run(vocab_size)[0], max_tokens, config.max_rank)
+            self._shared_tokens = self._most_shared_tokens(settings.dtype)
         except BaseException:
             self._executor.close()
             raise
@@ -101,8 +103,16 @@ class EngineBackend:
         """Begin without models, on an engine that was just initialized."""
         self.models: dict[str, Slot] = {}
         self._selected = DEFAULT_NAME
+        self._names = self.group.adapters.names
         self._empty: list[RankMemory] = self.group.run(rank_memory)
         self._lost = None
+
+    def _most_shared_tokens(self, dtype: str) -> int:
+        """Return the most tokens of a request that shares a call with those of other models."""
+        if self._config.max_shared_tokens is not None:
+            return self._config.max_shared_tokens
+        same = rounds_alike(self._base.name, dtype, self.group.dims.world_size, self.group.run(threads)[0])
+        return SHORT if same else 0
 
     # ---- capabilities
 
@@ -116,7 +126,7 @@ class EngineBackend:
         return frozenset({"adamw"})
 
     def batches_models(self) -> bool:
-        return False
+        return self._shared_tokens > 0
 
     # ---- models
 
@@ -148,6 +158,7 @@ class EngineBackend:
         if self._selected == slot.name:
             self._select(DEFAULT_NAME)
         self.group.adapters.remove(slot.name)
+        self._names = self.group.adapters.names
 
     def _lora(self, adapter: AdapterSpec) -> LoRAConfig:
         """Return the engine's description of an adapter.
@@ -193,6 +204,7 @@ class EngineBackend:
                     f"memory is short for a model with lora_config.rank = {adapter.rank}, in addition to {len(self.models)} models: {short}: "
                     "lower the rank, or delete a model"
                 )
+            self._names = self.group.adapters.names
         return slot
 
     @property
@@ -226,55 +238,40 @@ class EngineBackend:
         return self._run(batches, train=True)
 
     def _run(self, batches: Sequence[PreparedBatch], *, train: bool) -> list[PassResult | UserError | ServerError]:
-        """Run requests one after the other. Requests of several models in one call of the engine would begin here."""
-        results: list[PassResult | UserError | ServerError] = []
-        for batch in batches:
-            try:
-                results.append(self._run_alone(batch, train=train))
-            except BackendLostError:
-                raise
-            except (UserError, ServerError) as error:
-                results.append(error)
+        """Run requests, each of which fails alone."""
+        prepared = [self._attempt(functools.partial(self._prepare, batch)) for batch in batches]
+        results: list[Any] = list(prepared)
+        indices = [index for index, each in enumerate(prepared) if isinstance(each, Pass)]
+        passes = [each for each in prepared if isinstance(each, Pass)]
+        for call in divide_into_calls(passes, self._shared_tokens):
+            for k, result in zip(call, self._run_call([passes[k] for k in call], train=train), strict=True):
+                results[indices[k]] = result
         return results
 
-    def _run_alone(self, batch: PreparedBatch, *, train: bool) -> PassResult:
+    def _prepare(self, batch: PreparedBatch) -> Pass:
         slot = self._slot(batch.model_id)
-        with self._errors():
-            loss = make_loss(batch.loss, batch.config)
-            samples = engine_samples(batch.data, loss)
-            self._select(slot.name)
-            if train:
-                step = self._accumulate(slot, samples, loss)
-                total = step.loss
-            else:
-                # An evaluation divides by the weight, which is the number of micro-batches.
-                step = self.group.eval_batch(samples, loss, unit_weight, returns=("logprobs",))
-                total = step.loss * step.metrics["weight"]
-        # The engine's own metrics have names without a suffix.
-        metrics = {name: value for name, value in step.metrics.items() if ":" in name}
-        return PassResult(target_arrays(step.outputs["logprobs"], batch.data), {"loss:sum": total, **metrics})
+        loss = make_loss(batch.loss, batch.config)
+        return Pass(batch, slot.name, loss, engine_samples(batch.data, loss))
 
-    def _accumulate(self, slot: Slot, samples: list[dict[str, Tensor]], loss: Any) -> StepOutput:
-        """Add the gradient of a request to the pending ones of the selected adapter. A request that fails adds nothing."""
+    def _run_call(self, passes: Sequence[Pass], *, train: bool) -> Sequence[PassResult | UserError | ServerError]:
+        """Run requests in one call. If it fails, each runs alone, so that the others succeed."""
+        done = self._attempt(lambda: run_passes(self.group, self._names, passes, train=train))
+        if isinstance(done, UserError | ServerError):
+            return [done] if len(passes) == 1 else [self._run_call([each], train=train)[0] for each in passes]
+        if train:
+            for each in passes:
+                self._slot(each.batch.model_id).pending = True
+        return done
 
-        def run() -> StepOutput:
-            return self.group.forward_backward(samples, loss, unit_weight, normalization="sum", returns=("logprobs",))
-
-        if not slot.pending:
-            step = run()
-            slot.pending = True
-            return step
-        # A call that fails discards the pending gradients, so those of earlier requests are kept aside.
-        self.group.adapters.set_aside(slot.name)
+    def _attempt(self, work: Callable[[], _R]) -> _R | UserError | ServerError:
+        """Return the result of a function, or its error if it concerns one request only."""
         try:
-            step = run()
-        except (EngineLostError, WorkerLostError):
+            with self._errors():
+                return work()
+        except BackendLostError:
             raise
-        except Exception:
-            self.group.adapters.put_back(slot.name)
-            raise
-        self.group.adapters.put_back(slot.name)
-        return step
+        except (UserError, ServerError) as error:
+            return error
 
     # ---- optimizer
 

@@ -62,6 +62,12 @@ class EngineBackendConfig(StrictConfig):
     max_tokens_per_mb: int = Field(
         default=8192, gt=0, description="Most tokens of a micro-batch. A longer sample is a micro-batch by itself."
     )
+    max_shared_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Most tokens of a request that shares a call of the engine with those of other models; 0: none does. None: 200 where "
+        "results are the same bits (one CPU thread, float32, widths that are multiples of 32), and 0 elsewhere, where they differ by rounding.",
+    )
     kept_logits_mb: int | None = Field(default=None, ge=0, description="MiB of logits kept for the backward.")
     activation_checkpointing: ActivationCheckpointing = "none"
     deterministic: bool = Field(default=False, description="Use only deterministic kernels.")

@@ -36,3 +36,8 @@ def vocab_size(engine: TrainEngine, _: Any) -> int:
     if rules is None:
         raise ValueError("the engine has no batch_rules, which the backend needs: derive it from BaseTrainEngine")
     return rules.vocab_size
+
+
+def threads(engine: TrainEngine, _: Any) -> int:
+    """Return the number of threads of a product on the CPU."""
+    return torch.get_num_threads()
