@@ -72,14 +72,16 @@ def trained(backend: EngineBackend, model_id: str, rank: int = 4, seed: int = 7,
 
 
 def gradients(backend: EngineBackend, model_id: str) -> dict[str, Tensor]:
-    """Return the pending gradients of the model that ran last."""
-    assert backend.models[model_id].pending
+    """Return the pending gradients of a model, which becomes the selected one."""
+    slot = backend.models[model_id]
+    assert slot.pending
+    backend._select(slot.name)
     return {name: x.clone() for name, x in backend.group.named_gradients()}
 
 
 def weights(backend: EngineBackend, model_id: str) -> dict[str, Tensor]:
     """Return the weights of a model, which becomes the selected one."""
-    backend.forward([request(model_id, data("weights", lengths=(1,)))])
+    backend._select(backend.models[model_id].name)
     return {name: x.clone() for name, x in backend.group.adapters.named_tensors()}
 
 

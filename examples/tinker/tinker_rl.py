@@ -1,7 +1,7 @@
 """Reinforcement learning on sums, by the Tinker SDK: groups of answers, centred rewards, importance sampling.
 
     areal serve --model runs/SmolLM2-135M-Instruct
-    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/tinker/rl.py
+    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/tinker/tinker_rl.py
 
 ``--from-state PATH`` begins with the weights of a supervised run, which knows the form of an answer.
 """

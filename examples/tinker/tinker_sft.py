@@ -1,7 +1,7 @@
 """Supervised fine-tuning on sums, by the Tinker SDK.
 
     areal serve --model runs/SmolLM2-135M-Instruct
-    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/tinker/sft.py
+    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/tinker/tinker_sft.py
 
 The run is saved every few steps. ``--resume PATH`` continues a saved one, with its optimizer.
 """
