@@ -13,8 +13,8 @@ from areal.api.weights import NamedTensor
 class Adapters(Protocol):
     """Named adapters of one engine. The selected adapter is applied in the forward and is trained.
 
-    With the per-sequence key ``adapter``, an index in :attr:`names`, the samples of a batch name theirs instead. Such a call adds to the pending
-    gradients of the named adapters; after an error these are as before the call.
+    With the per-sequence key ``adapter``, an index in :attr:`names`, the samples of a batch name theirs instead. Such a call adds to the
+    pending gradients of the named adapters; after an error these are as before the call.
 
     Each adapter has separate weights, pending gradients, optimizer state, learning rate and step count. Operations on one adapter do not change
     any bit of another. Every method is collective.

@@ -121,7 +121,7 @@ def _rows(x: Tensor, span: tuple[int, int], columns: int | None = None) -> Tenso
     return rows if columns in (None, x.shape[1]) else rows.narrow(1, 0, columns)  # type: ignore[arg-type]
 
 
-def _end_to_end(shape: Sequence[int], like: Tensor, spans: Spans, parts: Sequence[Tensor]) -> Tensor:
+def _end_to_end(shape: Sequence[int], like: Tensor, spans: Spans, parts: list[Tensor]) -> Tensor:
     """Return a matrix of these runs of rows, with zeros elsewhere."""
     # Usually every row is in a run, and all runs are equally wide.
     if sum(map(len, parts)) == shape[0] and all(part.shape[1] == shape[1] for part in parts):
