@@ -59,8 +59,10 @@ class LocalSampler:
         device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         try:
-            network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=settings.attention)
-        except OSError as error:
+            network: Any = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, attn_implementation=settings.attention
+            )
+        except (OSError, ValueError) as error:
             raise ValueError(f"model = {model!r} cannot be read: {error}") from error
         # Sizes that are not given follow from the model and the device.
         positions = getattr(network.config.get_text_config(), "max_position_embeddings", None) or _MOST_CONTEXT
@@ -208,9 +210,11 @@ create: SamplingFactory = LocalSampler.create
 def _tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a model; ``None`` without one, so that requests with stop strings are refused."""
     try:
-        return AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
         return None
+    # For some families, transformers makes a tokenizer without files, which has special tokens only.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
 def _with_seeds(sampling: Sampling, request: SamplingRequest) -> list[Sampling]:
