@@ -59,8 +59,8 @@ def tied_dir(tied: bool) -> str:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("tied", {}),
-        ("untied", {}),
+        pytest.param("tied", {}, id="tied"),
+        pytest.param("untied", {}, id="untied"),
         pytest.param("untied", {"max_batch_tokens": 24}, id="split-prompts"),
         pytest.param("untied", {"max_requests": 3}, id="few-at-once"),
         pytest.param("tied", {"cache_tokens": CONTEXT, "page_size": 4}, id="full-cache"),
