@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal.engine.lora.adapter_set import peft_format
+from areal.engine.lora.plan import AdapterPlan
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class ServedAdapters:
         self._model = model
         # Copied, because generation changes the attention in the model's own configuration.
         self._config = copy.deepcopy(model.config)
+        self._plans: dict[str, AdapterPlan] = {}
         self._named: dict[str, ServedAdapter] = {}
         self._in_use: dict[int, ServedAdapter] = {}
         self._numbers = itertools.count(1)
@@ -121,7 +123,7 @@ class ServedAdapters:
             ValueError: the directory is damaged or of another model.
         """
         base = self._config._name_or_path or None
-        plan, weights = peft_format().read_folder(folder, self._config, base)
+        plan, weights = peft_format().read_folder(folder, self._config, base, self._plans)
         device, dtype = self._model.device, self._model.dtype
         factors = {
             # Converted before they are moved: the copy to a device is complete when it returns.

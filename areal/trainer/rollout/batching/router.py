@@ -59,12 +59,11 @@ class AdapterRouter:
         self._install({name for adapter, _ in self._runs for name in adapter.factors})
 
     @contextmanager
-    def whole(self, adapter: ServedAdapter | None) -> Iterator[None]:
-        """Context in which one adapter, or none, is applied to all tokens of forwards. Generation must be paused."""
+    def sequences(self, adapters: Sequence[ServedAdapter | None], length: int) -> Iterator[None]:
+        """Context of forwards whose input is ``[n, length]``, with an adapter or none for each row. Generation must be paused."""
         self.clear()
-        if adapter is not None:
-            self._runs = self._head_runs = [(adapter, slice(None))]
-            self._install(set(adapter.factors))
+        self._runs = self._head_runs = self._rows_of(adapters, [length] * len(adapters))
+        self._install({name for adapter, _ in self._runs for name in adapter.factors})
         try:
             yield
         finally:
