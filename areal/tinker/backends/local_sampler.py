@@ -218,7 +218,7 @@ def _tokenizer(model: str) -> PreTrainedTokenizerBase | None:
 
 
 def _with_seeds(sampling: Sampling, request: SamplingRequest) -> list[Sampling]:
-    """Return the parameters of each answer. Each has a seed of its own."""
+    """Return the parameters of each answer. Their seeds differ."""
     fields = vars(sampling)
     seed = request.seed
     seeds = [None if seed is None else mixed(seed, index) for index in range(request.num_samples)]

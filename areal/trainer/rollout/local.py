@@ -112,7 +112,7 @@ class LocalRollout:
 
     @property
     def serving(self) -> bool:
-        """Whether the next request can be served. Does not block."""
+        """True if the next request can be served. Does not block."""
         up = not (self._requests.closed or self._asleep or self._failed) and self._manager.is_running()
         return up and self._broken is None
 

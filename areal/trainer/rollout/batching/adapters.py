@@ -61,7 +61,7 @@ class ServedAdapter:
             yield from (each.down, each.up)
 
     def use_on(self, stream: torch.Stream | None) -> None:
-        """Keep freed memory from being used again before a stream has read it. ``None``: the device has no streams."""
+        """Keep freed memory from being used again before a stream has read it. ``None`` on a device without streams."""
         if stream is not None and stream is not self._stream:
             for x in self.tensors():
                 x.record_stream(stream)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Requests of a rollout that have no answer yet."""
+"""Requests of a rollout that are not answered yet."""
 
 from __future__ import annotations
 
