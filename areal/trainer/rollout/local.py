@@ -113,8 +113,9 @@ class LocalRollout:
     @property
     def serving(self) -> bool:
         """True if the next request can be served. Does not block."""
-        up = not (self._requests.closed or self._asleep or self._failed) and self._manager.is_running()
-        return up and self._broken is None
+        if self._requests.closed or self._asleep or self._failed or self._broken is not None:
+            return False
+        return self._manager.is_running() and self._manager.background_thread_status.can_accept_new_requests() is None
 
     @property
     def adapters(self) -> tuple[str, ...]:

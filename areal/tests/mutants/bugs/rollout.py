@@ -226,3 +226,25 @@ def one_seed_for_all_answers(right: Function) -> Function:
 def adapter_of_another_base_served(right: Function) -> Function:
     """An adapter of another base model of the same shape is served."""
     return lambda self, folder: None
+
+
+@mutant(
+    "areal.tinker.backends.local_sampler:LocalSampler._is_finite",
+    SNAPSHOTS.format("test_snapshot_of_a_diverged_adapter_is_refused[nan]"),
+)
+def diverged_adapter_served(right: Function) -> Function:
+    """An adapter whose log-probs are not finite is served."""
+
+    async def wrong(self: Any, name: str) -> bool:
+        return True
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.sampler:RequestSampler._fail",
+    SNAPSHOTS.format("test_request_without_a_distribution_fails_alone"),
+)
+def broken_logits_sampled(right: Function) -> Function:
+    """A request whose logits are not finite goes on."""
+    return lambda self, name, logprob: None

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.unit.rollout.rollouts import after_forwards
@@ -114,6 +116,79 @@ def test_many_snapshots_are_served_at_once(adapters: Path) -> None:
     serve(work)
 
 
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_snapshot_of_a_diverged_adapter_is_refused(value: float, adapters: Path, tmp_path: Path) -> None:
+    """Its keys and values would break answers of others in the same forward."""
+    folder = tmp_path / "diverged"
+    shutil.copytree(adapters / "first", folder)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: torch.full_like(x, value) for name, x in load_file(file).items()}, file)
+
+    async def work(sampler: LocalSampler) -> None:
+        running = asyncio.ensure_future(sampler.sample("base", scored(max_tokens=60)))
+        with pytest.raises(UserError, match=r"log-probs are not finite. Training has diverged: go back to an earlier"):
+            await sampler.open("diverged", folder)
+        with pytest.raises(UserError, match="'diverged' is not served"):
+            await sampler.sample("diverged", scored())
+        assert np.isfinite((await running).answers[0].logprobs).all()
+        assert not list(sampler.rollout._adapters.tensors())
+
+    serve(work)
+
+
+def test_request_without_a_distribution_fails_alone() -> None:
+    """Its logits are not finite in one forward, or in the one over its prompt."""
+
+    async def work(sampler: LocalSampler) -> None:
+        model, prompt = sampler.rollout.model, [1, 2, 3, 4, 5]
+        started = after_forwards(model, 2)
+        running = asyncio.ensure_future(sampler.sample("base", scored(max_tokens=80, prompt_logprobs=False)))
+        await asyncio.to_thread(started.wait, 60)
+        broken: list[list[int]] = [prompt]
+
+        def break_last(_: object, args: object, kwargs: dict[str, torch.Tensor], out: Any) -> None:
+            if broken and kwargs["input_ids"][0].tolist()[-5:] == broken[0]:
+                out.logits[:, -1] = torch.nan
+                broken.clear()
+
+        first = model.register_forward_hook(break_last, with_kwargs=True)
+        with pytest.raises(ServerError, match=r"send the request again: .*not finite"):
+            await sampler.sample("base", scored(prompt=prompt, prompt_logprobs=False))
+        first.remove()
+        assert len((await sampler.sample("base", scored(prompt=prompt))).answers[0].tokens) == 12
+
+        def break_all(_: object, args: object, kwargs: dict[str, Any], out: Any) -> None:
+            if "cache" not in kwargs:  # the forward over the prompt
+                out.logits.fill_(torch.nan)
+
+        second = model.register_forward_hook(break_all, with_kwargs=True)
+        with pytest.raises(UserError, match="the log-probs of the prompt are not finite: the weights have diverged"):
+            await sampler.sample("base", scored(prompt=prompt))
+        second.remove()
+        assert len((await running).answers[0].tokens) == 80
+        assert sampler.healthy()
+
+    serve(work)
+
+
+def test_cancelled_open_leaves_nothing(adapters: Path) -> None:
+    async def work(sampler: LocalSampler) -> None:
+        opening = asyncio.ensure_future(sampler.open("one", adapters / "first"))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await sampler.open("one", adapters / "second")
+        for _ in range(200):
+            if len(sampler.rollout.adapters) == 1:
+                break
+            await asyncio.sleep(0.01)
+        assert len(sampler.rollout.adapters) == 1
+        await sampler.sample("one", scored())
+
+    serve(work)
+
+
 def damage(folder: Path, how: str) -> None:
     """Damage a copy of an adapter."""
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -179,11 +254,15 @@ def test_adapter_of_another_shape_is_a_user_error(tmp_path: Path) -> None:
         ({"prompt": [1] * CONTEXT}, "prompt has 128 tokens: the context of 128 tokens has no room for an answer"),
         ({"max_tokens": 0}, "max_tokens = 0: .* at least 1 and at most 87"),
         ({"max_tokens": CONTEXT}, "max_tokens = 128: after a prompt of 41 tokens .* at most 87"),
-        ({"num_samples": 0}, "num_samples = 0: it must be at least 1"),
+        ({"num_samples": 0}, "num_samples = 0: it must be at least 1 and at most 1024"),
         ({"temperature": -0.5}, "temperature = -0.5"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_k": -2}, "top_k = -2"),
-        ({"sample_top_k": -1}, "top_logprobs = -1"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": 1e-30}, "temperature = 1e-30: it must be at least 1e-05, or 0"),
+        ({"sample_top_k": -1}, "topk_sample_logprobs = -1: it must be at least 0 and at most 128"),
+        ({"prompt_top_k": 129}, "topk_prompt_logprobs = 129"),
+        ({"num_samples": 1025}, "num_samples = 1025"),
         ({"stop_strings": ("",)}, "not empty"),
         ({"stop_strings": ("x",)}, "text needs a tokenizer"),
     ],
@@ -222,7 +301,7 @@ def test_failed_generation_is_a_server_error() -> None:
 
         sampler.rollout.model.register_forward_pre_hook(fail)
         for _ in range(2):
-            with pytest.raises(ServerError, match=r"send the request again: .*the disk is on fire"):
+            with pytest.raises(ServerError, match=r"the server must be started again: .*the disk is on fire"):
                 await sampler.sample("base", scored(num_samples=3, prompt_logprobs=False))
         assert not sampler.healthy()
 
