@@ -105,12 +105,17 @@ class LocalSampler:
                 self.rollout.remove_adapter(adapter)
 
     async def sample(self, snapshot: str, request: SamplingRequest) -> SamplingResult:
-        """Return the answers to a request. Cancelling the task ends its generation."""
+        """Return the answers to a request. Cancelling the task ends its generation.
+
+        A generator that has failed is started again.
+        """
         if snapshot not in self._served:
             raise UserError(f"snapshot {snapshot!r} is not served any more: create another sampling client")
         adapter = self._served[snapshot]
         try:
             sampling = self._sampling(request)
+            if not self.rollout.serving:
+                await asyncio.to_thread(self.rollout.restart)
             work: list[Any] = [
                 self.rollout.generate(request.prompt, each, adapter) for each in _with_seeds(sampling, request)
             ]
@@ -120,8 +125,7 @@ class LocalSampler:
         except ValueError as error:
             raise UserError(str(error)) from error
         except RuntimeError as error:
-            way_out = "send the request again" if self.healthy() else "the server must be started again"
-            raise ServerError(f"sampling failed, {way_out}: {error}") from error
+            raise ServerError(f"sampling failed, send the request again: {error}") from error
         completions = [each for each in results if isinstance(each, Completion)]
         scores = [each for each in results if isinstance(each, PromptLogprobs)]
         # A generator that is closed ends answers with their tokens so far.

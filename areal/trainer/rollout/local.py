@@ -269,6 +269,21 @@ class LocalRollout:
                 with self._lock:
                     self._asleep = False
 
+    def restart(self) -> None:
+        """Start generation again after it has failed, with an empty cache and the same adapters. Does nothing if it has not.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        with self._updating:
+            if self._requests.closed:
+                raise RuntimeError(_CLOSED)
+            if not self._asleep and self._manager.background_thread_status.can_accept_new_requests() is not None:
+                self._stop()
+                self._start()
+                with self._lock:
+                    self._failed = False
+
     def close(self) -> None:
         """End running requests with their tokens so far (``"aborted"``), and release threads and cache. Wakes the model. Repeatable."""
         with self._updating:

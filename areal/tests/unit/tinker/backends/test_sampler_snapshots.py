@@ -292,18 +292,27 @@ def test_cancelling_ends_all_answers_of_a_request() -> None:
     serve(work)
 
 
-def test_failed_generation_is_a_server_error() -> None:
+def test_failed_generation_is_a_server_error(adapters: Path) -> None:
+    """The next request starts the generator again, with all snapshots."""
+
     async def work(sampler: LocalSampler) -> None:
+        await sampler.open("one", adapters / "first")
+        before = await scores(sampler, "one")
         assert sampler.healthy()
 
         def fail(*_: Any) -> None:
             raise OSError("the disk is on fire")
 
-        sampler.rollout.model.register_forward_pre_hook(fail)
+        hook = sampler.rollout.model.register_forward_pre_hook(fail)
         for _ in range(2):
-            with pytest.raises(ServerError, match=r"the server must be started again: .*the disk is on fire"):
+            with pytest.raises(ServerError, match=r"send the request again: .*the disk is on fire"):
                 await sampler.sample("base", scored(num_samples=3, prompt_logprobs=False))
-        assert not sampler.healthy()
+            assert not sampler.healthy()
+        hook.remove()
+        of_base, after = await asyncio.gather(scores(sampler, "base"), scores(sampler, "one"))
+        assert sampler.healthy()
+        np.testing.assert_allclose(after, before, atol=1e-5)
+        assert np.abs(of_base - after).max() > 0.1
 
     serve(work)
 
