@@ -122,7 +122,7 @@ class ServedAdapters:
         Raises:
             ValueError: the directory is damaged or of another model.
         """
-        base = self._config._name_or_path or None
+        base = self._config.name_or_path or None
         plan, weights = peft_format().read_folder(folder, self._config, base, self._plans)
         device, dtype = self._model.device, self._model.dtype
         factors = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,8 +37,7 @@ class AdapterRouter:
         self._model = model
         self._head = head_name(model)
         # Otherwise the head computes the logits of all tokens, and the manager selects rows afterwards.
-        selects: Any = model._supports_logits_to_keep
-        self._head_has_last_tokens = bool(selects())
+        self._head_has_last_tokens = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers: dict[str, nn.Module] = {}
         self._hooks: list[RemovableHandle] = []
         self._runs: Runs = []
