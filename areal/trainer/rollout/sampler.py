@@ -36,7 +36,8 @@ def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     temperature = [1.0 if g else s.temperature for g, s in zip(greedy, samplings, strict=True)]
     out = logits.float()
     if any(t != 1 for t in temperature):
-        out = out / torch.tensor(temperature, device=logits.device).unsqueeze(1)
+        # With its dtype: another thread that builds a model changes the default for a moment.
+        out = out / torch.tensor(temperature, dtype=torch.float32, device=logits.device).unsqueeze(1)
     out = out.log_softmax(-1)
     vocab = logits.shape[1]
     # 2. top_k and top_p, for the rows that have them only: both sort the vocabulary.
@@ -158,13 +159,14 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
 
     For each forward, the manager calls :meth:`prepare_tensor_args` with the requests in row order, then :meth:`__call__` with the scores,
     both on the generation thread. The drawn token gets the highest score of its row, so that a greedy manager selects it. Asynchronous
-    batching must be
-    off: it drops tokens after they are drawn.
+    batching must be off: it drops tokens after they are drawn.
 
     Args:
         version: version of the weights.
         started: called on the generation thread with the name of a request that has its first token.
         stopped: called on the generation thread with the name of a request whose text has a stop string.
+        scheduled: called on the generation thread before each forward, with its requests in the order of their tokens.
+        failed: called on the generation thread with the name of a request whose logits are not finite, and the text of an error.
 
     Attributes:
         version: version of the weights of the next forward. Change it only while generation is paused.
@@ -175,13 +177,16 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         version: int,
         started: Callable[[str], None] = lambda name: None,
         stopped: Callable[[str], None] = lambda name: None,
+        scheduled: Callable[[Sequence[FutureRequestState]], None] = lambda requests: None,
+        failed: Callable[[str, str], None] = lambda name, text: None,
     ) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
         self.version = version
-        self._started, self._stopped = started, stopped
+        self._started, self._stopped, self._scheduled, self._failed = started, stopped, scheduled, failed
         self._requests: dict[str, Request] = {}
         self._outdated: frozenset[str] = frozenset()
+        self._batch: list[FutureRequestState] = []
         self._rows: list[tuple[str, Request | None]] = []
 
     def add(self, name: str, request: Request) -> None:
@@ -198,6 +203,8 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
 
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
         """Record which request belongs to which row of the next scores. Called by the manager."""
+        self._scheduled(requests_in_batch)
+        self._batch = requests_in_batch
         for future in requests_in_batch:
             if future.state.request_id in self._outdated:
                 future.complete_blocks = {}  # the manager registers these for sharing after the forward
@@ -213,9 +220,6 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
             input_ids: not used.
             scores: float32 ``[m, V]``. Modified in place. Rows after those of the requests are ignored.
             logits_processor_args: not used.
-
-        Raises:
-            RuntimeError: a log-prob is not finite.
         """
         # Rows of cancelled requests are left as they are.
         live = [(row, name, request) for row, (name, request) in enumerate(self._rows) if request is not None]
@@ -225,6 +229,10 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
             scores[list(rows), tokens] = torch.inf
             drawn = zip(names, requests, tokens.tolist(), logprobs.tolist(), tops, strict=True)
             for name, request, token, logprob, top in drawn:
+                # Broken weights must not look like an answer.
+                if not math.isfinite(logprob):
+                    self._fail(name, logprob)
+                    continue
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
                 request.top += top
@@ -247,12 +255,17 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         tokens = sample_tokens(logprobs, torch.from_numpy(noise).to(logits.device))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
-        # A check per forward: broken weights must not look like an answer.
         chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        if not bool(chosen.isfinite().all()):
-            raise RuntimeError(
-                f"a sampled token has the log-prob {chosen[~chosen.isfinite()][0].item()}: the logits of version {self.version} are "
-                "not finite, so its weights are broken"
-            )
         tops = [top_tokens(logprobs[row : row + 1], each.top_logprobs) for row, each in enumerate(samplings)]
         return tokens, chosen, tops
+
+    def _fail(self, name: str, logprob: float) -> None:
+        """Fail one request. Keys and values of this forward may be broken for all requests in it: later requests must not use them."""
+        for future in self._batch:
+            future.complete_blocks = {}
+        self.keep_private([future.state.request_id for future in self._batch])
+        self._failed(
+            name,
+            f"a sampled token has the log-prob {logprob}: the logits of version {self.version} are not finite, so the weights or the "
+            "adapter are broken, or the temperature is too small",
+        )

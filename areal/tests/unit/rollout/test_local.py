@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import subprocess
 import sys
 import threading
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from areal.tests.grid.models import FAMILIES, VOCAB, tiny_model
 from areal.tests.unit.rollout.rollouts import (
@@ -94,7 +98,7 @@ def test_waiting_request_survives_cancelled_prefill() -> None:
             return await asyncio.wait_for(second, 60)
 
         assert len(asyncio.run(generate()).tokens) == 5
-        assert not engine._waiting
+        assert not engine._requests._waiting
 
 
 def test_request_without_seed_gets_engine_seed() -> None:
@@ -247,8 +251,8 @@ def test_cancelled_request_frees_its_slot() -> None:
                 await long
             answer = await asyncio.wait_for(engine.generate(PROMPT, endless(5)), 60)
             assert "request 0" not in engine._manager.batch_processor.scheduler.active_requests
-            assert not engine._pending
-            assert not engine._waiting
+            assert not engine._requests
+            assert not engine._requests._waiting
             assert not engine._sampler._requests
             return answer
 
@@ -274,6 +278,16 @@ def test_transformers_internals_in_use_exist() -> None:
         processor = engine._manager.batch_processor
         assert processor.logit_processor is engine._sampler
         assert processor.model_runner.logit_processor is engine._sampler
+        # Replaced or overridden by our manager.
+        theirs = vars(ContinuousBatchingManager)
+        assert {"_run_generation_loop", "_create_batch_processor", "start", "join"} <= set(theirs)
+        assert processor.output_router is engine._manager.output_router
+        assert "_wake_up_loop.wait(" in inspect.getsource(theirs["_generation_loop_body"])
+        assert "self._run_generation_loop" in inspect.getsource(theirs["start"])
+        assert "self.join(" in inspect.getsource(theirs["stop"])
+        assert ".cache.search_prefix_match(" in inspect.getsource(Scheduler)
+        assert ".cache.mark_complete_blocks(" in inspect.getsource(ContinuousBatchProcessor)
+        assert processor.model_runner.supports_logits_to_keep(engine.model) == engine._router._head_has_last_tokens
         assert not processor.use_async_batching
         assert not processor.do_sample
         assert not any(processor.cb_config.cuda_graph_booleans)
