@@ -7,12 +7,11 @@ from typing import Any
 from sqlalchemy import Connection, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from areal.tinker.engine.checkpoints import describe_checkpoint
+from areal.tinker.engine.checkpoints import describe_checkpoint, iso_time
 from areal.tinker.engine.errors import NotFoundError
 from areal.tinker.engine.order import LiveModel
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.tables import checkpoints, futures, models
-from areal.tinker.engine.times import iso_time
 from areal.tinker.engine.training import lost_message
 
 _RESTARTED = "the server was restarted"
