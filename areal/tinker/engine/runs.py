@@ -108,6 +108,8 @@ class Runs:
         row = await self.row(run_id)
         if row["state"] == "lost":
             return await self._database.read(lambda connection: self._lost(connection, run_id)), True
+        if row["state"] == "failed":
+            return f"{run_id} could not be created: see the error of its creation, and create a new model", False
         return f"{run_id} was {row['state']}: create a new model, or one from a checkpoint of it", False
 
     def _lost(self, connection: Connection, run_id: str) -> str:
