@@ -249,6 +249,16 @@ def spec_of(row: Mapping[str, Any]) -> AdapterSpec:
     return AdapterSpec(rank=row["rank"], seed=row["seed"], attention=row["attention"], mlp=row["mlp"], head=row["head"])
 
 
+def lost_message(model_id: str, path: str | None, reason: str) -> str:
+    """Return the error for requests to a model that was lost."""
+    way_out = (
+        f"create a model from its last checkpoint, {path} (create_training_client_from_state_with_optimizer)"
+        if path
+        else "it has no checkpoint: create a new model"
+    )
+    return f"{model_id} was lost with its unfinished requests ({reason}): {way_out}"
+
+
 def iso_time(seconds: float) -> str:
     """Return seconds since the epoch as an ISO 8601 time with its zone."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
