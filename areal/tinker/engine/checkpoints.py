@@ -93,7 +93,7 @@ class CheckpointRegistry:
         finally:
             self._writing.discard(str(path))
         await asyncio.to_thread(self.files.publish, folder, row)
-        # What the new folder replaces.
+        # Remove the folder that the new one replaces.
         if before is not None:
             await asyncio.to_thread(self.files.remove, self.files.folder(path, before["uid"]))
         if expires is not None:
@@ -134,7 +134,7 @@ class CheckpointRegistry:
     async def listing(
         self, run_id: str | None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return the answers for checkpoints, the latest first, and their number."""
+        """Return checkpoints in their JSON form, the latest first, and how many there are."""
         chosen = select(checkpoints).where(_valid())
         count = select(func.count()).select_from(checkpoints).where(_valid())
         if run_id is not None:
@@ -279,7 +279,7 @@ def describe_checkpoint(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _valid() -> Any:
-    """Condition on checkpoints that have not expired."""
+    """Condition that a checkpoint is still valid."""
     return checkpoints.c.expires.is_(None) | (checkpoints.c.expires > time.time())
 
 

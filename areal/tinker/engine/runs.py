@@ -57,7 +57,7 @@ class Runs:
         return row
 
     async def listing(self, limit: int, offset: int) -> dict[str, Any]:
-        """Return the answer for all runs, the latest first."""
+        """Return runs in their JSON form, the latest first."""
         page = select(models).order_by(models.c.created.desc(), models.c.id).limit(limit).offset(offset)
         count = select(func.count()).select_from(models)
 
@@ -70,7 +70,7 @@ class Runs:
         return await self._database.read(work)
 
     async def describe(self, run_id: str) -> dict[str, Any]:
-        """Return the answer for one run."""
+        """Return a run in its JSON form."""
         row = await self.row(run_id)
         return await self._database.read(lambda connection: self._describe(connection, row))
 

@@ -82,7 +82,7 @@ class Samplers:
 
     @property
     def available(self) -> bool:
-        """Whether the server can sample."""
+        """True if the server can sample."""
         return self._backend is not None
 
     async def stop(self) -> None:
@@ -263,7 +263,7 @@ class Samplers:
             del self._tasks[request_id]
             if session is not None:
                 session.requests.discard(request_id)
-            # A task that is cancelled before its first step runs no handler of its own.
+            # A task that is cancelled before its first step does not reach its own handlers.
             if task.cancelled() and not self._stopping:
                 message = "the sampling request was cancelled, or its session ended"
                 self._spawn(self._futures.fail([request_id], message, "user"))

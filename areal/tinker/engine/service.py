@@ -68,7 +68,7 @@ class Service:
         """
         await self._database.open()
         try:
-            # What the earlier process left: unfinished requests, and folders that no row names.
+            # Unfinished requests of the earlier process fail; folders that no row names are deleted.
             await self._runs.recover()
             await self._registry.start()
             known = await self._registry.known_folders() | await self._samplers.known_folders()

@@ -107,7 +107,7 @@ class Training:
         model.waiting.clear()
         self._doomed.append(model)
         self._wake.set()
-        # Who reads of the failure must find the state of the model. The running request fails, too, without waiting for the backend.
+        # First the state of the model, which clients may read after a failure. The running request fails, too, before the backend ends it.
         try:
             await self._store_state(model, state)
         finally:

@@ -209,12 +209,12 @@ class Futures:
             connection.execute(delete(futures).where(futures.c.session_id.is_(None), futures.c.delivered < old))
 
         await self._database.write(work)
-        # What is still wanted is read again.
+        # Results that are still wanted are read again.
         self._cache.clear()
         self._cached = 0
 
     async def _load(self, request_id: str) -> Outcome:
-        """Outcome of a request that this process has no future of."""
+        """Read the outcome of a request that ended earlier, or in an earlier process."""
 
         def work(connection: Connection) -> Any:
             return connection.execute(select(futures).where(futures.c.request_id == request_id)).mappings().first()
