@@ -28,6 +28,8 @@ _CLOCKS = {
 }
 """Time of the database in seconds: two servers may have different clocks."""
 
+_OWNER = select(lease).with_for_update(read=True)
+
 logger = logging.getLogger(__name__)
 
 
@@ -128,7 +130,7 @@ class Database:
             raise RuntimeError("the database is closed")
         with self._engine.begin() as connection:
             if owned:
-                owner = connection.execute(select(lease).with_for_update(read=True)).mappings().first()
+                owner = connection.execute(_OWNER).mappings().first()
                 if owner is None or owner["owner"] != self._me:
                     raise _lost_to(owner)
             return work(connection)
