@@ -102,7 +102,12 @@ class Intake:
             return Submitted(request_id, model_id)
         model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=metadata)
         model.losses = deque(maxlen=self._settings.max_loss_points)
-        await self._runs.add(model, seq)
+        try:
+            await self._runs.add(model, seq)
+        except Exception as error:
+            # The stored request must not wait for ever.
+            await self._reject(entry, f"the model could not be stored: {error}", "server")
+            return Submitted(request_id, model_id)
         # The session may have ended meanwhile.
         try:
             self._sessions.touch(request.session_id)
@@ -117,7 +122,7 @@ class Intake:
         """Accept a request to a model."""
         kind = _kind(request)
         if request.seq_id is not None:
-            check_integer("seq_id", request.seq_id, 1)
+            check_integer("seq_id", request.seq_id, 1, 2**62)
         model = self._training.order.models.get(request.model_id)
         if model is None:
             return await self._submit_to_dead(request, kind)
