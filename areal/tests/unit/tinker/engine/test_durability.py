@@ -34,6 +34,7 @@ from areal.tinker.backends.prepared import PassResult
 from areal.tinker.engine.errors import ConflictError, LeaseLostError, NotFoundError
 from areal.tinker.engine.requests import CreateModel, SaveForSampler, SaveWeights
 from areal.tinker.engine.service import Service
+from areal.tinker.engine.store.database import _pid_space
 
 
 def start(root: Path, url: str | None = None) -> subprocess.Popen[str]:
@@ -186,6 +187,28 @@ def test_a_second_server_refuses_to_start_and_names_the_first(tmp_path: Path) ->
         begin = time.monotonic()
         async with serving(tmp_path, FakeTraining(), lease_s=60.0):
             assert time.monotonic() - begin < 20
+
+    asyncio.run(main())
+
+
+def test_the_lease_of_a_dead_server_is_taken_at_once_or_when_it_expires(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, FakeTraining()):
+            pass
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        engine = create_engine(f"sqlite:///{tmp_path}/tinker.db")
+        row = {"owner": "other", "host": "h", "pid": dead.pid, "space": _pid_space()}
+        for space, expires in ((row["space"], 3600.0), ("elsewhere", 1.0)):
+            with engine.begin() as connection:
+                statement = "INSERT INTO lease VALUES (1, :owner, :host, :pid, :space, :expires)"
+                connection.execute(text(statement), {**row, "space": space, "expires": time.time() + expires})
+            begin = time.monotonic()
+            async with serving(tmp_path, FakeTraining(), lease_s=60.0) as service:
+                took = time.monotonic() - begin
+                assert service.healthy()
+                assert took >= 0.9 if space == "elsewhere" else took < 20
+        engine.dispose()
 
     asyncio.run(main())
 
