@@ -25,7 +25,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -92,6 +92,9 @@ bench-peers: $(VENV)/.test ## Measure TRL, verl and torchtitan too, if they inst
 	$(BIN)/python -m benchmarks.peers.install
 	$(BENCH) --workload ragged --peers --rounds 5 $(BENCH_ARGS)
 
+protos: $(VENV)-protos/.ready ## Generate the protobuf modules of the Tinker server from areal/tinker/api/wire.proto.
+	$(VENV)-protos/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. areal/tinker/api/wire.proto
+
 setup: $(VENV)/.test $(VENV)/.demo $(VENV)/.docs ## Make the virtual environment only.
 
 clean: ## Remove files of runs and tools; keep the virtual environment.
@@ -117,6 +120,12 @@ $(VENV)-lowest/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install uv
 	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest --resolution lowest-direct -e '.[demo,docs,megatron,test]'
+	touch $@
+
+# This release generates modules for protobuf 6.31, which later releases of the runtime accept too.
+$(VENV)-protos/.ready:
+	$(PYTHON) -m venv $(VENV)-protos
+	$(VENV)-protos/bin/pip install 'grpcio-tools==1.74.0' setuptools
 	touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python

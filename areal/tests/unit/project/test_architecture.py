@@ -25,10 +25,17 @@ OPTIONAL = (
     "megatron",
     "flash_attn",
     "ray",
-    "fastapi",
     "jax",
     "peft",
     "accelerate",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "zstandard",
+    "google",
+    "sqlalchemy",
+    "alembic",
     "tyro",
     "rich",
     "matplotlib",
@@ -85,6 +92,9 @@ def test_optional_dependencies_are_imported_only_in_their_folder() -> None:
         "flash_attn": "engine/attention/kernels.py",
         "peft": "engine/lora",
         "ray": "dispatch/ray",
+        **dict.fromkeys(("fastapi", "starlette", "prometheus_client", "zstandard", "google"), "tinker/api"),
+        **dict.fromkeys(("sqlalchemy", "alembic"), "tinker/engine"),
+        **dict.fromkeys(("uvicorn", "tyro"), "cli"),
     }
     wrong = [
         f"{path}:{line} imports {module}"
