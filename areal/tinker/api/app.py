@@ -51,7 +51,7 @@ def create_app(service: TinkerService, settings: ApiSettings) -> FastAPI:
         finally:
             await service.stop()
 
-    app = FastAPI(title="areal server", description=DESCRIPTION, lifespan=lifespan)
+    app = FastAPI(title="areal server", description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False)
     app.state.context = ApiContext(service, settings, LinkSigner(settings.link_lifetime_s))
     app.state.metrics = ServerMetrics()
     for router in ROUTERS:

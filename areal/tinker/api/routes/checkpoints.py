@@ -107,10 +107,10 @@ async def external_weights_urls(
 ) -> dict[str, Any]:
     """Return a link to each file of a checkpoint."""
     folder = await context.service.checkpoint_folder(f"tinker://{run_id}/{kind}/{name}")
-    names = await asyncio.to_thread(lambda: sorted(_relative_files(folder)))
-    links = {name: _link(request, context, f"{run_id}/{kind}/{name}", name) for name in names}
+    files = await asyncio.to_thread(lambda: sorted(_relative_files(folder)))
+    links = {file: _link(request, context, f"{run_id}/{kind}/{name}", file) for file in files}
     expires = next((expires for _, expires in links.values()), datetime.now(UTC).isoformat())
-    return {"urls": {name: url for name, (url, _) in links.items()}, "expires": expires}
+    return {"urls": {file: url for file, (url, _) in links.items()}, "expires": expires}
 
 
 def _relative_files(folder: Path) -> Iterator[str]:
