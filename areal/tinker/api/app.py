@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 from fastapi import FastAPI
 
 from areal.tinker.api.auth import ApiKeys, Authentication, LinkSigner
@@ -36,22 +33,13 @@ ROUTERS = (
 
 
 def create_app(service: TinkerService, settings: ApiSettings) -> FastAPI:
-    """Return the application of a service, which it starts and stops.
+    """Return the application of a service.
 
     Args:
-        service: the service behind the routes, not started yet.
+        service: the service behind the routes, which the caller starts and stops.
         settings: keys and limits.
     """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
-        try:
-            yield
-        finally:
-            await service.stop()
-
-    app = FastAPI(title="areal server", description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(title="areal server", description=DESCRIPTION, redirect_slashes=False)
     app.state.context = ApiContext(service, settings, LinkSigner(settings.link_lifetime_s))
     app.state.metrics = ServerMetrics()
     for router in ROUTERS:

@@ -65,13 +65,6 @@ class StandInService:
         self.outcomes: dict[str, Outcome] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.is_healthy = True
-        self.changed = asyncio.Event()
-
-    async def start(self) -> None:
-        self.calls.append(("start",))
-
-    async def stop(self) -> None:
-        self.calls.append(("stop",))
 
     async def create_session(self, tags: list[str], user_metadata: Any, sdk_version: str, **names: Any) -> str:
         self.calls.append(("create_session", tags, user_metadata, sdk_version, names))
@@ -185,7 +178,7 @@ class StandInService:
             raise NotFoundError(f"{path} does not exist")
         return self.folder
 
-    async def healthy(self) -> bool:
+    def healthy(self) -> bool:
         return self.is_healthy
 
     async def status(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ async def get_server_capabilities(service: ServiceDependency) -> dict[str, Any]:
 @session_routes.get("/healthz", responses={503: {"description": "The server cannot train or sample."}})
 async def healthz(service: ServiceDependency) -> Any:
     """Answer 200 only while the engine is healthy."""
-    if not await service.healthy():
+    if not service.healthy():
         return error_response(503, "The engine is not healthy.")
     return {"status": "ok"}
 

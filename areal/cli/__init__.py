@@ -1,0 +1,17 @@
+"""Command line: ``areal --help`` lists the commands."""
+
+from __future__ import annotations
+
+try:
+    from tyro.extras import SubcommandApp
+
+    from areal.cli.serve import serve
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error.name}: the command line needs pip install 'areal[tinker]'", name=error.name) from None
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    commands = SubcommandApp()
+    commands.command(serve)
+    commands.cli(prog="areal", description="Train engines for reinforcement learning.")
