@@ -1,0 +1,1 @@
+"""Tests of the training server for clients of the Tinker protocol."""

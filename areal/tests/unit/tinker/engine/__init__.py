@@ -1,0 +1,1 @@
+"""Tests of the orchestration: order, validation, database, files, sampling sessions, on a backend in memory."""

@@ -1,0 +1,137 @@
+"""Rows of training runs, and the recovery of what an earlier process left unfinished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from areal.tinker.engine.checkpoints import describe_checkpoint
+from areal.tinker.engine.errors import NotFoundError
+from areal.tinker.engine.order import LiveModel
+from areal.tinker.engine.store.database import Database
+from areal.tinker.engine.store.tables import checkpoints, futures, models
+from areal.tinker.engine.times import iso_time
+from areal.tinker.engine.training import lost_message
+
+_RESTARTED = "the server was restarted"
+
+
+class Runs:
+    """Training runs: one for each model that was ever created."""
+
+    def __init__(self, database: Database, owner: str) -> None:
+        self._database = database
+        self._owner = owner
+
+    async def add(self, model: LiveModel, model_seq_id: int) -> None:
+        """Store a new model. A retry of its creation changes nothing."""
+        row = {"id": model.id, "session_id": model.session_id, "model_seq_id": model_seq_id, "state": "creating"}
+        row |= {"base_model": model.base_model, "optimizer": model.optimizer, "user_metadata": model.user_metadata}
+        row |= {"created": model.created, "last_request": model.created}
+
+        def work(connection: Connection) -> None:
+            try:
+                with connection.begin_nested():
+                    connection.execute(insert(models).values(**row))
+            except IntegrityError:
+                pass
+
+        await self._database.write(work)
+
+    async def row(self, run_id: str) -> Any:
+        """Return the row of a run.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        chosen = select(models).where(models.c.id == run_id)
+        row = await self._database.read(lambda connection: connection.execute(chosen).mappings().first())
+        if row is None:
+            raise NotFoundError(f"there is no training run {run_id!r}")
+        return row
+
+    async def listing(self, limit: int, offset: int) -> dict[str, Any]:
+        """Return the answer for all runs, the latest first."""
+        page = select(models).order_by(models.c.created.desc(), models.c.id).limit(limit).offset(offset)
+        count = select(func.count()).select_from(models)
+
+        def work(connection: Connection) -> dict[str, Any]:
+            rows = connection.execute(page).mappings().all()
+            answers = [self._describe(connection, row) for row in rows]
+            total = connection.execute(count).scalar_one()
+            return {"training_runs": answers, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+
+        return await self._database.read(work)
+
+    async def describe(self, run_id: str) -> dict[str, Any]:
+        """Return the answer for one run."""
+        row = await self.row(run_id)
+        return await self._database.read(lambda connection: self._describe(connection, row))
+
+    async def losses(self, run_id: str, limit: int) -> list[tuple[int, float, int]]:
+        """Return ``(seq_id, loss, tokens)`` of the last passes of a run."""
+        chosen = select(futures.c.seq_id, futures.c.loss, futures.c.tokens)
+        chosen = chosen.where(futures.c.model_id == run_id, futures.c.loss.is_not(None))
+        chosen = chosen.order_by(futures.c.seq_id.desc()).limit(limit)
+        rows = await self._database.read(lambda connection: connection.execute(chosen).all())
+        return [(row[0], row[1], row[2]) for row in reversed(rows)]
+
+    async def recover(self) -> None:
+        """Fail what an earlier process left unfinished.
+
+        Its models are lost with their training requests. The result of an unfinished sampling request is gone: the client sends it again.
+        """
+
+        def work(connection: Connection) -> None:
+            unfinished = futures.c.state == "pending"
+            sampling = futures.c.kind == "sample"
+            connection.execute(update(futures).where(unfinished, sampling).values(state="gone", error=_RESTARTED))
+            # Each model's error names its own last checkpoint.
+            alive = select(models.c.id).where(models.c.state.in_(("creating", "live")))
+            for run_id in connection.execute(alive).scalars().all():
+                failed = {"state": "failed", "category": "server", "error": self._lost(connection, run_id)}
+                connection.execute(update(futures).where(unfinished, futures.c.model_id == run_id).values(**failed))
+            connection.execute(update(models).where(models.c.id.in_(alive)).values(state="lost"))
+            # Requests of models that closed before.
+            rest = {
+                "state": "failed",
+                "category": "server",
+                "error": f"{_RESTARTED} before this request ended: send a new one",
+            }
+            connection.execute(update(futures).where(unfinished).values(**rest))
+
+        await self._database.write(work)
+
+    async def dead_message(self, run_id: str) -> tuple[str, bool]:
+        """Return the error for requests to a model that is not alive, and whether the server is to blame."""
+        row = await self.row(run_id)
+        if row["state"] == "lost":
+            return await self._database.read(lambda connection: self._lost(connection, run_id)), True
+        return f"{run_id} was {row['state']}: create a new model, or one from a checkpoint of it", False
+
+    def _lost(self, connection: Connection, run_id: str) -> str:
+        last = _last(connection, run_id, "training")
+        return lost_message(run_id, None if last is None else last["path"], _RESTARTED)
+
+    def _describe(self, connection: Connection, row: Any) -> dict[str, Any]:
+        last = {kind: _last(connection, row["id"], kind) for kind in ("training", "sampler")}
+        return {
+            "training_run_id": row["id"],
+            "base_model": row["base_model"],
+            "model_owner": self._owner,
+            "is_lora": True,
+            "corrupted": row["state"] in ("failed", "lost"),
+            "lora_rank": row["rank"],
+            "last_request_time": iso_time(row["last_request"]),
+            "last_checkpoint": last["training"] and describe_checkpoint(last["training"]),
+            "last_sampler_checkpoint": last["sampler"] and describe_checkpoint(last["sampler"]),
+            "user_metadata": row["user_metadata"],
+        }
+
+
+def _last(connection: Connection, run_id: str, kind: str) -> Any:
+    """Last checkpoint of a run."""
+    chosen = select(checkpoints).where(checkpoints.c.run_id == run_id, checkpoints.c.kind == kind)
+    return connection.execute(chosen.order_by(checkpoints.c.created.desc()).limit(1)).mappings().first()

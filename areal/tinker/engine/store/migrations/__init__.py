@@ -1,0 +1,1 @@
+"""Alembic migrations of the database, which the server runs when it starts."""

@@ -1,0 +1,1 @@
+"""Revisions of the database, one file for each."""
