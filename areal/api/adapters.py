@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal.api.config import LoRAConfig
 from areal.api.weights import NamedTensor
@@ -56,13 +56,32 @@ class Adapters(Protocol):
         """
         ...
 
-    def save(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
+    def set_aside(self, name: str) -> None:
+        """Move the pending gradients of an adapter aside, so that a call that fails does not discard them. :meth:`put_back` ends this.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        ...
+
+    def put_back(self, name: str) -> None:
+        """Add the gradients that :meth:`set_aside` moved to the pending gradients of the adapter. Without such gradients nothing is done.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        ...
+
+    def save(
+        self, name: str, path: str | Path, *, with_optim: bool = False, about: Mapping[str, Any] | None = None
+    ) -> None:
         """Write an adapter in peft's format. The directory appears complete or not at all.
 
         Args:
             name: adapter to save.
             path: directory. ``PeftModel.from_pretrained(model, path)`` loads it.
             with_optim: also write optimizer state, learning rate and step count, to a separate file.
+            about: entries for the manifest of the directory, as JSON values.
 
         Raises:
             ValueError: the name is unknown, or ``path`` has other content.

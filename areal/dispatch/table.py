@@ -123,6 +123,8 @@ TABLE: dict[str, Route] = {
     "adapters.add": _all(Use.CHANGE),
     "adapters.select": _all(),
     "adapters.remove": _all(Use.CHANGE),
+    "adapters.set_aside": _all(),
+    "adapters.put_back": _all(),
     "adapters.save": _all(),
     "adapters.load": _all(Use.CHANGE),
     "adapters.named_tensors": Route(Sent.SAME, Returned.STREAM),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -98,6 +99,20 @@ def total_memory(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a device that this process can still allocate: of the GPU, or of the host for each of its ranks."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    # Linux counts caches that it can drop as available.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // ranks
+    return total_memory(device)
 
 
 def reserved_bytes(device: torch.device) -> int:

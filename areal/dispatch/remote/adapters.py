@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,16 @@ class GroupAdapters:
     def remove(self, name: str) -> None:
         self._call("adapters.remove", name=name)
 
-    def save(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
-        self._call("adapters.save", name=name, path=path, with_optim=with_optim)
+    def set_aside(self, name: str) -> None:
+        self._call("adapters.set_aside", name=name)
+
+    def put_back(self, name: str) -> None:
+        self._call("adapters.put_back", name=name)
+
+    def save(
+        self, name: str, path: str | Path, *, with_optim: bool = False, about: Mapping[str, Any] | None = None
+    ) -> None:
+        self._call("adapters.save", name=name, path=path, with_optim=with_optim, about=about)
 
     def load(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
         self._call("adapters.load", name=name, path=path, with_optim=with_optim)

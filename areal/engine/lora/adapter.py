@@ -77,6 +77,7 @@ class Adapter:
         self.parameters = [factor.parameter for factor in self.factors]
         self.pending = GradientState()
         self._summed = False
+        self._aside: list[Tensor | None] | None = None
         self.optimizer = self._make_optimizer(config, spec) if config else None
 
     def _make_optimizer(self, config: OptimizerConfig, spec: FinetuneSpec) -> ClippingOptimizer[torch.optim.Optimizer]:
@@ -177,6 +178,30 @@ class Adapter:
         for parameter in self.parameters:
             parameter.grad = None
         self._summed = False
+
+    def set_gradients_aside(self) -> None:
+        """Move pending gradients aside: a call that fails discards the gradients that it finds."""
+        # Gradients that are aside already, after a call that was interrupted, are kept.
+        self.put_gradients_back()
+        if not self.pending.accumulated:
+            return
+        # A reduced gradient must count once when it is added to others.
+        self.before_backward()
+        self._aside = [parameter.grad for parameter in self.parameters]
+        self.zero_grad()
+        self.pending.set(accumulated=False)
+
+    @torch.no_grad()
+    def put_gradients_back(self) -> None:
+        """Add gradients that are aside to the pending ones."""
+        aside, self._aside = self._aside, None
+        if aside is None:
+            return
+        self.before_backward()
+        for parameter, earlier in zip(self.parameters, aside, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self.pending.set(accumulated=True)
 
     def global_norm(self) -> Tensor:
         """Return the L2 norm of all summed gradients, a float64 scalar that is equal on every rank.

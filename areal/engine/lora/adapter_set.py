@@ -87,13 +87,21 @@ class AdapterSet:
             raise ValueError(f"adapter {name!r} is selected: select another before removing it")
         del self._adapters[name]
 
-    def save(self, name: str, path: str | Path, *, with_optim: bool = False) -> None:
+    def set_aside(self, name: str) -> None:
+        self[name].set_gradients_aside()
+
+    def put_back(self, name: str) -> None:
+        self[name].put_gradients_back()
+
+    def save(
+        self, name: str, path: str | Path, *, with_optim: bool = False, about: Mapping[str, Any] | None = None
+    ) -> None:
         self[name]
 
         def prepare(draft: Path) -> SaveTask:
             # Collective, although only the first rank has files to write.
-            about = {"base": self._config.path, "optimizer": with_optim}
-            return write_files(self.files(name, with_optim=with_optim), draft, about)
+            entries = {**(about or {}), "base": self._config.path, "optimizer": with_optim}
+            return write_files(self.files(name, with_optim=with_optim), draft, entries)
 
         CheckpointSaver(self._control).save(Path(path), "peft", prepare)
 

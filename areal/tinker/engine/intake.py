@@ -20,6 +20,7 @@ from areal.tinker.engine.requests import (
     LoadWeights,
     ModelRequest,
     OptimStep,
+    RefusedRequest,
     SaveForSampler,
     SaveWeights,
     Submitted,
@@ -38,6 +39,7 @@ _KINDS: dict[type, str] = {
     SaveForSampler: "save_weights_for_sampler",
     LoadWeights: "load_weights",
     UnloadModel: "unload_model",
+    RefusedRequest: "refused",
 }
 
 
@@ -151,6 +153,8 @@ class Intake:
             if isinstance(request, ForwardBackward):
                 check = partial(check_pass, request, self._losses, self.limits, self._settings.max_dense_elements)
                 entry.prepared = await asyncio.get_running_loop().run_in_executor(self._thread, check)
+            elif isinstance(request, RefusedRequest):
+                raise UserError(request.message)
             elif isinstance(request, OptimStep):
                 entry.prepared = check_adam(request.params, request.optimizer, model.optimizer, self._optimizers)
         except UserError as error:

@@ -128,7 +128,9 @@ def _defines(where: str, name: str) -> bool:
 
 
 def _sources() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if "tests" not in path.relative_to(PACKAGE).parts]
+    """Return the sources of the library, without its tests and without generated files."""
+    sources = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.endswith("_pb2.py")]
+    return [path for path in sources if "tests" not in path.relative_to(PACKAGE).parts]
 
 
 def _private_names() -> dict[str, set[str]]:

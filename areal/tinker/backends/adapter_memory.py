@@ -1,0 +1,78 @@
+"""Memory of adapters on the ranks: how much one needs, and how much is available."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from areal.api import EngineMemory, TrainEngine
+from areal.utils.platform import free_memory
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of an engine on one rank, all adapters included.
+
+    Attributes:
+        allocated: bytes of existing tensors.
+        missing: bytes of gradients and of optimizer state that do not exist yet.
+        free: bytes that the process can still allocate.
+    """
+
+    allocated: int
+    missing: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors, once they exist."""
+        return self.allocated + self.missing
+
+
+def rank_memory(engine: TrainEngine, _: Any) -> RankMemory:
+    """Return the memory of the rank that calls this."""
+    report: EngineMemory = engine.memory()[0]
+    kinds = [getattr(report, field.name) for field in fields(report)]
+    return RankMemory(
+        sum(kind.on_device for kind in kinds), sum(kind.missing for kind in kinds), free_memory(engine.device)
+    )
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The rank on which an adapter does not fit.
+
+    Attributes:
+        rank: rank.
+        needed, available: bytes that the adapter needs there with its gradients and optimizer state, and bytes that others leave.
+    """
+
+    rank: int
+    needed: int
+    available: int
+
+    def __str__(self) -> str:
+        mib = (f"{nbytes / 2**20:.1f} MiB" for nbytes in (self.needed, max(0, self.available)))
+        needed, available = mib
+        return f"the adapter needs {needed} with its gradients and optimizer state, and {available} are available on rank {self.rank}"
+
+
+def shortage(
+    empty: Sequence[RankMemory], before: Sequence[RankMemory], after: Sequence[RankMemory], budget: int | None
+) -> Shortage | None:
+    """Return the first rank on which a new adapter does not fit, or ``None``.
+
+    Args:
+        empty: memory of each rank without models.
+        before, after: memory of each rank before and after the adapter was added.
+        budget: bytes of all adapters of a rank; ``None`` for the free memory of its device.
+    """
+    for rank, (bare, old, new) in enumerate(zip(empty, before, after, strict=True)):
+        needed = new.total - old.total
+        # Free memory is promised to gradients and states of other adapters, which may not exist yet.
+        left = new.free + new.allocated - old.allocated - old.missing
+        available = left if budget is None else budget - (old.total - bare.total)
+        if needed > available:
+            return Shortage(rank, needed, available)
+    return None

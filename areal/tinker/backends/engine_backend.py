@@ -1,0 +1,391 @@
+"""The training backend on an engine: one process, or ranks of FSDP or Megatron in Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from areal.api import Batch, FinetuneSpec, LoRAConfig, StepOutput, TokenOutputs, TrainEngine
+from areal.dispatch import WorkerGroup
+from areal.dispatch.errors import WorkerLostError
+from areal.engine.batch_rules import rules_of
+from areal.engine.checkpoint.atomic_dir import verify
+from areal.engine.lora.adapter_set import DEFAULT_NAME
+from areal.tinker.backends.adam import step_settings
+from areal.tinker.backends.adapter_memory import RankMemory, rank_memory, shortage
+from areal.tinker.backends.base_model import BaseModel
+from areal.tinker.backends.engine_config import EngineBackendConfig
+from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
+from areal.tinker.backends.losses.table import loss_keys, make_loss
+from areal.tinker.backends.prepared import AdamParams, AdapterSpec, PassResult, PreparedBatch
+from areal.tinker.backends.protocol import ModelLimits
+from areal.tinker.backends.samples import engine_samples, target_arrays
+from areal.utils.distributed import EngineLostError
+from areal.utils.seeding import mixed
+
+_KINDS: tuple[Literal["attention", "mlp", "head"], ...] = ("attention", "mlp", "head")
+
+_ABOUT = "tinker"
+"""Entry of a checkpoint's manifest that describes the model."""
+
+
+@dataclass
+class Slot:
+    """An adapter of the engine that belongs to a model.
+
+    Attributes:
+        name: name in the engine.
+        adapter: description of the model's adapter.
+        pending: gradients wait for a step.
+    """
+
+    name: str
+    adapter: AdapterSpec
+    pending: bool = False
+
+
+class EngineBackend:
+    """Implements :class:`~areal.tinker.backends.protocol.TrainingBackend` on a group of ranks, which may be this process alone.
+
+    Each model is an adapter of the engine. Requests run one after the other: the engine applies and trains the selected adapter.
+
+    Args:
+        model: directory or hub name of the base model.
+        backend: engine and layout, such as ``fsdp:d2``.
+        config: settings.
+
+    Attributes:
+        group: handle of the engine.
+        models: adapter of each model, by the id of the model.
+
+    Raises:
+        ValueError: the model, the layout or a setting is refused.
+    """
+
+    def __init__(self, model: str, backend: str, config: EngineBackendConfig) -> None:
+        self._config, self._base = config, BaseModel.of(model)
+        settings = config.engine_config(model, backend)
+        self._executor = config.executor(settings.dims.world_size)
+        self._numbers = itertools.count()
+        self._lost: BaseException | None = None
+        self._closed = False
+        try:
+            self.group = WorkerGroup(settings, self._executor)
+            max_tokens = self._base.max_tokens(config.max_tokens)
+            self.group.initialize(FinetuneSpec(total_train_steps=1))
+            self._begin()
+            self._limits = ModelLimits(self.group.run(_vocab_size)[0], max_tokens, config.max_rank)
+        except BaseException:
+            self._executor.close()
+            raise
+
+    def _begin(self) -> None:
+        """Begin without models, on an engine that was just initialized."""
+        self.models: dict[str, Slot] = {}
+        self._selected = DEFAULT_NAME
+        self._empty: list[RankMemory] = self.group.run(rank_memory)
+        self._lost = None
+
+    # ---- capabilities
+
+    def limits(self) -> ModelLimits:
+        return self._limits
+
+    def losses(self) -> Mapping[str, Mapping[str, frozenset[str]]]:
+        return loss_keys()
+
+    def optimizers(self) -> frozenset[str]:
+        return frozenset({"adamw"})
+
+    def batches_models(self) -> bool:
+        return False
+
+    # ---- models
+
+    def create_model(self, model_id: str, adapter: AdapterSpec) -> None:
+        self._require()
+        if model_id in self.models:
+            raise UserError(f"model_id = {model_id!r}: there is such a model already: choose another id")
+        seed = mixed(self._config.seed, model_id) if adapter.seed is None else adapter.seed
+        lora = self._lora(adapter)
+        self.models[model_id] = self._admit(adapter, lambda name: self.group.adapters.add(name, lora, seed=seed))
+
+    def delete(self, model_id: str) -> None:
+        slot = self._slot(model_id)
+        with self._errors():
+            self._remove(slot)
+        del self.models[model_id]
+
+    def _remove(self, slot: Slot) -> None:
+        # The selected adapter cannot be removed.
+        if self._selected == slot.name:
+            self._select(DEFAULT_NAME)
+        self.group.adapters.remove(slot.name)
+
+    def _lora(self, adapter: AdapterSpec) -> LoRAConfig:
+        """Return the engine's description of an adapter.
+
+        Raises:
+            UserError: the rank is out of range, or no kind of layer is selected.
+        """
+        if not 1 <= adapter.rank <= self._config.max_rank:
+            raise UserError(f"lora_config.rank = {adapter.rank}: choose a rank from 1 to {self._config.max_rank}")
+        kinds = tuple(kind for kind in _KINDS if getattr(adapter, kind))
+        if not kinds:
+            raise UserError("lora_config: set at least one of train_attn, train_mlp and train_unembed")
+        return LoRAConfig(rank=adapter.rank, alpha=self._config.alpha, layer_kinds=kinds)
+
+    def _admit(self, adapter: AdapterSpec, add: Callable[[str], None]) -> Slot:
+        """Add an adapter under a new name if there is memory for it.
+
+        Raises:
+            UserError: memory is short, or the engine refuses the adapter.
+        """
+        limit = self._config.max_models
+        if limit is not None and len(self.models) >= limit:
+            raise UserError(
+                f"the server has {len(self.models)} models, and can have {limit}: finish a session or delete a model"
+            )
+        slot = Slot(f"model-{next(self._numbers)}", adapter)
+        with self._errors():
+            before = self.group.run(rank_memory)
+            add(slot.name)
+            # The engine knows what the ranks hold of an adapter once it is there.
+            short = shortage(self._empty, before, self.group.run(rank_memory), self._budget)
+            if short is not None:
+                self.group.adapters.remove(slot.name)
+                raise UserError(
+                    f"memory is short for a model with lora_config.rank = {adapter.rank} beside {len(self.models)} others: {short}: lower "
+                    "the rank, or delete a model"
+                )
+        return slot
+
+    @property
+    def _budget(self) -> int | None:
+        megabytes = self._config.adapter_memory_mb
+        return None if megabytes is None else megabytes * 2**20
+
+    def _slot(self, model_id: str) -> Slot:
+        """Return the slot of a model.
+
+        Raises:
+            UserError: there is no such model.
+            BackendLostError: all models are lost.
+        """
+        self._require()
+        if model_id not in self.models:
+            raise UserError(f"model_id = {model_id!r}: there is no such model: create it, or load it from a checkpoint")
+        return self.models[model_id]
+
+    def _select(self, name: str) -> None:
+        if self._selected != name:
+            self.group.adapters.select(name)
+            self._selected = name
+
+    # ---- passes
+
+    def forward(self, batches: Sequence[PreparedBatch]) -> list[PassResult | UserError | ServerError]:
+        return self._run(batches, train=False)
+
+    def forward_backward(self, batches: Sequence[PreparedBatch]) -> list[PassResult | UserError | ServerError]:
+        return self._run(batches, train=True)
+
+    def _run(self, batches: Sequence[PreparedBatch], *, train: bool) -> list[PassResult | UserError | ServerError]:
+        """Run requests one after the other. Requests of several models in one call of the engine would begin here."""
+        results: list[PassResult | UserError | ServerError] = []
+        for batch in batches:
+            try:
+                results.append(self._run_alone(batch, train=train))
+            except BackendLostError:
+                raise
+            except (UserError, ServerError) as error:
+                results.append(error)
+        return results
+
+    def _run_alone(self, batch: PreparedBatch, *, train: bool) -> PassResult:
+        slot = self._slot(batch.model_id)
+        with self._errors():
+            loss = make_loss(batch.loss, batch.config)
+            samples = engine_samples(batch.data, loss)
+            self._select(slot.name)
+            if train:
+                step = self._accumulate(slot, samples, loss)
+                total = step.loss
+            else:
+                # An evaluation divides by the weight, which is the number of micro-batches.
+                step = self.group.eval_batch(samples, loss, _one, returns=("logprobs",))
+                total = step.loss * step.metrics["weight"]
+        # The engine's own metrics have names without a suffix.
+        metrics = {name: value for name, value in step.metrics.items() if ":" in name}
+        return PassResult(target_arrays(step.outputs["logprobs"], batch.data), {"loss:sum": total, **metrics})
+
+    def _accumulate(self, slot: Slot, samples: list[dict[str, Tensor]], loss: Any) -> StepOutput:
+        """Add the gradient of a request to the pending ones of the selected adapter. A request that fails adds nothing."""
+
+        def run() -> StepOutput:
+            return self.group.forward_backward(samples, loss, _one, normalization="sum", returns=("logprobs",))
+
+        if not slot.pending:
+            step = run()
+            slot.pending = True
+            return step
+        # A call that fails discards the pending gradients, so those of earlier requests are kept aside.
+        self.group.adapters.set_aside(slot.name)
+        try:
+            step = run()
+        except (EngineLostError, WorkerLostError):
+            raise
+        except Exception:
+            self.group.adapters.put_back(slot.name)
+            raise
+        self.group.adapters.put_back(slot.name)
+        return step
+
+    # ---- optimizer
+
+    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        slot, settings = self._slot(model_id), step_settings(params)
+        with self._errors():
+            self._select(slot.name)
+            if not slot.pending:
+                # A batch without weight has the gradient 0.
+                sample = {"input_ids": torch.zeros(1, dtype=torch.int64)}
+                self.group.forward_backward([sample], _no_loss, _zero, normalization="sum")
+            stats = self.group.optimizer_step(settings)
+            slot.pending = False
+        if not stats.update_successful:
+            raise UserError(
+                f"optim_step: the gradient is not finite (its norm is {stats.grad_norm}): it was discarded, and the model is unchanged. Check "
+                "the weights, advantages and log-probs of the data"
+            )
+        return {"grad_norm:mean": stats.grad_norm}
+
+    # ---- checkpoints
+
+    def save(self, model_id: str, folder: Path) -> None:
+        self._save(model_id, folder, with_optim=True)
+
+    def save_for_sampler(self, model_id: str, folder: Path) -> None:
+        self._save(model_id, folder, with_optim=False)
+
+    def _save(self, model_id: str, folder: Path, *, with_optim: bool) -> None:
+        slot = self._slot(model_id)
+        about = {
+            "base_model": self._base.name,
+            "fingerprint": self._base.fingerprint,
+            "adapter": dataclasses.asdict(slot.adapter),
+        }
+        with self._errors():
+            self.group.adapters.save(slot.name, folder.absolute(), with_optim=with_optim, about={_ABOUT: about})
+
+    def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
+        self._require()
+        with self._errors():
+            adapter = self._described(folder)
+            self._lora(adapter)
+            # A new slot, so that a checkpoint that is refused leaves the model as it is.
+            path = folder.absolute()
+            slot = self._admit(adapter, lambda name: self.group.adapters.load(name, path, with_optim=with_optimizer))
+            before = self.models.get(model_id)
+            self.models[model_id] = slot
+            if before is not None:
+                self._remove(before)
+        return adapter
+
+    def _described(self, folder: Path) -> AdapterSpec:
+        """Return the description of the adapter in a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another base model.
+        """
+        about = verify(folder).about.get(_ABOUT)
+        if about is None:
+            raise ValueError(f"{folder} was not saved by this server: load a checkpoint that save_state has written")
+        if about["fingerprint"] != self._base.fingerprint:
+            raise ValueError(
+                f"the checkpoint is of the base model {about['base_model']!r}, and this server trains {self._base.name!r} with other "
+                "weights: load it on a server of its base model"
+            )
+        return AdapterSpec(**about["adapter"])
+
+    # ---- faults
+
+    def healthy(self) -> bool:
+        return not self._closed and self._lost is None and self._executor.lost is None
+
+    def restart(self) -> None:
+        with self._errors():
+            self.group.restart()
+            self._begin()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.group.destroy()
+            self._executor.close()
+
+    def _require(self) -> None:
+        if not self.healthy():
+            raise self._loss(self._lost or self._executor.lost or RuntimeError("the backend was closed"))
+
+    def _loss(self, error: BaseException) -> BackendLostError:
+        self._lost = self._lost or error
+        return BackendLostError(
+            f"the training processes were lost, and all models with them; load the last checkpoint: {error}"
+        )
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise errors of the engine as those of the protocol."""
+        try:
+            yield
+        except (UserError, ServerError):
+            raise
+        except (EngineLostError, WorkerLostError) as error:
+            raise self._loss(error) from error
+        except ValueError as error:
+            raise UserError(_without_notes(str(error))) from error
+        except Exception as error:
+            if self._executor.lost is not None:
+                raise self._loss(self._executor.lost) from error
+            raise ServerError(_without_notes(f"{type(error).__name__}: {error}")) from error
+
+
+def create(model: str, backend: str, config: Mapping[str, Any]) -> EngineBackend:
+    """Start a backend: a :class:`~areal.tinker.backends.protocol.TrainingFactory`."""
+    return EngineBackend(model, backend, EngineBackendConfig.parse(config))
+
+
+def _without_notes(text: str) -> str:
+    """Return the text of an engine's error without what it says about gradients: those of earlier requests are kept here."""
+    return text.replace(" (all pending gradients were discarded; the engine can be used for the next call)", "")
+
+
+# ---- functions that run on the ranks
+
+
+def _one(batch: Batch) -> Tensor:
+    return batch["input_ids"].new_ones((), dtype=torch.float64)
+
+
+def _zero(batch: Batch) -> Tensor:
+    return batch["input_ids"].new_zeros((), dtype=torch.float64)
+
+
+def _no_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+    raise RuntimeError("a batch without weight has no loss")
+
+
+def _vocab_size(engine: TrainEngine, _: Any) -> int:
+    rules = rules_of(engine)
+    if rules is None:
+        raise ValueError("the engine has no batch_rules, which the backend needs: derive it from BaseTrainEngine")
+    return rules.vocab_size

@@ -1,0 +1,96 @@
+"""Interface of a loss, and the inputs and metrics that several losses have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from areal.api import IGNORE_INDEX, Batch, Metric, TokenOutputs
+
+
+class ProtocolLoss(Protocol):
+    """A loss of the protocol with its configuration: a frozen dataclass whose fields are the configuration.
+
+    It is called once per micro-batch and returns the sum over all targets, with metrics whose names end in the suffix of their reduction.
+    Values of the batch have the shape of the targets, ``[T]`` or ``[T, K]``.
+
+    Attributes:
+        inputs: keys of a datum that the loss needs, by the protocol's names.
+        optional: further keys of a datum that the loss reads.
+    """
+
+    inputs: ClassVar[frozenset[str]]
+    optional: ClassVar[frozenset[str]]
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]: ...
+
+
+CLIP_KEYS = frozenset({"clip_low_threshold", "clip_high_threshold"})
+"""Thresholds of each token, which replace those of the configuration."""
+
+RATIO_KEYS = frozenset({"target_tokens", "logprobs", "advantages"})
+"""Keys of a datum for losses with a ratio to the sampling policy."""
+
+
+def target_logprobs(outputs: TokenOutputs) -> Tensor:
+    """Return the log-probs of the targets, with a gradient."""
+    if outputs.logprobs is None:
+        raise ValueError("outputs = without 'logprobs': name it in the call")
+    return outputs.logprobs
+
+
+def thresholds(batch: Batch, low: float, high: float) -> tuple[Tensor | float, Tensor | float]:
+    """Return the clip thresholds of each target, or those of the configuration if the batch lacks them."""
+    return batch.get("clip_low_threshold", low), batch.get("clip_high_threshold", high)
+
+
+def clamped(ratio: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """Return the ratio, clamped to thresholds, each of which is a number or a tensor."""
+    return ratio.clamp(min=low).clamp(max=high)  # type: ignore[arg-type]
+
+
+def sampling_ratio_metrics(logprobs: Tensor, batch: Batch, clipped: Tensor | None = None) -> dict[str, Metric]:
+    """Return metrics of the ratio to the sampling policy: means over the targets whose advantage is not 0.
+
+    Args:
+        logprobs: log-probs of the targets.
+        batch: micro-batch with ``logprobs`` and ``advantages``.
+        clipped: bool, of the same shape. Targets whose ratio was clipped.
+
+    Returns:
+        ``ratio:mean``; ``kl:mean``, the estimate ``log q - log p`` of KL(q || p); and ``clipped:mean``, a fraction.
+    """
+    with torch.no_grad():
+        counted = ((batch["advantages"] != 0) & (batch["target_ids"] != IGNORE_INDEX)).to(logprobs.dtype)
+        weight = counted.sum()
+        log_ratio = logprobs.detach() - batch["logprobs"]
+        means = {"ratio:mean": log_ratio.exp(), "kl:mean": -log_ratio}
+        if clipped is not None:
+            means["clipped:mean"] = clipped.to(logprobs.dtype)
+        # A sum over no target is 0, and has the weight 0.
+        return {name: Metric((x * counted).sum() / weight.clamp(min=1), weight) for name, x in means.items()}
+
+
+def check_thresholds(loss: str, low: float, high: float) -> None:
+    """Raise a ``ValueError`` unless ``0 <= low <= high``."""
+    if math.isnan(low) or math.isnan(high) or not 0 <= low <= high:
+        raise ValueError(
+            f"loss_fn_config of {loss!r}: clip_low_threshold = {low} and clip_high_threshold = {high}: they are bounds of a ratio of "
+            "probabilities, with 0 <= low <= high"
+        )
+
+
+def config_numbers(loss: str, config: Mapping[str, float | str]) -> dict[str, float]:
+    """Return the numbers of a loss configuration.
+
+    Raises:
+        ValueError: a value is not a number.
+    """
+    for name, value in config.items():
+        if isinstance(value, str):
+            raise ValueError(f"loss_fn_config of {loss!r}: {name} = {value!r}: it must be a number")
+    return {name: float(value) for name, value in config.items()}

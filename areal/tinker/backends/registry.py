@@ -1,0 +1,55 @@
+"""Backends by name, from this package or any other that declares an entry point in one of these groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from areal.tinker.backends.protocol import SamplingBackend, SamplingFactory, TrainingBackend, TrainingFactory
+
+TRAINING_GROUP = "areal.tinker_backends"
+"""Entry point group of functions that are a :class:`~areal.tinker.backends.protocol.TrainingFactory`."""
+
+SAMPLING_GROUP = "areal.tinker_samplers"
+"""Entry point group of functions that are a :class:`~areal.tinker.backends.protocol.SamplingFactory`."""
+
+
+def create_training_backend(model: str, backend: str, config: Mapping[str, Any]) -> TrainingBackend:
+    """Start the backend whose name is the part of ``backend`` before the first colon.
+
+    Args:
+        model: directory or hub name of the base model.
+        backend: name, with a layout if the backend has some, such as ``fsdp:d2``.
+        config: settings of the backend.
+
+    Raises:
+        ValueError: no installed package has such a backend, a dependency of it is missing, or a setting is refused.
+    """
+    factory: TrainingFactory = _load(TRAINING_GROUP, "backend", backend.partition(":")[0])
+    return factory(model, backend, config)
+
+
+def create_sampling_backend(model: str, sampler: str, config: Mapping[str, Any]) -> SamplingBackend:
+    """Start the sampler of this name. Arguments and errors are as for :func:`create_training_backend`."""
+    factory: SamplingFactory = _load(SAMPLING_GROUP, "sampler", sampler)
+    return factory(model, config)
+
+
+def backend_names(group: str) -> list[str]:
+    """Return the names of the installed backends of a group."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def _load(group: str, option: str, name: str) -> Any:
+    points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=group)}
+    if name not in points:
+        raise ValueError(
+            f"{option} = {name!r}: installed are {', '.join(sorted(points))} (entry point group '{group}')"
+        )
+    try:
+        return points[name].load()
+    except ImportError as error:
+        raise ValueError(
+            f"{option} = {name!r}: it needs what is not installed ({error}): install areal[tinker]"
+        ) from error
