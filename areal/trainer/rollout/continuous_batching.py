@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from areal.trainer.rollout.batching.manager import GenerationManager
+from areal.trainer.rollout.batching.router import AdapterRouter
 from areal.trainer.rollout.protocol import Sampling
 from areal.trainer.rollout.sampler import RequestSampler
 from areal.utils.offload import storage_bytes
@@ -65,8 +68,17 @@ class GenerationLimits:
             )
         return prompt
 
-    def manager(self, model: PreTrainedModel, sampler: RequestSampler) -> ContinuousBatchingManager:
+    def manager(
+        self,
+        model: PreTrainedModel,
+        sampler: RequestSampler,
+        router: AdapterRouter,
+        finished: Callable[[GenerationOutput], None],
+        ended: Callable[[], None],
+    ) -> GenerationManager:
         """Create a manager of continuous batching, with an empty cache. It is not started.
+
+        See :class:`~areal.trainer.rollout.batching.manager.GenerationManager`.
 
         Raises:
             ValueError: the model cannot generate, or its attention is not supported.
@@ -77,7 +89,11 @@ class GenerationLimits:
             raise RuntimeError(
                 f"transformers {transformers.__version__} cannot pause generation for new weights: install 5.23 or newer"
             )
-        manager = model.init_continuous_batching(
+        manager = GenerationManager(
+            router,
+            finished,
+            ended,
+            model=model,
             # Greedy: it selects the token to which the sampler gave the highest score. Stop tokens are set per request.
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
             continuous_batching_config=ContinuousBatchingConfig(

@@ -8,25 +8,25 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from areal.api.weights import NamedTensor
+from areal.trainer.rollout.batching.adapters import ServedAdapter, ServedAdapters
+from areal.trainer.rollout.batching.router import AdapterRouter
+from areal.trainer.rollout.batching.running import PendingAnswer, RunningRequests
 from areal.trainer.rollout.continuous_batching import GenerationLimits, cache_bytes, forget_prefixes
-from areal.trainer.rollout.pending_answer import PendingAnswer
 from areal.trainer.rollout.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from areal.trainer.rollout.protocol import Completion, Sampling
-from areal.trainer.rollout.sampler import Request, RequestSampler, end_tokens
+from areal.trainer.rollout.sampler import Request, end_tokens
 from areal.trainer.rollout.stop_strings import StopStrings
 from areal.utils import platform
 from areal.utils.offload import HostMemory, make_resizable
 from areal.weight_sync.apply import load_named
-
-_POLL = 0.2
-"""Interval in seconds at which the collector thread checks that generation and the main thread are alive."""
 
 _CLOSED = "the rollout was closed: make another one"
 _ASLEEP = "the rollout is asleep: call wake() first"
@@ -35,12 +35,13 @@ _ASLEEP = "the rollout is asleep: call wake() first"
 class LocalRollout:
     """Rollout engine on a replica of the model in this process.
 
-    One thread generates all running answers together. Another thread delivers finished answers. ``generate`` may be awaited on any number
-    of event loops. The answer to a request does not depend on concurrent requests, except through the rounding of logits.
+    One thread generates all running answers together, also those of different adapters. It sleeps while there are none. ``generate`` may be
+    awaited on any number of event loops. The answer to a request does not depend on concurrent requests, except through the rounding of
+    logits.
 
-    Requests with the same prompt share its keys and values: the first request runs alone until it has a token, and the others start then.
-    Nothing is shared across an update. An answer that is running during an update keeps the keys and values of the older weights. Its later
-    tokens carry the new version, and their log-probs are those of the distribution from which they were drawn.
+    Requests with the same prompt and adapter share its keys and values: the first request runs alone until it has a token, and the others
+    start then. Nothing is shared across an update. An answer that is running during an update keeps the keys and values of the older
+    weights. Its later tokens carry the new version, and their log-probs are those of the distribution from which they were drawn.
 
     Args:
         model: replica in evaluation mode, with ``sdpa`` or flash attention. Its weights must not be used elsewhere. Of its
@@ -78,58 +79,96 @@ class LocalRollout:
         self._limits.check(model)
         self.model, self.max_context = model, max_context
         self._vocab = model.config.get_text_config().vocab_size
-        self._page_size = page_size
         self._end_tokens = end_tokens(model)
         self._tokenizer = tokenizer
-        self._sampler = RequestSampler(version, self._on_first_token, self._on_stop_string)
+        self._adapters, self._router = ServedAdapters(model), AdapterRouter(model)
+        self._requests = RunningRequests(self._adapters, page_size, version, self._router.schedule)
+        self._sampler, self._lock = self._requests.sampler, self._requests.lock
         self._seeds = np.random.default_rng(seed)
-        self._count = 0
-        self._pending: dict[str, PendingAnswer] = {}
-        # By prompt: the request that computes it, and the requests that wait for its keys and values.
-        self._waiting: dict[tuple[int, ...], tuple[str, list[str]]] = {}
-        self._lock = threading.Lock()  # guards the requests
         self._updating = threading.RLock()  # held by update, sleep, wake and close
-        self._closed = False
         self._failed = False
         self._broken: str | None = None
         self._asleep = False
-        self._memory = HostMemory({"params": lambda: [*model.parameters(), *model.buffers()]})
+        self._memory = HostMemory({"params": self._tensors})
         self._start()
 
     def _start(self) -> None:
         """Start generation with an empty cache."""
-        self._manager = self._limits.manager(self.model, self._sampler)
+        self._manager = self._limits.manager(
+            self.model, self._sampler, self._router, self._requests.finish, self._on_end
+        )
+        self._requests.manager = self._manager
         self._manager.start()
-        self._collector = threading.Thread(target=self._collect, name="rollout-collector")
-        self._collector.start()
 
     def _stop(self) -> None:
         """Stop generation, and free the cache."""
         self._manager.stop(hard_stop=True)
-        self._collector.join()
 
     @property
     def version(self) -> int:
         """Version of the weights that generate now."""
         return self._sampler.version
 
-    async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
-        """Generate an answer to a prompt. Cancelling the task ends the request at the next step.
+    @property
+    def serving(self) -> bool:
+        """Whether the next request can be served. Does not block."""
+        up = not (self._requests.closed or self._asleep or self._failed) and self._manager.is_running()
+        return up and self._broken is None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests can use."""
+        with self._lock:
+            return self._adapters.names
+
+    def add_adapter(self, name: str, folder: str | Path) -> None:
+        """Read an adapter in peft's format, which requests can name from now on. Running requests are not interrupted.
 
         Raises:
-            ValueError: the prompt is empty, has an unknown token, or exceeds ``max_context`` together with ``max_new_tokens``; or the
-                request has stop strings, and the engine no tokenizer.
+            ValueError: the name is taken, or the folder is damaged or of another model.
+            RuntimeError: the engine is closed or asleep, or generation failed.
+        """
+        with self._lock:
+            self._check_serving()
+        adapter = self._adapters.read(Path(folder))
+        with self._lock:
+            self._check_serving()
+            self._adapters.add(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter. Its running requests continue with it, and its memory is freed after them.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        with self._lock:
+            self._adapters.remove(name)
+
+    async def generate(
+        self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling, adapter: str | None = None
+    ) -> Completion:
+        """Generate an answer to a prompt. Cancelling the task ends the request at the next step.
+
+        Args:
+            prompt_ids: token ids of the prompt; at least one.
+            sampling: sampling parameters.
+            adapter: name of an adapter; ``None`` for the model itself.
+
+        Raises:
+            ValueError: the prompt is empty, has an unknown token, or exceeds ``max_context`` together with ``max_new_tokens``; the request
+                has stop strings, and the engine no tokenizer; or there is no such adapter.
             RuntimeError: the engine is closed or asleep, or generation failed; names the cause.
         """
-        name, pending = self._submit(self._check_prompt(prompt_ids, sampling), sampling)
+        name, pending = self._submit(self._check_prompt(prompt_ids, sampling), sampling, adapter)
         try:
             return await asyncio.wrap_future(pending.future)
         except asyncio.CancelledError:
-            self._remove(name)
-            self._manager.cancel_request(name)
+            self._requests.cancel(name)
             raise
 
-    async def prompt_logprobs(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> PromptLogprobs:
+    async def prompt_logprobs(
+        self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling, adapter: str | None = None
+    ) -> PromptLogprobs:
         """Return the log-probs of a prompt's tokens. Generation is paused meanwhile.
 
         See :func:`~areal.trainer.rollout.prompt_logprobs.prompt_logprobs`. Errors are those of :meth:`generate`.
@@ -137,7 +176,7 @@ class LocalRollout:
         prompt = self._check_prompt(prompt_ids, replace(sampling, max_new_tokens=1, stop=()))
 
         def compute() -> PromptLogprobs:
-            with self._updating, self._paused():
+            with self._using(adapter) as used, self._updating, self._paused(), self._router.whole(used):
                 self._check_whole()
                 return prompt_logprobs(self.model, prompt, sampling)
 
@@ -200,12 +239,12 @@ class LocalRollout:
         """
         with self._updating:
             with self._lock:
-                if self._asleep and not self._closed:
+                if self._asleep and not self._requests.closed:
                     return
                 self._check_serving()
-                if self._pending:
+                if self._requests:
                     raise RuntimeError(
-                        f"{len(self._pending)} answers are running, which would lose their cache: wait for them before sleep()"
+                        f"{len(self._requests)} answers are running, which would lose their cache: wait for them before sleep()"
                     )
                 self._asleep = True
             try:
@@ -213,7 +252,7 @@ class LocalRollout:
             except RuntimeError:  # inside an update of the same thread
                 self._asleep = False
                 raise
-            make_resizable([*self.model.parameters(), *self.model.buffers()])
+            make_resizable(self._tensors())
             self._memory.offload(params=True, grads=False, optimizer=False)
             platform.empty_cache(self.model.device)
 
@@ -224,7 +263,7 @@ class LocalRollout:
             RuntimeError: the engine is closed.
         """
         with self._updating:
-            if self._closed:
+            if self._requests.closed:
                 raise RuntimeError(_CLOSED)
             if self._asleep:
                 self._memory.onload(params=True, grads=False, optimizer=False)
@@ -236,7 +275,7 @@ class LocalRollout:
         """End running requests with their tokens so far (``"aborted"``), and release threads and cache. Wakes the model. Repeatable."""
         with self._updating:
             with self._lock:
-                first, self._closed = not self._closed, True
+                first, self._requests.closed = not self._requests.closed, True
             if first and self._asleep:
                 self._memory.onload(params=True, grads=False, optimizer=False)
             elif first:
@@ -257,70 +296,36 @@ class LocalRollout:
             )
         return prompt
 
-    def _submit(self, prompt: list[int], sampling: Sampling) -> tuple[str, PendingAnswer]:
-        """Register a request, and start it or let it wait for another with the same prompt."""
+    def _tensors(self) -> list[Tensor]:
+        """Return the tensors that move when the engine sleeps."""
+        return [*self.model.parameters(), *self.model.buffers(), *self._adapters.tensors()]
+
+    @contextmanager
+    def _using(self, name: str | None) -> Iterator[ServedAdapter | None]:
+        """Context in which an adapter is kept."""
+        with self._lock:
+            adapter = self._adapters.begin(name)
+        try:
+            yield adapter
+        finally:
+            with self._lock:
+                self._adapters.end(adapter)
+
+    def _submit(self, prompt: list[int], sampling: Sampling, adapter: str | None) -> tuple[str, PendingAnswer]:
+        """Start a request with a seed, the model's end tokens and stop strings. Returns its name."""
         with self._lock:
             self._check_serving()
             self._check_whole()
-            name = f"request {self._count}"
-            self._count += 1
             seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
             if sampling.stop_token_ids is None:
                 sampling = replace(sampling, stop_token_ids=self._end_tokens)
             stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-            pending = self._pending[name] = PendingAnswer(tuple(prompt), Request(sampling, seed, stop=stop))
-            self._sampler.add(name, pending.request)
-            if pending.prompt in self._waiting:
-                self._waiting[pending.prompt][1].append(name)
-                return name, pending
-            if len(prompt) > self._page_size:  # shorter prompts do not fill a page, the unit of sharing
-                self._waiting[pending.prompt] = (name, [])
-            self._start_request(name, pending)
-            return name, pending
-
-    def _start_request(self, name: str, pending: PendingAnswer) -> None:
-        """Pass a request to the manager. If generation has just failed, the manager ignores it and the collector thread fails the request."""
-        sampling = pending.request.sampling
-        self._manager.add_request(
-            list(pending.prompt),
-            request_id=name,
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=list(sampling.stop_token_ids or ()),
-        )
-
-    def _on_first_token(self, name: str) -> None:
-        """Start the requests that wait for the prompt of ``name``, which is in the cache now."""
-        with self._lock:
-            if name in self._pending:
-                self._start_waiting(name, self._pending[name].prompt)
-
-    def _on_stop_string(self, name: str) -> None:
-        """Deliver an answer whose text has a stop string, of which the manager knows nothing."""
-        pending = self._remove(name)
-        if pending is not None:
-            self._manager.cancel_request(name)
-            pending.resolve(pending.request.completion("stop"))
-
-    def _start_waiting(self, name: str, prompt: tuple[int, ...]) -> None:
-        """Start the requests that wait for ``name`` to compute ``prompt``. Called with the lock."""
-        if prompt in self._waiting and self._waiting[prompt][0] == name:
-            for other in self._waiting.pop(prompt)[1]:
-                if other in self._pending and not self._closed:
-                    self._start_request(other, self._pending[other])
-
-    def _remove(self, name: str) -> PendingAnswer | None:
-        """Remove a request, and let others with its prompt go on. Returns ``None`` if it was removed before."""
-        with self._lock:
-            self._sampler.remove(name)
-            pending = self._pending.pop(name, None)
-            if pending is not None:
-                self._start_waiting(name, pending.prompt)
-            return pending
+            return self._requests.add(prompt, Request(sampling, seed, stop=stop), adapter)
 
     def _check_serving(self) -> None:
         """Raise a ``RuntimeError`` if the engine is closed or asleep, or generation failed."""
-        if self._closed or self._asleep:
-            raise RuntimeError(_CLOSED if self._closed else _ASLEEP)
+        if self._requests.closed or self._asleep:
+            raise RuntimeError(_CLOSED if self._requests.closed else _ASLEEP)
         if self._failed or not self._manager.is_running():
             raise RuntimeError(f"generation has failed: {self._cause()}") from self._fatal()
 
@@ -352,47 +357,11 @@ class LocalRollout:
         """Fail all requests after an incomplete update: the model has some old and some new weights."""
         with self._lock:
             self._broken = why
-        for name in list(self._pending):
-            pending = self._remove(name)
-            self._manager.cancel_request(name)
-            if pending is not None:
-                pending.resolve(RuntimeError(f"{why}: the weights are mixed"))
+        self._requests.fail_all(f"{why}: the weights are mixed")
 
-    def _collect(self) -> None:
-        """Deliver finished answers until generation ends. Runs in the collector thread."""
-        while True:
-            # Read before the result: a manager that stops afterwards may have left one more.
-            running = self._manager.is_running()
-            result = self._manager.get_result(timeout=_POLL)
-            if result is not None:
-                self._finish(result)
-            elif not running:
-                break
-            elif not threading.main_thread().is_alive():
-                # close will not be called, and the interpreter waits for this thread
-                self._manager.stop(hard_stop=True)
+    def _on_end(self) -> None:
+        """Fail the remaining requests at the end of generation."""
         with self._lock:
-            # Asleep, no request is left, and a later collector delivers those that come.
+            # Asleep, no request is left, and the next manager serves those that come.
             self._failed = not self._asleep
-        for name in list(self._pending):
-            self._end(name, f"generation has failed: {self._cause()}")
-
-    def _finish(self, result: GenerationOutput) -> None:
-        """Deliver the answer or the error of one request."""
-        if result.status != RequestStatus.FINISHED:
-            self._end(result.request_id, f"generation has failed: {result.error}")
-            return
-        pending = self._remove(result.request_id)
-        if pending is not None and pending.request.tokens != result.generated_tokens:
-            error = "other tokens came back than were drawn: this release of transformers is unknown"
-            pending.resolve(RuntimeError(f"{result.request_id}: {error}"))
-        elif pending is not None:
-            pending.resolve(pending.request.completion())
-
-    def _end(self, name: str, why: str) -> None:
-        """End a request early: with its tokens so far if the engine is closing, else with an error."""
-        pending = self._remove(name)
-        if pending is not None and self._closed:
-            pending.resolve(pending.request.completion("aborted"))
-        elif pending is not None:
-            pending.resolve(RuntimeError(why))
+        self._requests.end_all(f"generation has failed: {self._cause()}")

@@ -36,7 +36,8 @@ def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     temperature = [1.0 if g else s.temperature for g, s in zip(greedy, samplings, strict=True)]
     out = logits.float()
     if any(t != 1 for t in temperature):
-        out = out / torch.tensor(temperature, device=logits.device).unsqueeze(1)
+        # With its dtype: another thread that builds a model changes the default for a moment.
+        out = out / torch.tensor(temperature, dtype=torch.float32, device=logits.device).unsqueeze(1)
     out = out.log_softmax(-1)
     vocab = logits.shape[1]
     # 2. top_k and top_p, for the rows that have them only: both sort the vocabulary.
@@ -158,13 +159,13 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
 
     For each forward, the manager calls :meth:`prepare_tensor_args` with the requests in row order, then :meth:`__call__` with the scores,
     both on the generation thread. The drawn token gets the highest score of its row, so that a greedy manager selects it. Asynchronous
-    batching must be
-    off: it drops tokens after they are drawn.
+    batching must be off: it drops tokens after they are drawn.
 
     Args:
         version: version of the weights.
         started: called on the generation thread with the name of a request that has its first token.
         stopped: called on the generation thread with the name of a request whose text has a stop string.
+        scheduled: called on the generation thread before each forward, with its requests in the order of their tokens.
 
     Attributes:
         version: version of the weights of the next forward. Change it only while generation is paused.
@@ -175,11 +176,12 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         version: int,
         started: Callable[[str], None] = lambda name: None,
         stopped: Callable[[str], None] = lambda name: None,
+        scheduled: Callable[[Sequence[FutureRequestState]], None] = lambda requests: None,
     ) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
         self.version = version
-        self._started, self._stopped = started, stopped
+        self._started, self._stopped, self._scheduled = started, stopped, scheduled
         self._requests: dict[str, Request] = {}
         self._outdated: frozenset[str] = frozenset()
         self._rows: list[tuple[str, Request | None]] = []
@@ -198,6 +200,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
 
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
         """Record which request belongs to which row of the next scores. Called by the manager."""
+        self._scheduled(requests_in_batch)
         for future in requests_in_batch:
             if future.state.request_id in self._outdated:
                 future.complete_blocks = {}  # the manager registers these for sharing after the forward

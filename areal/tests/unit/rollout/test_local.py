@@ -94,7 +94,7 @@ def test_waiting_request_survives_cancelled_prefill() -> None:
             return await asyncio.wait_for(second, 60)
 
         assert len(asyncio.run(generate()).tokens) == 5
-        assert not engine._waiting
+        assert not engine._requests._waiting
 
 
 def test_request_without_seed_gets_engine_seed() -> None:
@@ -247,8 +247,8 @@ def test_cancelled_request_frees_its_slot() -> None:
                 await long
             answer = await asyncio.wait_for(engine.generate(PROMPT, endless(5)), 60)
             assert "request 0" not in engine._manager.batch_processor.scheduler.active_requests
-            assert not engine._pending
-            assert not engine._waiting
+            assert not engine._requests
+            assert not engine._requests._waiting
             assert not engine._sampler._requests
             return answer
 

@@ -1,0 +1,258 @@
+"""Sampling in this process, with the rollout's generator. Entry point ``local`` of the group ``areal.tinker_samplers``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from areal.tinker.backends.errors import ServerError, UserError
+from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult, TopLogprobs
+from areal.tinker.backends.protocol import ModelLimits, SamplingFactory
+from areal.tinker.backends.sampler_config import LocalSamplerConfig
+from areal.trainer.rollout.local import LocalRollout
+from areal.trainer.rollout.prompt_logprobs import PromptLogprobs
+from areal.trainer.rollout.protocol import Completion, Sampling, TopTokens
+from areal.utils.seeding import mixed
+
+_MOST_CONTEXT, _CACHE_TOKENS = 8192, 32768
+"""Defaults of ``max_context`` and of ``cache_tokens``."""
+
+_BATCH_TOKENS = {"cpu": 256}
+"""Default of ``max_batch_tokens`` by type of device: sdpa on a CPU attends over all sequences of a forward."""
+_BATCH_TOKENS_OF_OTHERS = 2048
+
+
+class LocalSampler:
+    """Implements :class:`~areal.tinker.backends.protocol.SamplingBackend`.
+
+    Args:
+        rollout: generator, which this object closes.
+        model: directory or hub name of the base model.
+    """
+
+    def __init__(self, rollout: LocalRollout, model: str) -> None:
+        self.rollout, self._model = rollout, model
+        config = rollout.model.config.get_text_config()
+        self._limits = ModelLimits(config.vocab_size, rollout.max_context, max_rank=config.hidden_size)
+        self._of_base: set[str] = set()  # snapshots without an adapter
+        self._opening = asyncio.Lock()
+
+    @classmethod
+    def create(cls, model: str, config: Mapping[str, Any]) -> LocalSampler:
+        """Load a model, and start its generator.
+
+        Args:
+            model: directory or hub name.
+            config: fields of :class:`~areal.tinker.backends.sampler_config.LocalSamplerConfig`.
+
+        Raises:
+            ValueError: a setting is unknown or out of range, or the model cannot be read.
+        """
+        settings = LocalSamplerConfig.checked(config)
+        device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        try:
+            network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=settings.attention)
+        except OSError as error:
+            raise ValueError(f"model = {model!r} cannot be read: {error}") from error
+        # Sizes that are not given follow from the model and the device.
+        positions = getattr(network.config.get_text_config(), "max_position_embeddings", None) or _MOST_CONTEXT
+        context = settings.max_context or min(positions, _MOST_CONTEXT)
+        rollout = LocalRollout(
+            network.to(device).eval(),
+            max_context=context,
+            max_requests=settings.max_requests,
+            cache_tokens=settings.cache_tokens or max(context + settings.page_size, _CACHE_TOKENS),
+            page_size=settings.page_size,
+            max_batch_tokens=settings.max_batch_tokens or _BATCH_TOKENS.get(device.type, _BATCH_TOKENS_OF_OTHERS),
+            tokenizer=_tokenizer(model),
+        )
+        return cls(rollout, model)
+
+    def limits(self) -> ModelLimits:
+        """Return the sizes against which requests are checked."""
+        return self._limits
+
+    async def open(self, snapshot: str, folder: Path | None) -> None:
+        """Serve the adapter in ``folder``, or the base model for ``None``, under the name ``snapshot``."""
+        async with self._opening:
+            if self._is_open(snapshot):
+                return
+            if folder is None:
+                self._of_base.add(snapshot)
+                return
+            await asyncio.to_thread(self._read, snapshot, folder)
+
+    async def release(self, snapshot: str) -> None:
+        """Stop serving a snapshot, and free its weights once running requests have ended. Does nothing if it is not served."""
+        async with self._opening:
+            self._of_base.discard(snapshot)
+            if snapshot in self.rollout.adapters:
+                self.rollout.remove_adapter(snapshot)
+
+    async def sample(self, snapshot: str, request: SamplingRequest) -> SamplingResult:
+        """Return the answers to a request. Cancelling the task ends its generation."""
+        if not self._is_open(snapshot):
+            raise UserError(f"snapshot {snapshot!r} is not served any more: create another sampling client")
+        adapter = None if snapshot in self._of_base else snapshot
+        try:
+            sampling = self._sampling(request)
+            work: list[Any] = [
+                self.rollout.generate(request.prompt, each, adapter) for each in _with_seeds(sampling, request)
+            ]
+            if request.prompt_logprobs or request.prompt_top_k:
+                work.append(self._score(request, sampling, adapter))
+            results = await _all(work)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        except RuntimeError as error:
+            raise ServerError(f"sampling failed, send the request again: {error}") from error
+        completions = [each for each in results if isinstance(each, Completion)]
+        scores = [each for each in results if isinstance(each, PromptLogprobs)]
+        # A generator that is closed ends answers with their tokens so far.
+        if any(each.finish_reason == "aborted" for each in completions):
+            raise ServerError("the server is stopping: send the request again when it is back")
+        answers = [_answer(each, request.sample_top_k) for each in completions]
+        if not scores:
+            return SamplingResult(answers)
+        return SamplingResult(
+            answers,
+            np.array([np.nan, *scores[0].logprobs], np.float32) if request.prompt_logprobs else None,
+            _top(scores[0].top, request.prompt_top_k, first=True) if request.prompt_top_k else None,
+        )
+
+    def healthy(self) -> bool:
+        """Return whether the next call can succeed."""
+        return self.rollout.serving
+
+    async def close(self) -> None:
+        """End generation. May be called twice."""
+        await asyncio.to_thread(self.rollout.close)
+
+    def _is_open(self, snapshot: str) -> bool:
+        return snapshot in self._of_base or snapshot in self.rollout.adapters
+
+    def _read(self, snapshot: str, folder: Path) -> None:
+        """Add an adapter from a folder."""
+        try:
+            self._check_base(folder)
+            self.rollout.add_adapter(snapshot, folder)
+        except (ValueError, OSError) as error:
+            raise UserError(f"the weights cannot be sampled from: {error}") from error
+        except torch.OutOfMemoryError as error:
+            raise ServerError(
+                f"no device memory for one more snapshot, after {len(self.rollout.adapters)}: close sampling sessions, and try again"
+            ) from error
+        except RuntimeError as error:
+            raise ServerError(f"the sampler cannot load weights, try again: {error}") from error
+
+    def _check_base(self, folder: Path) -> None:
+        """Raise a ``ValueError`` if an adapter names another base model. Its folder may have moved: the last component counts."""
+        file = folder / "adapter_config.json"
+        content = json.loads(file.read_bytes())
+        base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+        if base and Path(str(base)).name != Path(self._model).name:
+            raise ValueError(f"{file} is of the base model {base!r}, and this server samples from {self._model!r}")
+
+    def _sampling(self, request: SamplingRequest) -> Sampling:
+        """Return the parameters of a request for the generator, without seed.
+
+        Raises:
+            ValueError: a parameter is out of range.
+        """
+        most = self._limits.max_tokens - len(request.prompt)
+        if most < 1:
+            raise ValueError(
+                f"prompt has {len(request.prompt)} tokens: the context of {self._limits.max_tokens} tokens has no room for an answer"
+            )
+        if request.max_tokens is not None and not 1 <= request.max_tokens <= most:
+            raise ValueError(
+                f"max_tokens = {request.max_tokens}: after a prompt of {len(request.prompt)} tokens it must be at least 1 and at most "
+                f"{most}; leave it out for as many as the context allows"
+            )
+        if request.num_samples < 1:
+            raise ValueError(f"num_samples = {request.num_samples}: it must be at least 1")
+        if request.top_k < -1:
+            raise ValueError(f"top_k = {request.top_k}: it must be at least 1, or -1 for all tokens")
+        # Stops that are given replace the model's own end tokens.
+        ends = request.stop_token_ids
+        if ends is None and request.stop_strings is not None:
+            ends = ()
+        return Sampling(
+            max_new_tokens=most if request.max_tokens is None else request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(request.top_k, 0),
+            stop_token_ids=ends,
+            stop=request.stop_strings or (),
+            top_logprobs=request.sample_top_k,
+        )
+
+    async def _score(self, request: SamplingRequest, sampling: Sampling, adapter: str | None) -> PromptLogprobs:
+        """Return log-probs of the prompt at the request's temperature, over all tokens: those that ``top_k`` excludes are scored, too."""
+        scored = Sampling(temperature=sampling.temperature, top_logprobs=request.prompt_top_k)
+        return await self.rollout.prompt_logprobs(request.prompt, scored, adapter)
+
+
+create: SamplingFactory = LocalSampler.create
+"""Entry point."""
+
+
+def _tokenizer(model: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a model; ``None`` without one, so that requests with stop strings are refused."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+
+
+def _with_seeds(sampling: Sampling, request: SamplingRequest) -> list[Sampling]:
+    """Return the parameters of each answer. Each has a seed of its own."""
+    fields = vars(sampling)
+    seed = request.seed
+    seeds = [None if seed is None else mixed(seed, index) for index in range(request.num_samples)]
+    return [Sampling(**{**fields, "seed": each}) for each in seeds]
+
+
+async def _all(work: Sequence[Any]) -> list[Any]:
+    """Await coroutines together. After an error or a cancellation, all are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _answer(completion: Completion, top_k: int) -> SampledAnswer:
+    return SampledAnswer(
+        "stop" if completion.finish_reason == "stop" else "length",
+        np.array(completion.tokens, np.int32),
+        np.array(completion.logprobs, np.float32),
+        _top(completion.top, top_k, first=False) if top_k else None,
+    )
+
+
+def _top(rows: Sequence[TopTokens], count: int, *, first: bool) -> TopLogprobs:
+    """Return the most likely tokens as arrays.
+
+    Args:
+        rows: tokens of each position.
+        count: number that was asked for. A smaller vocabulary has fewer.
+        first: whether to put a position without a distribution before them.
+    """
+    width = len(rows[0].ids) if rows else count
+    ids, logprobs = (np.array([getattr(row, name) for row in rows]) for name in ("ids", "logprobs"))
+    ids, logprobs = ids.reshape(-1, width), logprobs.reshape(-1, width)
+    if first:
+        ids = np.concatenate([np.zeros((1, width)), ids])
+        logprobs = np.concatenate([np.full((1, width), np.nan), logprobs])
+    return TopLogprobs(ids.astype(np.int32), logprobs.astype(np.float32))

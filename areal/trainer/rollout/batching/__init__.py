@@ -1,0 +1,1 @@
+"""Generation of many requests in one forward: the loop, adapters per request, and prompts that requests share."""
