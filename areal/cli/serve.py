@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NO_SAMPLER = "none"
 
 
-def serve(
+def run_server(
     model: str,
     backend: str = "fsdp:d1",
     backend_config: str = "{}",
@@ -124,12 +124,13 @@ async def _run(service: Service, api: ApiSettings, listener: socket.socket, bann
     """Serve until a signal, or until the service cannot go on. Returns the reason of the latter."""
     app = create_app(service, api)
     # Idle connections are kept longer than a client's pause between steps.
-    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=10)
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=10
+    )
     server = _Server(config)
 
     def stop() -> None:
-        # Held requests are answered at once. A second signal does not wait for the others.
-        server.force_exit = server.should_exit
+        # Held requests are answered at once.
         server.should_exit = True
         app.state.context.stopping.set()
 
@@ -137,13 +138,15 @@ async def _run(service: Service, api: ApiSettings, listener: socket.socket, bann
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     await service.start()
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     failed = asyncio.ensure_future(service.failed())
-    failed.add_done_callback(lambda _: stop())
+    print(banner, flush=True)
     try:
-        print(banner, flush=True)
-        await server.serve(sockets=[listener])
-        return failed.result() if failed.done() else None
+        await asyncio.wait({serving, failed}, return_when=asyncio.FIRST_COMPLETED)
+        reason = failed.result() if failed.done() else None
+        stop()
+        await serving
+        return reason
     finally:
-        failed.remove_done_callback(stop)
         failed.cancel()
         await service.stop()

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from areal.tinker.api.auth import ApiKeys, Authentication, LinkSigner
 from areal.tinker.api.bodies import BodyLimits
-from areal.tinker.api.context import ApiContext, TinkerService
+from areal.tinker.api.context import ApiContext
 from areal.tinker.api.errors import add_error_handlers
 from areal.tinker.api.metrics import ServerMetrics
 from areal.tinker.api.request_log import RequestLog
@@ -17,6 +17,7 @@ from areal.tinker.api.routes.sampling import sampling_routes
 from areal.tinker.api.routes.sessions import session_routes
 from areal.tinker.api.routes.training import training_routes
 from areal.tinker.api.settings import ApiSettings
+from areal.tinker.engine.service import Service
 
 DESCRIPTION = """Training and sampling for clients of the `tinker` SDK. Most requests are answered with the id of a future, whose
 result `retrieve_future` returns. A key, if the server needs one, goes into the header `X-API-Key`."""
@@ -32,7 +33,7 @@ ROUTERS = (
 )
 
 
-def create_app(service: TinkerService, settings: ApiSettings) -> FastAPI:
+def create_app(service: Service, settings: ApiSettings) -> FastAPI:
     """Return the application of a service.
 
     Args:

@@ -3,62 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 from fastapi import Depends, Query, Request
 from fastapi import Path as PathParameter
 
 from areal.tinker.api.auth import LinkSigner
 from areal.tinker.api.settings import ApiSettings
-from areal.tinker.engine.requests import CreateModel, ModelRequest, Outcome, Sample, Submitted
-
-
-class TinkerService(Protocol):
-    """The service behind the routes: :class:`areal.tinker.engine.service.Service`."""
-
-    async def create_session(
-        self,
-        tags: list[str],
-        user_metadata: Mapping[str, str] | None,
-        sdk_version: str,
-        project_id: str | None = None,
-        display_name: str | None = None,
-    ) -> str: ...
-    async def heartbeat(self, session_id: str) -> None: ...
-    async def finish_session(self, session_id: str, reason: dict[str, Any]) -> None: ...
-    async def submit(self, request: ModelRequest | CreateModel | Sample) -> Submitted: ...
-    async def retrieve(self, request_id: str, timeout_s: float) -> Outcome: ...
-    async def cancel(self, request_id: str) -> None: ...
-    async def create_sampling_session(
-        self, session_id: str, seq_id: int, base_model: str | None = None, model_path: str | None = None
-    ) -> str: ...
-    async def sampler(self, sampling_session_id: str) -> dict[str, Any]: ...
-    async def get_info(self, model_id: str) -> dict[str, Any]: ...
-    async def weights_info(self, path: str) -> dict[str, Any]: ...
-    async def capabilities(self) -> dict[str, Any]: ...
-    async def training_runs(self, limit: int, offset: int) -> dict[str, Any]: ...
-    async def training_run(self, run_id: str) -> dict[str, Any]: ...
-    async def checkpoints(self, run_id: str) -> dict[str, Any]: ...
-    async def all_checkpoints(self, limit: int, offset: int) -> dict[str, Any]: ...
-    async def sessions(self, limit: int, offset: int) -> dict[str, Any]: ...
-    async def session(self, session_id: str) -> dict[str, Any]: ...
-    async def delete_checkpoint(self, run_id: str, checkpoint_id: str) -> None: ...
-    async def set_ttl(self, run_id: str, checkpoint_id: str, ttl_seconds: int | None) -> None: ...
-    async def publish(self, run_id: str, checkpoint_id: str) -> None: ...
-    async def unpublish(self, run_id: str, checkpoint_id: str) -> None: ...
-    async def checkpoint_folder(self, path: str) -> Path: ...
-    def healthy(self) -> bool: ...
-    async def status(self) -> dict[str, Any]: ...
+from areal.tinker.engine.service import Service
 
 
 @dataclass
 class ApiContext:
     """What the routes share. ``stopping`` is set when the server begins to shut down: held requests are answered then."""
 
-    service: TinkerService
+    service: Service
     settings: ApiSettings
     links: LinkSigner
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,12 +28,12 @@ def _context(request: Request) -> ApiContext:
     return request.app.state.context
 
 
-def _service(request: Request) -> TinkerService:
+def _service(request: Request) -> Service:
     return request.app.state.context.service
 
 
 Context = Annotated[ApiContext, Depends(_context)]
-ServiceDependency = Annotated[TinkerService, Depends(_service)]
+ServiceDependency = Annotated[Service, Depends(_service)]
 Identifier = Annotated[str, PathParameter(max_length=1024, pattern=r"^[^\x00]+$")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]

@@ -173,9 +173,9 @@ class StandInService:
     async def unpublish(self, run_id: str, checkpoint_id: str) -> None:
         self.calls.append(("unpublish", run_id, checkpoint_id))
 
-    async def checkpoint_folder(self, path: str) -> Path:
-        if self.folder is None or not path.endswith("/saved"):
-            raise NotFoundError(f"{path} does not exist")
+    async def checkpoint_folder_of(self, run_id: str, checkpoint_id: str) -> Path:
+        if self.folder is None or checkpoint_id != "weights/saved":
+            raise NotFoundError(f"{checkpoint_id} does not exist")
         return self.folder
 
     def healthy(self) -> bool:

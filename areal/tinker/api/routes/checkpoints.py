@@ -96,7 +96,7 @@ async def archive(
     run_id: Identifier, kind: Identifier, name: Identifier, request: Request, context: Context
 ) -> dict[str, Any]:
     """Return a link to a tar archive of a checkpoint, which needs no key until it expires."""
-    await context.service.checkpoint_folder(f"tinker://{run_id}/{kind}/{name}")
+    await context.service.checkpoint_folder_of(run_id, f"{kind}/{name}")
     url, expires = _link(request, context, f"{run_id}/{kind}/{name}", "")
     return {"url": url, "expires": expires}
 
@@ -106,7 +106,7 @@ async def external_weights_urls(
     run_id: Identifier, kind: Identifier, name: Identifier, request: Request, context: Context
 ) -> dict[str, Any]:
     """Return a link to each file of a checkpoint."""
-    folder = await context.service.checkpoint_folder(f"tinker://{run_id}/{kind}/{name}")
+    folder = await context.service.checkpoint_folder_of(run_id, f"{kind}/{name}")
     files = await asyncio.to_thread(lambda: sorted(_relative_files(folder)))
     links = {file: _link(request, context, f"{run_id}/{kind}/{name}", file) for file in files}
     expires = next((expires for _, expires in links.values()), datetime.now(UTC).isoformat())
@@ -130,7 +130,7 @@ async def download(
     """Send a file of a checkpoint, or all as a tar archive, to the bearer of a link of this server."""
     if not context.links.accepts(expires, signature, f"{run_id}/{kind}/{name}", file):
         raise BodyError(403, "The link is not valid or has expired: ask for a new one.")
-    folder = await context.service.checkpoint_folder(f"tinker://{run_id}/{kind}/{name}")
+    folder = await context.service.checkpoint_folder_of(run_id, f"{kind}/{name}")
     if file:
         # The signature covers the name: it is one that this server listed.
         return FileResponse(folder / file)

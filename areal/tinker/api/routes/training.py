@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 
 from areal.tinker.api import decoding, schemas
-from areal.tinker.api.context import ServiceDependency, TinkerService
+from areal.tinker.api.context import ServiceDependency
 from areal.tinker.engine.requests import (
     CreateModel,
     LoadWeights,
@@ -20,6 +20,7 @@ from areal.tinker.engine.requests import (
     Submitted,
     UnloadModel,
 )
+from areal.tinker.engine.service import Service
 
 training_routes = APIRouter(prefix="/api/v1", tags=["training"])
 
@@ -47,7 +48,7 @@ async def _decode(function: Callable[..., T], body: bytes, *arguments: Any) -> T
 
 
 async def _submit(
-    service: TinkerService, body: schemas.SequencedBody, kind: type[ModelRequest], **fields: Any
+    service: Service, body: schemas.SequencedBody, kind: type[ModelRequest], **fields: Any
 ) -> dict[str, Any]:
     """Submit a request of a model, or one that fails in its turn if the body asks for something that is not supported."""
     shared: dict[str, Any] = {
@@ -93,7 +94,7 @@ async def unload_model(body: schemas.SequencedBody, service: ServiceDependency) 
 # ---- passes and steps
 
 
-async def _pass(request: Request, service: TinkerService, forward_only: bool) -> dict[str, Any]:
+async def _pass(request: Request, service: Service, forward_only: bool) -> dict[str, Any]:
     body = await request.body()
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == PROTOBUF:
         decoded: ModelRequest = await _decode(decoding.forward_backward_from_protobuf, body)
