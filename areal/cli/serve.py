@@ -47,7 +47,8 @@ def run_server(
         backend_config: Settings of the backend, as a JSON object.
         sampler: Backend that samples, or none.
         sampler_config: Settings of the sampler, as a JSON object.
-        name: Names under which clients may ask for the model. Defaults to the model and the last part of its path.
+        name: Names under which clients may ask for the model. Clients that sample load their tokenizer by the first.
+            Defaults to the model and the last part of its path.
         host: Address to listen on. Other machines can reach 0.0.0.0.
         port: Port to listen on; 0 for a free one.
         root: Folder of checkpoints and of the SQLite database.
