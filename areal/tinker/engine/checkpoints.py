@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdapterSpec
 from areal.tinker.engine.errors import NotFoundError
 from areal.tinker.engine.order import LiveModel
-from areal.tinker.engine.params import check_integer
+from areal.tinker.engine.params import check_integer, check_metadata
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.files import CheckpointFiles, CheckpointPath, check_name, parse_path
 from areal.tinker.engine.store.tables import checkpoints
-from areal.tinker.engine.times import iso_time
 
 _TEN_YEARS = 10 * 366 * 24 * 3600
 
@@ -68,6 +68,7 @@ class CheckpointRegistry:
         """
         path = CheckpointPath(model.id, kind, check_name(name))
         expires = None if ttl_seconds is None else time.time() + check_ttl(ttl_seconds)
+        metadata = check_metadata(user_metadata)
         before = await self._row(path)
         # Two saves of one name must not run at the same time.
         if (before is not None and not overwrite) or str(path) in self._writing:
@@ -81,7 +82,7 @@ class CheckpointRegistry:
             size = await asyncio.to_thread(self.files.size, folder)
             row = {
                 **_described(path, uid, model),
-                "user_metadata": _check_metadata(user_metadata),
+                "user_metadata": metadata,
                 "expires": expires,
                 "size_bytes": size,
             }
@@ -248,6 +249,11 @@ def spec_of(row: Mapping[str, Any]) -> AdapterSpec:
     return AdapterSpec(rank=row["rank"], seed=row["seed"], attention=row["attention"], mlp=row["mlp"], head=row["head"])
 
 
+def iso_time(seconds: float) -> str:
+    """Return seconds since the epoch as an ISO 8601 time with its zone."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
 def describe_checkpoint(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON form of a checkpoint."""
     return {
@@ -279,9 +285,3 @@ def _described(path: CheckpointPath, uid: str, model: LiveModel) -> dict[str, An
 def _replace(connection: Connection, row: dict[str, Any]) -> None:
     connection.execute(delete(checkpoints).where(checkpoints.c.path == row["path"]))
     connection.execute(insert(checkpoints).values(**row))
-
-
-def _check_metadata(user_metadata: Any) -> Any:
-    if user_metadata is not None and not isinstance(user_metadata, Mapping):
-        raise UserError(f"user_metadata is {str(user_metadata)[:200]!r}: it must be an object")
-    return None if user_metadata is None else dict(user_metadata)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,14 @@ from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.protocol import TrainingBackend
 from areal.tinker.engine.errors import BusyError, SessionOverError
 from areal.tinker.engine.order import Entry, LiveModel
-from areal.tinker.engine.params import check_adam, check_adapter, check_base_model, check_integer, check_optimizer
+from areal.tinker.engine.params import (
+    check_adam,
+    check_adapter,
+    check_base_model,
+    check_integer,
+    check_metadata,
+    check_optimizer,
+)
 from areal.tinker.engine.requests import (
     CreateModel,
     ForwardBackward,
@@ -86,12 +94,13 @@ class Intake:
             if request.base_model is not None or request.path is None:
                 base_model = check_base_model(request.base_model or "", self._settings)
             optimizer = check_optimizer(request.optimizer_config, self._optimizers)
+            metadata = check_metadata(request.user_metadata)
             if request.path is None:
                 entry.prepared = check_adapter(request.lora_config, self.limits)
         except UserError as error:
             await self._reject(entry, str(error), "user")
             return Submitted(request_id, model_id)
-        model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=request.user_metadata)
+        model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=metadata)
         model.losses = deque(maxlen=self._settings.max_loss_points)
         await self._runs.add(model, seq)
         # The session may have ended meanwhile.
@@ -153,6 +162,8 @@ class Intake:
             if isinstance(request, ForwardBackward):
                 check = partial(check_pass, request, self._losses, self.limits, self._settings.max_dense_elements)
                 entry.prepared = await asyncio.get_running_loop().run_in_executor(self._thread, check)
+                # The queue holds the samples once.
+                entry.request = replace(request, data=())
             elif isinstance(request, RefusedRequest):
                 raise UserError(request.message)
             elif isinstance(request, OptimStep):
@@ -164,11 +175,13 @@ class Intake:
             # Content that validation does not foresee is refused as well: it must not reach the backend.
             entry.refused = True
             await self._reject(entry, f"the request could not be read: {type(error).__name__}: {error}", "user")
-        # The model may have closed meanwhile.
+        # The model may have closed meanwhile, or have passed over a number that an old client was given.
         if model.closed is not None:
             await self._futures.fail([entry.request_id], model.closed, "user")
-            return
-        self._training.put(model, entry)
+        elif entry.seq < model.next_seq:
+            await self._reject(entry, f"seq_id {entry.seq} of {model.id} was passed over: send a new request", "user")
+        else:
+            self._training.put(model, entry)
 
     async def _submit_to_dead(self, request: ModelRequest, kind: str) -> Submitted:
         """Store a request to a model that is not alive, and fail it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, SamplingRequest
 from areal.tinker.backends.protocol import ModelLimits
+from areal.tinker.engine.errors import NotFoundError
 from areal.tinker.engine.requests import RawChunk, Sample
 from areal.tinker.engine.settings import ServiceSettings
 
@@ -25,6 +28,8 @@ _ADAM_RANGES = {
 }
 _SAMPLING_KEYS = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
 _MAX_INTEGER = 2**63 - 1
+_MAX_METADATA = 2**18
+_ID = re.compile(r"[A-Za-z0-9_:-]{1,128}", re.ASCII)
 
 
 def check_number(name: str, value: Any) -> float:
@@ -46,6 +51,40 @@ def check_keys(name: str, given: Any, known: set[str] | frozenset[str]) -> None:
     unknown = sorted(map(str, set(given) - known))
     if unknown:
         raise UserError(f"{name} has the unknown keys {unknown}: supported are {sorted(known)}")
+
+
+def is_id(value: Any) -> bool:
+    """Return whether a session, a model or a request may have this id."""
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
+
+
+def known_id(value: Any, what: str) -> str:
+    """Return an id that may exist.
+
+    Raises:
+        NotFoundError: no id has these characters.
+    """
+    if not is_id(value):
+        raise NotFoundError(f"there is no {what} {str(value)[:200]!r}")
+    return value
+
+
+def check_page(limit: Any, offset: Any) -> tuple[int, int]:
+    """Return limit and offset of a listing."""
+    return check_integer("limit", limit, 0, 10_000), check_integer("offset", offset, 0)
+
+
+def check_metadata(value: Any) -> dict[str, Any] | None:
+    """Return user metadata, which the database stores as JSON."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"user_metadata is no JSON value: {error}") from error
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"user_metadata is {text[:200]}: it must be an object")
+    if len(text) > _MAX_METADATA:
+        raise UserError(f"user_metadata has {len(text)} characters: at most {_MAX_METADATA} are supported")
+    return None if value is None else dict(value)
 
 
 def check_base_model(base_model: str, settings: ServiceSettings) -> str:

@@ -7,12 +7,11 @@ from typing import Any
 from sqlalchemy import Connection, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from areal.tinker.engine.checkpoints import describe_checkpoint
+from areal.tinker.engine.checkpoints import describe_checkpoint, iso_time
 from areal.tinker.engine.errors import NotFoundError
 from areal.tinker.engine.order import LiveModel
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.tables import checkpoints, futures, models
-from areal.tinker.engine.times import iso_time
 from areal.tinker.engine.training import lost_message
 
 _RESTARTED = "the server was restarted"
@@ -109,6 +108,8 @@ class Runs:
         row = await self.row(run_id)
         if row["state"] == "lost":
             return await self._database.read(lambda connection: self._lost(connection, run_id)), True
+        if row["state"] == "failed":
+            return f"{run_id} could not be created: see the error of its creation, and create a new model", False
         return f"{run_id} was {row['state']}: create a new model, or one from a checkpoint of it", False
 
     def _lost(self, connection: Connection, run_id: str) -> str:

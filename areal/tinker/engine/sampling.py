@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from areal.tinker.backends.errors import ServerError, UserError
@@ -151,6 +151,8 @@ class Samplers:
                 pass
         except BaseException:
             await self.end(name)
+            gone = delete(sampling_sessions).where(sampling_sessions.c.id == name)
+            await self._database.write(lambda connection: connection.execute(gone))
             raise
         return name
 

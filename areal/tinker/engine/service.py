@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from areal.tinker.backends.protocol import SamplingBackend, TrainingBackend
 from areal.tinker.engine.checkpoints import CheckpointRegistry, check_ttl, checkpoint_of, spec_of
 from areal.tinker.engine.errors import LeaseLostError, NotFoundError, SessionOverError
 from areal.tinker.engine.intake import Intake
-from areal.tinker.engine.params import check_integer
+from areal.tinker.engine.params import check_integer, check_metadata, check_page, is_id, known_id
 from areal.tinker.engine.requests import CreateModel, ModelRequest, Outcome, Sample, Submitted
 from areal.tinker.engine.runs import Runs
 from areal.tinker.engine.sampling import Samplers
@@ -28,8 +27,6 @@ from areal.tinker.engine.store.futures import Futures
 from areal.tinker.engine.training import Training
 
 __all__ = ["Service", "ServiceSettings"]
-
-_ID = re.compile(r"[A-Za-z0-9_:-]{1,128}", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +123,7 @@ class Service:
     ) -> str:
         """Create a session. Returns its id."""
         self._check_alive()
+        user_metadata = check_metadata(user_metadata)
         return await self._sessions.create(tags, user_metadata, sdk_version, project_id, display_name)
 
     async def heartbeat(self, session_id: str) -> None:
@@ -142,17 +140,19 @@ class Service:
         Raises:
             SessionOverError: the session is unknown.
         """
-        if not _is_id(session_id):
+        if not is_id(session_id):
             raise SessionOverError(f"the session {session_id!r} is unknown")
-        await self._sessions.finish(session_id, reason, f"the session {session_id} was finished by its client")
+        await self._sessions.finish(
+            session_id, check_metadata(reason), f"the session {session_id} was finished by its client"
+        )
 
     async def sessions(self, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         """Return ids of sessions, the latest first."""
-        return await self._sessions.listing(*_page(limit, offset))
+        return await self._sessions.listing(*check_page(limit, offset))
 
     async def session(self, session_id: str) -> dict[str, Any]:
         """Return runs and samplers of a session."""
-        return await self._sessions.describe(_known(session_id, "session"))
+        return await self._sessions.describe(known_id(session_id, "session"))
 
     # ------------------------------------------------------------------ requests
 
@@ -178,7 +178,7 @@ class Service:
             NotFoundError: the request is unknown, or its result was delivered and deleted.
         """
         self._check_alive()
-        return await self._futures.retrieve(_known(request_id, "request"), min(timeout_s, self._settings.max_hold_s))
+        return await self._futures.retrieve(known_id(request_id, "request"), min(timeout_s, self._settings.max_hold_s))
 
     async def cancel(self, request_id: str) -> None:
         """Stop a sampling request. Training requests keep their place in the order."""
@@ -199,13 +199,13 @@ class Service:
 
     async def sampler(self, sampling_session_id: str) -> dict[str, Any]:
         """Return base model and path of a sampling session."""
-        return await self._samplers.describe(_known(sampling_session_id, "sampling session"))
+        return await self._samplers.describe(known_id(sampling_session_id, "sampling session"))
 
     # ------------------------------------------------------------------ information
 
     async def get_info(self, model_id: str) -> dict[str, Any]:
         """Return name, tokenizer and adapter of a model."""
-        row = await self._runs.row(_known(model_id, "model"))
+        row = await self._runs.row(known_id(model_id, "model"))
         name = row["base_model"]
         return {
             "type": "get_info",
@@ -243,21 +243,21 @@ class Service:
 
     async def training_runs(self, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         """Return runs, the latest first."""
-        return await self._runs.listing(*_page(limit, offset))
+        return await self._runs.listing(*check_page(limit, offset))
 
     async def training_run(self, run_id: str) -> dict[str, Any]:
         """Return one run."""
-        return await self._runs.describe(_known(run_id, "training run"))
+        return await self._runs.describe(known_id(run_id, "training run"))
 
     async def checkpoints(self, run_id: str) -> dict[str, Any]:
         """Return the checkpoints of a run, the latest first."""
-        await self._runs.row(_known(run_id, "training run"))
+        await self._runs.row(known_id(run_id, "training run"))
         rows, _ = await self._registry.listing(run_id)
         return {"checkpoints": rows}
 
     async def all_checkpoints(self, limit: int = 100, offset: int = 0) -> dict[str, Any]:
         """Return the checkpoints of all runs, the latest first."""
-        limit, offset = _page(limit, offset)
+        limit, offset = check_page(limit, offset)
         rows, total = await self._registry.listing(None, limit, offset)
         return {"checkpoints": rows, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
@@ -343,12 +343,12 @@ class Service:
             return await self._intake.create(request)
         if isinstance(request, Sample):
             return await self._submit_sample(request)
-        _known(request.model_id, "model")
+        known_id(request.model_id, "model")
         return await self._intake.submit(request)
 
     async def _submit_sample(self, request: Sample) -> Submitted:
         if request.sampling_session_id is not None:
-            _known(request.sampling_session_id, "sampling session")
+            known_id(request.sampling_session_id, "sampling session")
             if request.seq_id is not None:
                 check_integer("seq_id", request.seq_id, 0)
         session_id = await self._samplers.session_of(request)
@@ -375,24 +375,12 @@ class Service:
                 logger.exception("old results could not be deleted")
 
     def _on_lost(self, error: LeaseLostError) -> None:
+        """Answer those that wait, and run nothing more."""
+        self._futures.abandon(str(error))
+        self._training.halt()
         self._failed.set()
 
     def _check_alive(self) -> None:
         """Refuse requests of a server that must not write."""
         if self._database.lost is not None:
             raise ServerError(str(self._database.lost))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, str) and _ID.fullmatch(value) is not None
-
-
-def _known(value: Any, what: str) -> str:
-    """Return an id that may exist: one with other characters does not."""
-    if not _is_id(value):
-        raise NotFoundError(f"there is no {what} {str(value)[:200]!r}")
-    return value
-
-
-def _page(limit: Any, offset: Any) -> tuple[int, int]:
-    return check_integer("limit", limit, 0, 10_000), check_integer("offset", offset, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from sqlalchemy import Connection, func, insert, select, update
 from areal.tinker.engine.errors import NotFoundError, SessionOverError
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.tables import models, sampling_sessions, sessions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -161,9 +164,15 @@ class Sessions:
             session.timer = loop.call_later(left, self._look, session)
             return
         message = f"the session {session.id} timed out after {self._timeout_s} s without a heartbeat"
-        task = loop.create_task(self.finish(session.id, {"type": "timed_out"}, message))
+        task = loop.create_task(self._time_out(session.id, message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _time_out(self, session_id: str, message: str) -> None:
+        try:
+            await self.finish(session_id, {"type": "timed_out"}, message)
+        except Exception:
+            logger.exception("the session %s could not be ended", session_id)
 
 
 def _text(value: Any, length: int = 10_000) -> str | None:

@@ -7,14 +7,14 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, update
 
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.prepared import PassResult
 from areal.tinker.backends.protocol import TrainingBackend
+from areal.tinker.engine.backend_thread import BackendThread
 from areal.tinker.engine.checkpoints import CheckpointRegistry
 from areal.tinker.engine.order import BATCHED, Entry, LiveModel, Order
 from areal.tinker.engine.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
@@ -23,8 +23,6 @@ from areal.tinker.engine.settings import ServiceSettings
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.futures import Category, Futures
 from areal.tinker.engine.store.tables import models
-
-_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,8 @@ class Training:
         samplers: Samplers,
         settings: ServiceSettings,
     ) -> None:
-        self._backend = backend
+        self._verbs = backend
+        self._backend = BackendThread(backend)
         self._database = database
         self._futures = futures
         self._registry = registry
@@ -54,8 +53,6 @@ class Training:
         self.order = Order()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.backend_error: str | None = None
-        self._thread = ThreadPoolExecutor(1, "tinker-training")
         self._wake = asyncio.Event()
         self._doomed: deque[LiveModel] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -71,7 +68,17 @@ class Training:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, True, cancel_futures=True)
+        await self._backend.stop()
+
+    @property
+    def backend_error(self) -> str | None:
+        """Why the backend does not run, if it could not be restarted."""
+        return self._backend.error
+
+    def halt(self) -> None:
+        """Run no further request."""
+        if self._dispatcher is not None:
+            self._dispatcher.cancel()
 
     # ------------------------------------------------------------------ arrival
 
@@ -122,7 +129,7 @@ class Training:
         if self._doomed:
             await self._release_adapter(self._doomed.popleft())
             return True
-        batched = self._backend.batches_models()
+        batched = self._verbs.batches_models()
         group = self.order.next_group(self._settings.max_models_per_call if batched else 1)
         if not group:
             return False
@@ -145,16 +152,21 @@ class Training:
     async def _run_passes(self, group: list[tuple[LiveModel, Entry]]) -> None:
         """Run forward or forward_backward of one or more models in one call."""
         kind = group[0][1].kind
-        verb = self._backend.forward if kind == "forward" else self._backend.forward_backward
+        verb = self._verbs.forward if kind == "forward" else self._verbs.forward_backward
         batches = [entry.prepared for _, entry in group]
         try:
-            results: list[Any] = await self._call(verb, batches)
+            results: list[Any] = await self._backend.call(verb, batches)
+            if len(results) != len(group):
+                raise ServerError(f"the backend returned {len(results)} results for {len(group)} requests")
         except BackendLostError:
             raise
         except Exception as error:
             # An error for the call as a whole is the request's own if the call had one request.
             wrapped = error if len(group) == 1 or not isinstance(error, UserError) else ServerError(str(error))
             results = [wrapped] * len(group)
+        gone = next((result for result in results if isinstance(result, BackendLostError)), None)
+        if gone is not None:
+            raise gone
         # The next request of these models may run while the results are stored.
         for (model, entry), batch, result in zip(group, batches, results, strict=True):
             self._release(model)
@@ -194,14 +206,15 @@ class Training:
     # ------------------------------------------------------------------ verbs
 
     async def _create(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
+        await self._backend.need()
         model.in_backend = True
         model.spec = entry.prepared
         try:
-            await self._call(self._backend.create_model, model.id, model.spec)
+            await self._backend.call(self._verbs.create_model, model.id, model.spec)
         except UserError:
             model.in_backend = False
             raise
-        await self._store_state(model, "live")
+        await self._store_live(model)
         return {"type": "create_model", "model_id": model.id}
 
     async def _load(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
@@ -219,17 +232,18 @@ class Training:
             raise UserError(
                 f"path is {path!r}, with the state of {row['optimizer']!r}: the model has {model.optimizer!r}"
             )
+        await self._backend.need()
         model.in_backend = True
-        model.spec = await self._call(lambda: self._backend.load(model.id, folder, with_optimizer=optimizer))
-        await self._store_state(model, "live")
+        model.spec = await self._backend.call(lambda: self._verbs.load(model.id, folder, with_optimizer=optimizer))
+        await self._store_live(model)
         return {"type": "load_weights", "path": path, "model_id": model.id}
 
     async def _optim_step(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        metrics = await self._call(self._backend.optim_step, model.id, entry.prepared)
+        metrics = await self._backend.call(self._verbs.optim_step, model.id, entry.prepared)
         return {"type": "optim_step", "metrics": dict(metrics)}
 
     async def _save(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        path = await self._save_named(model, entry, "training", self._backend.save)
+        path = await self._save_named(model, entry, "training", self._verbs.save)
         return {"type": "save_weights", "path": path}
 
     async def _save_for_sampler(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
@@ -238,15 +252,23 @@ class Training:
         if not isinstance(request, SaveForSampler):
             raise TypeError(f"{type(request).__name__} is no save for a sampler")
         if request.path is not None:
-            path = await self._save_named(model, entry, "sampler", self._backend.save_for_sampler)
-            return {"type": "save_weights_for_sampler", "path": path}
+            kind = "external" if request.external else "sampler"
+            path = await self._save_named(model, entry, kind, self._verbs.save_for_sampler)
+            return {"type": "save_weights_external" if request.external else "save_weights_for_sampler", "path": path}
         uid = self._registry.files.new_id()
         folder = self._registry.files.ephemeral(model.id, uid)
         self._registry.files.prepare(folder)
-        await self._call(self._backend.save_for_sampler, model.id, folder)
-        session = await self._samplers.create(
-            model.session_id, request.sampling_session_seq_id, model.base_model, uid=uid, run_id=model.id
-        )
+        number = request.sampling_session_seq_id
+        try:
+            await self._backend.call(self._verbs.save_for_sampler, model.id, folder)
+            session = await self._samplers.create(model.session_id, number, model.base_model, uid=uid, run_id=model.id)
+        except BaseException:
+            await asyncio.to_thread(self._registry.files.remove, folder)
+            raise
+        # The client's session may have ended meanwhile, with all the sampling sessions that it had then.
+        if model.closed is not None:
+            await self._samplers.end(session)
+            raise UserError(model.closed)
         return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
     async def _save_named(self, model: LiveModel, entry: Entry, kind: str, verb: Callable[..., None]) -> str:
@@ -257,7 +279,7 @@ class Training:
             model,
             kind,
             request.path if request.path is not None else f"seq-{entry.seq:06d}",
-            lambda folder: self._call(verb, model.id, folder),
+            lambda folder: self._backend.call(verb, model.id, folder),
             overwrite=request.overwrite,
             ttl_seconds=request.ttl_seconds,
             user_metadata=request.user_metadata,
@@ -272,17 +294,13 @@ class Training:
 
     # ------------------------------------------------------------------ help
 
-    async def _call(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Run a method of the backend on its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
     async def _release_adapter(self, model: LiveModel) -> None:
         """Release the adapter of a closed model."""
         if not model.in_backend:
             return
         model.in_backend = False
         try:
-            await self._call(self._backend.delete, model.id)
+            await self._backend.call(self._verbs.delete, model.id)
         except BackendLostError as error:
             await self._lose_models(str(error))
         except Exception:
@@ -298,12 +316,7 @@ class Training:
             await self.close_model(model, "lost", lost_message(model.id, paths.get(model.id), error), "server")
         # The adapters of models that closed before are gone as well.
         self._doomed.clear()
-        try:
-            await self._call(self._backend.restart)
-            self.backend_error = None
-        except Exception as failure:
-            logger.exception("the backend could not be restarted")
-            self.backend_error = f"the backend is lost ({error}) and could not be restarted ({failure})"
+        await self._backend.restart(error)
 
     async def _finish(self, entry: Entry, result: Any, **columns: Any) -> None:
         done = await self._futures.finish(entry.request_id, result, **columns)
@@ -317,6 +330,10 @@ class Training:
         message = str(error) if isinstance(error, UserError | ServerError) else f"{type(error).__name__}: {error}"
         self.counts[entry.kind, "refused" if user else "failed"] += 1
         await self._futures.fail([entry.request_id], message, "user" if user else "server")
+
+    async def _store_live(self, model: LiveModel) -> None:
+        """Store the adapter of a model, which may have closed while the backend created it."""
+        await self._store_state(model, "live" if model.closed is None else "released")
 
     async def _store_state(self, model: LiveModel, state: str) -> None:
         row = {"state": state, "last_request": model.last_request, **(vars(model.spec) if model.spec else {})}

@@ -76,12 +76,12 @@ class Futures:
             "created": time.time(),
             "notes": notes,
         }
-        # The entry exists before the row: a retry that arrives meanwhile may wait for it.
+        # A client that guesses the id of a row must find its future.
         self._waiting[request_id] = _Waiting(kind, asyncio.get_running_loop().create_future())
         try:
             found = await self._database.write(lambda connection: _insert(connection, row))
         except BaseException:
-            del self._waiting[request_id]
+            self._waiting.pop(request_id, None)
             raise
         if found is None:
             return request_id, True
@@ -146,7 +146,10 @@ class Futures:
         except Exception:
             logger.exception("the failure of %d requests could not be stored", len(failed))
         for request_id in failed:
-            self._resolve(request_id, Outcome("failed", self._waiting[request_id].kind, error=error, category=category))
+            if request_id in self._waiting:
+                self._resolve(
+                    request_id, Outcome("failed", self._waiting[request_id].kind, error=error, category=category)
+                )
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Outcome:
         """Return the state of a request, after at most ``timeout_s`` if it is pending.
@@ -168,6 +171,15 @@ class Futures:
         if outcome.state != "pending":
             self._delivered[request_id] = time.time()
         return outcome
+
+    def abandon(self, error: str) -> None:
+        """Answer all who wait, without storing: another server owns the rows, and lets clients send sampling requests again."""
+        for request_id, waiting in list(self._waiting.items()):
+            lost = Outcome(
+                "gone" if waiting.kind == "sample" else "failed", waiting.kind, error=error, category="server"
+            )
+            waiting.claimed = True
+            self._resolve(request_id, lost)
 
     async def prune(self, keep_s: float) -> None:
         """Forget results that were delivered, and rows of sessions that ended, more than ``keep_s`` ago."""
@@ -207,7 +219,9 @@ class Futures:
         return outcome
 
     def _resolve(self, request_id: str, outcome: Outcome) -> None:
-        waiting = self._waiting.pop(request_id)
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return
         self._keep(request_id, outcome)
         if not waiting.done.done():
             waiting.done.set_result(outcome)

@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,14 @@ async def refused(service: Service, request: Any, category: str = "user") -> str
     assert (answer.state, answer.category) == ("failed", category), answer
     assert answer.error is not None
     return answer.error
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        await asyncio.sleep(0.01)
 
 
 async def new_model(
