@@ -102,7 +102,13 @@ class Sdk:
         """Run a script, whose last line of output is JSON."""
         packages = str(Path(torch.__file__).parents[1])
         given = {"version": self.version, "packages": packages, **arguments}
-        environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            "TINKER_BASE_URL": server.url,
+            "TINKER_API_KEY": KEY,
+            "PYTHONPATH": "",
+            "HF_HUB_OFFLINE": "1",
+        }
         start = time.perf_counter()
         done = subprocess.run(
             [str(self.python), "-W", "ignore", str(SCRIPTS / f"{script}.py"), json.dumps(given)],
@@ -112,6 +118,8 @@ class Sdk:
             check=False,
             env=environment,
         )
-        print(f"{script} with {self.version}: {time.perf_counter() - start:.1f} s\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        print(
+            f"{script} with {self.version}: {time.perf_counter() - start:.1f} s\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+        )
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}\n{server.text[-6000:]}"
         return json.loads(done.stdout.splitlines()[-1])

@@ -46,7 +46,11 @@ def trainer(client: Any, **options: Any) -> Any:
 
 def resumed(client: Any, path: str, optimizer: bool = True) -> Any:
     """Return a training client of a checkpoint."""
-    create = client.create_training_client_from_state_with_optimizer if optimizer else client.create_training_client_from_state
+    create = (
+        client.create_training_client_from_state_with_optimizer
+        if optimizer
+        else client.create_training_client_from_state
+    )
     given = create(path)
     return given.result() if hasattr(given, "result") else given
 
@@ -73,7 +77,9 @@ def flat(output: Any) -> np.ndarray:
 
 def same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     """Compare two arrays."""
-    np.testing.assert_allclose(np.asarray(actual, np.float64), np.asarray(expected, np.float64), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), np.asarray(expected, np.float64), rtol=tolerance, atol=tolerance
+    )
 
 
 def fails(kind: Any, text: str, function: Callable[[], Any]) -> Any:
@@ -81,9 +87,14 @@ def fails(kind: Any, text: str, function: Callable[[], Any]) -> Any:
     try:
         function()
     except kind as error:
-        assert text.lower() in str(error).lower(), error
-        return error
-    raise AssertionError(f"no error that says {text!r}")
+        caught = error
+    else:
+        raise AssertionError(f"no error that says {text!r}")
+    assert text.lower() in str(caught).lower(), caught
+    return caught
 
 
-__all__ = ["ADAM", "ARGUMENTS", "NEW", "datum", "fails", "flat", "logprobs", "np", "resumed", "same", "service", "tinker", "torch", "trainer", "types"]
+__all__ = [
+    *("ADAM", "ARGUMENTS", "NEW", "datum", "fails", "flat", "logprobs", "np", "resumed"),
+    *("same", "service", "tinker", "torch", "trainer", "types"),
+]

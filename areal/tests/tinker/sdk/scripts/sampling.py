@@ -35,7 +35,9 @@ def check_options(sampler: Any, tokenizer: Any) -> None:
     assert [len(sequence.tokens) for sequence in first.sequences] == [8, 8]
     assert first.sequences[0].tokens != first.sequences[1].tokens
     assert {sequence.stop_reason for sequence in first.sequences} == {"length"}
-    assert [sequence.tokens for sequence in answers(sampler, 2).sequences] == [sequence.tokens for sequence in first.sequences]
+    assert [sequence.tokens for sequence in answers(sampler, 2).sequences] == [
+        sequence.tokens for sequence in first.sequences
+    ]
     assert answers(sampler, 1, params(seed=4)).sequences[0].tokens != first.sequences[0].tokens
     tokens = first.sequences[0].tokens
     # A token that stops is part of the answer; so is a string that stops, at the end of its text.
@@ -48,17 +50,20 @@ def check_options(sampler: Any, tokenizer: Any) -> None:
         assert cut.stop_reason == "stop"
         assert len(cut.tokens) == text.index(text[1:3]) + 2
     # Of the most likely token only, whatever the seed.
-    greedy = [answers(sampler, 1, params(**options)).sequences[0] for options in ({"top_k": 1}, {"top_p": 1e-6, "seed": 9}, {"temperature": 0.0})]
+    filters = ({"top_k": 1}, {"top_p": 1e-6, "seed": 9}, {"temperature": 0.0})
+    greedy = [answers(sampler, 1, params(**options)).sequences[0] for options in filters]
     assert greedy[0].tokens == greedy[1].tokens == greedy[2].tokens
     same(answers(sampler, 1, params(top_k=1)).sequences[0].logprobs, np.zeros(8), 1e-4)
 
 
 def check_logprobs(sampler: Any, model: Any) -> None:
     """Log-probs of sampling equal those of training, and the most likely tokens contain the others."""
-    result = answers(sampler, 1, None, include_prompt_logprobs=True, topk_prompt_logprobs=3, **({"topk_sample_logprobs": 2} if NEW else {}))
+    new_options = {"topk_sample_logprobs": 2} if NEW else {}
+    result = answers(sampler, 1, None, include_prompt_logprobs=True, topk_prompt_logprobs=3, **new_options)
     tokens = PROMPT.to_ints() + list(result.sequences[0].tokens)
     inputs = {"target_tokens": np.asarray(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
-    trained = flat(model.forward([types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)], "cross_entropy").result())
+    given = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+    trained = flat(model.forward([given], "cross_entropy").result())
     assert result.prompt_logprobs[0] is None
     same(result.prompt_logprobs[1:], trained[: PROMPT.length - 1], 1e-4)
     same(result.sequences[0].logprobs, trained[PROMPT.length - 1 :], 1e-4)
@@ -87,7 +92,8 @@ def check_snapshots(client: Any, model: Any) -> str:
         model.optim_step(ADAM).result()
     after = resolved(model.save_weights_and_get_sampling_client())
     named = resolved(client.create_sampling_client(model_path=path))
-    results = [answers(sampler, 1, None, include_prompt_logprobs=True).prompt_logprobs for sampler in (before, named, after, base)]
+    samplers = (before, named, after, base)
+    results = [answers(sampler, 1, None, include_prompt_logprobs=True).prompt_logprobs for sampler in samplers]
     same(results[0][1:], unchanged[1:])
     same(results[1][1:], unchanged[1:])
     assert np.abs(np.subtract(results[2][1:], unchanged[1:])).max() > 1e-3
@@ -98,12 +104,18 @@ def check_snapshots(client: Any, model: Any) -> str:
 
 def check_errors(client: Any, sampler: Any) -> None:
     """Requests that cannot be sampled fail with the category ``user``."""
-    for options, text in (({"temperature": -1.0}, "temperature"), ({"top_p": 2.0}, "top_p"), ({"max_tokens": 0}, "max_tokens")):
+    for options, text in (
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ):
         error = fails(tinker.RequestFailedError, text, lambda options=options: answers(sampler, 1, params(**options)))
         assert error.category == types.RequestErrorCategory.User
     far = types.ModelInput.from_ints([5, 9999])
-    assert fails(tinker.RequestFailedError, "9999", lambda: sampler.sample(far, 1, params()).result()).category == types.RequestErrorCategory.User
-    fails(tinker.APIStatusError, "nothing", lambda: resolved(client.create_sampling_client(model_path="tinker://none:train:0/sampler_weights/nothing")))
+    error = fails(tinker.RequestFailedError, "9999", lambda: sampler.sample(far, 1, params()).result())
+    assert error.category == types.RequestErrorCategory.User
+    missing = "tinker://none:train:0/sampler_weights/nothing"
+    fails(tinker.APIStatusError, "nothing", lambda: resolved(client.create_sampling_client(model_path=missing)))
     fails(tinker.APIStatusError, "other", lambda: resolved(client.create_sampling_client(base_model="other")))
 
 

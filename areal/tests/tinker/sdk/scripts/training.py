@@ -25,7 +25,11 @@ def check_losses(client: Any) -> None:
         "cross_entropy": ({"weights": weights}, None, -(base * weights).sum()),
         "importance_sampling": (policy, None, -(ratio * advantages).sum()),
         "ppo": (policy, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, -clipped.sum()),
-        "cispo": (policy, {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}, -(np.clip(ratio, 0.5, 1.1) * base * advantages).sum()),
+        "cispo": (
+            policy,
+            {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1},
+            -(np.clip(ratio, 0.5, 1.1) * base * advantages).sum(),
+        ),
         "dro": (policy, {"beta": 0.1}, -(base * advantages - 0.05 * (base - old) ** 2).sum()),
         "gspo": (
             {**policy, "sequence_ratio_mask": np.ones(length, np.float32)},
@@ -99,7 +103,9 @@ def steps(client: Any, count: int, start: int = 0) -> list[bytes]:
     futures = []
     for step in range(start, start + count):
         data = [datum(100 + step, 7), datum(200 + step, 4)]
-        settings = types.AdamParams(learning_rate=1e-2 / (1 + step), eps=1e-8, weight_decay=0.01 * (step % 2), grad_clip_norm=float(step % 3))
+        settings = types.AdamParams(
+            learning_rate=1e-2 / (1 + step), eps=1e-8, weight_decay=0.01 * (step % 2), grad_clip_norm=float(step % 3)
+        )
         futures.append((client.forward_backward(data, "cross_entropy"), client.optim_step(settings)))
     results = [(forward.result(), step.result()) for forward, step in futures]
     return [flat(forward).tobytes() for forward, _ in results]
@@ -146,7 +152,11 @@ def check_errors(client: Any, service_client: Any) -> None:
     wrong(datum(1, length), "unknown_key", "cross_entropy", {"unknown_key": 1.0})
     if NEW:
         wrong(datum(1, length), "stable_reinforce", "stable_reinforce")
-    bad_step = fails(tinker.RequestFailedError, "learning_rate", lambda: client.optim_step(types.AdamParams(learning_rate=-1.0)).result())
+    bad_step = fails(
+        tinker.RequestFailedError,
+        "learning_rate",
+        lambda: client.optim_step(types.AdamParams(learning_rate=-1.0)).result(),
+    )
     assert bad_step.category == types.RequestErrorCategory.User
     fails(tinker.RequestFailedError, "rank", lambda: trainer(service_client, rank=10**6))
     fails(tinker.TinkerError, "other-model", lambda: trainer(service_client, base_model="other-model"))
