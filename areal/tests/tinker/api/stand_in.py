@@ -186,12 +186,17 @@ class StandInService:
             "healthy": self.is_healthy,
             "base_model": "tiny",
             "sessions": 1,
-            "models": [{"model_id": HOSTILE, "base_model": "tiny", "lora_rank": 8, "steps": 3}],
-            "queue": {"training": 2, "sampling": 1, "running": 1},
-            "losses": {HOSTILE: [[1, 4.0], [2, 2.5], [3, 1.25]]},
+            "models": [{"model_id": HOSTILE, "rank": 8, "queued": 2, "seq_id": 3, "created": 1e9, "last_request": 1e9}],
+            "queue": {"training": 2, "sampling": 1, "pending": 4},
+            "losses": {
+                HOSTILE: [{"seq_id": seq, "loss": loss, "tokens": 9} for seq, loss in ((1, 4.0), (2, 2.5), (3, 1.25))]
+            },
             "checkpoints": [
                 {"tinker_path": f"tinker://{HOSTILE}/weights/a", "size_bytes": 12, "time": "2026-01-01T00:00:00Z"}
             ],
+            "checkpoint_count": 1,
+            "requests": [{"kind": "forward", "result": "refused", "count": 2}],
+            "seconds": {"forward": 0.5},
         }
 
 

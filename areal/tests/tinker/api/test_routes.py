@@ -351,5 +351,7 @@ def test_metrics() -> None:
         'areal_queue_requests{kind="training"} 2.0',
         "areal_healthy 1.0",
         "areal_models 1.0",
+        'areal_requests_total{kind="forward",result="refused"} 2.0',
+        'areal_backend_seconds_total{kind="forward"} 0.5',
     ):
         assert line in text

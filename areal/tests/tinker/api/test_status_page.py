@@ -46,8 +46,9 @@ def test_the_page_shows_the_state_and_escapes_names(url: str, tmp_path: Path) ->
     assert "active sessions: 1" in page
     # Three points of the curve, and the last loss.
     assert "2.0,2.0 100.0,32.5 198.0,58.0" in page
-    assert "3 steps, last 1.250" in page
-    assert "<td>2</td><td>1</td><td>1</td>" in page  # the queue
+    assert "3 passes, last 1.250" in page
+    assert "<td>2</td><td>1</td><td>4</td>" in page  # the queue
+    assert "2001" in page
     # Names of runs are text: they add no element and run no script.
     assert page.count(HOSTILE.replace("<", "&lt;").replace(">", "&gt;")) >= 3
     assert "<img" not in page

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, inspect, select, text, update
+from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, inspect, make_url, select, text, update
 
 from areal.tinker.engine.errors import LeaseLostError
 from areal.tinker.engine.store.tables import lease
@@ -41,7 +41,7 @@ class Database:
     def __init__(
         self, url: str, lease_s: float, on_lost: Callable[[LeaseLostError], None] = lambda error: None
     ) -> None:
-        self._url = url
+        self._url = url.replace("postgresql://", "postgresql+psycopg://", 1)
         self._lease_s = lease_s
         self._on_lost = on_lost
         self._me = uuid.uuid4().hex
@@ -105,9 +105,15 @@ class Database:
 
     def _connect(self) -> None:
         """Open the engine. Transactions of SQLite take the write lock when they begin, so that the check of the lease holds until they end."""
-        self._engine = create_engine(self._url, pool_pre_ping=not self._url.startswith("sqlite"))
-        if self._engine.dialect.name not in _CLOCKS:
-            raise ValueError(f"database_url is of {self._engine.dialect.name}: SQLite and PostgreSQL are supported")
+        kind = make_url(self._url).get_backend_name()
+        if kind not in _CLOCKS:
+            raise ValueError(f"database_url is of {kind}: SQLite and PostgreSQL are supported")
+        try:
+            self._engine = create_engine(self._url, pool_pre_ping=kind != "sqlite")
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"database_url is of {kind}, whose driver {error.name} is missing: install {error.name}[binary]"
+            ) from error
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))

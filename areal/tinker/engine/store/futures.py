@@ -200,6 +200,9 @@ class Futures:
             connection.execute(delete(futures).where(futures.c.session_id.is_(None), futures.c.delivered < old))
 
         await self._database.write(work)
+        # What is still wanted is read again.
+        self._cache.clear()
+        self._cached = 0
 
     async def _load(self, request_id: str) -> Outcome:
         """Outcome of a request that this process has no future of."""

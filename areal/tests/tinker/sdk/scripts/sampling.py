@@ -166,7 +166,8 @@ def check_download(rest: Any, model: Any, path: str) -> None:
     rest.delete_checkpoint_from_tinker_path(external).result()
 
 
-def main() -> None:
+def run_all() -> dict[str, Any]:
+    """Run all checks of this file."""
     client = service()
     assert [entry.model_name for entry in client.get_server_capabilities().supported_models] == ["tiny"]
     model = trainer(client)
@@ -175,7 +176,5 @@ def main() -> None:
     path = check_snapshots(client, model)
     check_errors(client, sampler)
     check_rest(client, model, path)
-    print(json.dumps({"tokens": list(answers(sampler).sequences[0].tokens)}))
+    return {"tokens": list(answers(sampler).sequences[0].tokens)}
 
-
-main()

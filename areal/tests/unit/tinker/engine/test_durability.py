@@ -1,0 +1,301 @@
+"""Crashes, restarts, the lease, and the loss of the backend: nothing that was acknowledged is lost silently."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from areal.tests.unit.tinker.engine.fakes import (
+    FakeSampling,
+    FakeTraining,
+    digest,
+    done,
+    eventually,
+    new_model,
+    outcome,
+    refused,
+    sample,
+    serving,
+    settings,
+    step,
+    train,
+)
+from areal.tinker.backends.errors import BackendLostError, ServerError
+from areal.tinker.backends.prepared import PassResult
+from areal.tinker.engine.errors import ConflictError, LeaseLostError, NotFoundError
+from areal.tinker.engine.requests import CreateModel, SaveForSampler, SaveWeights
+from areal.tinker.engine.service import Service
+
+
+def start(root: Path, url: str | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "areal.tests.unit.tinker.engine.crash_server", str(root), *([url] if url else [])]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def kill(server: subprocess.Popen[str], lines: int) -> dict[str, list[list[str]]]:
+    """Read so many acknowledged steps, kill the server at once, and return all that it acknowledged by kind."""
+    assert server.stdout is not None
+    read = [server.stdout.readline() for _ in range(lines)]
+    assert all(read), "the server ended by itself"
+    server.send_signal(signal.SIGKILL)
+    read += server.stdout.readlines()
+    server.wait()
+    told: dict[str, list[list[str]]] = {}
+    for line in read:
+        kind, *words = line.split()
+        told.setdefault(kind, []).append(words)
+    return told
+
+
+async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: str | None = None) -> None:
+    """Start the next server, and look for everything that the killed one acknowledged."""
+    begin = time.monotonic()
+    async with serving(root, FakeTraining(), FakeSampling(), database_url=url, lease_s=1.0) as service:
+        assert time.monotonic() - begin < 30
+        (session,), (model,) = told["session"][0], told["model"][0]
+        # Results that were acknowledged can be read again.
+        for (request_id,) in told.get("done", []):
+            assert (await service.retrieve(request_id, 0)).result["type"] == "optim_step"
+        # Every published checkpoint is there and can be used.
+        paths = [path for (path,) in told.get("saved", [])]
+        assert {c["tinker_path"] for c in (await service.all_checkpoints())["checkpoints"]} >= set(paths)
+        for number, path in enumerate(paths, 1):
+            assert (await service.checkpoint_folder(path) / "state.json").exists()
+            if "/weights/" in path:
+                await done(service, CreateModel(session, number, digest(path), path=path, optimizer=True))
+        # Unfinished training fails and says how to go on; unfinished sampling is sent again by the client.
+        last = [path for path in paths if "/weights/" in path][-1:]
+        for (request_id,) in told.get("training", []):
+            answer = await service.retrieve(request_id, 0)
+            assert (answer.state, answer.category) == ("failed", "server")
+            assert last[0] in (answer.error or "")
+        for request_id, name in told.get("sampling", []):
+            assert (await service.retrieve(request_id, 0)).state == "gone"
+            again = await service.submit(sample(name, 1))
+            assert again.request_id == request_id
+            assert (await outcome(service, again)).state == "done"
+        # The model died with its process.
+        message = await refused(service, train(model, 1000), "server")
+        assert "was lost" in message
+        assert not last or last[0] in message
+        assert (await service.training_run(model))["corrupted"]
+
+
+@pytest.mark.parametrize("lines", [12, pytest.param(None, marks=pytest.mark.thorough)])
+def test_kill_at_any_point_loses_nothing_that_was_acknowledged(tmp_path: Path, lines: int | None) -> None:
+    """After 12 lines all requests are sent: three are queued and one samples."""
+    for number in [lines] if lines else [2, *random.Random(0).sample(range(3, 12), 5)]:
+        root = tmp_path / str(number)
+        asyncio.run(check_after_crash(root, kill(start(root), number)))
+
+
+def test_a_restart_keeps_sessions_results_and_snapshots(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, FakeTraining(), FakeSampling()) as service:
+            session = await service.create_session([])
+            model = await new_model(service, session)
+            passed = await service.submit(train(model, 1))
+            assert (await outcome(service, passed)).state == "done"
+            await done(service, step(model, 2, learning_rate=0.5))
+            snapshot = await done(service, SaveForSampler(model, 3, digest(3), sampling_session_seq_id=0))
+            path = (await done(service, SaveForSampler(model, 4, digest(4), path="one")))["path"]
+            named = await service.create_sampling_session(session, 1, model_path=path)
+            sampled = await service.submit(sample(named, 0))
+            assert (await outcome(service, sampled)).state == "done"
+            losses = (await service.status())["losses"][model]
+        async with serving(tmp_path, FakeTraining(), sampling := FakeSampling()) as service:
+            # The client goes on with its session: heartbeats, results, sampling.
+            await service.heartbeat(session)
+            answer = await outcome(service, passed)
+            assert isinstance(answer.result, PassResult)
+            assert answer.result.logprobs[0].tolist() == [-3 / 64, -4 / 64, -5 / 64]
+            assert answer.result_bytes > 0
+            assert (await outcome(service, sampled)).result.answers[0].tokens.tolist() == [1, 1]
+            for name in (snapshot["sampling_session_id"], named):
+                assert (await done(service, sample(name, 5))).answers[0].logprobs[0] == 1.0
+            assert len(sampling.open_snapshots) == 2
+            assert (await service.status())["losses"][model] == losses
+            # A retry of a finished request is answered; a new request is not executed.
+            assert (await service.submit(train(model, 1))).request_id == passed.request_id
+            with pytest.raises(ConflictError):
+                await service.submit(train(model, 1, first=9))
+            assert "create a new model" in await refused(service, train(model, 5), "server")
+            folder = next(tmp_path.glob("checkpoints/*/ephemeral/*"))
+            await service.finish_session(session)
+            assert not folder.exists()
+
+    asyncio.run(main())
+
+
+def test_results_are_pruned_after_delivery_only(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, FakeTraining(), result_keep_s=0.4) as service:
+            session = await service.create_session([])
+            model = await new_model(service, session)
+            read, unread = [await service.submit(train(model, seq)) for seq in (1, 2)]
+            assert (await outcome(service, read)).state == "done"
+
+            async def pruned(request_id: str) -> bool:
+                try:
+                    await service.retrieve(request_id, 0)
+                except NotFoundError:
+                    return True
+                return False
+
+            await done(service, step(model, 3))
+            await asyncio.sleep(1.0)
+            assert await pruned(read.request_id)
+            assert (await outcome(service, unread)).state == "done"
+            # Its number still tells a retry from a new request.
+            assert (await service.submit(train(model, 1))).request_id == read.request_id
+            never_read = await service.submit(train(model, 4))
+            await service.finish_session(session)
+            end = time.monotonic() + 20
+            while not await pruned(never_read.request_id):
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------- lease
+
+
+def test_a_second_server_refuses_to_start_and_names_the_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, FakeTraining(), lease_s=0.6) as service:
+            model = await new_model(service)
+            second = Service(FakeTraining(), None, settings(tmp_path, lease_s=0.6))
+            with pytest.raises(RuntimeError, match=f"process {os.getpid()} on "):
+                await second.start()
+            # The first goes on, undisturbed.
+            await done(service, train(model, 1))
+            assert service.healthy()
+        # A server that stopped gives up its lease at once.
+        begin = time.monotonic()
+        async with serving(tmp_path, FakeTraining(), lease_s=60.0):
+            assert time.monotonic() - begin < 20
+
+    asyncio.run(main())
+
+
+def test_a_server_that_lost_its_lease_stops_writing_and_fails(tmp_path: Path) -> None:
+    async def main() -> None:
+        training = FakeTraining()
+        service = Service(training, None, settings(tmp_path, lease_s=4.0))
+        await service.start()
+        model = await new_model(service)
+        training.gate.clear()
+        running, waiting = await service.submit(train(model, 1)), await service.submit(train(model, 3))
+        held = asyncio.create_task(service.retrieve(waiting.request_id, 30))
+        # Another server took the database, as after a long pause of this process.
+        engine = create_engine(f"sqlite:///{tmp_path}/tinker.db")
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE lease SET owner = 'other', host = 'elsewhere', pid = 7"))
+            before = connection.execute(text("SELECT * FROM futures ORDER BY request_id")).all()
+        training.gate.set()
+        error = await asyncio.wait_for(service.failed(), 20)
+        assert isinstance(error, LeaseLostError)
+        assert "process 7 on elsewhere" in str(error)
+        assert (await held).category == "server"
+        for call in (
+            service.submit(train(model, 2)),
+            service.create_session([]),
+            service.retrieve(running.request_id, 0),
+        ):
+            with pytest.raises(ServerError, match="lost its lease"):
+                await call
+        assert not service.healthy()
+        await service.stop()
+        # Nothing was written, not even at the end.
+        with engine.begin() as connection:
+            assert connection.execute(text("SELECT owner FROM lease")).scalar() == "other"
+            assert connection.execute(text("SELECT * FROM futures ORDER BY request_id")).all() == before
+        engine.dispose()
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------- backend
+
+
+def test_the_loss_of_the_backend_fails_its_models_and_the_server_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        training = FakeTraining()
+        async with serving(tmp_path, training) as service:
+            session = await service.create_session([])
+            models = [await new_model(service, session, i) for i in range(3)]
+            path = (await done(service, SaveWeights(models[0], 1, digest(1), path="one")))["path"]
+            training.gate.clear()
+            submitted = [await service.submit(train(model, seq)) for model, seq in zip(models, (2, 1, 5), strict=True)]
+            training.lost = True
+            training.gate.set()
+            errors = []
+            for s in submitted:
+                answer = await outcome(service, s)
+                assert (answer.state, answer.category) == ("failed", "server")
+                errors.append(answer.error or "")
+            assert path in errors[0]
+            assert "has no checkpoint" in errors[1]
+            await eventually(service.healthy)
+            assert ("restart",) in training.calls
+            assert "a worker died" in errors[2]
+            assert path in await refused(service, train(models[0], 3), "server")
+            # The client resumes from its checkpoint.
+            again = (await done(service, CreateModel(session, 7, digest(7), path=path, optimizer=True)))["model_id"]
+            await done(service, train(again, 1))
+
+    asyncio.run(main())
+
+
+def test_a_backend_that_does_not_start_again_is_tried_by_the_next_creation(tmp_path: Path) -> None:
+    class Stubborn(FakeTraining):
+        broken = 2
+
+        def restart(self) -> None:
+            super().restart()
+            self.broken -= 1
+            if self.broken >= 0:
+                raise OSError("no device")
+
+    async def main() -> None:
+        training = Stubborn()
+        async with serving(tmp_path, training) as service:
+            session = await service.create_session([])
+            model = await new_model(service, session)
+            # An unexpected error of a backend that is not healthy is its loss.
+            training.fail_next, training.healthy = KeyError("broken pipe"), lambda: False  # type: ignore[method-assign]
+            assert "broken pipe" in await refused(service, step(model, 1), "server")
+            await eventually(lambda: ("restart",) in training.calls)
+            del training.healthy  # type: ignore[attr-defined]
+            assert not service.healthy()
+
+            def create(number: int) -> CreateModel:
+                return CreateModel(session, number, digest(number), base_model="base", lora_config={"rank": 4})
+
+            assert "could not be restarted (no device)" in await refused(service, create(1), "server")
+            assert (await done(service, create(2)))["model_id"] == f"{session}:train:2"
+            assert service.healthy()
+
+    asyncio.run(main())
+
+
+def test_a_loss_that_a_batch_reports_per_request_is_a_loss(tmp_path: Path) -> None:
+    async def main() -> None:
+        training = FakeTraining()
+        training.forward_backward = lambda batches: [BackendLostError("gone")] * len(batches)  # type: ignore[method-assign]
+        async with serving(tmp_path, training) as service:
+            model = await new_model(service)
+            assert "gone" in await refused(service, train(model, 1), "server")
+            assert (await service.training_run(model))["corrupted"]
+
+    asyncio.run(main())
