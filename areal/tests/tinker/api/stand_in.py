@@ -201,7 +201,7 @@ class StandInService:
 
 
 @asynccontextmanager
-async def client_of(service: StandInService, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
+async def client_of(service: Any, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """Yield a client of the application, without a network. Unexpected errors are answered, not raised."""
     app = create_app(service, ApiSettings(**settings))
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)

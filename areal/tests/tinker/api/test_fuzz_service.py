@@ -64,7 +64,10 @@ def test_every_future_is_resolved(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
 
     async def run() -> None:
-        async with serving(tmp_path, sampling=FakeSampling(), gap_timeout_s=0.2) as service, client_of(service, hold_s=0.5) as client:
+        async with (
+            serving(tmp_path, sampling=FakeSampling(), gap_timeout_s=0.2) as service,
+            client_of(service, hold_s=0.5) as client,
+        ):
             base_model = (await service.capabilities())["supported_models"][0]["model_name"]
             for _ in range(6):
                 names = await start(client, {"base_model": base_model})
@@ -77,7 +80,9 @@ def test_every_future_is_resolved(seed: int, tmp_path: Path) -> None:
                     path = rng.choice(places(body))
                     sent.append(await client.post(f"/api/v1/{route}", json=replaced(body, path, rng.choice(VALUES))))
                     # Of the protobuf form, one byte is another.
-                    message = bytearray(cross_entropy_request(model_id=names["s:train:0"], seq_id=number + 100).SerializeToString())
+                    message = bytearray(
+                        cross_entropy_request(model_id=names["s:train:0"], seq_id=number + 100).SerializeToString()
+                    )
                     message[rng.randrange(len(message))] = rng.randrange(256)
                     sent.append(await client.post("/api/v1/forward_backward", content=bytes(message), headers=PROTOBUF))
                 for answer in sent:

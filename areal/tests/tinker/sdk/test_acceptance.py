@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import urllib.request
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal.cli import main
+from areal.tests.tinker.api.stand_in import StandInService
 from areal.tests.tinker.sdk.server import KEY, VERSIONS, Sdk, ServerProcess, model_with_tokenizer
 
 
@@ -50,7 +52,12 @@ def test_monitoring_of_a_server_in_use(server: ServerProcess) -> None:
 
     assert json.loads(get("/api/v1/healthz")) == {"status": "ok"}
     assert "areal_healthy 1.0" in get("/metrics")
-    assert {"models", "queue", "losses", "checkpoints"} <= set(json.loads(get("/status")))
+    # The page and the metrics read the same fields in the tests of the HTTP layer.
+    status, expected = json.loads(get("/status")), asyncio.run(StandInService().status())
+    assert set(expected) <= set(status)
+    assert set(expected["queue"]) <= set(status["queue"])
+    for name in ("models", "checkpoints", "requests"):
+        assert all(set(expected[name][0]) <= set(entry) for entry in status[name]), name
 
 
 # ---- the command

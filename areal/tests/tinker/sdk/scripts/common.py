@@ -13,7 +13,7 @@ sys.path.append(ARGUMENTS["packages"])
 
 import numpy as np  # noqa: E402
 import tinker  # noqa: E402
-import torch  # noqa: E402
+import torch  # noqa: E402, F401  (for other scripts)
 from tinker import types  # noqa: E402
 
 NEW = ARGUMENTS["version"] != "0.24.1"

@@ -177,4 +177,3 @@ def run_all() -> dict[str, Any]:
     check_errors(client, sampler)
     check_rest(client, model, path)
     return {"tokens": list(answers(sampler).sequences[0].tokens)}
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from common import ADAM, NEW, datum, fails, flat, logprobs, np, resumed, same, service, tinker, torch, trainer, types
@@ -187,4 +186,3 @@ def run_all() -> dict[str, Any]:
     else:
         client.close("success").result()
     return {"curve": [np.frombuffer(step, np.float32).sum().item() for step in went_on]}
-
