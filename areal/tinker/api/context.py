@@ -24,11 +24,12 @@ class ApiContext:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def _context(request: Request) -> ApiContext:
+# Coroutines: a plain function would take a detour through a thread for each request.
+async def _context(request: Request) -> ApiContext:
     return request.app.state.context
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     return request.app.state.context.service
 
 

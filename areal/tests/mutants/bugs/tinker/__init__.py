@@ -1,0 +1,1 @@
+"""Bugs of the Tinker server that the suite must catch."""
