@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,13 @@ def model_with_tokenizer(folder: Path) -> str:
 class ServerProcess:
     """``areal serve`` in a process. ``url`` is its address."""
 
-    def __init__(self, folder: Path, model: str, *options: str) -> None:
+    def __init__(self, folder: Path, model: str, port: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "keys").write_text(f"tml-another-key-0000\n{KEY}\n")
         exact = '{"dtype": "float32"}'
-        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", "fsdp:d1", "--port", "0"]
+        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", "fsdp:d1"]
         command += ["--backend-config", exact, "--sampler-config", exact, "--root", str(folder / "root")]
-        command += ["--name", "tiny", "--api-key-file", str(folder / "keys"), *options]
+        command += ["--name", "tiny", "--api-key-file", str(folder / "keys"), "--port", str(port)]
         self.log: list[str] = []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._ready = threading.Event()
@@ -82,6 +81,11 @@ class ServerProcess:
         assert found, self.text
         return found[1]
 
+    @property
+    def port(self) -> int:
+        """Port of the server."""
+        return int(self.url.rpartition(":")[2])
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, and return the exit status."""
         if self.process.poll() is None:
@@ -98,28 +102,28 @@ class Sdk:
         if not self.python.exists():
             pytest.skip(f"{self.python} is missing: `make {self.python.parents[1].name}/.ready` installs the SDK")
 
-    def run(self, server: ServerProcess, script: str, **arguments: Any) -> dict[str, Any]:
-        """Run a script, whose last line of output is JSON."""
+    def start(self, server: ServerProcess, script: str, **arguments: Any) -> subprocess.Popen[str]:
+        """Start a script."""
         packages = str(Path(torch.__file__).parents[1])
         given = {"version": self.version, "packages": packages, **arguments}
-        environment = {
-            **os.environ,
-            "TINKER_BASE_URL": server.url,
-            "TINKER_API_KEY": KEY,
-            "PYTHONPATH": "",
-            "HF_HUB_OFFLINE": "1",
-        }
-        start = time.perf_counter()
-        done = subprocess.run(
+        # The environment of the tests is not the script's.
+        changes = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
             [str(self.python), "-W", "ignore", str(SCRIPTS / f"{script}.py"), json.dumps(given)],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-            env=environment,
+            **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "env": {**os.environ, **changes}},
         )
-        print(
-            f"{script} with {self.version}: {time.perf_counter() - start:.1f} s\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-        )
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}\n{server.text[-6000:]}"
-        return json.loads(done.stdout.splitlines()[-1])
+
+    def run(self, server: ServerProcess, script: str, **arguments: Any) -> dict[str, Any]:
+        """Run a script, whose last line of output is JSON."""
+        return self.finish(self.start(server, script, **arguments), server)
+
+    def finish(self, process: subprocess.Popen[str], server: ServerProcess, text: str = "") -> dict[str, Any]:
+        """Send input to a script, wait for its end, and return its last line."""
+        try:
+            output, errors = process.communicate(text, timeout=150)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+        assert process.returncode == 0, f"{output[-4000:]}\n{errors[-6000:]}\n{server.text[-6000:]}"
+        return json.loads(output.splitlines()[-1])
