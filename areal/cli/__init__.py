@@ -15,5 +15,5 @@ except ModuleNotFoundError as error:
 def main() -> None:
     """Run the command that the arguments name."""
     commands = SubcommandApp()
-    commands.command(run_server, name="serve")
+    commands.command(name="serve")(run_server)
     commands.cli(prog="areal", description="Train engines for reinforcement learning.")

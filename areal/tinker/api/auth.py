@@ -31,7 +31,7 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Whether a request needs a key."""
+        """True if a request needs a key."""
         return bool(self._digests)
 
     def accepts(self, key: str | None) -> bool:
@@ -89,7 +89,7 @@ class LinkSigner:
         return {"expires": expires, "signature": self._signature(expires, *parts)}
 
     def accepts(self, expires: str, signature: str, *parts: str) -> bool:
-        """Return whether the signature belongs to ``parts`` and has not expired."""
+        """Return whether the signature belongs to ``parts`` and is not expired."""
         genuine = hmac.compare_digest(self._signature(expires, *parts).encode(), signature.encode())
         return genuine and int(expires) >= time.time()
 

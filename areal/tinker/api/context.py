@@ -16,7 +16,7 @@ from areal.tinker.engine.service import Service
 
 @dataclass
 class ApiContext:
-    """What the routes share. ``stopping`` is set when the server begins to shut down: held requests are answered then."""
+    """Objects that all routes use. ``stopping`` is set when the server begins to shut down: held requests are answered then."""
 
     service: Service
     settings: ApiSettings

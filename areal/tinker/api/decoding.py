@@ -172,7 +172,7 @@ def tensor_from_json(name: str, tensor: schemas.TensorBody) -> RawTensor:
         ValueError: an element is not a number of the tensor's type.
     """
     kinds = "i" if tensor.dtype == "int64" else "if"
-    # NaN has no JSON form: clients send null.
+    # Clients send null for NaN, for which JSON lacks a form.
     elements = [math.nan if element is None else element for element in tensor.data]
     values = np.asarray(elements) if elements else np.empty(0, tensor.dtype)
     if values.ndim != 1 or values.dtype.kind not in kinds:

@@ -28,13 +28,13 @@ def to_protobuf(result: PassResult | SamplingResult) -> bytes:
 
 
 def to_json(result: Any) -> bytes:
-    """Return a result as JSON, for old clients and for requests whose results have no protobuf form."""
+    """Return a result as JSON, for old clients and for results without a protobuf form."""
     if isinstance(result, PassResult):
         result = _pass_dict(result)
     elif isinstance(result, SamplingResult):
         result = _sampling_dict(result)
     elif isinstance(result.get("metrics"), Mapping):
-        # JSON has no form for these numbers, and parsers of some clients refuse the usual ones.
+        # JSON lacks a form for numbers that are not finite, and some parsers refuse the usual ones.
         finite = {name: value for name, value in result["metrics"].items() if math.isfinite(value)}
         result = {**result, "metrics": finite}
     return json.dumps(result, separators=(",", ":")).encode()

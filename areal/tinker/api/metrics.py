@@ -45,7 +45,7 @@ class _Status(Collector):
 
 
 class ServerMetrics:
-    """Metrics of one application, in a registry of their own: two applications of one process do not share counts."""
+    """Metrics of one application, in a separate registry: two applications of one process do not share counts."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -17,7 +17,7 @@ class ApiSettings:
         max_body_bytes: largest body of ``forward`` and ``forward_backward``, after decompression.
         max_json_bytes: largest body of any other route.
         hold_s: seconds for which a request for a result waits. The client gives up after 45.
-        inline_result_bytes: size of a result from which the client is told the size before the result is sent.
+        inline_result_bytes: size from which a result is announced to the client before it is sent.
         link_lifetime_s: seconds for which a download link is valid.
     """
 

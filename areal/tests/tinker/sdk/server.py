@@ -70,7 +70,7 @@ class ServerProcess:
 
     @property
     def text(self) -> str:
-        """What the process has printed."""
+        """Output of the process."""
         return "".join(self.log)
 
     @property

@@ -1,1 +1,1 @@
-"""Scripts for the environments of the SDK, which have no areal."""
+"""Scripts for the environments of the SDK, where areal is not installed."""

@@ -49,7 +49,7 @@ def check_options(sampler: Any, tokenizer: Any) -> None:
         cut = answers(sampler, 1, params(stop=text[1:3])).sequences[0]
         assert cut.stop_reason == "stop"
         assert len(cut.tokens) == text.index(text[1:3]) + 2
-    # Of the most likely token only, whatever the seed.
+    # Each filter keeps the most likely token only. The seed changes nothing.
     filters = ({"top_k": 1}, {"top_p": 1e-6, "seed": 9}, {"temperature": 0.0})
     greedy = [answers(sampler, 1, params(**options)).sequences[0] for options in filters]
     assert greedy[0].tokens == greedy[1].tokens == greedy[2].tokens
