@@ -133,6 +133,11 @@ class RankProcess:
 
     # ---- questions, answered while a call runs
 
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never return: the reply fails when the process ends."""
+        threading.Event().wait()
+
     @ray.method(concurrency_group="health")
     def position(self) -> Position:
         """Return the position of the thread that runs calls."""

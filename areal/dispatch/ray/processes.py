@@ -15,7 +15,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from areal.dispatch.ray.actor import RankProcess, Station
 from areal.dispatch.ray.cluster import Demand, by_rank, check_bundles, local_ranks, reserve
 
-_Actor: Any = cast(Any, ray.remote)(concurrency_groups={"health": 2}, max_restarts=0, max_task_retries=0)(RankProcess)
+_Actor: Any = cast(Any, ray.remote)(concurrency_groups={"health": 2, "life": 1}, max_restarts=0, max_task_retries=0)(
+    RankProcess
+)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ SILENT_SECONDS = 5.0
 """Limit for ranks that do not move once the engine of another rank has reported a lost rank."""
 
 
+CALL_SECONDS = 0.5
+"""Time for a running call to report the end of a process."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Seconds without movement after which ranks count as hung.
@@ -105,6 +109,7 @@ class Watch:
         # Held while a call is submitted to all ranks: all of them get the calls of several threads in one order.
         self._lock = threading.Lock()
         threading.Thread(target=self._work, name="areal-ray-watch", daemon=True).start()
+        threading.Thread(target=self._guard, name="areal-ray-guard", daemon=True).start()
 
     def submit(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         """Send a call to all ranks.
@@ -153,7 +158,19 @@ class Watch:
             error.__cause__ = cause
             return self._finish(error)
 
-    # ---- the thread
+    # ---- the threads
+
+    def _guard(self) -> None:
+        """Wait for the end of any process, also between calls."""
+        lives = {actor.live.remote(): rank for rank, actor in enumerate(self._processes.actors)}
+        with suppress(Exception):  # Ray was shut down
+            [ended], _ = ray.wait(list(lives), num_returns=1)
+            # A running call reports the loss itself, with its name.
+            time.sleep(CALL_SECONDS)
+            # Calls to Ray would start it again.
+            if ray.is_initialized():
+                self.lose(lives[ended], "died between calls")
+                self._drain(list(lives), SILENT_SECONDS)
 
     def _work(self) -> None:
         """Wait for one call after another: the ranks reply in this order."""

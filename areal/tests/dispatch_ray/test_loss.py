@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -98,6 +99,23 @@ def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="the processes were closed"):
                 pending.result(10)
         with pytest.raises(RuntimeError, match=r"a call cannot run: the processes were closed.*restart\(\)"):
+            run(workers, functions.rank_and_size)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.thorough
+def test_process_that_dies_between_calls(cluster: Any) -> None:
+    """Without a call, and without another one that the driver would make to ask."""
+    with RayWorkers(2, environment=ENVIRONMENT) as workers, ending(workers) as pids:
+        run(workers, functions.rank_and_size)
+        assert workers.lost is None
+        os.kill(pids[1], signal.SIGKILL)
+        limit = time.monotonic() + 20
+        while workers.lost is None:
+            assert time.monotonic() < limit, "the loss is not noticed"
+            time.sleep(0.02)
+        assert re.match(rf"rank 1 \(pid {pids[1]} on node .*\) died between calls", str(workers.lost))
+        with pytest.raises(RuntimeError, match="died between calls"):
             run(workers, functions.rank_and_size)
 
 

@@ -59,20 +59,25 @@ class Shortage:
 
 
 def shortage(
-    empty: Sequence[RankMemory], before: Sequence[RankMemory], after: Sequence[RankMemory], budget: int | None
+    empty: Sequence[RankMemory],
+    before: Sequence[RankMemory],
+    after: Sequence[RankMemory],
+    released: Sequence[int],
+    budget: int | None,
 ) -> Shortage | None:
     """Return the first rank on which a new adapter does not fit, or ``None``.
 
     Args:
         empty: memory of each rank without models.
         before, after: memory of each rank before and after the adapter was added.
+        released: bytes on each rank of an adapter that is removed afterwards.
         budget: bytes of all adapters of a rank; ``None`` for the free memory of its device.
     """
-    for rank, (bare, old, new) in enumerate(zip(empty, before, after, strict=True)):
+    for rank, (bare, old, new, gone) in enumerate(zip(empty, before, after, released, strict=True)):
         needed = new.total - old.total
         # Free memory is promised to gradients and states of other adapters, which may not exist yet.
         left = new.free + new.allocated - old.allocated - old.missing
-        available = left if budget is None else budget - (old.total - bare.total)
+        available = gone + (left if budget is None else budget - (old.total - bare.total))
         if needed > available:
             return Shortage(rank, needed, available)
     return None

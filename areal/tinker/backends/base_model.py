@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal.engine.model.hub import model_folder, read_config
 
-_SAMPLED_BYTES = 64 * 2**10
+_SAMPLED_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -18,30 +19,12 @@ class BaseModel:
     Attributes:
         name: directory or hub name.
         folder: directory of its files.
-        fingerprint: hash of its weights: of the size of each file, and of bytes at its beginning, middle and end.
+        fingerprint: hash of its weights: of the name, dtype and shape of each tensor, and of some of its values.
     """
 
     name: str
     folder: Path
     fingerprint: str
-
-    @classmethod
-    def of(cls, name: str) -> BaseModel:
-        """Find a base model, which may download it.
-
-        Raises:
-            ValueError: there is no such model.
-        """
-        folder = model_folder(name)
-        digest = hashlib.sha256()
-        for file in sorted(folder.glob("*.safetensors")):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            with open(file, "rb") as stream:
-                for start in sorted({0, max(0, size // 2), max(0, size - _SAMPLED_BYTES)}):
-                    stream.seek(start)
-                    digest.update(stream.read(_SAMPLED_BYTES))
-        return cls(name, folder, digest.hexdigest())
 
     def max_tokens(self, limit: int | None) -> int:
         """Return the most tokens of one sample: the limit of the operator, or else the context length of the model.
@@ -61,3 +44,36 @@ class BaseModel:
                 f"backend_config.max_tokens = None: the configuration of {self.name} states no context length: set it"
             )
         return length
+
+
+def find_base_model(name: str) -> BaseModel:
+    """Find a base model, which may download it.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    folder = model_folder(name)
+    tensors: dict[str, bytes] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= _sampled_tensors(file)
+    # By name, so that the division into files does not matter.
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        digest.update(tensors[key])
+    return BaseModel(name, folder, digest.hexdigest())
+
+
+def _sampled_tensors(file: Path) -> dict[str, bytes]:
+    """Return, for each tensor of a file, its name, dtype and shape, with bytes from the middle of its values."""
+    sampled = {}
+    with open(file, "rb") as stream:
+        # The format: length of the header, the header in JSON, and the values.
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            stream.seek(8 + length + max(begin, (begin + end - _SAMPLED_BYTES) // 2))
+            values = stream.read(min(_SAMPLED_BYTES, end - begin))
+            sampled[name] = f"{name} {entry['dtype']} {entry['shape']}".encode() + values
+    return sampled

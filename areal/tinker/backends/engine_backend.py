@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from areal.api import Batch, FinetuneSpec, LoRAConfig, StepOutput, TokenOutputs, TrainEngine
+from areal.api import FinetuneSpec, LoRAConfig, StepOutput
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
-from areal.engine.batch_rules import rules_of
-from areal.engine.checkpoint.atomic_dir import verify
+from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
 from areal.tinker.backends.adam import step_settings
 from areal.tinker.backends.adapter_memory import RankMemory, rank_memory, shortage
-from areal.tinker.backends.base_model import BaseModel
+from areal.tinker.backends.base_model import find_base_model
 from areal.tinker.backends.engine_config import EngineBackendConfig
+from areal.tinker.backends.engine_errors import lost_error, protocol_errors
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.losses.table import loss_keys, make_loss
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, PassResult, PreparedBatch
 from areal.tinker.backends.protocol import ModelLimits
+from areal.tinker.backends.rank_work import no_loss, no_weight, unit_weight, vocab_size
 from areal.tinker.backends.samples import engine_samples, target_arrays
 from areal.utils.distributed import EngineLostError
 from areal.utils.seeding import mixed
+
+logger = logging.getLogger(__name__)
 
 _KINDS: tuple[Literal["attention", "mlp", "head"], ...] = ("attention", "mlp", "head")
 
@@ -44,11 +48,13 @@ class Slot:
     Attributes:
         name: name in the engine.
         adapter: description of the model's adapter.
+        nbytes: bytes on each rank, with gradients and optimizer state.
         pending: gradients wait for a step.
     """
 
     name: str
     adapter: AdapterSpec
+    nbytes: list[int] = field(default_factory=list)
     pending: bool = False
 
 
@@ -71,7 +77,7 @@ class EngineBackend:
     """
 
     def __init__(self, model: str, backend: str, config: EngineBackendConfig) -> None:
-        self._config, self._base = config, BaseModel.of(model)
+        self._config, self._base = config, find_base_model(model)
         settings = config.engine_config(model, backend)
         self._executor = config.executor(settings.dims.world_size)
         self._numbers = itertools.count()
@@ -82,10 +88,14 @@ class EngineBackend:
             max_tokens = self._base.max_tokens(config.max_tokens)
             self.group.initialize(FinetuneSpec(total_train_steps=1))
             self._begin()
-            self._limits = ModelLimits(self.group.run(_vocab_size)[0], max_tokens, config.max_rank)
+            self._limits = ModelLimits(self.group.run(vocab_size)[0], max_tokens, config.max_rank)
         except BaseException:
             self._executor.close()
             raise
+        logger.info(
+            "base model %s on %s in %s: %d token ids, samples of at most %d tokens, adapters of rank %d or less with alpha %g",
+            *(model, settings.dims, config.dtype, self._limits.vocab_size, max_tokens, config.max_rank, config.alpha),
+        )
 
     def _begin(self) -> None:
         """Begin without models, on an engine that was just initialized."""
@@ -116,7 +126,16 @@ class EngineBackend:
             raise UserError(f"model_id = {model_id!r}: there is such a model already: choose another id")
         seed = mixed(self._config.seed, model_id) if adapter.seed is None else adapter.seed
         lora = self._lora(adapter)
-        self.models[model_id] = self._admit(adapter, lambda name: self.group.adapters.add(name, lora, seed=seed))
+
+        def add(name: str) -> None:
+            try:
+                self.group.adapters.add(name, lora, seed=seed)
+            except ValueError as error:
+                # The engine names kinds of layers, the client its switches.
+                kinds = "train_attn, train_mlp and train_unembed of lora_config select 'attention', 'mlp' and 'head'"
+                raise UserError(f"{error} ({kinds})") from error
+
+        self.models[model_id] = self._admit(adapter, add)
 
     def delete(self, model_id: str) -> None:
         slot = self._slot(model_id)
@@ -143,14 +162,19 @@ class EngineBackend:
             raise UserError("lora_config: set at least one of train_attn, train_mlp and train_unembed")
         return LoRAConfig(rank=adapter.rank, alpha=self._config.alpha, layer_kinds=kinds)
 
-    def _admit(self, adapter: AdapterSpec, add: Callable[[str], None]) -> Slot:
+    def _admit(self, adapter: AdapterSpec, add: Callable[[str], None], replaced: Slot | None = None) -> Slot:
         """Add an adapter under a new name if there is memory for it.
+
+        Args:
+            adapter: description.
+            add: adds it to the engine under a name.
+            replaced: model that is removed afterwards.
 
         Raises:
             UserError: memory is short, or the engine refuses the adapter.
         """
         limit = self._config.max_models
-        if limit is not None and len(self.models) >= limit:
+        if limit is not None and replaced is None and len(self.models) >= limit:
             raise UserError(
                 f"the server has {len(self.models)} models, and can have {limit}: finish a session or delete a model"
             )
@@ -159,12 +183,15 @@ class EngineBackend:
             before = self.group.run(rank_memory)
             add(slot.name)
             # The engine knows what the ranks hold of an adapter once it is there.
-            short = shortage(self._empty, before, self.group.run(rank_memory), self._budget)
+            after = self.group.run(rank_memory)
+            slot.nbytes = [new.total - old.total for old, new in zip(before, after, strict=True)]
+            released = [0] * len(before) if replaced is None else replaced.nbytes
+            short = shortage(self._empty, before, after, released, self._budget)
             if short is not None:
                 self.group.adapters.remove(slot.name)
                 raise UserError(
-                    f"memory is short for a model with lora_config.rank = {adapter.rank} beside {len(self.models)} others: {short}: lower "
-                    "the rank, or delete a model"
+                    f"memory is short for a model with lora_config.rank = {adapter.rank}, in addition to {len(self.models)} models: {short}: "
+                    "lower the rank, or delete a model"
                 )
         return slot
 
@@ -221,7 +248,7 @@ class EngineBackend:
                 total = step.loss
             else:
                 # An evaluation divides by the weight, which is the number of micro-batches.
-                step = self.group.eval_batch(samples, loss, _one, returns=("logprobs",))
+                step = self.group.eval_batch(samples, loss, unit_weight, returns=("logprobs",))
                 total = step.loss * step.metrics["weight"]
         # The engine's own metrics have names without a suffix.
         metrics = {name: value for name, value in step.metrics.items() if ":" in name}
@@ -231,7 +258,7 @@ class EngineBackend:
         """Add the gradient of a request to the pending ones of the selected adapter. A request that fails adds nothing."""
 
         def run() -> StepOutput:
-            return self.group.forward_backward(samples, loss, _one, normalization="sum", returns=("logprobs",))
+            return self.group.forward_backward(samples, loss, unit_weight, normalization="sum", returns=("logprobs",))
 
         if not slot.pending:
             step = run()
@@ -258,7 +285,7 @@ class EngineBackend:
             if not slot.pending:
                 # A batch without weight has the gradient 0.
                 sample = {"input_ids": torch.zeros(1, dtype=torch.int64)}
-                self.group.forward_backward([sample], _no_loss, _zero, normalization="sum")
+                self.group.forward_backward([sample], no_loss, no_weight, normalization="sum")
             stats = self.group.optimizer_step(settings)
             slot.pending = False
         if not stats.update_successful:
@@ -285,6 +312,11 @@ class EngineBackend:
         }
         with self._errors():
             self.group.adapters.save(slot.name, folder.absolute(), with_optim=with_optim, about={_ABOUT: about})
+            # The process of rank 0 writes, which may be on another node.
+            if not is_complete(folder):
+                raise ServerError(
+                    f"{folder} was written by rank 0, but is not visible to the server: put --root on a file system that all nodes share"
+                )
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
         self._require()
@@ -292,9 +324,10 @@ class EngineBackend:
             adapter = self._described(folder)
             self._lora(adapter)
             # A new slot, so that a checkpoint that is refused leaves the model as it is.
-            path = folder.absolute()
-            slot = self._admit(adapter, lambda name: self.group.adapters.load(name, path, with_optim=with_optimizer))
-            before = self.models.get(model_id)
+            path, before = folder.absolute(), self.models.get(model_id)
+            slot = self._admit(
+                adapter, lambda name: self.group.adapters.load(name, path, with_optim=with_optimizer), before
+            )
             self.models[model_id] = slot
             if before is not None:
                 self._remove(before)
@@ -334,58 +367,19 @@ class EngineBackend:
 
     def _require(self) -> None:
         if not self.healthy():
-            raise self._loss(self._lost or self._executor.lost or RuntimeError("the backend was closed"))
-
-    def _loss(self, error: BaseException) -> BackendLostError:
-        self._lost = self._lost or error
-        return BackendLostError(
-            f"the training processes were lost, and all models with them; load the last checkpoint: {error}"
-        )
+            raise lost_error(self._lost or self._executor.lost or RuntimeError("the backend was closed"))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of the engine as those of the protocol."""
+        """Raise errors of the engine as those of the protocol, and note that the ranks are lost."""
         try:
-            yield
-        except (UserError, ServerError):
+            with protocol_errors(self._executor):
+                yield
+        except BackendLostError as error:
+            self._lost = self._lost or error.__cause__ or error
             raise
-        except (EngineLostError, WorkerLostError) as error:
-            raise self._loss(error) from error
-        except ValueError as error:
-            raise UserError(_without_notes(str(error))) from error
-        except Exception as error:
-            if self._executor.lost is not None:
-                raise self._loss(self._executor.lost) from error
-            raise ServerError(_without_notes(f"{type(error).__name__}: {error}")) from error
 
 
 def create(model: str, backend: str, config: Mapping[str, Any]) -> EngineBackend:
     """Start a backend: a :class:`~areal.tinker.backends.protocol.TrainingFactory`."""
     return EngineBackend(model, backend, EngineBackendConfig.parse(config))
-
-
-def _without_notes(text: str) -> str:
-    """Return the text of an engine's error without what it says about gradients: those of earlier requests are kept here."""
-    return text.replace(" (all pending gradients were discarded; the engine can be used for the next call)", "")
-
-
-# ---- functions that run on the ranks
-
-
-def _one(batch: Batch) -> Tensor:
-    return batch["input_ids"].new_ones((), dtype=torch.float64)
-
-
-def _zero(batch: Batch) -> Tensor:
-    return batch["input_ids"].new_zeros((), dtype=torch.float64)
-
-
-def _no_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
-    raise RuntimeError("a batch without weight has no loss")
-
-
-def _vocab_size(engine: TrainEngine, _: Any) -> int:
-    rules = rules_of(engine)
-    if rules is None:
-        raise ValueError("the engine has no batch_rules, which the backend needs: derive it from BaseTrainEngine")
-    return rules.vocab_size

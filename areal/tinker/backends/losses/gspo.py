@@ -25,8 +25,8 @@ from areal.utils.data.segments import segment_sum
 class SequenceRatio:
     """``-sum(min(s_t A, clamp(s_t, low, high) A))`` with ``s_t = exp(mean_M(log p - log q) + log p_t - sg(log p_t))`` (Zheng et al., 2025).
 
-    The mean is over the targets of the sequence that ``sequence_ratio_mask`` marks (not 0), without a gradient: all targets have the value of
-    the sequence's ratio and the gradient of their own log-prob (the paper's GSPO-token).
+    The mean is over the targets of the sequence that ``sequence_ratio_mask`` marks (not 0), without a gradient. The ratio of each target equals
+    that of its sequence and has the gradient of the target's own log-prob (GSPO-token of the paper).
 
     Source: https://tinker-docs.thinkingmachines.ai/tinker/losses/gspo. Defaults of the thresholds are not known to us: 1 - 3e-4 and 1 + 4e-4
     are the paper's.
