@@ -93,7 +93,7 @@ class CheckpointRegistry:
         finally:
             self._writing.discard(str(path))
         await asyncio.to_thread(self.files.publish, folder, row)
-        # What the new folder replaces.
+        # Remove the folder that the new one replaces.
         if before is not None:
             await asyncio.to_thread(self.files.remove, self.files.folder(path, before["uid"]))
         if expires is not None:
@@ -134,7 +134,7 @@ class CheckpointRegistry:
     async def listing(
         self, run_id: str | None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return the answers for checkpoints, the latest first, and their number."""
+        """Return checkpoints in their JSON form, the latest first, and how many there are."""
         chosen = select(checkpoints).where(_valid())
         count = select(func.count()).select_from(checkpoints).where(_valid())
         if run_id is not None:
@@ -249,6 +249,16 @@ def spec_of(row: Mapping[str, Any]) -> AdapterSpec:
     return AdapterSpec(rank=row["rank"], seed=row["seed"], attention=row["attention"], mlp=row["mlp"], head=row["head"])
 
 
+def lost_message(model_id: str, path: str | None, reason: str) -> str:
+    """Return the error for requests to a model that was lost."""
+    way_out = (
+        f"create a model from its last checkpoint, {path} (create_training_client_from_state_with_optimizer)"
+        if path
+        else "it has no checkpoint: create a new model"
+    )
+    return f"{model_id} was lost with its unfinished requests ({reason}): {way_out}"
+
+
 def iso_time(seconds: float) -> str:
     """Return seconds since the epoch as an ISO 8601 time with its zone."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
@@ -269,7 +279,7 @@ def describe_checkpoint(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _valid() -> Any:
-    """Condition on checkpoints that have not expired."""
+    """Condition that a checkpoint is still valid."""
     return checkpoints.c.expires.is_(None) | (checkpoints.c.expires > time.time())
 
 

@@ -92,7 +92,7 @@ class LiveModel:
         self.skip_refused()
 
     def has_gap(self) -> bool:
-        """Return whether all waiting requests wait for one that has not arrived."""
+        """Return whether requests wait for one with a lower number, which is missing."""
         blocked = any(not entry.refused for entry in self.waiting.values())
         return blocked and self.next_seq not in self.waiting and not self.busy
 

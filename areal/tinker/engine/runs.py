@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from areal.tinker.engine.checkpoints import describe_checkpoint, iso_time
+from areal.tinker.engine.checkpoints import describe_checkpoint, iso_time, lost_message
 from areal.tinker.engine.errors import NotFoundError
 from areal.tinker.engine.order import LiveModel
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.tables import checkpoints, futures, models
-from areal.tinker.engine.training import lost_message
 
 _RESTARTED = "the server was restarted"
 
 
 class Runs:
-    """Training runs: one for each model that was ever created."""
+    """Training runs: one for each model that was ever created.
 
-    def __init__(self, database: Database, owner: str) -> None:
+    Args:
+        last_request: returns the time of a live model's last request, which its row does not have yet.
+    """
+
+    def __init__(self, database: Database, owner: str, last_request: Callable[[str], float | None]) -> None:
+        self._last_request = last_request
         self._database = database
         self._owner = owner
 
@@ -52,7 +57,7 @@ class Runs:
         return row
 
     async def listing(self, limit: int, offset: int) -> dict[str, Any]:
-        """Return the answer for all runs, the latest first."""
+        """Return runs in their JSON form, the latest first."""
         page = select(models).order_by(models.c.created.desc(), models.c.id).limit(limit).offset(offset)
         count = select(func.count()).select_from(models)
 
@@ -65,7 +70,7 @@ class Runs:
         return await self._database.read(work)
 
     async def describe(self, run_id: str) -> dict[str, Any]:
-        """Return the answer for one run."""
+        """Return a run in its JSON form."""
         row = await self.row(run_id)
         return await self._database.read(lambda connection: self._describe(connection, row))
 
@@ -110,7 +115,7 @@ class Runs:
             return await self._database.read(lambda connection: self._lost(connection, run_id)), True
         if row["state"] == "failed":
             return f"{run_id} could not be created: see the error of its creation, and create a new model", False
-        return f"{run_id} was {row['state']}: create a new model, or one from a checkpoint of it", False
+        return f"{run_id} was released: create a new model, or one from a checkpoint of it", False
 
     def _lost(self, connection: Connection, run_id: str) -> str:
         last = _last(connection, run_id, "training")
@@ -125,7 +130,7 @@ class Runs:
             "is_lora": True,
             "corrupted": row["state"] in ("failed", "lost"),
             "lora_rank": row["rank"],
-            "last_request_time": iso_time(row["last_request"]),
+            "last_request_time": iso_time(self._last_request(row["id"]) or row["last_request"]),
             "last_checkpoint": last["training"] and describe_checkpoint(last["training"]),
             "last_sampler_checkpoint": last["sampler"] and describe_checkpoint(last["sampler"]),
             "user_metadata": row["user_metadata"],

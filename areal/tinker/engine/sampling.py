@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Coroutine
+from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from areal.tinker.engine.errors import BusyError, ConflictError, NotFoundError, 
 from areal.tinker.engine.params import check_base_model, check_sampling
 from areal.tinker.engine.requests import Sample, Submitted
 from areal.tinker.engine.settings import ServiceSettings
+from areal.tinker.engine.snapshots import Snapshots
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.files import parse_path
 from areal.tinker.engine.store.futures import Futures, Key
@@ -34,15 +34,6 @@ from areal.tinker.engine.store.tables import sampling_sessions
 NO_SAMPLER = "this server has no sampler: it was started without one"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Snapshot:
-    """Weights that the sampler serves."""
-
-    name: str
-    opening: asyncio.Task[None]
-    running: int = 0
 
 
 @dataclass(eq=False)
@@ -55,6 +46,7 @@ class _Session:
     folder: Path | None
     ephemeral: bool = False
     requests: set[str] = field(default_factory=set)
+    used: float = field(default_factory=time.monotonic)
 
 
 class Samplers:
@@ -74,13 +66,12 @@ class Samplers:
         self._registry = registry
         self._settings = settings
         self._sessions: dict[str, _Session] = {}
-        self._snapshots: OrderedDict[str | None, _Snapshot] = OrderedDict()
+        self._snapshots = None if backend is None else Snapshots(backend, settings.max_open_snapshots)
         self._users: Counter[str | None] = Counter()
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = asyncio.Semaphore(settings.running_samples)
-        self._opened = 0
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds = 0.0
 
@@ -91,7 +82,7 @@ class Samplers:
 
     @property
     def available(self) -> bool:
-        """Whether the server can sample."""
+        """True if the server can sample."""
         return self._backend is not None
 
     async def stop(self) -> None:
@@ -101,6 +92,8 @@ class Samplers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._snapshots is not None:
+            await self._snapshots.stop()
 
     # ------------------------------------------------------------------ sessions
 
@@ -121,7 +114,7 @@ class Samplers:
         Raises:
             UserError: there is no such checkpoint or base model, or the weights are damaged.
         """
-        if self._backend is None:
+        if self._snapshots is None:
             raise UserError(NO_SAMPLER)
         # Weights: ephemeral, named or those of the base model.
         if model_path is not None:
@@ -147,7 +140,8 @@ class Samplers:
             return name
         # Read the weights now: the folder may be overwritten or deleted.
         try:
-            async with self._weights(await self._session(name)):
+            session = await self._session(name)
+            async with self._snapshots.use(session.uid, session.folder):
                 pass
         except BaseException:
             await self.end(name)
@@ -174,7 +168,8 @@ class Samplers:
         self._users[session.uid] -= 1
         if self._users[session.uid] <= 0:
             del self._users[session.uid]
-            await self._release(session.uid)
+            if self._snapshots is not None:
+                await self._snapshots.close(session.uid)
         if session.ephemeral and session.folder is not None:
             await asyncio.to_thread(self._registry.files.remove, session.folder)
 
@@ -189,6 +184,18 @@ class Samplers:
             if name not in self._sessions:
                 await self._session(name)
             await self.end(name)
+
+    async def expire(self, idle_s: float) -> None:
+        """End sampling sessions of ephemeral snapshots that were not used for ``idle_s``: each one's folder costs disk space."""
+        live = (sampling_sessions.c.state == "live") & sampling_sessions.c.run_id.is_not(None)
+        names = await self._database.read(
+            lambda c: c.execute(select(sampling_sessions.c.id).where(live)).scalars().all()
+        )
+        for name in names:
+            # The time of those of an earlier process begins now.
+            session = await self._session(name)
+            if not session.requests and time.monotonic() - session.used > idle_s:
+                await self.end(name)
 
     async def known_folders(self) -> set[Path]:
         """Return the folders of ephemeral snapshots of live sessions."""
@@ -250,12 +257,13 @@ class Samplers:
         self._tasks[request_id] = task
         if session is not None:
             session.requests.add(request_id)
+            session.used = time.monotonic()
 
         def done(task: asyncio.Task[None]) -> None:
             del self._tasks[request_id]
             if session is not None:
                 session.requests.discard(request_id)
-            # A task that is cancelled before its first step runs no handler of its own.
+            # A task that is cancelled before its first step does not reach its own handlers.
             if task.cancelled() and not self._stopping:
                 message = "the sampling request was cancelled, or its session ended"
                 self._spawn(self._futures.fail([request_id], message, "user"))
@@ -266,10 +274,13 @@ class Samplers:
         """Sample, and store the result or the failure."""
         started = time.monotonic()
         try:
-            async with self._running, self._weights(session or await self._named(request)) as snapshot:
-                if self._backend is None:
-                    raise UserError(NO_SAMPLER)
-                result = await self._backend.sample(snapshot, prepared)
+            if self._backend is None or self._snapshots is None:
+                raise UserError(NO_SAMPLER)
+            async with self._running:
+                weights = session or await self._named(request)
+                async with self._snapshots.use(weights.uid, weights.folder) as snapshot:
+                    result = await self._backend.sample(snapshot, prepared)
+                    weights.used = time.monotonic()
             await self._futures.finish(request_id, _mask_prompt(result, request.prompt_logprobs_last_n))
             self.counts["sample", "done"] += 1
         except Exception as error:
@@ -310,59 +321,6 @@ class Samplers:
             raise UserError("sampling_session_id, base_model and model_path are missing: give one of them")
         check_base_model(request.base_model, self._settings)
         return _Session("", None, None, None)
-
-    @contextlib.asynccontextmanager
-    async def _weights(self, session: _Session) -> AsyncIterator[str]:
-        """Yield the sampler's name of a session's weights, which it reads first if they are not open."""
-        snapshot = self._snapshots.get(session.uid)
-        if snapshot is None:
-            self._opened += 1
-            name = f"{session.uid or 'base'}-{self._opened}"
-            opening = asyncio.get_running_loop().create_task(self._open_weights(name, session.folder))
-            snapshot = self._snapshots[session.uid] = _Snapshot(name, opening)
-            self._close_unused()
-        self._snapshots.move_to_end(session.uid)
-        snapshot.running += 1
-        try:
-            # A request that is cancelled must not stop the opening for others.
-            await asyncio.shield(snapshot.opening)
-            yield snapshot.name
-        finally:
-            snapshot.running -= 1
-            # The next request tries again.
-            failed = snapshot.opening.done() and snapshot.opening.exception() is not None
-            if failed and self._snapshots.get(session.uid) is snapshot:
-                del self._snapshots[session.uid]
-
-    def _close_unused(self) -> None:
-        """Close weights that were not used for longest. A client creates a snapshot per step, and tells nobody when it needs it no more."""
-        excess = len(self._snapshots) - self._settings.max_open_snapshots
-        idle = [uid for uid, snapshot in self._snapshots.items() if not snapshot.running and snapshot.opening.done()]
-        for uid in idle[: max(0, excess)]:
-            self._spawn(self._release(uid))
-
-    async def _open_weights(self, name: str, folder: Path | None) -> None:
-        if self._backend is None:
-            raise UserError(NO_SAMPLER)
-        # After a restart, the weights of a session are gone if its checkpoint was deleted or overwritten meanwhile.
-        if folder is not None and not await asyncio.to_thread(folder.is_dir):
-            raise UserError(
-                "the checkpoint of this sampling session was deleted or overwritten: create a new sampling client"
-            )
-        await self._backend.open(name, folder)
-
-    async def _release(self, uid: str | None) -> None:
-        """Let the sampler free weights. Their folder stays for a later request."""
-        snapshot = self._snapshots.pop(uid, None)
-        if snapshot is None or self._backend is None:
-            return
-        await asyncio.wait({snapshot.opening})
-        if snapshot.opening.cancelled() or snapshot.opening.exception() is not None:
-            return
-        try:
-            await self._backend.release(snapshot.name)
-        except Exception:
-            logger.exception("the snapshot %s could not be released", snapshot.name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -49,7 +49,7 @@ class Service:
         self._files = CheckpointFiles(settings.root)
         self._futures = Futures(self._database, settings.cache_bytes)
         self._registry = CheckpointRegistry(self._database, self._files)
-        self._runs = Runs(self._database, settings.owner)
+        self._runs = Runs(self._database, settings.owner, self._last_request)
         self._samplers = Samplers(sampling, self._database, self._futures, self._registry, settings)
         self._training = Training(training, self._database, self._futures, self._registry, self._samplers, settings)
         self._sessions = Sessions(self._database, settings.session_timeout_s, self._end_session)
@@ -68,7 +68,7 @@ class Service:
         """
         await self._database.open()
         try:
-            # What the earlier process left: unfinished requests, and folders that no row names.
+            # Unfinished requests of the earlier process fail; folders that no row names are deleted.
             await self._runs.recover()
             await self._registry.start()
             known = await self._registry.known_folders() | await self._samplers.known_folders()
@@ -364,15 +364,20 @@ class Service:
         await self._samplers.end_all_of(session_id)
 
     async def _prune(self) -> None:
-        """Forget old results, a few times in the time for which they are kept."""
+        """Delete old results and snapshots, a few times in the time for which they are kept."""
         while True:
-            await asyncio.sleep(self._settings.result_keep_s / 4)
+            await asyncio.sleep(min(self._settings.result_keep_s, self._settings.snapshot_idle_s) / 4)
             try:
                 await self._futures.prune(self._settings.result_keep_s)
+                await self._samplers.expire(self._settings.snapshot_idle_s)
             except LeaseLostError:
                 return
             except Exception:
-                logger.exception("old results could not be deleted")
+                logger.exception("old results and snapshots could not be deleted")
+
+    def _last_request(self, model_id: str) -> float | None:
+        model = self._training.order.models.get(model_id)
+        return None if model is None else model.last_request
 
     def _on_lost(self, error: LeaseLostError) -> None:
         """Answer those that wait, and run nothing more."""

@@ -30,6 +30,7 @@ class ServiceSettings:
         max_top_k: most log-probs per position that a sampling request may ask for.
         max_dense_elements: most elements of the targets or values of one request, after sparse tensors are made dense.
         result_keep_s: seconds for which a delivered result is kept, and for which the rows of an ended session are kept.
+        snapshot_idle_s: seconds without a request after which an ephemeral snapshot is deleted, if its session lives on.
         cache_bytes: size of the results that are kept in memory for a second retrieval.
         max_loss_points: most points of the loss curve of a run in :meth:`~areal.tinker.engine.service.Service.status`.
     """
@@ -53,6 +54,7 @@ class ServiceSettings:
     max_top_k: int = 1024
     max_dense_elements: int = 2**25
     result_keep_s: float = 3600.0
+    snapshot_idle_s: float = 86_400.0
     cache_bytes: int = 2**26
     max_loss_points: int = 500
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, update
 
@@ -15,7 +15,7 @@ from areal.tinker.backends.errors import BackendLostError, ServerError, UserErro
 from areal.tinker.backends.prepared import PassResult
 from areal.tinker.backends.protocol import TrainingBackend
 from areal.tinker.engine.backend_thread import BackendThread
-from areal.tinker.engine.checkpoints import CheckpointRegistry
+from areal.tinker.engine.checkpoints import CheckpointRegistry, lost_message
 from areal.tinker.engine.order import BATCHED, Entry, LiveModel, Order
 from areal.tinker.engine.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
 from areal.tinker.engine.sampling import Samplers
@@ -23,6 +23,8 @@ from areal.tinker.engine.settings import ServiceSettings
 from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.futures import Category, Futures
 from areal.tinker.engine.store.tables import models
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class Training:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._doomed: deque[LiveModel] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._dispatcher: asyncio.Task[None] | None = None
@@ -99,13 +103,15 @@ class Training:
         model.closed = reason
         self.order.models.pop(model.id, None)
         self._cancel_gap(model)
-        failed = [entry.request_id for entry in model.waiting.values()]
+        failed = [*(entry.request_id for entry in model.waiting.values()), *model.running]
         model.waiting.clear()
         self._doomed.append(model)
         self._wake.set()
-        # The request that runs fails now, whatever the backend makes of it.
-        await self._futures.fail([*failed, *model.running], reason, category)
-        await self._store_state(model, state)
+        # First the state of the model, which clients may read after a failure. The running request fails, too, before the backend ends it.
+        try:
+            await self._store_state(model, state)
+        finally:
+            await self._futures.fail(failed, reason, category)
 
     # ------------------------------------------------------------------ dispatch
 
@@ -114,18 +120,13 @@ class Training:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            try:
-                while await self._run_next():
-                    pass
-            except asyncio.CancelledError:
-                raise
-            except Exception:
-                # A defect in the handling of one request must not stop the others.
-                logger.exception("a training request could not be handled")
-                self._wake.set()
+            while await self._run_next():
+                pass
 
     async def _run_next(self) -> bool:
         """Release an adapter, or run the requests of one call. Returns False if nothing is ready."""
+        # One call of the backend at a time; what follows a call does not hold back other models.
+        await self._idle.wait()
         if self._doomed:
             await self._release_adapter(self._doomed.popleft())
             return True
@@ -133,9 +134,15 @@ class Training:
         group = self.order.next_group(self._settings.max_models_per_call if batched else 1)
         if not group:
             return False
-        started = time.monotonic()
         for model, entry in group:
             model.running = (entry.request_id,)
+        self._idle.clear()
+        self._spawn(self._run_group(group))
+        return True
+
+    async def _run_group(self, group: list[tuple[LiveModel, Entry]]) -> None:
+        """Run the requests of one turn."""
+        started = time.monotonic()
         try:
             if group[0][1].kind in BATCHED:
                 await self._run_passes(group)
@@ -143,11 +150,24 @@ class Training:
                 await self._run_one(*group[0])
         except BackendLostError as error:
             await self._lose_models(str(error))
+        except Exception:
+            # A defect in the handling of one request must not leave it without an answer.
+            logger.exception("a training request could not be handled")
+            message = "the server could not handle the request; its log says why"
+            await self._futures.fail([entry.request_id for _, entry in group], message, "server")
         finally:
             for model, _ in group:
                 model.running = ()
             self.seconds[group[0][1].kind] += time.monotonic() - started
-        return True
+            self._idle.set()
+            self._wake.set()
+
+    async def _turn(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Make the call of the backend for which a request has its turn. Then other models may have theirs."""
+        result = await self._backend.call(function, *args)
+        self._idle.set()
+        self._wake.set()
+        return result
 
     async def _run_passes(self, group: list[tuple[LiveModel, Entry]]) -> None:
         """Run forward or forward_backward of one or more models in one call."""
@@ -210,7 +230,7 @@ class Training:
         model.in_backend = True
         model.spec = entry.prepared
         try:
-            await self._backend.call(self._verbs.create_model, model.id, model.spec)
+            await self._turn(self._verbs.create_model, model.id, model.spec)
         except UserError:
             model.in_backend = False
             raise
@@ -234,12 +254,12 @@ class Training:
             )
         await self._backend.need()
         model.in_backend = True
-        model.spec = await self._backend.call(lambda: self._verbs.load(model.id, folder, with_optimizer=optimizer))
+        model.spec = await self._turn(lambda: self._verbs.load(model.id, folder, with_optimizer=optimizer))
         await self._store_live(model)
         return {"type": "load_weights", "path": path, "model_id": model.id}
 
     async def _optim_step(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        metrics = await self._backend.call(self._verbs.optim_step, model.id, entry.prepared)
+        metrics = await self._turn(self._verbs.optim_step, model.id, entry.prepared)
         return {"type": "optim_step", "metrics": dict(metrics)}
 
     async def _save(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
@@ -260,7 +280,7 @@ class Training:
         self._registry.files.prepare(folder)
         number = request.sampling_session_seq_id
         try:
-            await self._backend.call(self._verbs.save_for_sampler, model.id, folder)
+            await self._turn(self._verbs.save_for_sampler, model.id, folder)
             session = await self._samplers.create(model.session_id, number, model.base_model, uid=uid, run_id=model.id)
         except BaseException:
             await asyncio.to_thread(self._registry.files.remove, folder)
@@ -279,7 +299,7 @@ class Training:
             model,
             kind,
             request.path if request.path is not None else f"seq-{entry.seq:06d}",
-            lambda folder: self._backend.call(verb, model.id, folder),
+            lambda folder: self._turn(verb, model.id, folder),
             overwrite=request.overwrite,
             ttl_seconds=request.ttl_seconds,
             user_metadata=request.user_metadata,
@@ -378,13 +398,3 @@ class Training:
             "and later ones wait for it: send it, or create the model from its last checkpoint"
         )
         self._spawn(self._futures.fail([entry.request_id for entry in late.values()], message, "user"))
-
-
-def lost_message(model_id: str, path: str | None, reason: str) -> str:
-    """Return the error for requests to a model that was lost."""
-    way_out = (
-        f"create a model from its last checkpoint, {path} (create_training_client_from_state_with_optimizer)"
-        if path
-        else "it has no checkpoint: create a new model"
-    )
-    return f"{model_id} was lost with its unfinished requests ({reason}): {way_out}"

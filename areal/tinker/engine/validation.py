@@ -161,7 +161,7 @@ def _check_values(
 
 
 def _dense(i: int, name: str, tensor: RawTensor, shape: tuple[int, ...]) -> np.ndarray:
-    """Elements of a tensor in the given shape, with zeros where a sparse one has none."""
+    """Elements of a tensor in the given shape, with zeros for the elements that a sparse one leaves out."""
     values = np.asarray(tensor.values).reshape(-1)
     if tensor.crow_indices is None and tensor.col_indices is None:
         return values.reshape(shape)

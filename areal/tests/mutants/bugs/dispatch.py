@@ -17,6 +17,7 @@ SHARDS = "unit/dispatch/test_shards.py::"
 WIRE = "unit/dispatch/test_wire.py::"
 RAY = "dispatch_ray/"
 BAD = "dist/dispatch/test_bad_batches.py::"
+SERVER = "unit/tinker/engine/"
 PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
 
 
@@ -223,5 +224,81 @@ def futures_that_wait(right: Function) -> Function:
         pending = right(self, verb, *args, **kwargs)
         pending.result()
         return pending
+
+    return wrong
+
+
+# ---- training server
+
+
+@mutant(
+    "areal.tinker.engine.order:LiveModel.head",
+    SERVER + "test_order.py::test_groups_have_one_request_per_model_and_keep_each_order",
+)
+def requests_run_in_order_of_arrival(right: Function) -> Function:
+    """A missing number is skipped instead of waited for."""
+
+    def wrong(self: Any) -> Any:
+        if self.waiting and not self.busy:
+            self.next_seq = min(self.waiting)
+        return right(self)
+
+    return wrong
+
+
+@mutant("areal.tinker.engine.store.futures:_insert", SERVER + "test_order.py::test_concurrent_retries_are_one_request")
+def retries_executed_again(right: Function) -> Function:
+    """A retried request is stored as a new one."""
+    return lambda connection, row: right(connection, row | {"seq_id": None})
+
+
+@mutant(
+    "areal.tinker.engine.training:Training._watch_gap",
+    SERVER + "test_order.py::test_a_gap_waits_and_then_fails_what_waits_without_executing_it",
+)
+def gaps_wait_for_ever(right: Function) -> Function:
+    """Requests that wait for one that never arrives are never answered."""
+    return lambda self, model: None
+
+
+@mutant("areal.tinker.engine.validation:_check_ids", SERVER + "test_validation.py::test_each_fault_is_named[id above]")
+def ids_not_checked(right: Function) -> Function:
+    """Token ids outside the vocabulary reach the backend."""
+    return lambda rows, name, limits: list(rows)
+
+
+@mutant(
+    "areal.tinker.engine.store.files:CheckpointFiles._inside", SERVER + "test_checkpoints.py::test_a_link_does_not*"
+)
+def links_followed(right: Function) -> Function:
+    """A checkpoint is read and written through a link that leaves the root."""
+    return lambda self, folder: folder
+
+
+@mutant(
+    "areal.tinker.engine.store.database:Database._transact",
+    SERVER + "test_durability.py::test_a_server_that_lost_its_lease_stops_writing_and_fails",
+)
+def lease_not_checked(right: Function) -> Function:
+    """A server that lost its lease goes on writing."""
+    return lambda self, work, owned: right(self, work, False)
+
+
+@mutant("areal.tinker.engine.runs:Runs.recover", SERVER + "test_durability.py::test_kill_at_any_point*[12]")
+def unfinished_requests_forgotten(right: Function) -> Function:
+    """Requests that a killed server left unfinished stay pending for ever."""
+
+    async def wrong(self: Any) -> None:
+        pass
+
+    return wrong
+
+
+@mutant("areal.tinker.engine.snapshots:Snapshots.close", SERVER + "test_sessions.py::test_finish_releases_models*")
+def snapshots_stay_open(right: Function) -> Function:
+    """The weights of a sampling session stay in memory after its end."""
+
+    async def wrong(self: Any, uid: Any) -> None:
+        pass
 
     return wrong

@@ -153,7 +153,7 @@ class Database:
             # The first server creates the table of the lease: migrations run only under a lease.
             if not renew and not inspect(connection).has_table(lease.name):
                 lease.create(connection)
-            # A row of another owner stays while it has not expired.
+            # The row of another owner stays until it expires.
             row = connection.execute(select(lease).with_for_update()).mappings().first()
             if row is not None and row["owner"] != self._me and (renew or row["expires"] > now):
                 return dict(row), now
@@ -187,7 +187,7 @@ class Database:
             await asyncio.sleep(max(0.01, min(self._lease_s / 3, row["expires"] - now + 0.01)))
 
     async def _keep_lease(self) -> None:
-        """Renew the lease until it is lost. A database that does not answer for the time of the lease counts as lost."""
+        """Renew the lease until it is lost. The lease counts as lost if the database is unreachable for its time."""
         renewed = time.monotonic()
         while self._lost is None:
             await asyncio.sleep(self._lease_s / 4)

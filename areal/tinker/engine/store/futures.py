@@ -106,6 +106,12 @@ class Futures:
         if waiting is None or waiting.claimed:
             return False
         waiting.claimed = True
+        # A request that is cancelled now has its result all the same.
+        return await asyncio.shield(self._store_result(request_id, waiting, result, loss, tokens))
+
+    async def _store_result(
+        self, request_id: str, waiting: _Waiting, result: Any, loss: float | None, tokens: int | None
+    ) -> bool:
 
         def store(connection: Connection) -> int:
             blob = encode_result(result)
@@ -133,6 +139,9 @@ class Futures:
             return
         for request_id in failed:
             self._waiting[request_id].claimed = True
+        await asyncio.shield(self._store_failure(failed, error, category))
+
+    async def _store_failure(self, failed: list[str], error: str, category: Category) -> None:
         row = {"state": "failed", "error": error, "category": category, "finished": time.time()}
 
         def store(connection: Connection) -> None:
@@ -200,12 +209,12 @@ class Futures:
             connection.execute(delete(futures).where(futures.c.session_id.is_(None), futures.c.delivered < old))
 
         await self._database.write(work)
-        # What is still wanted is read again.
+        # Results that are still wanted are read again.
         self._cache.clear()
         self._cached = 0
 
     async def _load(self, request_id: str) -> Outcome:
-        """Outcome of a request that this process has no future of."""
+        """Read the outcome of a request that ended earlier, or in an earlier process."""
 
         def work(connection: Connection) -> Any:
             return connection.execute(select(futures).where(futures.c.request_id == request_id)).mappings().first()

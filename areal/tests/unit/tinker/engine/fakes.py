@@ -172,8 +172,9 @@ class FakeSampling:
         self.open_snapshots: dict[str, float] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.running = self.most_running = 0
-        self.gate = asyncio.Event()
+        self.gate, self.reading = asyncio.Event(), asyncio.Event()
         self.gate.set()
+        self.reading.set()
         self.closed = False
 
     def limits(self) -> ModelLimits:
@@ -182,7 +183,7 @@ class FakeSampling:
     async def open(self, snapshot: str, folder: Path | None) -> None:
         self.calls.append(("open", snapshot, folder))
         weight = 0.0 if folder is None else json.loads((folder / "state.json").read_text())["weight"]
-        await asyncio.sleep(0)
+        await self.reading.wait()
         self.open_snapshots[snapshot] = weight
 
     async def release(self, snapshot: str) -> None:

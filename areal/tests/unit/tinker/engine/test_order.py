@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from areal.tests.unit.tinker.engine.fakes import (
+    FakeSampling,
     FakeTraining,
     datum,
     digest,
@@ -27,7 +28,7 @@ from areal.tests.unit.tinker.engine.fakes import (
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.engine.errors import BusyError, ConflictError
 from areal.tinker.engine.order import Entry, LiveModel, Order
-from areal.tinker.engine.requests import UnloadModel
+from areal.tinker.engine.requests import SaveForSampler, UnloadModel
 
 
 def marks(training: FakeTraining) -> list[int]:
@@ -181,6 +182,42 @@ def test_ready_requests_of_several_models_are_one_call_and_fail_alone(tmp_path: 
         return [len(call[1]) for call in training.calls if call[0] == "forward_backward"]
 
     assert asyncio.run(main()) == ([3] if batches else [1, 1, 1])
+
+
+def test_models_train_while_the_sampler_reads_anothers_snapshot(tmp_path: Path) -> None:
+    async def main() -> None:
+        training, sampling = FakeTraining(), FakeSampling()
+        async with serving(tmp_path, training, sampling) as service:
+            session = await service.create_session([])
+            first, second = [await new_model(service, session, i) for i in range(2)]
+            sampling.reading.clear()
+            saved = await service.submit(SaveForSampler(first, 1, digest(1), sampling_session_seq_id=0))
+            later = await service.submit(step(first, 2))
+            await done(service, train(second, 1))
+            # The model's own next request waits: it must not overtake the save.
+            assert (await service.retrieve(later.request_id, 0.02)).state == "pending"
+            sampling.reading.set()
+            for submitted in (saved, later):
+                assert (await outcome(service, submitted)).state == "done"
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_client_does_not_lose_the_request(tmp_path: Path) -> None:
+    async def main() -> None:
+        training = FakeTraining()
+        async with serving(tmp_path, training) as service:
+            model = await new_model(service)
+            posting = asyncio.create_task(service.submit(train(model, 1)))
+            await asyncio.sleep(0)
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
+            await done(service, train(model, 2, first=2))
+            # The retry finds the request.
+            await done(service, train(model, 1))
+        assert marks(training) == [1, 2]
+
+    asyncio.run(main())
 
 
 def test_an_unexpected_error_fails_the_request_and_nothing_else(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_requests_run_concurrently_up_to_a_limit_and_wait_up_to_another(tmp_path
             for i, s in enumerate(submitted):
                 assert (await outcome(service, s)).result.answers[0].tokens[0] == i
             assert sampling.most_running == 3
+            # The places of the requests are free one turn of the loop after their results.
+            await asyncio.sleep(0.01)
             await done(service, sample(name, 5, first=5))
 
     asyncio.run(main())
@@ -155,6 +157,31 @@ def test_snapshots_of_every_step_do_not_fill_the_memory(tmp_path: Path) -> None:
             assert not any(folder.exists() for folder in folders)
             with pytest.raises(SessionOverError):
                 await service.submit(sample(names[0]))
+
+    asyncio.run(main())
+
+
+def test_snapshots_that_nobody_uses_are_deleted_in_the_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        sampling = FakeSampling()
+        async with serving(tmp_path, FakeTraining(), sampling, snapshot_idle_s=0.4) as service:
+            session = await service.create_session([])
+            model = await new_model(service, session)
+            used, unused = [
+                (await trained(service, model, 3 * i + 1, sampling_session_seq_id=i))["sampling_session_id"]
+                for i in range(2)
+            ]
+            path = (await trained(service, model, 7, path="one"))["path"]
+            named = await service.create_sampling_session(session, 2, model_path=path)
+            end = asyncio.get_running_loop().time() + 1.2
+            while asyncio.get_running_loop().time() < end:
+                await done(service, sample(used))
+                await asyncio.sleep(0.02)
+            with pytest.raises(SessionOverError, match="has ended"):
+                await service.submit(sample(unused))
+            assert len(list(tmp_path.glob("checkpoints/*/ephemeral/*"))) == 1
+            # Checkpoints are the client's to delete.
+            await done(service, sample(named))
 
     asyncio.run(main())
 

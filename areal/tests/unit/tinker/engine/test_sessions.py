@@ -38,7 +38,7 @@ def test_finish_releases_models_snapshots_and_requests(tmp_path: Path) -> None:
             waiting = await service.submit(train(model, 5))
             await asyncio.sleep(0.02)
             finished = asyncio.create_task(service.finish_session(session, {"type": "errored", "detail": "x"}))
-            # Requests fail at once, whatever the backend still does.
+            # Requests fail at once, while the backend still runs one.
             for submitted in (running, queued, waiting):
                 answer = await outcome(service, submitted)
                 assert (answer.state, answer.category) == ("failed", "user")

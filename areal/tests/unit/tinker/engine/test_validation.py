@@ -200,7 +200,7 @@ def test_whatever_is_sent_is_prepared_or_refused_as_a_users_error(data: Any, los
         batch = check(data, loss, config)
     except UserError:
         return
-    # What passes is what the contract promises to a backend.
+    # Samples that pass keep the contract of backends.
     for d in batch.data:
         assert 0 < len(d.input_ids) <= LIMITS.max_tokens
         assert len(d.target_ids) == len(d.input_ids)
