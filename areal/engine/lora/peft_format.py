@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) ->
     }
 
 
-def read_folder(folder: Path, hf: PretrainedConfig, base: str | None) -> tuple[AdapterPlan, dict[str, Tensor]]:
+def read_folder(
+    folder: Path, hf: PretrainedConfig, base: str | None, plans: MutableMapping[str, AdapterPlan] | None = None
+) -> tuple[AdapterPlan, dict[str, Tensor]]:
     """Read an adapter from a directory in peft's format: its plan, and its full weights by peft's names.
 
     Args:
@@ -81,6 +83,7 @@ def read_folder(folder: Path, hf: PretrainedConfig, base: str | None) -> tuple[A
         hf: configuration of the model.
         base: directory or hub name of the model; ``None`` for random weights. With an adapter of the head, peft also writes a copy of the
             head's own weight, which must be that of the model.
+        plans: plans of adapters of this model by their configuration, which is added. A plan takes most of the time of this function.
 
     Raises:
         ValueError: the adapter is damaged, of another model, or not limited to low-rank factors of linear layers;
@@ -101,8 +104,11 @@ def read_folder(folder: Path, hf: PretrainedConfig, base: str | None) -> tuple[A
         logger.warning(
             "%s: lora_dropout = %s is left out: nothing is dropped", folder / CONFIG_NAME, config.lora_dropout
         )
-    model = _meta_model(hf)
-    plan = _plan_with_peft(copy.deepcopy(model), config, str(folder / CONFIG_NAME))
+    plans = {} if plans is None else plans
+    written = json.dumps(_plain_values(config.to_dict()), sort_keys=True, default=str)
+    if written not in plans:
+        plans[written] = _plan_with_peft(_meta_model(hf), config, str(folder / CONFIG_NAME))
+    plan = plans[written]
     # Compare names and shapes in both directions.
     shapes = plan.shapes
     for name, shape in shapes.items():
@@ -114,22 +120,20 @@ def read_folder(folder: Path, hf: PretrainedConfig, base: str | None) -> tuple[A
             )
     copies = {f"{PREFIX}{target.key}.base_layer.weight": target for target in plan.targets}
     for name in sorted(set(weights) & set(copies)):
-        _check_copy(file, name, weights.pop(name), copies[name], model, base)
+        _check_copy(file, name, weights.pop(name), copies[name], hf, base)
     extra = sorted(set(weights) - set(shapes))
     if extra:
         raise ValueError(f"{file} has {extra[0]!r}, which {CONFIG_NAME} does not ask for: it is of another model")
     return plan, weights
 
 
-def _check_copy(
-    file: Path, name: str, values: Tensor, target: Target, model: PreTrainedModel, base: str | None
-) -> None:
+def _check_copy(file: Path, name: str, values: Tensor, target: Target, hf: PretrainedConfig, base: str | None) -> None:
     """Check that the copy of a layer's weight in an adapter's file is the weight of the model.
 
     Raises:
         ValueError: they differ.
     """
-    if base is not None and _is_weight_of(target, values, model, model_folder(base)):
+    if base is not None and _is_weight_of(target, values, _meta_model(hf), model_folder(base)):
         return
     raise ValueError(
         f"{file} has {name!r}, a weight of the model itself, with other values than {base or 'a model with random weights'}: only adapters "
@@ -209,8 +213,13 @@ def _plan_with_peft(bare: PreTrainedModel, config: LoraConfig, where: str) -> Ad
         _adapter_target(where, name, module) for name, module in modules.items() if hasattr(module, "lora_A")
     )
     # The configuration as peft writes it: resolved names, sets as sorted lists.
-    written = {key: sorted(x) if isinstance(x, set) else x for key, x in model.peft_config[_NAME].to_dict().items()}
+    written = _plain_values(model.peft_config[_NAME].to_dict())
     return AdapterPlan(targets, json.loads(json.dumps(written, default=str)))
+
+
+def _plain_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with sorted lists in place of sets."""
+    return {key: sorted(x) if isinstance(x, set) else x for key, x in config.items()}
 
 
 def _adapter_target(where: str, name: str, module: Any) -> Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,12 @@ _BATCH_TOKENS = {"cpu": 256}
 """Default of ``max_batch_tokens`` by type of device: sdpa on a CPU attends over all sequences of a forward."""
 _BATCH_TOKENS_OF_OTHERS = 2048
 
+_MIN_TEMPERATURE = 1e-5
+"""Smallest temperature above 0. Logits overflow at much smaller ones."""
+
+_PROBE_TOKENS = 16
+"""Tokens of the forward that checks a new adapter."""
+
 
 class LocalSampler:
     """Implements :class:`~areal.tinker.backends.protocol.SamplingBackend`.
@@ -35,13 +42,15 @@ class LocalSampler:
     Args:
         rollout: generator, which this object closes.
         model: directory or hub name of the base model.
+        settings: limits of a request are read.
     """
 
-    def __init__(self, rollout: LocalRollout, model: str) -> None:
-        self.rollout, self._model = rollout, model
+    def __init__(self, rollout: LocalRollout, model: str, settings: LocalSamplerConfig) -> None:
+        self.rollout, self._model, self._settings = rollout, model, settings
         config = rollout.model.config.get_text_config()
         self._limits = ModelLimits(config.vocab_size, rollout.max_context, max_rank=config.hidden_size)
-        self._of_base: set[str] = set()  # snapshots without an adapter
+        self._served: dict[str, str | None] = {}  # snapshot -> its adapter; None: the model itself
+        self._numbers = itertools.count()
         self._opening = asyncio.Lock()
 
     @classmethod
@@ -59,8 +68,10 @@ class LocalSampler:
         device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         try:
-            network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=settings.attention)
-        except OSError as error:
+            network: Any = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype, attn_implementation=settings.attention
+            )
+        except (OSError, ValueError) as error:
             raise ValueError(f"model = {model!r} cannot be read: {error}") from error
         # Sizes that are not given follow from the model and the device.
         positions = getattr(network.config.get_text_config(), "max_position_embeddings", None) or _MOST_CONTEXT
@@ -74,7 +85,7 @@ class LocalSampler:
             max_batch_tokens=settings.max_batch_tokens or _BATCH_TOKENS.get(device.type, _BATCH_TOKENS_OF_OTHERS),
             tokenizer=_tokenizer(model),
         )
-        return cls(rollout, model)
+        return cls(rollout, model, settings)
 
     def limits(self) -> ModelLimits:
         """Return the sizes against which requests are checked."""
@@ -83,27 +94,28 @@ class LocalSampler:
     async def open(self, snapshot: str, folder: Path | None) -> None:
         """Serve the adapter in ``folder``, or the base model for ``None``, under the name ``snapshot``."""
         async with self._opening:
-            if self._is_open(snapshot):
-                return
-            if folder is None:
-                self._of_base.add(snapshot)
-                return
-            await asyncio.to_thread(self._read, snapshot, folder)
+            if snapshot not in self._served:
+                self._served[snapshot] = None if folder is None else await self._add(snapshot, folder)
 
     async def release(self, snapshot: str) -> None:
         """Stop serving a snapshot, and free its weights once running requests have ended. Does nothing if it is not served."""
         async with self._opening:
-            self._of_base.discard(snapshot)
-            if snapshot in self.rollout.adapters:
-                self.rollout.remove_adapter(snapshot)
+            adapter = self._served.pop(snapshot, None)
+            if adapter is not None:
+                self.rollout.remove_adapter(adapter)
 
     async def sample(self, snapshot: str, request: SamplingRequest) -> SamplingResult:
-        """Return the answers to a request. Cancelling the task ends its generation."""
-        if not self._is_open(snapshot):
+        """Return the answers to a request. Cancelling the task ends its generation.
+
+        A generator that has failed is started again.
+        """
+        if snapshot not in self._served:
             raise UserError(f"snapshot {snapshot!r} is not served any more: create another sampling client")
-        adapter = None if snapshot in self._of_base else snapshot
+        adapter = self._served[snapshot]
         try:
             sampling = self._sampling(request)
+            if not self.rollout.serving:
+                await asyncio.to_thread(self.rollout.restart)
             work: list[Any] = [
                 self.rollout.generate(request.prompt, each, adapter) for each in _with_seeds(sampling, request)
             ]
@@ -119,6 +131,8 @@ class LocalSampler:
         # A generator that is closed ends answers with their tokens so far.
         if any(each.finish_reason == "aborted" for each in completions):
             raise ServerError("the server is stopping: send the request again when it is back")
+        if not all(np.isfinite(each.logprobs).all() for each in scores):
+            raise UserError("the log-probs of the prompt are not finite: the weights have diverged")
         answers = [_answer(each, request.sample_top_k) for each in completions]
         if not scores:
             return SamplingResult(answers)
@@ -136,22 +150,50 @@ class LocalSampler:
         """End generation. May be called twice."""
         await asyncio.to_thread(self.rollout.close)
 
-    def _is_open(self, snapshot: str) -> bool:
-        return snapshot in self._of_base or snapshot in self.rollout.adapters
+    async def _add(self, snapshot: str, folder: Path) -> str:
+        """Add the adapter in a folder to the generator. Returns its name there.
 
-    def _read(self, snapshot: str, folder: Path) -> None:
-        """Add an adapter from a folder."""
+        Raises:
+            UserError: the folder is damaged or of another base model, or the adapter has diverged.
+            ServerError: memory is short, or generation failed.
+        """
+        name = f"{snapshot} {next(self._numbers)}"
+        read = asyncio.ensure_future(asyncio.to_thread(self._read, name, folder))
         try:
-            self._check_base(folder)
-            self.rollout.add_adapter(snapshot, folder)
+            await asyncio.shield(read)
+            finite = await self._is_finite(name)
         except (ValueError, OSError) as error:
             raise UserError(f"the weights cannot be sampled from: {error}") from error
         except torch.OutOfMemoryError as error:
             raise ServerError(
-                f"no device memory for one more snapshot, after {len(self.rollout.adapters)}: close sampling sessions, and try again"
+                f"no device memory for one more snapshot, after {len(self._served)}: close sampling sessions, and try again"
             ) from error
         except RuntimeError as error:
             raise ServerError(f"the sampler cannot load weights, try again: {error}") from error
+        except asyncio.CancelledError:
+            # The thread goes on.
+            read.add_done_callback(lambda _: self._forget(name))
+            raise
+        if not finite:
+            self._forget(name)
+            raise UserError(
+                "the weights cannot be sampled from: their log-probs are not finite. Training has diverged: go back to an earlier checkpoint"
+            )
+        return name
+
+    def _forget(self, name: str) -> None:
+        if name in self.rollout.adapters:
+            self.rollout.remove_adapter(name)
+
+    def _read(self, name: str, folder: Path) -> None:
+        self._check_base(folder)
+        self.rollout.add_adapter(name, folder)
+
+    async def _is_finite(self, name: str) -> bool:
+        """Return whether an adapter gives finite log-probs. One that does not could break answers of others in the same forward."""
+        tokens = range(min(_PROBE_TOKENS, self._limits.vocab_size, self._limits.max_tokens - 1))
+        result = await self.rollout.prompt_logprobs(tokens, Sampling(), name)
+        return bool(np.isfinite(result.logprobs).all())
 
     def _check_base(self, folder: Path) -> None:
         """Raise a ``ValueError`` if an adapter names another base model. Its folder may have moved: the last component counts."""
@@ -177,8 +219,18 @@ class LocalSampler:
                 f"max_tokens = {request.max_tokens}: after a prompt of {len(request.prompt)} tokens it must be at least 1 and at most "
                 f"{most}; leave it out for as many as the context allows"
             )
-        if request.num_samples < 1:
-            raise ValueError(f"num_samples = {request.num_samples}: it must be at least 1")
+        limits = {
+            "num_samples": (1, self._settings.max_samples, request.num_samples),
+            "topk_prompt_logprobs": (0, self._settings.max_top_logprobs, request.prompt_top_k),
+            "topk_sample_logprobs": (0, self._settings.max_top_logprobs, request.sample_top_k),
+        }
+        for name, (low, high, value) in limits.items():
+            if not low <= value <= high:
+                raise ValueError(f"{name} = {value}: it must be at least {low} and at most {high}")
+        if 0 < request.temperature < _MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature = {request.temperature}: it must be at least {_MIN_TEMPERATURE}, or 0 for the most likely tokens"
+            )
         if request.top_k < -1:
             raise ValueError(f"top_k = {request.top_k}: it must be at least 1, or -1 for all tokens")
         # Stops that are given replace the model's own end tokens.
@@ -208,13 +260,15 @@ create: SamplingFactory = LocalSampler.create
 def _tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a model; ``None`` without one, so that requests with stop strings are refused."""
     try:
-        return AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
         return None
+    # For some families, transformers makes a tokenizer without files, which has special tokens only.
+    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
 
 
 def _with_seeds(sampling: Sampling, request: SamplingRequest) -> list[Sampling]:
-    """Return the parameters of each answer. Each has a seed of its own."""
+    """Return the parameters of each answer. Their seeds differ."""
     fields = vars(sampling)
     seed = request.seed
     seeds = [None if seed is None else mixed(seed, index) for index in range(request.num_samples)]

@@ -125,7 +125,8 @@ class SamplingRequest:
 class TopLogprobs:
     """The ``k`` most likely tokens at ``n`` positions: ``ids`` int32 and ``logprobs`` float32, both ``[n, k]``, the most likely first.
 
-    A position without a distribution (the first of a prompt) has the id 0 and a log-prob of NaN.
+    A position without a distribution (the first of a prompt) has the id 0 and a log-prob of NaN. A token that ``top_k`` or ``top_p`` excludes
+    has the log-prob ``-inf``.
     """
 
     ids: np.ndarray

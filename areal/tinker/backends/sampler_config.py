@@ -33,6 +33,10 @@ class LocalSamplerConfig(BaseModel):
     max_batch_tokens: int | None = Field(
         default=None, ge=1, description="Maximum number of tokens of a forward. None: 256 on a CPU, 2048 on a GPU."
     )
+    max_samples: int = Field(default=1024, ge=1, description="Maximum number of answers to one request.")
+    max_top_logprobs: int = Field(
+        default=128, ge=1, description="Maximum number of most likely tokens that are returned at each position."
+    )
 
     @classmethod
     def checked(cls, config: Mapping[str, Any]) -> LocalSamplerConfig:

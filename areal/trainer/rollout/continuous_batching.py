@@ -58,9 +58,10 @@ class GenerationLimits:
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
-        unknown = [token for token in prompt if not 0 <= token < vocab_size]
-        if unknown:
-            raise ValueError(f"prompt_ids has the token {unknown[0]}: the model knows 0 to {vocab_size - 1}")
+        # min and max before a loop: many answers have the same long prompt.
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            unknown = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(f"prompt_ids has the token {unknown}: the model knows 0 to {vocab_size - 1}")
         if len(prompt) + sampling.max_new_tokens > self.max_context:
             raise ValueError(
                 f"{len(prompt)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} are longer than max_context = "

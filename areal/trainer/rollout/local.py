@@ -20,7 +20,7 @@ from areal.trainer.rollout.batching.adapters import ServedAdapter, ServedAdapter
 from areal.trainer.rollout.batching.router import AdapterRouter
 from areal.trainer.rollout.batching.running import PendingAnswer, RunningRequests
 from areal.trainer.rollout.continuous_batching import GenerationLimits, cache_bytes, forget_prefixes
-from areal.trainer.rollout.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from areal.trainer.rollout.prompt_logprobs import PromptLogprobs, PromptScorer
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.sampler import Request, end_tokens
 from areal.trainer.rollout.stop_strings import StopStrings
@@ -89,6 +89,7 @@ class LocalRollout:
         self._failed = False
         self._broken: str | None = None
         self._asleep = False
+        self._scorer = PromptScorer(model, self._router, max_batch_tokens, self._scoring)
         self._memory = HostMemory({"params": self._tensors})
         self._start()
 
@@ -111,9 +112,10 @@ class LocalRollout:
 
     @property
     def serving(self) -> bool:
-        """Whether the next request can be served. Does not block."""
-        up = not (self._requests.closed or self._asleep or self._failed) and self._manager.is_running()
-        return up and self._broken is None
+        """True if the next request can be served. Does not block."""
+        if self._requests.closed or self._asleep or self._failed or self._broken is not None:
+            return False
+        return self._manager.is_running() and self._manager.background_thread_status.can_accept_new_requests() is None
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -169,18 +171,14 @@ class LocalRollout:
     async def prompt_logprobs(
         self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling, adapter: str | None = None
     ) -> PromptLogprobs:
-        """Return the log-probs of a prompt's tokens. Generation is paused meanwhile.
+        """Return the log-probs of a prompt's tokens, under the distribution from which ``sampling`` draws.
 
-        See :func:`~areal.trainer.rollout.prompt_logprobs.prompt_logprobs`. Errors are those of :meth:`generate`.
+        Generation is paused meanwhile. Prompts that wait at the same time are computed together. Errors are those of :meth:`generate`.
         """
         prompt = self._check_prompt(prompt_ids, replace(sampling, max_new_tokens=1, stop=()))
 
-        def compute() -> PromptLogprobs:
-            with self._using(adapter) as used, self._updating, self._paused(), self._router.whole(used):
-                self._check_whole()
-                return prompt_logprobs(self.model, prompt, sampling)
-
-        return await asyncio.to_thread(compute)
+        with self._using(adapter) as used:
+            return await asyncio.wrap_future(self._scorer.submit(prompt, sampling, used))
 
     def update(self, tensors: Iterator[NamedTensor], version: int, *, complete: bool = True) -> None:
         """Copy new weights into the model. Generation is paused while the iterator runs.
@@ -271,6 +269,21 @@ class LocalRollout:
                 with self._lock:
                     self._asleep = False
 
+    def restart(self) -> None:
+        """Start generation again after it has failed, with an empty cache and the same adapters. Does nothing if it has not.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        with self._updating:
+            if self._requests.closed:
+                raise RuntimeError(_CLOSED)
+            if not self._asleep and self._manager.background_thread_status.can_accept_new_requests() is not None:
+                self._stop()
+                self._start()
+                with self._lock:
+                    self._failed = False
+
     def close(self) -> None:
         """End running requests with their tokens so far (``"aborted"``), and release threads and cache. Wakes the model. Repeatable."""
         with self._updating:
@@ -280,6 +293,8 @@ class LocalRollout:
                 self._memory.onload(params=True, grads=False, optimizer=False)
             elif first:
                 self._stop()
+        # Outside: its thread may wait for the lock.
+        self._scorer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -301,9 +316,17 @@ class LocalRollout:
         return [*self.model.parameters(), *self.model.buffers(), *self._adapters.tensors()]
 
     @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Context of a forward over prompts."""
+        with self._updating, self._paused():
+            self._check_whole()
+            yield
+
+    @contextmanager
     def _using(self, name: str | None) -> Iterator[ServedAdapter | None]:
         """Context in which an adapter is kept."""
         with self._lock:
+            self._check_serving()
             adapter = self._adapters.begin(name)
         try:
             yield adapter

@@ -166,6 +166,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         started: called on the generation thread with the name of a request that has its first token.
         stopped: called on the generation thread with the name of a request whose text has a stop string.
         scheduled: called on the generation thread before each forward, with its requests in the order of their tokens.
+        failed: called on the generation thread with the name of a request whose logits are not finite, and the text of an error.
 
     Attributes:
         version: version of the weights of the next forward. Change it only while generation is paused.
@@ -177,13 +178,15 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         started: Callable[[str], None] = lambda name: None,
         stopped: Callable[[str], None] = lambda name: None,
         scheduled: Callable[[Sequence[FutureRequestState]], None] = lambda requests: None,
+        failed: Callable[[str, str], None] = lambda name, text: None,
     ) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
         self.version = version
-        self._started, self._stopped, self._scheduled = started, stopped, scheduled
+        self._started, self._stopped, self._scheduled, self._failed = started, stopped, scheduled, failed
         self._requests: dict[str, Request] = {}
         self._outdated: frozenset[str] = frozenset()
+        self._batch: list[FutureRequestState] = []
         self._rows: list[tuple[str, Request | None]] = []
 
     def add(self, name: str, request: Request) -> None:
@@ -201,6 +204,7 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
     def prepare_tensor_args(self, requests_in_batch: list[FutureRequestState], arg_storage: Tensor) -> Tensor:
         """Record which request belongs to which row of the next scores. Called by the manager."""
         self._scheduled(requests_in_batch)
+        self._batch = requests_in_batch
         for future in requests_in_batch:
             if future.state.request_id in self._outdated:
                 future.complete_blocks = {}  # the manager registers these for sharing after the forward
@@ -216,9 +220,6 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
             input_ids: not used.
             scores: float32 ``[m, V]``. Modified in place. Rows after those of the requests are ignored.
             logits_processor_args: not used.
-
-        Raises:
-            RuntimeError: a log-prob is not finite.
         """
         # Rows of cancelled requests are left as they are.
         live = [(row, name, request) for row, (name, request) in enumerate(self._rows) if request is not None]
@@ -228,6 +229,10 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
             scores[list(rows), tokens] = torch.inf
             drawn = zip(names, requests, tokens.tolist(), logprobs.tolist(), tops, strict=True)
             for name, request, token, logprob, top in drawn:
+                # Broken weights must not look like an answer.
+                if not math.isfinite(logprob):
+                    self._fail(name, logprob)
+                    continue
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
                 request.top += top
@@ -250,12 +255,17 @@ class RequestSampler(ContinuousBatchingLogitsProcessorList):
         tokens = sample_tokens(logprobs, torch.from_numpy(noise).to(logits.device))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
-        # A check per forward: broken weights must not look like an answer.
         chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        if not bool(chosen.isfinite().all()):
-            raise RuntimeError(
-                f"a sampled token has the log-prob {chosen[~chosen.isfinite()][0].item()}: the logits of version {self.version} are "
-                "not finite, so its weights are broken"
-            )
         tops = [top_tokens(logprobs[row : row + 1], each.top_logprobs) for row, each in enumerate(samplings)]
         return tokens, chosen, tops
+
+    def _fail(self, name: str, logprob: float) -> None:
+        """Fail one request. Keys and values of this forward may be broken for all requests in it: later requests must not use them."""
+        for future in self._batch:
+            future.complete_blocks = {}
+        self.keep_private([future.state.request_id for future in self._batch])
+        self._failed(
+            name,
+            f"a sampled token has the log-prob {logprob}: the logits of version {self.version} are not finite, so the weights or the "
+            "adapter are broken, or the temperature is too small",
+        )

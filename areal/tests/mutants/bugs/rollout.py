@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
@@ -11,6 +12,9 @@ from areal.trainer.rollout import exchange
 SAMPLING = "dist/trainer/test_sampling.py::{}"
 EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
 RUNNER = "unit/rollout/test_runner.py::{}"
+ADAPTERS = "unit/rollout/test_adapters.py::{}"
+SAMPLER = "unit/tinker/backends/test_local_sampler.py::{}"
+SNAPSHOTS = "unit/tinker/backends/test_sampler_snapshots.py::{}"
 REWARDS = "unit/rollout/test_rewards.py::{}"
 
 
@@ -144,3 +148,103 @@ def end_of_sequence_ignored(right: Function) -> Function:
 def stop_strings_within_one_token(right: Function) -> Function:
     """A stop string is found only if one token has all of it."""
     return lambda self, tokens: right(self, tokens[-1:])
+
+
+@mutant(
+    "areal.trainer.rollout.batching.router:AdapterRouter._rows_of",
+    ADAPTERS.format("test_each_request_has_the_weights_of_its_adapter[tied]"),
+    SNAPSHOTS.format("test_many_snapshots_are_served_at_once"),
+)
+def adapter_of_another_request(right: Function) -> Function:
+    """Requests in one forward have the adapters of their neighbours."""
+    return lambda self, adapters, lengths: right(self, [*adapters[1:], adapters[0]], lengths)
+
+
+@mutant(
+    "areal.trainer.rollout.batching.router:AdapterRouter._rows_of",
+    ADAPTERS.format("test_each_request_has_the_weights_of_its_adapter[split-prompts]"),
+)
+def adapter_on_one_token_per_request(right: Function) -> Function:
+    """An adapter is applied as if each request had one token in a forward."""
+    return lambda self, adapters, lengths: right(self, adapters, [min(length, 1) for length in lengths])
+
+
+@mutant(
+    "areal.trainer.rollout.batching.prefixes:keyed_tokens",
+    ADAPTERS.format("test_each_request_has_the_weights_of_its_adapter[untied]"),
+    SNAPSHOTS.format("test_session_keeps_the_weights_that_it_was_created_from"),
+)
+def prefix_shared_across_adapters(right: Function) -> Function:
+    """A prompt computed with one adapter is used by requests of another, and of the model itself."""
+    return lambda tokens, number, vocab: tokens
+
+
+@mutant(
+    "areal.trainer.rollout.batching.prefixes:adapter_of",
+    ADAPTERS.format("test_prompt_is_shared_by_requests_of_one_adapter_only"),
+)
+def blocks_registered_for_the_model(right: Function) -> Function:
+    """Blocks are registered as if requests had no adapter."""
+    return lambda name: None
+
+
+@mutant(
+    "areal.trainer.rollout.batching.adapters:ServedAdapters._free",
+    ADAPTERS.format("test_removed_adapter_serves_running_requests_and_frees_its_memory"),
+)
+def removed_adapter_keeps_its_memory(right: Function) -> Function:
+    """The factors of a removed adapter stay on the device."""
+    return lambda self, adapter: None
+
+
+@mutant(
+    "areal.trainer.rollout.batching.manager:_WakeUp.wait",
+    SNAPSHOTS.format("test_sampling_costs_little_over_the_generator"),
+)
+def idle_generator_polls(right: Function) -> Function:
+    """An idle generator looks for requests ten times per second."""
+    return lambda self, timeout=None: threading.Event.wait(self, timeout)
+
+
+@mutant(
+    "areal.tinker.backends.local_sampler:_with_seeds",
+    SAMPLER.format("test_answer_of_a_seed_is_the_same_whatever_else_runs"),
+)
+def one_seed_for_all_answers(right: Function) -> Function:
+    """All answers to a request have its seed, and are equal."""
+
+    def wrong(sampling: Any, request: Any) -> Any:
+        return [dataclasses.replace(sampling, seed=request.seed)] * request.num_samples
+
+    return wrong
+
+
+@mutant(
+    "areal.tinker.backends.local_sampler:LocalSampler._check_base",
+    SNAPSHOTS.format("test_bad_snapshots_are_user_errors[of another base*]"),
+)
+def adapter_of_another_base_served(right: Function) -> Function:
+    """An adapter of another base model of the same shape is served."""
+    return lambda self, folder: None
+
+
+@mutant(
+    "areal.tinker.backends.local_sampler:LocalSampler._is_finite",
+    SNAPSHOTS.format("test_snapshot_of_a_diverged_adapter_is_refused[nan]"),
+)
+def diverged_adapter_served(right: Function) -> Function:
+    """An adapter whose log-probs are not finite is served."""
+
+    async def wrong(self: Any, name: str) -> bool:
+        return True
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.sampler:RequestSampler._fail",
+    SNAPSHOTS.format("test_request_without_a_distribution_fails_alone"),
+)
+def broken_logits_sampled(right: Function) -> Function:
+    """A request whose logits are not finite goes on."""
+    return lambda self, name, logprob: None

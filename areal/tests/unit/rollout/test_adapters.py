@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal.api import LoRAConfig
+from areal.engine.lora import peft_format
 from areal.tests.grid.models import VOCAB, adapter_dir, model_dir
 from areal.tests.unit.rollout.rollouts import (
     CONTEXT,
@@ -59,8 +60,8 @@ def tied_dir(tied: bool) -> str:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("tied", {}),
-        ("untied", {}),
+        pytest.param("tied", {}, id="tied"),
+        pytest.param("untied", {}, id="untied"),
         pytest.param("untied", {"max_batch_tokens": 24}, id="split-prompts"),
         pytest.param("untied", {"max_requests": 3}, id="few-at-once"),
         pytest.param("tied", {"cache_tokens": CONTEXT, "page_size": 4}, id="full-cache"),
@@ -242,3 +243,18 @@ def test_bad_adapters_are_refused(tmp_path: Path) -> None:
                 asyncio.run(work)
         assert engine.adapters == ("all",)
         assert len(run(engine.generate(PROMPT, endless(2), "all"))[0].tokens) == 2
+
+
+def test_adapters_of_one_configuration_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes most of the time of reading an adapter of a large model."""
+    path, planned = tied_dir(True), []
+    plan = peft_format._plan_with_peft
+    monkeypatch.setattr(peft_format, "_plan_with_peft", lambda *args: (planned.append(args[1].r), plan(*args))[1])
+    seeds = [adapter_dir(path, LoRAConfig(rank=2, alpha=8.0, target_modules=("q_proj",)), seed=i) for i in range(3)]
+    with rollout(replica(path)) as engine:
+        for number, each in enumerate(seeds):
+            engine.add_adapter(f"seed {number}", each)
+        engine.add_adapter("other", folder(path, "other"))
+        answers = run(*(engine.generate(PROMPT, endless(4, seed=1), name) for name in engine.adapters))
+    assert planned == [2, 4]
+    assert len({answer.logprobs for answer in answers}) == 4

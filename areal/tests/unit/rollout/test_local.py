@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import subprocess
 import sys
 import threading
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from areal.tests.grid.models import FAMILIES, VOCAB, tiny_model
 from areal.tests.unit.rollout.rollouts import (
@@ -274,6 +278,16 @@ def test_transformers_internals_in_use_exist() -> None:
         processor = engine._manager.batch_processor
         assert processor.logit_processor is engine._sampler
         assert processor.model_runner.logit_processor is engine._sampler
+        # Replaced or overridden by our manager.
+        theirs = vars(ContinuousBatchingManager)
+        assert {"_run_generation_loop", "_create_batch_processor", "start", "join"} <= set(theirs)
+        assert processor.output_router is engine._manager.output_router
+        assert "_wake_up_loop.wait(" in inspect.getsource(theirs["_generation_loop_body"])
+        assert "self._run_generation_loop" in inspect.getsource(theirs["start"])
+        assert "self.join(" in inspect.getsource(theirs["stop"])
+        assert ".cache.search_prefix_match(" in inspect.getsource(Scheduler)
+        assert ".cache.mark_complete_blocks(" in inspect.getsource(ContinuousBatchProcessor)
+        assert processor.model_runner.supports_logits_to_keep(engine.model) == engine._router._head_has_last_tokens
         assert not processor.use_async_batching
         assert not processor.do_sample
         assert not any(processor.cb_config.cuda_graph_booleans)

@@ -82,3 +82,55 @@ def test_bad_prompts_and_states_raise() -> None:
         score(engine, PROMPT)
     with pytest.raises(ValueError, match="top_logprobs = -1: it must be at least 0"):
         Sampling(top_logprobs=-1)
+
+
+def test_prompts_that_wait_are_computed_together() -> None:
+    """Of several lengths, sampling parameters and numbers of top tokens. One that is cancelled, and one that fails, change no other."""
+    replica, shapes = model(), []
+    read = replica.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    asked = [(PROMPT[i : 20 + 2 * i], Sampling(temperature=1 + i % 2, top_logprobs=i % 3)) for i in range(10)]
+    with rollout(replica, max_batch_tokens=100) as engine:
+
+        async def together() -> list[PromptLogprobs]:
+            with engine._updating:  # holds the scores back until all have asked
+                first = asyncio.ensure_future(engine.prompt_logprobs(PROMPT, Sampling()))
+                await asyncio.sleep(0.05)
+                tasks = [asyncio.ensure_future(engine.prompt_logprobs(*each)) for each in asked]
+                cancelled = asyncio.ensure_future(engine.prompt_logprobs(PROMPT[:30], Sampling()))
+                await asyncio.sleep(0)
+                cancelled.cancel()
+            await first
+            return await asyncio.gather(*tasks)
+
+        scores = asyncio.run(asyncio.wait_for(together(), 60))
+        read.remove()
+        assert shapes[0] == (1, 41)
+        # Sorted by length, and at most 100 tokens with padding.
+        assert shapes[1:] == [(4, 23), (3, 26), (3, 29)]
+        for (prompt, sampling), score in zip(asked, scores, strict=True):
+            expected = plain_logprobs(replica, prompt[:1], prompt[1:], sampling)
+            torch.testing.assert_close(torch.tensor(score.logprobs), expected, rtol=0, atol=1e-5)
+            assert [len(top.ids) for top in score.top] == [sampling.top_logprobs] * bool(sampling.top_logprobs) * (
+                len(prompt) - 1
+            )
+        calls = []
+
+        def fail(_: object, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+            calls.append(len(kwargs["input_ids"]))
+            if len(kwargs["input_ids"]) > 1 or kwargs["input_ids"][0, 0] == 9:
+                raise MemoryError("no memory for this one")
+
+        hook = replica.register_forward_pre_hook(fail, with_kwargs=True)
+
+        async def one_fails() -> list[object]:
+            with engine._updating:
+                tasks = [asyncio.ensure_future(engine.prompt_logprobs([5 + i, 6, 7], Sampling())) for i in range(6)]
+                await asyncio.sleep(0.05)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = asyncio.run(asyncio.wait_for(one_fails(), 60))
+        hook.remove()
+    assert [isinstance(each, MemoryError) for each in results] == [False] * 4 + [True] + [False]
+    assert sum(isinstance(each, PromptLogprobs) for each in results) == 5

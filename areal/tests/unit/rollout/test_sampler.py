@@ -150,9 +150,19 @@ def test_outdated_requests_do_not_share_cache_blocks() -> None:
     assert [request.complete_blocks for request in batch] == [{}, {"full_attention": 1}]
 
 
-def test_non_finite_logits_raise_with_weight_version() -> None:
-    sampler = RequestSampler(version=7)
-    sampler.add("a", Request(Sampling(), 0))
-    sampler.prepare_tensor_args([future("a")], torch.empty(0))
-    with pytest.raises(RuntimeError, match="version 7 are not finite"):
-        sampler(torch.empty(0), torch.full((1, 5), torch.nan), torch.empty(0))
+def test_non_finite_logits_fail_their_request_and_share_no_blocks() -> None:
+    failed: list[tuple[str, str]] = []
+    sampler = RequestSampler(version=7, failed=lambda name, text: failed.append((name, text)))
+    good, bad = Request(Sampling(), 0), Request(Sampling(), 0)
+    sampler.add("good", good)
+    sampler.add("bad", bad)
+    batch = [future("good"), future("bad"), future("begins", False)]
+    sampler.prepare_tensor_args(batch, torch.empty(0))
+    sampler(torch.empty(0), torch.stack([torch.zeros(5), torch.full((5,), torch.nan)]), torch.empty(0))
+    assert [name for name, _ in failed] == ["bad"]
+    assert "the logits of version 7 are not finite" in failed[0][1]
+    assert (len(good.tokens), len(bad.tokens)) == (1, 0)
+    # Nothing of this forward is shared, nor of later ones with these requests.
+    later = [future("good"), future("begins"), future("new")]
+    sampler.prepare_tensor_args(later, torch.empty(0))
+    assert [each.complete_blocks for each in (*batch, *later)] == [{}] * 5 + [{"full_attention": 1}]

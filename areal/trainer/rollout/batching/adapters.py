@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal.engine.lora.adapter_set import peft_format
+from areal.engine.lora.plan import AdapterPlan
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ServedAdapter:
             yield from (each.down, each.up)
 
     def use_on(self, stream: torch.Stream | None) -> None:
-        """Keep freed memory from being used again before a stream has read it. ``None``: the device has no streams."""
+        """Keep freed memory from being used again before a stream has read it. ``None`` on a device without streams."""
         if stream is not None and stream is not self._stream:
             for x in self.tensors():
                 x.record_stream(stream)  # type: ignore[arg-type]
@@ -100,6 +101,7 @@ class ServedAdapters:
         self._model = model
         # Copied, because generation changes the attention in the model's own configuration.
         self._config = copy.deepcopy(model.config)
+        self._plans: dict[str, AdapterPlan] = {}
         self._named: dict[str, ServedAdapter] = {}
         self._in_use: dict[int, ServedAdapter] = {}
         self._numbers = itertools.count(1)
@@ -120,8 +122,8 @@ class ServedAdapters:
         Raises:
             ValueError: the directory is damaged or of another model.
         """
-        base = self._config._name_or_path or None
-        plan, weights = peft_format().read_folder(folder, self._config, base)
+        base = self._config.name_or_path or None
+        plan, weights = peft_format().read_folder(folder, self._config, base, self._plans)
         device, dtype = self._model.device, self._model.dtype
         factors = {
             # Converted before they are moved: the copy to a device is complete when it returns.

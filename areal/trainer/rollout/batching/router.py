@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,8 +37,7 @@ class AdapterRouter:
         self._model = model
         self._head = head_name(model)
         # Otherwise the head computes the logits of all tokens, and the manager selects rows afterwards.
-        selects: Any = model._supports_logits_to_keep
-        self._head_has_last_tokens = bool(selects())
+        self._head_has_last_tokens = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers: dict[str, nn.Module] = {}
         self._hooks: list[RemovableHandle] = []
         self._runs: Runs = []
@@ -59,12 +59,11 @@ class AdapterRouter:
         self._install({name for adapter, _ in self._runs for name in adapter.factors})
 
     @contextmanager
-    def whole(self, adapter: ServedAdapter | None) -> Iterator[None]:
-        """Context in which one adapter, or none, is applied to all tokens of forwards. Generation must be paused."""
+    def sequences(self, adapters: Sequence[ServedAdapter | None], length: int) -> Iterator[None]:
+        """Context of forwards whose input is ``[n, length]``, with an adapter or none for each row. Generation must be paused."""
         self.clear()
-        if adapter is not None:
-            self._runs = self._head_runs = [(adapter, slice(None))]
-            self._install(set(adapter.factors))
+        self._runs = self._head_runs = self._rows_of(adapters, [length] * len(adapters))
+        self._install({name for adapter, _ in self._runs for name in adapter.factors})
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Requests of a rollout that have no answer yet."""
+"""Requests of a rollout that are not answered yet."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunningRequests:
         scheduled: Callable[[Sequence[FutureRequestState]], None],
     ) -> None:
         self._adapters, self._page_size = adapters, page_size
-        self.sampler = RequestSampler(version, self._on_first_token, self._on_stop_string, scheduled)
+        self.sampler = RequestSampler(version, self._on_first_token, self._on_stop_string, scheduled, self._on_failed)
         self.lock = threading.Lock()
         self.closed = False
         self._count = 0
@@ -144,6 +144,12 @@ class RunningRequests:
         if pending is not None:
             self.manager.cancel_request(name)
             pending.resolve(pending.request.completion("stop"))
+
+    def _on_failed(self, name: str, why: str) -> None:
+        """Fail one request. Others continue."""
+        pending = self.cancel(name)
+        if pending is not None:
+            pending.resolve(RuntimeError(why))
 
     def _start_waiting(self, name: str, pending: PendingAnswer) -> None:
         """Start the requests that wait for ``name`` to compute its prompt. Called with the lock."""
