@@ -123,7 +123,12 @@ async def billing() -> dict[str, Any]:
 @session_routes.post("/join_sampling_session")
 @session_routes.post("/retrieve_futures")
 @session_routes.post("/sessions/search")
-@session_routes.put("/sessions/{session_id}/project")
 async def not_offered() -> None:
     """Answer 404. The client's configuration says that these are not offered, or the client tolerates the answer."""
     raise BodyError(404, "This server does not offer this route.")
+
+
+@session_routes.put("/sessions/{session_id}/project")
+async def assign_project(session_id: Identifier) -> None:
+    """Answer 404: this server has no projects."""
+    raise BodyError(404, "This server has no projects.")
