@@ -49,6 +49,8 @@ _KINDS: dict[type, str] = {
     UnloadModel: "unload_model",
     RefusedRequest: "refused",
 }
+_SMALL_SAMPLES, _SMALL_ELEMENTS = 16, 2**16
+"""Size up to which a request is validated on the loop."""
 
 
 class Intake:
@@ -102,7 +104,12 @@ class Intake:
             return Submitted(request_id, model_id)
         model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=metadata)
         model.losses = deque(maxlen=self._settings.max_loss_points)
-        await self._runs.add(model, seq)
+        try:
+            await self._runs.add(model, seq)
+        except Exception as error:
+            # The stored request must not wait for ever.
+            await self._reject(entry, f"the model could not be stored: {error}", "server")
+            return Submitted(request_id, model_id)
         # The session may have ended meanwhile.
         try:
             self._sessions.touch(request.session_id)
@@ -117,7 +124,7 @@ class Intake:
         """Accept a request to a model."""
         kind = _kind(request)
         if request.seq_id is not None:
-            check_integer("seq_id", request.seq_id, 1)
+            check_integer("seq_id", request.seq_id, 1, 2**62)
         model = self._training.order.models.get(request.model_id)
         if model is None:
             return await self._submit_to_dead(request, kind)
@@ -161,7 +168,10 @@ class Intake:
             request = entry.request
             if isinstance(request, ForwardBackward):
                 check = partial(check_pass, request, self._losses, self.limits, self._settings.max_dense_elements)
-                entry.prepared = await asyncio.get_running_loop().run_in_executor(self._thread, check)
+                # A large request must not stop the loop; the way to the thread takes longer than a small one.
+                loop = asyncio.get_running_loop()
+                small = _is_small(request)
+                entry.prepared = check() if small else await loop.run_in_executor(self._thread, check)
                 # The queue holds the samples once.
                 entry.request = replace(request, data=())
             elif isinstance(request, RefusedRequest):
@@ -196,6 +206,19 @@ class Intake:
     async def _reject(self, entry: Entry, message: str, category: Category) -> None:
         self.counts[entry.kind, "refused" if category == "user" else "failed"] += 1
         await self._futures.fail([entry.request_id], message, category)
+
+
+def _is_small(request: ForwardBackward) -> bool:
+    """Return whether a request is validated in less than a millisecond. Sparse tensors may be large once they are dense."""
+    if len(request.data) > _SMALL_SAMPLES:
+        return False
+    chunks = [chunk.tokens for datum in request.data for chunk in datum.model_input]
+    tensors = [tensor for datum in request.data for tensor in datum.loss_fn_inputs.values()]
+    elements = sum(len(tokens) for tokens in chunks if tokens is not None) + sum(
+        tensor.values.size for tensor in tensors
+    )
+    dense = all(tensor.crow_indices is None and tensor.col_indices is None for tensor in tensors)
+    return dense and len(chunks) <= _SMALL_SAMPLES and elements <= _SMALL_ELEMENTS
 
 
 def _kind(request: Any) -> str:

@@ -36,6 +36,7 @@ class LiveModel:
         top_seq: highest number that any request has.
         in_backend: whether the backend may have an adapter of this name.
         closed: why the model takes no more requests.
+        failed: numbers of requests that failed before their turn.
         losses: ``(seq_id, loss, tokens)`` of the last passes.
     """
 
@@ -53,6 +54,7 @@ class LiveModel:
     in_backend: bool = False
     closed: str | None = None
     waiting: dict[int, Entry] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
     losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=500))
     last_request: float = field(default_factory=time.time)
     gap_timer: Any = None
@@ -65,14 +67,23 @@ class LiveModel:
         return seq
 
     def put(self, entry: Entry) -> None:
-        """Add a stored request."""
-        self.waiting[entry.seq] = entry
-        self.skip_refused()
+        """Add a stored request. One that was refused has used its number."""
+        if entry.refused:
+            self.failed.add(entry.seq)
+        else:
+            self.waiting[entry.seq] = entry
+        self._skip_failed()
 
-    def skip_refused(self) -> None:
-        """Pass over requests that have failed: each has used its number."""
-        while (entry := self.waiting.get(self.next_seq)) is not None and entry.refused:
-            del self.waiting[self.next_seq]
+    def pass_over(self) -> list[Entry]:
+        """Remove all waiting requests, which fail, and return them. Their numbers are used."""
+        entries = list(self.waiting.values())
+        self.failed.update(self.waiting)
+        self.waiting.clear()
+        return entries
+
+    def _skip_failed(self) -> None:
+        while self.next_seq in self.failed:
+            self.failed.remove(self.next_seq)
             self.next_seq += 1
 
     def head(self) -> Entry | None:
@@ -89,12 +100,11 @@ class LiveModel:
     def release(self) -> None:
         """Let the next request run."""
         self.busy = False
-        self.skip_refused()
+        self._skip_failed()
 
     def has_gap(self) -> bool:
         """Return whether requests wait for one with a lower number, which is missing."""
-        blocked = any(not entry.refused for entry in self.waiting.values())
-        return blocked and self.next_seq not in self.waiting and not self.busy
+        return bool(self.waiting) and self.next_seq not in self.waiting and not self.busy
 
     def queued(self) -> int:
         """Return the number of requests that arrived and did not start."""

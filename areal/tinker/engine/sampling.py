@@ -241,6 +241,9 @@ class Samplers:
                 self._start(request_id, session, request, prepared)
             except UserError as error:
                 wrong = str(error)
+            except Exception as error:
+                # Content that validation does not foresee must not reach the sampler, nor leave a future without an answer.
+                wrong = f"the request could not be read: {type(error).__name__}: {error}"
         if wrong is not None:
             self.counts["sample", "refused"] += 1
             await self._futures.fail([request_id], wrong, "user")

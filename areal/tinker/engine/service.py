@@ -195,7 +195,7 @@ class Service:
         self._check_alive()
         self._sessions.touch(session_id)
         check_integer("sampling_session_seq_id", seq_id, 0)
-        return await asyncio.shield(self._samplers.create(session_id, seq_id, base_model, model_path))
+        return await asyncio.shield(self._create_sampler(session_id, seq_id, base_model, model_path))
 
     async def sampler(self, sampling_session_id: str) -> dict[str, Any]:
         """Return base model and path of a sampling session."""
@@ -303,8 +303,6 @@ class Service:
         except UserError as error:
             raise NotFoundError(str(error)) from error
 
-    # ------------------------------------------------------------------ state
-
     async def status(self) -> dict[str, Any]:
         """Return the state of the server as a JSON value: models, queue, loss curves, checkpoints and counters."""
         runs = await self._runs.listing(50, 0)
@@ -336,8 +334,6 @@ class Service:
         points = list(model.losses) if model else await self._runs.losses(run_id, self._settings.max_loss_points)
         return [{"seq_id": seq, "loss": loss, "tokens": tokens} for seq, loss, tokens in points if math.isfinite(loss)]
 
-    # ------------------------------------------------------------------ help
-
     async def _accept(self, request: ModelRequest | CreateModel | Sample) -> Submitted:
         if isinstance(request, CreateModel):
             return await self._intake.create(request)
@@ -355,6 +351,18 @@ class Service:
         if session_id is not None:
             self._sessions.touch(session_id)
         return await self._samplers.submit(request)
+
+    async def _create_sampler(
+        self, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
+    ) -> str:
+        name = await self._samplers.create(session_id, seq_id, base_model, model_path)
+        # The session may have ended meanwhile, with all the sampling sessions that it had then.
+        try:
+            self._sessions.touch(session_id)
+        except SessionOverError:
+            await self._samplers.end(name)
+            raise
+        return name
 
     async def _end_session(self, session_id: str, message: str) -> None:
         """Release what a session owns."""

@@ -260,7 +260,7 @@ class Training:
 
     async def _optim_step(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
         metrics = await self._turn(self._verbs.optim_step, model.id, entry.prepared)
-        return {"type": "optim_step", "metrics": dict(metrics)}
+        return {"type": "optim_step", "metrics": {name: float(value) for name, value in metrics.items()}}
 
     async def _save(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
         path = await self._save_named(model, entry, "training", self._verbs.save)
@@ -390,11 +390,9 @@ class Training:
         model.gap_timer = None
         if not model.has_gap():
             return
-        late = {seq: entry for seq, entry in model.waiting.items() if not entry.refused}
-        for entry in late.values():
-            entry.refused = True
+        late = model.pass_over()
         message = (
             f"the request with seq_id {model.next_seq} of {model.id} did not arrive within {self._settings.gap_timeout_s} s, "
             "and later ones wait for it: send it, or create the model from its last checkpoint"
         )
-        self._spawn(self._futures.fail([entry.request_id for entry in late.values()], message, "user"))
+        self._spawn(self._futures.fail([entry.request_id for entry in late], message, "user"))

@@ -21,7 +21,7 @@ def encode_result(result: Any) -> bytes:
         header: dict[str, Any] = {
             "type": "pass",
             "shapes": [row.shape for row in rows],
-            "metrics": dict(result.metrics),
+            "metrics": {name: float(value) for name, value in result.metrics.items()},
         }
     elif isinstance(result, SamplingResult):
         answers = []

@@ -28,6 +28,8 @@ _CLOCKS = {
 }
 """Time of the database in seconds: two servers may have different clocks."""
 
+_OWNER = select(lease).with_for_update(read=True)
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +51,7 @@ class Database:
         self._engine: Engine | None = None
         self._beat: asyncio.Task[None] | None = None
         self._lost: LeaseLostError | None = None
+        self._closed = False
 
     @property
     def lost(self) -> LeaseLostError | None:
@@ -66,13 +69,15 @@ class Database:
             await self._take_lease()
             await self._run(self._migrate)
         except BaseException:
-            await self._run(self._disconnect)
-            self._thread.shutdown(wait=False)
+            await self.close()
             raise
         self._beat = asyncio.get_running_loop().create_task(self._keep_lease())
 
     async def close(self) -> None:
-        """Give up the lease and close the connections."""
+        """Give up the lease and close the connections. May be called twice, and after an :meth:`open` that failed."""
+        if self._closed:
+            return
+        self._closed = True
         if self._beat is not None:
             self._beat.cancel()
             await asyncio.gather(self._beat, return_exceptions=True)
@@ -128,7 +133,7 @@ class Database:
             raise RuntimeError("the database is closed")
         with self._engine.begin() as connection:
             if owned:
-                owner = connection.execute(select(lease).with_for_update(read=True)).mappings().first()
+                owner = connection.execute(_OWNER).mappings().first()
                 if owner is None or owner["owner"] != self._me:
                     raise _lost_to(owner)
             return work(connection)

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, and_, delete, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 
 from areal.tinker.engine.errors import ConflictError, NotFoundError
 from areal.tinker.engine.requests import FutureState, Outcome
@@ -21,6 +21,8 @@ from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.tables import futures, sessions
 
 Category = Literal["user", "server", "unknown"]
+_INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+
 logger = logging.getLogger(__name__)
 
 
@@ -248,15 +250,13 @@ class Futures:
 
 def _insert(connection: Connection, row: dict[str, Any]) -> Any:
     """Insert a row. Returns the one that has its key already, after renewing it if its result is gone."""
-    try:
-        with connection.begin_nested():
-            connection.execute(insert(futures).values(**row))
+    statement = _INSERTS[connection.dialect.name](futures).values(**row).on_conflict_do_nothing()
+    if connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 1:
         return None
-    except IntegrityError:
-        owner = "model_id" if row["model_id"] is not None else "sampling_session_id"
-        same = and_(futures.c[owner] == row[owner], futures.c.seq_id == row["seq_id"])
-        found = connection.execute(select(futures).where(same)).mappings().one()
-        if found["state"] == "gone" and bytes(found["digest"]) == row["digest"]:
-            again = {"state": "pending", "created": row["created"], "error": None, "category": None}
-            connection.execute(update(futures).where(futures.c.request_id == found["request_id"]).values(**again))
-        return found
+    owner = "model_id" if row["model_id"] is not None else "sampling_session_id"
+    same = and_(futures.c[owner] == row[owner], futures.c.seq_id == row["seq_id"])
+    found = connection.execute(select(futures).where(same)).mappings().one()
+    if found["state"] == "gone" and bytes(found["digest"]) == row["digest"]:
+        again = {"state": "pending", "created": row["created"], "error": None, "category": None}
+        connection.execute(update(futures).where(futures.c.request_id == found["request_id"]).values(**again))
+    return found

@@ -262,7 +262,8 @@ def test_a_gap_waits_and_then_fails_what_waits_without_executing_it(tmp_path: Pa
             answer = await outcome(service, late)
             assert (answer.state, answer.category) == ("failed", "user")
             assert "seq_id 1" in (answer.error or "")
-            # The order is kept for the rest.
+            # The place of a failed request is free, and the order is kept for the rest.
+            assert (await service.status())["queue"]["training"] == 0
             await done(service, train(model, 1, first=1))
             await done(service, train(model, 3, first=3))
         assert marks(training) == [1, 3]

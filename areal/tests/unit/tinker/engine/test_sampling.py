@@ -76,6 +76,7 @@ def test_ids_of_answers_and_retries(tmp_path: Path) -> None:
             # Without a number, equal requests are two requests.
             assert await service.submit(sample(name)) != await service.submit(sample(name))
             # A wrong request has ids, too, and fails alone.
+            assert "could not be read" in await refused(service, sample(name, 9, sampling_params=3))
             wrong = await service.submit(sample(name, 8, num_samples=0))
             assert len(wrong.sample_sequence_ids or ()) == 1
             assert "num_samples" in ((await outcome(service, wrong)).error or "")
