@@ -51,6 +51,7 @@ class AdapterSet:
     ) -> None:
         self._hf, self._layout, self._config, self._spec, self._control = hf, layout, config, spec, control
         self._adapters: dict[str, Adapter] = {}
+        self._plans: dict[LoRAConfig | None, AdapterPlan] = {}
         self._selected = DEFAULT_NAME
         self._on = True
         self.add(DEFAULT_NAME, config.lora)
@@ -70,7 +71,7 @@ class AdapterSet:
 
         def make() -> Adapter:
             # The same seed gives the same adapter on all ranks.
-            adapter = self._build(peft_format().plan_adapter(self._hf, lora or self._config.lora))
+            adapter = self._build(self._plan(lora or self._config.lora))
             adapter.draw(self._config.seed if seed is None else seed)
             return adapter
 
@@ -194,6 +195,12 @@ class AdapterSet:
     def _add_or_raise(self, name: str, make: Callable[[], Adapter], note: str) -> None:
         """Build and add an adapter; if that fails on any rank, raise on all. Collective."""
         self._adapters[name] = self._control.attempt(make, note)
+
+    def _plan(self, lora: LoRAConfig | None) -> AdapterPlan:
+        """Return the plan of an adapter, which is kept: peft makes one on a second model, without values."""
+        if lora not in self._plans:
+            self._plans[lora] = peft_format().plan_adapter(self._hf, lora)
+        return self._plans[lora]
 
     def _build(self, plan: AdapterPlan) -> Adapter:
         # Reject layers that no stage can adapt.

@@ -6,10 +6,20 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
+
+import torch
 
 from areal.engine.model.hub import model_folder, read_config
 
 _SAMPLED_BYTES = 4096
+
+_DTYPES: dict[Any, Literal["bfloat16", "float32", "float64"]] = {
+    None: "float32",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+"""Dtype of an engine by that of a configuration; bfloat16 for all others."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +28,15 @@ class BaseModel:
 
     Attributes:
         name: directory or hub name.
-        folder: directory of its files.
         fingerprint: hash of its weights: of the name, dtype and shape of each tensor, and of some of its values.
+        context: context length, or ``None`` if its configuration states none.
+        dtype: dtype of an engine for the weights as they are in the files; bfloat16 for those in float16.
     """
 
     name: str
-    folder: Path
     fingerprint: str
+    context: int | None
+    dtype: Literal["bfloat16", "float32", "float64"]
 
     def max_tokens(self, limit: int | None) -> int:
         """Return the most tokens of one sample: the limit of the operator, or else the context length of the model.
@@ -32,13 +44,11 @@ class BaseModel:
         Raises:
             ValueError: the limit exceeds the context length, or there is neither.
         """
-        config = read_config(str(self.folder)).get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        if limit is not None and context is not None and limit > context:
+        if limit is not None and self.context is not None and limit > self.context:
             raise ValueError(
-                f"backend_config.max_tokens = {limit}: the model has a context of {context} tokens: lower it, or leave it out"
+                f"backend_config.max_tokens = {limit}: the model has a context of {self.context} tokens: lower it, or leave it out"
             )
-        length = limit or context
+        length = limit or self.context
         if length is None:
             raise ValueError(
                 f"backend_config.max_tokens = None: the configuration of {self.name} states no context length: set it"
@@ -53,6 +63,7 @@ def find_base_model(name: str) -> BaseModel:
         ValueError: there is no such model.
     """
     folder = model_folder(name)
+    config = read_config(str(folder))
     tensors: dict[str, bytes] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= _sampled_tensors(file)
@@ -60,7 +71,8 @@ def find_base_model(name: str) -> BaseModel:
     digest = hashlib.sha256()
     for key in sorted(tensors):
         digest.update(tensors[key])
-    return BaseModel(name, folder, digest.hexdigest())
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return BaseModel(name, digest.hexdigest(), context, _DTYPES.get(config.dtype, "bfloat16"))
 
 
 def _sampled_tensors(file: Path) -> dict[str, bytes]:

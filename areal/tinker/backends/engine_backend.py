@@ -78,7 +78,7 @@ class EngineBackend:
 
     def __init__(self, model: str, backend: str, config: EngineBackendConfig) -> None:
         self._config, self._base = config, find_base_model(model)
-        settings = config.engine_config(model, backend)
+        settings = config.engine_config(model, backend, self._base.dtype)
         self._executor = config.executor(settings.dims.world_size)
         self._numbers = itertools.count()
         self._lost: BaseException | None = None
@@ -94,7 +94,7 @@ class EngineBackend:
             raise
         logger.info(
             "base model %s on %s in %s: %d token ids, samples of at most %d tokens, adapters of rank %d or less with alpha %g",
-            *(model, settings.dims, config.dtype, self._limits.vocab_size, max_tokens, config.max_rank, config.alpha),
+            *(model, settings.dims, settings.dtype, self._limits.vocab_size, max_tokens, config.max_rank, config.alpha),
         )
 
     def _begin(self) -> None:

@@ -44,7 +44,9 @@ class EngineBackendConfig(StrictConfig):
     Fields that the engine has, too, are described by :class:`areal.api.TrainEngineConfig`.
     """
 
-    dtype: DType = Field(default="bfloat16", description="Dtype of the compute and of the model, which is not trained.")
+    dtype: DType | None = Field(
+        default=None, description="Dtype of the compute and of the base model. None: that of the model's files."
+    )
     fp32_head: bool = Field(default=False, description="Multiply by the head's weight in float32 for every `dtype`.")
     alpha: float = Field(default=32.0, gt=0, description="Numerator of the scale of all adapters, `alpha / rank`.")
     max_rank: int = Field(default=128, gt=0, description="Largest rank of an adapter.")
@@ -86,18 +88,24 @@ class EngineBackendConfig(StrictConfig):
         except ValidationError as error:
             raise ValueError("; ".join(_texts(cls, error))) from None
 
-    def engine_config(self, model: str, backend: str) -> TrainEngineConfig:
+    def engine_config(self, model: str, backend: str, dtype: DType) -> TrainEngineConfig:
         """Return the configuration of the engine for one base model on one layout.
 
         The engine's first adapter is as small as possible: it is never trained.
+
+        Args:
+            model: directory or hub name.
+            backend: layout.
+            dtype: dtype if the settings name none.
         """
+        dtype = self.dtype or dtype
         return TrainEngineConfig(
             path=model,
             backend=backend,
-            dtype=self.dtype,
+            dtype=dtype,
             # The model is not trained, so that a wider copy would be of no use.
-            master_dtype=self.dtype,
-            grad_reduce_dtype="float64" if self.dtype == "float64" else "float32",
+            master_dtype=dtype,
+            grad_reduce_dtype="float64" if dtype == "float64" else "float32",
             fp32_head=self.fp32_head,
             kept_logits_mb=self.kept_logits_mb,
             mb_spec=MicroBatchSpec(max_tokens_per_mb=self.max_tokens_per_mb, overlong="alone"),

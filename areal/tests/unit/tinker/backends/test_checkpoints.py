@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -44,6 +45,17 @@ def test_resumed_model_is_equal_to_the_bit_over_ten_steps(backend: EngineBackend
         assert history(server, model, 10) == expected
         assert same(weights(server, model), final)
     assert len(backend.group.adapters.names) == 3
+
+
+@pytest.mark.thorough
+def test_bfloat16_model_has_float32_adapters_and_resumes_exactly(start: Start, tmp_path: Path) -> None:
+    made = start(dtype="bfloat16")
+    trained(made, "a", steps=2)
+    assert {x.dtype for x in weights(made, "a").values()} == {torch.float32}
+    made.save("a", tmp_path / "a")
+    made.load("b", tmp_path / "a", with_optimizer=True)
+    assert history(made, "a", 2) == history(made, "b", 2)
+    assert run(made, request("a", data("weights"))).logprobs[0].dtype == np.float32
 
 
 def test_load_without_the_optimizer_begins_with_new_moments(backend: EngineBackend, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_models_are_refused(backend: EngineBackend, start: Start) -> None:
         trained(few, "b")
 
 
+@pytest.mark.thorough
 def test_layers_that_a_model_does_not_have(start: Start) -> None:
     """Experts cannot have adapters: the error says which switch of the client leaves them out. A tied head has one."""
     experts, tied = start(model=model_dir("qwen3_moe")), start(model=model_dir("qwen3_tied"))
@@ -185,7 +186,9 @@ def test_arrays_of_a_request_may_be_read_only(backend: EngineBackend) -> None:
 # ---- a request fails alone
 
 
-@pytest.mark.parametrize("earlier", [0, 1, 2])
+@pytest.mark.parametrize(
+    "earlier", [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)]
+)
 def test_failing_request_adds_nothing(backend: EngineBackend, earlier: int) -> None:
     """After no, one or two requests, and before others: the gradient is that without it, to the bit."""
     good = [request("{}", data("weights", seed=seed)) for seed in range(3)]
@@ -262,7 +265,7 @@ def test_interleaved_models_equal_models_alone_to_the_bit(backend: EngineBackend
     for model, (adapter, params) in plan.items():
         backend.create_model(f"alone-{model}", adapter)
         results: list[Any] = []
-        for number in range(3):
+        for number in range(2):
             results += work(model, f"alone-{model}", number)
             backend.optim_step(f"alone-{model}", params)
         alone[model] = outcome(f"alone-{model}", results)
@@ -270,7 +273,7 @@ def test_interleaved_models_equal_models_alone_to_the_bit(backend: EngineBackend
     together: dict[str, list[Any]] = {model: [] for model in plan}
     for model, (adapter, _) in plan.items():
         backend.create_model(model, adapter)
-    for number in range(3):
+    for number in range(2):
         for model in "bca":
             together[model] += work(model, model, number)
             backend.forward_backward([request("a", INFINITE, "importance_sampling")])

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from areal.api import FSDPConfig
 from areal.tests.grid.models import model_dir
 from areal.tests.unit.tinker.backends.conftest import Start
+from areal.tinker.backends.base_model import find_base_model
 from areal.tinker.backends.engine_backend import create
 from areal.tinker.backends.engine_config import EngineBackendConfig, RayConfig
 from areal.tinker.backends.losses.table import loss_keys
@@ -76,7 +79,7 @@ def test_settings_reach_the_engine() -> None:
         "heartbeat_timeout": 5.0,
     }
     config = EngineBackendConfig.parse({**fields, "alpha": 8.0, "max_tokens_per_mb": 99, "fsdp": {"attention": "rows"}})
-    engine = config.engine_config("model", "fsdp:d1")
+    engine = config.engine_config("model", "fsdp:d1", "float32")
     assert {name: getattr(engine, name) for name in fields} == fields
     assert (engine.master_dtype, engine.grad_reduce_dtype) == ("bfloat16", "float32")
     assert (engine.mb_spec.max_tokens_per_mb, engine.mb_spec.overlong) == (99, "alone")
@@ -85,6 +88,18 @@ def test_settings_reach_the_engine() -> None:
     assert engine.fsdp == FSDPConfig(attention="rows")
     assert engine.optimizer is not None
     assert engine.optimizer.lr_scheduler == "constant"
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")]
+)
+def test_dtype_is_by_default_that_of_the_model(saved: str, expected: str, tmp_path: Path) -> None:
+    """As in the sampler, so that the log-probs of both agree."""
+    AutoModelForCausalLM.from_pretrained(model_dir("qwen3")).to(getattr(torch, saved)).save_pretrained(tmp_path)
+    base = find_base_model(str(tmp_path))
+    assert base.dtype == expected
+    engine = EngineBackendConfig().engine_config(str(tmp_path), "fsdp:d1", base.dtype)
+    assert (engine.dtype, engine.master_dtype, engine.grad_reduce_dtype) == (expected, expected, "float32")
 
 
 def test_limit_of_tokens(start: Start) -> None:
