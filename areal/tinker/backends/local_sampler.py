@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from areal.engine.lora.adapter_set import peft_format
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult, TopLogprobs
 from areal.tinker.backends.protocol import ModelLimits, SamplingFactory
@@ -62,9 +63,10 @@ class LocalSampler:
             config: fields of :class:`~areal.tinker.backends.sampler_config.LocalSamplerConfig`.
 
         Raises:
-            ValueError: a setting is unknown or out of range, or the model cannot be read.
+            ValueError: a setting is unknown or out of range, the model cannot be read, or peft is not installed.
         """
         settings = LocalSamplerConfig.checked(config)
+        peft_format()  # takes seconds, which the first snapshot must not wait for
         device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         try:

@@ -104,6 +104,7 @@ class LocalRollout:
     def _stop(self) -> None:
         """Stop generation, and free the cache."""
         self._manager.stop(hard_stop=True)
+        self._router.clear()
 
     @property
     def version(self) -> int:

@@ -153,6 +153,10 @@ def test_request_without_adapter_keeps_its_bits() -> None:
             return mine, hooked[0]
 
         (alone, hooks), (beside, more_hooks), (after, no_hooks) = together(None), together("all"), together(None)
+        # Between requests, and after the end, the model is not adapted.
+        run(engine.generate(PROMPT, endless(2, seed=1), "all"))
+        assert_logprobs(alone, plain_logprobs(model, PROMPT, alone.tokens, endless()))
+    assert not any(x._forward_hooks for x in model.modules())
     assert alone.logprobs == beside.logprobs == after.logprobs
     assert alone.tokens == beside.tokens
     assert (hooks, more_hooks, no_hooks) == (False, True, False)

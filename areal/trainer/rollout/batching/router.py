@@ -23,8 +23,8 @@ Runs = list[tuple[ServedAdapter, slice | Tensor]]
 class AdapterRouter:
     """Adds adapters to the outputs of linear layers.
 
-    A forward contains the tokens of many requests one after the other. Layers have hooks during forwards with adapters only, so that others
-    cost nothing. All calls are made between two forwards.
+    A forward contains the tokens of many requests one after the other. Layers have hooks from a forward with adapters to the next one
+    without, so that others cost nothing. All calls are made between two forwards.
 
     Args:
         model: model whose forwards are adapted.
@@ -101,6 +101,12 @@ class AdapterRouter:
             hook.remove()
         self._layers = {name: self._model.get_submodule(name) for name in names}
         self._hooks = [layer.register_forward_hook(self._hook(name)) for name, layer in self._layers.items()]
+        if names:
+            self._hooks.append(self._model.register_forward_hook(self._end))
+
+    def _end(self, *_: Any) -> None:
+        """Apply nothing in later forwards: the next one may be the caller's own. Its hooks stay, as the next batch probably needs them."""
+        self._runs, self._head_runs = [], []
 
     def _hook(self, name: str) -> Callable[..., None]:
         head = name == self._head
