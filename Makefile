@@ -125,7 +125,8 @@ $(VENV)-lowest/.test: pyproject.toml
 	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest --resolution lowest-direct -e '.[demo,docs,megatron,test]'
 	touch $@
 
-$(VENV)-tinker-%/.ready: | $(VENV)/.test
+# Seconds with uv, which is among the packages of the tests.
+$(VENV)-tinker-%/.ready:
 	if test -x $(BIN)/uv; then $(BIN)/uv venv --clear --python $(PYTHON) $(VENV)-tinker-$*; else $(PYTHON) -m venv $(VENV)-tinker-$*; fi
 	if test -x $(BIN)/uv; then $(BIN)/uv pip install --python $(VENV)-tinker-$* tinker==$*; \
 	  else $(VENV)-tinker-$*/bin/pip install tinker==$*; fi
