@@ -19,13 +19,16 @@ CURVE := examples/sft.py --model $(MODEL) --dtype float32 --steps 3 --eval-size 
 SAME := --compare runs/demo-d2/losses.json --max-loss-difference 1e-4
 GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --skip-flat --plain --system ""
 
+# Versions of the published SDK that the tests run against the server, each in an environment without torch.
+TINKER := $(foreach version,0.38.0 0.24.1,$(VENV)-tinker-$(version)/.ready)
+
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
 # Dozens of processes import the tests: each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -56,10 +59,10 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 	$(RUN) 2 $(CURVE) --backend fsdp:p2 --output runs/demo-fsdp-p2 $(SAME)
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
-test: $(VENV)/.test ## Run the tests.
+test: $(VENV)/.test $(TINKER) ## Run the tests.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-lowest: $(VENV)-lowest/.test ## Run the tests with the oldest release that pyproject.toml allows of each dependency.
+test-lowest: $(VENV)-lowest/.test $(TINKER) ## Run the tests with the oldest release that pyproject.toml allows of each dependency.
 	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal -m "not thorough" $(PYTEST_ARGS)
 
 lint: $(VENV)/.test ## Check style, format and types.
@@ -70,7 +73,7 @@ lint: $(VENV)/.test ## Check style, format and types.
 docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-mutants: $(VENV)/.test ## Plant bugs one at a time and check that the tests catch each.
+test-mutants: $(VENV)/.test $(TINKER) ## Plant bugs one at a time and check that the tests catch each.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS)
 
 test-zoo: $(VENV)/.test ## Compare every model type of transformers with transformers, and write the table of docs/model-zoo.md.
@@ -92,7 +95,10 @@ bench-peers: $(VENV)/.test ## Measure TRL, verl and torchtitan too, if they inst
 	$(BIN)/python -m benchmarks.peers.install
 	$(BENCH) --workload ragged --peers --rounds 5 $(BENCH_ARGS)
 
-setup: $(VENV)/.test $(VENV)/.demo $(VENV)/.docs ## Make the virtual environment only.
+protos: $(VENV)-protos/.ready ## Generate the protobuf modules of the Tinker server from areal/tinker/api/wire.proto.
+	$(VENV)-protos/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. areal/tinker/api/wire.proto
+
+setup: $(VENV)/.test $(VENV)/.demo $(VENV)/.docs $(TINKER) ## Make the virtual environment only.
 
 clean: ## Remove files of runs and tools; keep the virtual environment.
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -117,6 +123,19 @@ $(VENV)-lowest/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install uv
 	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest --resolution lowest-direct -e '.[demo,docs,megatron,test]'
+	touch $@
+
+# Seconds with uv, which is among the packages of the tests.
+$(VENV)-tinker-%/.ready:
+	if test -x $(BIN)/uv; then $(BIN)/uv venv --clear --python $(PYTHON) $(VENV)-tinker-$*; else $(PYTHON) -m venv $(VENV)-tinker-$*; fi
+	if test -x $(BIN)/uv; then $(BIN)/uv pip install --python $(VENV)-tinker-$* tinker==$*; \
+	  else $(VENV)-tinker-$*/bin/pip install tinker==$*; fi
+	touch $@
+
+# This release generates modules for protobuf 6.31, which later releases of the runtime accept too.
+$(VENV)-protos/.ready:
+	$(PYTHON) -m venv $(VENV)-protos
+	$(VENV)-protos/bin/pip install 'grpcio-tools==1.74.0' setuptools
 	touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python

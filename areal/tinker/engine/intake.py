@@ -28,6 +28,7 @@ from areal.tinker.engine.requests import (
     LoadWeights,
     ModelRequest,
     OptimStep,
+    RefusedRequest,
     SaveForSampler,
     SaveWeights,
     Submitted,
@@ -46,6 +47,7 @@ _KINDS: dict[type, str] = {
     SaveForSampler: "save_weights_for_sampler",
     LoadWeights: "load_weights",
     UnloadModel: "unload_model",
+    RefusedRequest: "refused",
 }
 _SMALL_SAMPLES, _SMALL_ELEMENTS = 16, 2**16
 """Size up to which a request is validated on the loop."""
@@ -172,6 +174,8 @@ class Intake:
                 entry.prepared = check() if small else await loop.run_in_executor(self._thread, check)
                 # The queue holds the samples once.
                 entry.request = replace(request, data=())
+            elif isinstance(request, RefusedRequest):
+                raise UserError(request.message)
             elif isinstance(request, OptimStep):
                 entry.prepared = check_adam(request.params, request.optimizer, model.optimizer, self._optimizers)
         except UserError as error:

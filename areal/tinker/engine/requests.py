@@ -91,13 +91,17 @@ class SaveWeights(ModelRequest):
 
 @dataclass(frozen=True)
 class SaveForSampler(ModelRequest):
-    """save_weights_for_sampler. Without ``path`` the snapshot is ephemeral: it belongs to a new sampling session."""
+    """save_weights_for_sampler. Without ``path`` the snapshot is ephemeral: it belongs to a new sampling session.
+
+    ``external`` marks save_weights_external: the same files under ``tinker://{model_id}/external_weights/{path}``, for download only.
+    """
 
     path: str | None = None
     sampling_session_seq_id: int | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: Mapping[str, str] | None = None
+    external: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,16 @@ class LoadWeights(ModelRequest):
 @dataclass(frozen=True)
 class UnloadModel(ModelRequest):
     """unload_model of old clients: releases the adapter. Checkpoints stay."""
+
+
+@dataclass(frozen=True)
+class RefusedRequest(ModelRequest):
+    """A request that the HTTP layer cannot honour. In its turn it fails with the category ``user`` and ``message``.
+
+    Refused at once it would leave a gap in the order of its model, for which later requests would wait.
+    """
+
+    message: str = ""
 
 
 @dataclass(frozen=True)

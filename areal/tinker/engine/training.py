@@ -272,8 +272,9 @@ class Training:
         if not isinstance(request, SaveForSampler):
             raise TypeError(f"{type(request).__name__} is no save for a sampler")
         if request.path is not None:
-            path = await self._save_named(model, entry, "sampler", self._verbs.save_for_sampler)
-            return {"type": "save_weights_for_sampler", "path": path}
+            kind = "external" if request.external else "sampler"
+            path = await self._save_named(model, entry, kind, self._verbs.save_for_sampler)
+            return {"type": "save_weights_external" if request.external else "save_weights_for_sampler", "path": path}
         uid = self._registry.files.new_id()
         folder = self._registry.files.ephemeral(model.id, uid)
         self._registry.files.prepare(folder)

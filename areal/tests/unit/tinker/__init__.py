@@ -1,1 +1,1 @@
-"""Tests of the Tinker-compatible server in one process."""
+"""Tests of the training server for clients of the Tinker protocol."""

@@ -17,17 +17,18 @@ from typing import Any
 
 from areal.tinker.backends.errors import UserError
 
-_SEGMENTS = {"training": "weights", "sampler": "sampler_weights"}
+_SEGMENTS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
+_KINDS = {segment: kind for kind, segment in _SEGMENTS.items()}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,127}", re.ASCII)
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}:train:[0-9]{1,10}", re.ASCII)
-_PATH = re.compile(rf"tinker://({_RUN.pattern})/(weights|sampler_weights)/({_NAME.pattern})", re.ASCII)
+_PATH = re.compile(rf"tinker://({_RUN.pattern})/({'|'.join(_KINDS)})/({_NAME.pattern})", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Parsed path of a checkpoint. ``kind`` is ``training`` or ``sampler``."""
+    """Parsed path of a checkpoint. ``kind`` is ``training``, ``sampler`` or ``external``."""
 
     run_id: str
     kind: str
@@ -51,7 +52,7 @@ def parse_path(path: Any) -> CheckpointPath:
             "as a save returned it"
         )
     run_id, segment, name = match.groups()
-    return CheckpointPath(run_id, "training" if segment == "weights" else "sampler", name)
+    return CheckpointPath(run_id, _KINDS[segment], name)
 
 
 def check_name(name: Any) -> str:
@@ -65,7 +66,7 @@ def check_name(name: Any) -> str:
 
 
 class CheckpointFiles:
-    """Folders ``<root>/<run>/weights/<name>@<id>``, the same for ``sampler_weights``, and ``<root>/<run>/ephemeral/<id>``.
+    """Folders ``<root>/<run>/weights/<name>@<id>``, the same for the other kinds, and ``<root>/<run>/ephemeral/<id>``.
 
     A published folder has a description next to it, ``<folder>.json``. Only folders without one are ever cleaned.
     """

@@ -1,0 +1,5 @@
+"""``python -m areal.cli``: the same as the console script ``areal``."""
+
+from areal.cli import main
+
+main()

@@ -1,0 +1,155 @@
+"""``areal serve``: a training server for clients of the ``tinker`` SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from areal.tinker.api.app import create_app
+from areal.tinker.api.settings import MIB, ApiSettings
+from areal.tinker.backends.registry import create_sampling_backend, create_training_backend
+from areal.tinker.engine.service import Service, ServiceSettings
+
+logger = logging.getLogger(__name__)
+
+NO_SAMPLER = "none"
+
+
+def run_server(
+    model: str,
+    backend: str = "fsdp:d1",
+    backend_config: str = "{}",
+    sampler: str = "local",
+    sampler_config: str = "{}",
+    name: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    root: Path = Path("runs/tinker"),
+    database: str | None = None,
+    api_key_file: Path | None = None,
+    max_body_mib: int = 128,
+) -> None:
+    """Serve a model to clients of the tinker SDK, which train adapters of it and sample from them.
+
+    Args:
+        model: Directory or hub name of the base model.
+        backend: Backend that trains, with its layout: fsdp:d2, megatron:t2, or one of another package.
+        backend_config: Settings of the backend, as a JSON object.
+        sampler: Backend that samples, or none.
+        sampler_config: Settings of the sampler, as a JSON object.
+        name: Names under which clients may ask for the model. Clients that sample load their tokenizer by the first.
+            Defaults to the model and the last part of its path.
+        host: Address to listen on. Other machines can reach 0.0.0.0.
+        port: Port to listen on; 0 for a free one.
+        root: Folder of checkpoints and of the SQLite database.
+        database: SQLAlchemy URL of another database, such as postgresql://….
+        api_key_file: File with one accepted key per line, each beginning with tml-. Without it, any key is accepted.
+        max_body_mib: Largest body of training data, in MiB after decompression.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        api = ApiSettings(api_keys=_keys(api_key_file), max_body_bytes=max_body_mib * MIB)
+        training_config = _object("backend_config", backend_config)
+        sampling_config = _object("sampler_config", sampler_config)
+        # The port is taken before the model is loaded: a port in use is reported at once.
+        with socket.create_server((host, port), backlog=2048) as listener:
+            # Connections inherit it. Without it, the end of each answer waits 40 ms for a delayed acknowledgement.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            names = name or tuple(dict.fromkeys((model, Path(model).name)))
+            settings = ServiceSettings(root=root, base_models=names, model_path=model, database_url=database)
+            training = create_training_backend(model, backend, training_config)
+            sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
+            service = Service(training, sampling, settings)
+            banner = _banner(listener, host, f"{model} ({backend}, sampler {sampler})", names[0], bool(api.api_keys))
+            failure = asyncio.run(_run(service, api, listener, banner))
+    except (ValueError, OSError, RuntimeError) as error:
+        logger.debug("areal serve failed", exc_info=True)
+        sys.exit(f"areal serve: {error}")
+    if failure is not None:
+        sys.exit(f"areal serve: {failure}")
+
+
+def _keys(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    if not keys:
+        raise ValueError(f"api_key_file={file}: the file has no key; give at least one, or leave the option out")
+    return keys
+
+
+def _object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option}={text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option}={text!r} must be a JSON object, such as {{}}")
+    return value
+
+
+def _banner(listener: socket.socket, host: str, served: str, base_model: str, needs_key: bool) -> str:
+    """Return what is served and how to connect. Keys are not printed."""
+    port = listener.getsockname()[1]
+    reachable = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+    url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    key = "one of the keys in --api-key-file" if needs_key else "tml-anything (no key is checked)"
+    return "\n".join(
+        (
+            f"areal serves {served}",
+            f"  TINKER_BASE_URL  {url}",
+            f"  TINKER_API_KEY   {key}",
+            f"  base_model       {base_model}",
+            f"  status page      {url}/   metrics: {url}/metrics   API: {url}/docs (its page loads scripts from the internet)",
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to :func:`_run`: the service stops after it, and before the process ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(service: Service, api: ApiSettings, listener: socket.socket, banner: str) -> Exception | None:
+    """Serve until a signal, or until the service cannot go on. Returns the reason of the latter."""
+    app = create_app(service, api)
+    # Idle connections are kept longer than a client's pause between steps.
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=10
+    )
+    server = _Server(config)
+
+    def stop() -> None:
+        # Held requests are answered at once.
+        server.should_exit = True
+        app.state.context.stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    await service.start()
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    failed = asyncio.ensure_future(service.failed())
+    print(banner, flush=True)
+    try:
+        await asyncio.wait({serving, failed}, return_when=asyncio.FIRST_COMPLETED)
+        reason = failed.result() if failed.done() else None
+        stop()
+        await serving
+        return reason
+    finally:
+        failed.cancel()
+        await service.stop()

@@ -1,0 +1,1 @@
+"""Scripts for the environments of the SDK, where areal is not installed."""

@@ -1,0 +1,53 @@
+"""The HTTP application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from areal.tinker.api.auth import ApiKeys, Authentication, LinkSigner
+from areal.tinker.api.bodies import BodyLimits
+from areal.tinker.api.context import ApiContext
+from areal.tinker.api.errors import add_error_handlers
+from areal.tinker.api.metrics import ServerMetrics
+from areal.tinker.api.request_log import RequestLog
+from areal.tinker.api.routes.checkpoints import checkpoint_routes, download_routes
+from areal.tinker.api.routes.futures import future_routes
+from areal.tinker.api.routes.pages import page_routes
+from areal.tinker.api.routes.sampling import sampling_routes
+from areal.tinker.api.routes.sessions import session_routes
+from areal.tinker.api.routes.training import training_routes
+from areal.tinker.api.settings import ApiSettings
+from areal.tinker.engine.service import Service
+
+DESCRIPTION = """Training and sampling for clients of the `tinker` SDK. Most requests are answered with the id of a future, whose
+result `retrieve_future` returns. A key, if the server needs one, goes into the header `X-API-Key`."""
+
+ROUTERS = (
+    session_routes,
+    training_routes,
+    sampling_routes,
+    future_routes,
+    checkpoint_routes,
+    download_routes,
+    page_routes,
+)
+
+
+def create_app(service: Service, settings: ApiSettings) -> FastAPI:
+    """Return the application of a service.
+
+    Args:
+        service: the service behind the routes, which the caller starts and stops.
+        settings: keys and limits.
+    """
+    app = FastAPI(title="areal server", description=DESCRIPTION, redirect_slashes=False)
+    app.state.context = ApiContext(service, settings, LinkSigner(settings.link_lifetime_s))
+    app.state.metrics = ServerMetrics()
+    for router in ROUTERS:
+        app.include_router(router)
+    add_error_handlers(app)
+    # The last one that is added sees a request first.
+    app.add_middleware(BodyLimits, max_body_bytes=settings.max_body_bytes, max_json_bytes=settings.max_json_bytes)
+    app.add_middleware(Authentication, keys=ApiKeys(settings.api_keys))
+    app.add_middleware(RequestLog, metrics=app.state.metrics)
+    return app

@@ -1,0 +1,40 @@
+"""Objects that the routes use, and their types for dependency injection."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Query, Request
+from fastapi import Path as PathParameter
+
+from areal.tinker.api.auth import LinkSigner
+from areal.tinker.api.settings import ApiSettings
+from areal.tinker.engine.service import Service
+
+
+@dataclass
+class ApiContext:
+    """Objects that all routes use. ``stopping`` is set when the server begins to shut down: held requests are answered then."""
+
+    service: Service
+    settings: ApiSettings
+    links: LinkSigner
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+# Coroutines: a plain function would take a detour through a thread for each request.
+async def _context(request: Request) -> ApiContext:
+    return request.app.state.context
+
+
+async def _service(request: Request) -> Service:
+    return request.app.state.context.service
+
+
+Context = Annotated[ApiContext, Depends(_context)]
+ServiceDependency = Annotated[Service, Depends(_service)]
+Identifier = Annotated[str, PathParameter(max_length=1024, pattern=r"^[^\x00]+$")]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, lt=2**63)]

@@ -1,0 +1,221 @@
+"""Requests of the engine from protobuf and JSON bodies."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from pydantic import ValidationError
+
+from areal.tinker.api import schemas, wire_pb2
+from areal.tinker.api.errors import BodyError
+from areal.tinker.engine.requests import (
+    ForwardBackward,
+    OptimStep,
+    RawChunk,
+    RawDatum,
+    RawTensor,
+    RefusedRequest,
+    Sample,
+)
+
+DTYPES: dict[int, tuple[str, np.dtype[Any]]] = {
+    wire_pb2.DTYPE_FLOAT32: ("float32", np.dtype("<f4")),
+    wire_pb2.DTYPE_INT64: ("int64", np.dtype("<i8")),
+    wire_pb2.DTYPE_INT32: ("int32", np.dtype("<i4")),
+    wire_pb2.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
+}
+"""Name and layout in bytes of each data type of the protocol."""
+
+
+def digest(body: bytes) -> bytes:
+    """Return the hash by which a repeated request is recognised."""
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+def body_digest(body: schemas.Body) -> bytes:
+    """Return the hash of a JSON body."""
+    return digest(body.model_dump_json().encode())
+
+
+# ---- protobuf
+
+
+def forward_backward_from_protobuf(body: bytes) -> ForwardBackward:
+    """Decode a protobuf body. Arrays are views of the message's bytes where the layout allows.
+
+    Raises:
+        BodyError: the body is not a message of the protocol.
+    """
+    message = wire_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+        data = [_datum(datum) for datum in message.data]
+    except (DecodeError, ValueError) as error:
+        raise BodyError(400, f"The body is not a ForwardBackwardRequest: {error}") from None
+    if message.seq_id < 0:
+        raise BodyError(400, f"seq_id={message.seq_id} must be at least 1")
+    # Version 2 of the configuration has text values too; old clients send the first one only.
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return ForwardBackward(
+        model_id=message.model_id,
+        seq_id=message.seq_id or None,
+        # A client that repeats a request may serialize its maps in another order.
+        digest=digest(message.SerializeToString(deterministic=True)),
+        data=data,
+        loss_fn=message.loss_fn,
+        loss_fn_config=config,
+        forward_only=message.forward_only,
+    )
+
+
+def _datum(message: wire_pb2.Datum) -> RawDatum:
+    spans = [
+        {
+            "field": field,
+            "kind": span.WhichOneof("span"),
+            **_run(getattr(span, span.WhichOneof("span") or "prompt_tokens")),
+        }
+        for field, runs in (("model_input", message.model_input_spans), ("loss_fn_inputs", message.loss_fn_input_spans))
+        for span in runs
+    ]
+    inputs = {name: _tensor(name, tensor) for name, tensor in message.loss_fn_inputs.items()}
+    return RawDatum([_chunk(chunk) for chunk in message.model_input], inputs, spans)
+
+
+def _run(run: wire_pb2.TokenRun) -> dict[str, Any]:
+    return {"sequence_id": run.sequence_id, "offset": run.offset, "length": run.length}
+
+
+def _chunk(message: wire_pb2.Chunk) -> RawChunk:
+    kind = message.WhichOneof("chunk") or "empty"
+    if kind != "encoded_text":
+        return RawChunk(kind)
+    return RawChunk(kind, np.frombuffer(message.encoded_text.tokens, "<i4").astype(np.int64))
+
+
+def _tensor(name: str, message: wire_pb2.Tensor) -> RawTensor:
+    if message.dtype not in DTYPES:
+        raise ValueError(f"{name}: dtype {message.dtype} is not one of {[known for known, _ in DTYPES.values()]}")
+    dtype, layout = DTYPES[message.dtype]
+    sparse = message.WhichOneof("encoding") == "sparse_csr"
+    values = np.frombuffer(message.sparse_csr.values if sparse else message.dense, layout)
+    if dtype == "bfloat16":  # the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    shape = tuple(message.shape) or None
+    if not sparse:
+        return RawTensor(dtype, values, shape)
+    crow, col = (
+        np.frombuffer(part, "<i8") for part in (message.sparse_csr.crow_indices, message.sparse_csr.col_indices)
+    )
+    return RawTensor(dtype, values, shape, crow, col)
+
+
+# ---- JSON
+
+
+def pass_from_json(body: bytes, forward_only: bool) -> ForwardBackward | RefusedRequest:
+    """Decode the JSON body of ``forward`` or ``forward_backward``.
+
+    Raises:
+        BodyError: the body is not JSON, or has wrong fields.
+    """
+    try:
+        parsed = schemas.PassBody.model_validate_json(body)
+    except ValidationError as error:
+        # Only the places of the errors: the values can be large.
+        errors = [f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}" for entry in error.errors()[:10]]
+        raise BodyError(422, "; ".join(errors)) from None
+    name = "forward_input" if forward_only else "forward_backward_input"
+    given = parsed.forward_input if forward_only else parsed.forward_backward_input
+    if given is None:
+        raise BodyError(422, f"{name}: field required")
+    shared: dict[str, Any] = {"model_id": parsed.model_id, "seq_id": parsed.seq_id or None, "digest": digest(body)}
+    if (refusal := parsed.refusal()) is not None:
+        return RefusedRequest(**shared, message=refusal)
+    try:
+        data = [_datum_from_json(datum) for datum in given.data]
+    except (ValueError, TypeError, OverflowError) as error:
+        return RefusedRequest(**shared, message=f"{name}.data: {error}")
+    return ForwardBackward(
+        **shared, data=data, loss_fn=given.loss_fn, loss_fn_config=given.loss_fn_config or {}, forward_only=forward_only
+    )
+
+
+def _datum_from_json(datum: schemas.DatumBody) -> RawDatum:
+    spans = [
+        {"field": field, **span}
+        for field, runs in (("model_input", datum.model_input_spans), ("loss_fn_inputs", datum.loss_fn_input_spans))
+        for span in runs or ()
+    ]
+    inputs = {name: tensor_from_json(name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
+    return RawDatum(chunks_from_json(datum.model_input), inputs, spans)
+
+
+def chunks_from_json(prompt: schemas.PromptBody) -> list[RawChunk]:
+    """Return the chunks of a prompt."""
+    return [
+        RawChunk(chunk.type, np.asarray(chunk.tokens or (), np.int64) if chunk.type == "encoded_text" else None)
+        for chunk in prompt.chunks
+    ]
+
+
+def tensor_from_json(name: str, tensor: schemas.TensorBody) -> RawTensor:
+    """Return a tensor whose elements are given as a list. Null is NaN.
+
+    Raises:
+        ValueError: an element is not a number of the tensor's type.
+    """
+    kinds = "i" if tensor.dtype == "int64" else "if"
+    # Clients send null for NaN, for which JSON lacks a form.
+    elements = [math.nan if element is None else element for element in tensor.data]
+    values = np.asarray(elements) if elements else np.empty(0, tensor.dtype)
+    if values.ndim != 1 or values.dtype.kind not in kinds:
+        raise ValueError(f"{name}.data must be a flat list of numbers of the type {tensor.dtype}")
+    indices = [
+        None if given is None else np.asarray(given, np.int64)
+        for given in (tensor.sparse_crow_indices, tensor.sparse_col_indices)
+    ]
+    if (indices[0] is None) != (indices[1] is None):
+        raise ValueError(f"{name}: a sparse tensor needs both sparse_crow_indices and sparse_col_indices")
+    shape = None if tensor.shape is None else tuple(tensor.shape)
+    return RawTensor(tensor.dtype, values.astype(tensor.dtype), shape, *indices)
+
+
+def optim_step_from_json(body: schemas.OptimStepBody) -> OptimStep:
+    """Return the step of an optimizer. ``optimizer_params`` belong to optimizers other than Adam, named by their type."""
+    given = body.adam_params if body.optimizer_params is None else body.optimizer_params
+    params = dict(given or {})
+    optimizer = "adamw" if body.optimizer_params is None else str(params.pop("type", ""))
+    numbers = {name: math.nan if value is None else value for name, value in params.items()}
+    return OptimStep(body.model_id, body.seq_id or None, body_digest(body), numbers, optimizer)
+
+
+def sample_from_json(body: schemas.SampleBody) -> Sample:
+    """Return a sampling request.
+
+    Raises:
+        ValueError: an element of ``target_prompt_logprobs`` is not a number of its type.
+    """
+    target = body.target_prompt_logprobs
+    return Sample(
+        digest=body_digest(body),
+        prompt=chunks_from_json(body.prompt),
+        sampling_session_id=body.sampling_session_id,
+        base_model=body.base_model,
+        model_path=body.model_path,
+        seq_id=body.seq_id,
+        num_samples=body.num_samples,
+        sampling_params=body.sampling_params,
+        prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+        target_prompt_logprobs=None if target is None else tensor_from_json("target_prompt_logprobs", target),
+        record_stability_info=bool(body.record_stability_info),
+    )

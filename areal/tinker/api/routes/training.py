@@ -1,0 +1,183 @@
+"""Routes that train: their answers name a future."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+
+from areal.tinker.api import decoding, schemas
+from areal.tinker.api.context import ServiceDependency
+from areal.tinker.engine.requests import (
+    CreateModel,
+    LoadWeights,
+    ModelRequest,
+    RefusedRequest,
+    SaveForSampler,
+    SaveWeights,
+    Submitted,
+    UnloadModel,
+)
+from areal.tinker.engine.service import Service
+
+training_routes = APIRouter(prefix="/api/v1", tags=["training"])
+
+PROTOBUF = "application/x-protobuf"
+THREAD_BYTES = 128 * 1024
+"""Size from which a body is decoded in a thread. Decoding takes some milliseconds per megabyte."""
+
+T = TypeVar("T")
+
+
+def submitted_json(submitted: Submitted) -> dict[str, Any]:
+    """Return the JSON form of a future."""
+    answer: dict[str, Any] = {"request_id": submitted.request_id}
+    if submitted.model_id is not None:
+        answer["model_id"] = submitted.model_id
+    if submitted.sample_sequence_ids is not None:
+        answer["sample_sequence_ids"] = list(submitted.sample_sequence_ids)
+    return answer
+
+
+async def _decode(function: Callable[..., T], body: bytes, *arguments: Any) -> T:
+    if len(body) < THREAD_BYTES:
+        return function(body, *arguments)
+    return await asyncio.to_thread(function, body, *arguments)
+
+
+async def _submit(
+    service: Service, body: schemas.SequencedBody, kind: type[ModelRequest], **fields: Any
+) -> dict[str, Any]:
+    """Submit a request of a model, or one that fails in its turn if the body asks for something that is not supported."""
+    shared: dict[str, Any] = {
+        "model_id": body.model_id,
+        "seq_id": body.seq_id or None,
+        "digest": decoding.body_digest(body),
+    }
+    if (refusal := body.refusal()) is not None:
+        return submitted_json(await service.submit(RefusedRequest(**shared, message=refusal)))
+    return submitted_json(await service.submit(kind(**shared, **fields)))
+
+
+# ---- models
+
+
+@training_routes.post("/create_model")
+async def create_model(body: schemas.CreateModelBody, service: ServiceDependency) -> dict[str, Any]:
+    """Create an adapter of a base model."""
+    request = CreateModel(
+        session_id=body.session_id,
+        model_seq_id=body.model_seq_id,
+        digest=decoding.body_digest(body),
+        base_model=body.base_model,
+        lora_config=body.lora_config,
+        optimizer_config=body.optimizer_config,
+        user_metadata=schemas.text_values(body.user_metadata),
+    )
+    return submitted_json(await service.submit(request))
+
+
+@training_routes.post("/get_info")
+async def get_info(body: schemas.ModelBody, service: ServiceDependency) -> dict[str, Any]:
+    """Describe a model."""
+    return await service.get_info(body.model_id)
+
+
+@training_routes.post("/unload_model")
+async def unload_model(body: schemas.SequencedBody, service: ServiceDependency) -> dict[str, Any]:
+    """Release a model's adapter. Its checkpoints stay."""
+    return await _submit(service, body, UnloadModel)
+
+
+# ---- passes and steps
+
+
+async def _pass(request: Request, service: Service, forward_only: bool) -> dict[str, Any]:
+    body = await request.body()
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == PROTOBUF:
+        decoded: ModelRequest = await _decode(decoding.forward_backward_from_protobuf, body)
+    else:
+        decoded = await _decode(decoding.pass_from_json, body, forward_only)
+    return submitted_json(await service.submit(decoded))
+
+
+PASS_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            PROTOBUF: {
+                "schema": {"type": "string", "format": "binary", "description": "ForwardBackwardRequest of wire.proto"}
+            },
+            "application/json": {
+                "schema": {"type": "object", "required": ["model_id"], "properties": {"model_id": {"type": "string"}}}
+            },
+        },
+    }
+}
+
+
+@training_routes.post("/forward_backward", openapi_extra=PASS_BODY)
+async def forward_backward(request: Request, service: ServiceDependency) -> dict[str, Any]:
+    """Compute a loss and add its gradient, or compute the loss only if the message says ``forward_only``."""
+    return await _pass(request, service, forward_only=False)
+
+
+@training_routes.post("/forward", openapi_extra=PASS_BODY)
+async def forward(request: Request, service: ServiceDependency) -> dict[str, Any]:
+    """Compute a loss and its log-probs."""
+    return await _pass(request, service, forward_only=True)
+
+
+@training_routes.post("/optim_step")
+async def optim_step(body: schemas.OptimStepBody, service: ServiceDependency) -> dict[str, Any]:
+    """Apply the gradients of a model."""
+    step = decoding.optim_step_from_json(body)
+    return await _submit(service, body, type(step), params=step.params, optimizer=step.optimizer)
+
+
+# ---- checkpoints
+
+
+@training_routes.post("/save_weights")
+async def save_weights(body: schemas.SaveWeightsBody, service: ServiceDependency) -> dict[str, Any]:
+    """Save an adapter with its optimizer state."""
+    return await _submit(service, body, SaveWeights, path=body.path, **_save_options(body))
+
+
+@training_routes.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(body: schemas.SaveForSamplerBody, service: ServiceDependency) -> dict[str, Any]:
+    """Save an adapter to sample from, under a name or for a new sampling session only."""
+    number = body.sampling_session_seq_id
+    options = _save_options(body)
+    return await _submit(service, body, SaveForSampler, path=body.path, sampling_session_seq_id=number, **options)
+
+
+@training_routes.post("/save_weights_external")
+async def save_weights_external(body: schemas.SaveExternalBody, service: ServiceDependency) -> dict[str, Any]:
+    """Save an adapter in peft's format, for download by ``external_weights_urls``."""
+    return await _submit(service, body, SaveForSampler, path=body.path, external=True, **_save_options(body))
+
+
+def _save_options(body: schemas.SaveWeightsBody) -> dict[str, Any]:
+    metadata = schemas.text_values(body.user_metadata)
+    return {"ttl_seconds": body.ttl_seconds, "overwrite": body.overwrite, "user_metadata": metadata}
+
+
+@training_routes.post("/load_weights")
+async def load_weights(body: schemas.LoadWeightsBody, service: ServiceDependency) -> dict[str, Any]:
+    """Load a checkpoint into a model (``model_id``), or create a model from it (``session_id`` and ``model_seq_id``)."""
+    if body.session_id is None or body.model_seq_id is None:
+        return await _submit(service, body, LoadWeights, path=body.path, optimizer=body.optimizer)
+    request = CreateModel(
+        session_id=body.session_id,
+        model_seq_id=body.model_seq_id,
+        digest=decoding.body_digest(body),
+        base_model=body.base_model,
+        optimizer_config=body.optimizer_config,
+        user_metadata=schemas.text_values(body.user_metadata),
+        path=body.path,
+        optimizer=body.optimizer,
+    )
+    return submitted_json(await service.submit(request))
