@@ -49,7 +49,9 @@ def test_requests_that_share_a_call_have_the_results_of_separate_calls(
     assert models.batches_models()
     calls: list[int] = []
     right = models.group.forward_backward
-    monkeypatch.setattr(models.group, "forward_backward", lambda batch, *a, **k: (calls.append(len(batch)), right(batch, *a, **k))[1])
+    monkeypatch.setattr(
+        models.group, "forward_backward", lambda batch, *a, **k: (calls.append(len(batch)), right(batch, *a, **k))[1]
+    )
     together = models.forward_backward(requests("abc"))
     assert calls == [6]
     alone = [models.forward_backward([each])[0] for each in requests("ABC")]
@@ -99,6 +101,12 @@ def test_requests_of_one_model_keep_their_order() -> None:
 
 
 def test_long_requests_and_those_of_another_form_run_alone() -> None:
-    passes = [as_pass("a", 5), as_pass("b", 21), as_pass("c", 3), as_pass("d", 4, loss="cross_entropy"), as_pass("e", 8)]
+    passes = [
+        as_pass("a", 5),
+        as_pass("b", 21),
+        as_pass("c", 3),
+        as_pass("d", 4, loss="cross_entropy"),
+        as_pass("e", 8),
+    ]
     assert list(divide_into_calls(passes, 20)) == [[0, 4], [1], [2], [3]]
     assert list(divide_into_calls(passes, 0)) == [[0], [1], [2], [3], [4]]
