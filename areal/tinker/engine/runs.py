@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, and_, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from areal.tinker.engine.checkpoints import describe_checkpoint, iso_time, lost_message
@@ -15,6 +15,7 @@ from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.tables import checkpoints, futures, models
 
 _RESTARTED = "the server was restarted"
+_MOST_CURVES = 100
 
 
 class Runs:
@@ -28,6 +29,7 @@ class Runs:
         self._last_request = last_request
         self._database = database
         self._owner = owner
+        self._curves: dict[str, list[tuple[int, float, int]]] = {}
 
     async def add(self, model: LiveModel, model_seq_id: int) -> None:
         """Store a new model. A retry of its creation changes nothing."""
@@ -63,7 +65,8 @@ class Runs:
 
         def work(connection: Connection) -> dict[str, Any]:
             rows = connection.execute(page).mappings().all()
-            answers = [self._describe(connection, row) for row in rows]
+            last = _last(connection, [row["id"] for row in rows])
+            answers = [self._describe(row, last) for row in rows]
             total = connection.execute(count).scalar_one()
             return {"training_runs": answers, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
@@ -72,15 +75,21 @@ class Runs:
     async def describe(self, run_id: str) -> dict[str, Any]:
         """Return a run in its JSON form."""
         row = await self.row(run_id)
-        return await self._database.read(lambda connection: self._describe(connection, row))
+        return self._describe(row, await self._database.read(lambda connection: _last(connection, [run_id])))
 
     async def losses(self, run_id: str, limit: int) -> list[tuple[int, float, int]]:
-        """Return ``(seq_id, loss, tokens)`` of the last passes of a run."""
+        """Return ``(seq_id, loss, tokens)`` of the last passes of a run that is not alive."""
+        if run_id in self._curves:
+            return self._curves[run_id]
         chosen = select(futures.c.seq_id, futures.c.loss, futures.c.tokens)
         chosen = chosen.where(futures.c.model_id == run_id, futures.c.loss.is_not(None))
         chosen = chosen.order_by(futures.c.seq_id.desc()).limit(limit)
         rows = await self._database.read(lambda connection: connection.execute(chosen).all())
-        return [(row[0], row[1], row[2]) for row in reversed(rows)]
+        # Such a curve does not change. The status page shows a few.
+        while len(self._curves) >= _MOST_CURVES:
+            del self._curves[next(iter(self._curves))]
+        self._curves[run_id] = [(row[0], row[1], row[2]) for row in reversed(rows)]
+        return self._curves[run_id]
 
     async def recover(self) -> None:
         """Fail what an earlier process left unfinished.
@@ -118,11 +127,11 @@ class Runs:
         return f"{run_id} was released: create a new model, or one from a checkpoint of it", False
 
     def _lost(self, connection: Connection, run_id: str) -> str:
-        last = _last(connection, run_id, "training")
+        last = _last(connection, [run_id]).get((run_id, "training"))
         return lost_message(run_id, None if last is None else last["path"], _RESTARTED)
 
-    def _describe(self, connection: Connection, row: Any) -> dict[str, Any]:
-        last = {kind: _last(connection, row["id"], kind) for kind in ("training", "sampler")}
+    def _describe(self, row: Any, last: dict[tuple[str, str], Any]) -> dict[str, Any]:
+        training, sampler = (last.get((row["id"], kind)) for kind in ("training", "sampler"))
         return {
             "training_run_id": row["id"],
             "base_model": row["base_model"],
@@ -131,13 +140,17 @@ class Runs:
             "corrupted": row["state"] in ("failed", "lost"),
             "lora_rank": row["rank"],
             "last_request_time": iso_time(self._last_request(row["id"]) or row["last_request"]),
-            "last_checkpoint": last["training"] and describe_checkpoint(last["training"]),
-            "last_sampler_checkpoint": last["sampler"] and describe_checkpoint(last["sampler"]),
+            "last_checkpoint": training and describe_checkpoint(training),
+            "last_sampler_checkpoint": sampler and describe_checkpoint(sampler),
             "user_metadata": row["user_metadata"],
         }
 
 
-def _last(connection: Connection, run_id: str, kind: str) -> Any:
-    """Last checkpoint of a run."""
-    chosen = select(checkpoints).where(checkpoints.c.run_id == run_id, checkpoints.c.kind == kind)
-    return connection.execute(chosen.order_by(checkpoints.c.created.desc()).limit(1)).mappings().first()
+def _last(connection: Connection, run_ids: list[str]) -> dict[tuple[str, str], Any]:
+    """Last checkpoints of runs, by run and kind."""
+    kinds = (checkpoints.c.run_id, checkpoints.c.kind)
+    latest = select(*kinds, func.max(checkpoints.c.created).label("created")).where(checkpoints.c.run_id.in_(run_ids))
+    newest = latest.group_by(*kinds).subquery()
+    same = [checkpoints.c[name] == newest.c[name] for name in ("run_id", "kind", "created")]
+    chosen = select(checkpoints).join(newest, and_(*same))
+    return {(row["run_id"], row["kind"]): dict(row) for row in connection.execute(chosen).mappings()}

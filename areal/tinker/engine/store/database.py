@@ -158,11 +158,12 @@ class Database:
             # The first server creates the table of the lease: migrations run only under a lease.
             if not renew and not inspect(connection).has_table(lease.name):
                 lease.create(connection)
-            # The row of another owner stays until it expires.
+            # The row of another owner stays until it expires, or its process is known to be dead.
             row = connection.execute(select(lease).with_for_update()).mappings().first()
-            if row is not None and row["owner"] != self._me and (renew or row["expires"] > now):
+            if row is not None and row["owner"] != self._me and (renew or (row["expires"] > now and not _is_dead(row))):
                 return dict(row), now
-            mine = {"owner": self._me, "host": socket.gethostname(), "pid": os.getpid(), "expires": now + self._lease_s}
+            mine = {"owner": self._me, "host": socket.gethostname(), "pid": os.getpid(), "pid_space": _pid_space()}
+            mine |= {"expires": now + self._lease_s}
             connection.execute(insert(lease).values(id=1, **mine) if row is None else update(lease).values(**mine))
             return None, now
 
@@ -212,6 +213,27 @@ class Database:
             self._lost = error
             logger.error("%s", error)
             self._on_lost(error)
+
+
+def _pid_space() -> str:
+    """Return a name of the boot and the namespace in which process ids are unique."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _is_dead(owner: Any) -> bool:
+    """Return whether the owner of a lease is a process of this machine that does not exist. Others are dead once their lease expires."""
+    if not owner["pid_space"] or owner["pid_space"] != _pid_space():
+        return False
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _configure_sqlite(connection: Any, record: Any) -> None:

@@ -27,6 +27,7 @@ lease = Table(
     Column("owner", String(64), nullable=False),
     Column("host", String(255), nullable=False),
     Column("pid", Integer, nullable=False),
+    Column("pid_space", String(128), nullable=False),  # where the pid is unique; empty if unknown
     Column("expires", Float, nullable=False),
 )
 """One row: the server that may write."""
