@@ -16,6 +16,7 @@ import areal.tests.mutants.bugs.rollout
 import areal.tests.mutants.bugs.shared_devices
 import areal.tests.mutants.bugs.step
 import areal.tests.mutants.bugs.tensor_parallel
+import areal.tests.mutants.bugs.tinker.backend
 import areal.tests.mutants.bugs.tinker.http
 import areal.tests.mutants.bugs.zoo
 from areal.tests.mutants.planting import MUTANTS, plant
