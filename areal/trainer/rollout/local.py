@@ -271,7 +271,7 @@ class LocalRollout:
                     self._asleep = False
 
     def restart(self) -> None:
-        """Start generation again after it has failed, with an empty cache and the same adapters. Does nothing if it has not.
+        """Start generation again after it has failed, with an empty cache and the same adapters. Does nothing while it runs.
 
         Raises:
             RuntimeError: the engine is closed.

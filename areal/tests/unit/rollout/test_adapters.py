@@ -85,6 +85,28 @@ def test_each_request_has_the_weights_of_its_adapter(family: str, options: dict[
     assert [each.tokens for each in again] == [each.tokens for each in answers[:5]]
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "atol"),
+    [
+        ("gemma3_text", torch.float32, 1e-5),
+        pytest.param("qwen3_moe", torch.float32, 1e-5, marks=pytest.mark.thorough),
+        pytest.param("llama", torch.float32, 1e-5, marks=pytest.mark.thorough),
+        pytest.param("qwen3", torch.bfloat16, 0.2, marks=pytest.mark.thorough),
+    ],
+)
+def test_other_families_and_dtypes(family: str, dtype: torch.dtype, atol: float) -> None:
+    """Sliding windows, experts, and weights in bfloat16."""
+    path = model_dir(family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    with rollout(model) as engine:
+        engine.add_adapter("all", folder(path, "all"))
+        answers = run(*(engine.generate(PROMPT, endless(12, seed=1), name) for name in (None, "all", None, "all")))
+    for name, answer in zip((None, "all") * 2, answers, strict=True):
+        expected = plain_logprobs(adapted(path, name).to(dtype), PROMPT, answer.tokens, endless())
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=atol)
+    assert answers[0].tokens != answers[1].tokens
+
+
 def test_prompt_logprobs_are_those_of_the_adapter() -> None:
     path = tied_dir(True)
     with rollout(replica(path)) as engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -359,7 +358,8 @@ def test_sampling_costs_little_over_the_generator() -> None:
         await asyncio.sleep(0.05)
         processor.prepare_next_batch = counted  # type: ignore[method-assign]
         await asyncio.sleep(0.5)
-        return statistics.median(whole) - statistics.median(own), turns
+        # The shortest of each: other processes may take the cores.
+        return min(whole) - min(own), turns
 
     more, turns = serve(work)
     assert more < 0.02
