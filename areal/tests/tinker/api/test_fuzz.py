@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_request
 from areal.tests.tinker.api.stand_in import StandInService, client_of
 
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 REAL = cross_entropy_request().SerializeToString()
 HOSTILE_VALUES = st.one_of(
     st.none(),

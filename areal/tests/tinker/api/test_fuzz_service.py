@@ -69,7 +69,7 @@ def test_every_future_is_resolved(seed: int, tmp_path: Path) -> None:
             client_of(service, hold_s=0.5) as client,
         ):
             base_model = (await service.capabilities())["supported_models"][0]["model_name"]
-            for _ in range(6):
+            for _ in range(5):
                 names = await start(client, {"base_model": base_model})
                 sent = []
                 for number in range(25):

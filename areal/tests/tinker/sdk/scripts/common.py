@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
 ARGUMENTS: dict[str, Any] = json.loads(sys.argv[1])
+COMPLETE: bool = ARGUMENTS.get("complete", True)
 # torch comes from the environment of the tests, behind the packages of the SDK; the SDK looks for it when it is imported.
-sys.path.append(ARGUMENTS["packages"])
+if COMPLETE:
+    sys.path.append(ARGUMENTS["packages"])
 
 import numpy as np  # noqa: E402
 import tinker  # noqa: E402
-import torch  # noqa: E402, F401  (for other scripts)
 from tinker import types  # noqa: E402
+
+torch: Any = importlib.import_module("torch") if COMPLETE else None
 
 NEW = ARGUMENTS["version"] != "0.24.1"
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
@@ -95,6 +99,6 @@ def fails(kind: Any, text: str, function: Callable[[], Any]) -> Any:
 
 
 __all__ = [
-    *("ADAM", "ARGUMENTS", "NEW", "datum", "fails", "flat", "logprobs", "np", "resumed"),
+    *("ADAM", "COMPLETE", "NEW", "datum", "fails", "flat", "logprobs", "np", "resumed"),
     *("same", "service", "tinker", "torch", "trainer", "types"),
 ]

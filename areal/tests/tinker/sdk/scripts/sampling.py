@@ -9,7 +9,7 @@ import tarfile
 import urllib.request
 from typing import Any
 
-from common import ADAM, NEW, datum, fails, flat, np, same, service, tinker, trainer, types
+from common import ADAM, COMPLETE, NEW, datum, fails, flat, np, same, service, tinker, trainer, types
 
 PROMPT = types.ModelInput.from_ints([5, 9, 20, 33, 41])
 
@@ -44,7 +44,7 @@ def check_options(sampler: Any, tokenizer: Any) -> None:
     stopped = answers(sampler, 1, params(stop=[tokens[2]])).sequences[0]
     assert stopped.stop_reason == "stop"
     assert stopped.tokens == tokens[: tokens.index(tokens[2]) + 1]
-    text = tokenizer.decode(tokens)
+    text = tokenizer.decode(tokens) if tokenizer is not None else ""
     if text[1:3].isascii() and len(text) == 8:
         cut = answers(sampler, 1, params(stop=text[1:3])).sequences[0]
         assert cut.stop_reason == "stop"
@@ -172,7 +172,7 @@ def run_all() -> dict[str, Any]:
     assert [entry.model_name for entry in client.get_server_capabilities().supported_models] == ["tiny"]
     model = trainer(client)
     sampler = resolved(client.create_sampling_client(base_model="tiny"))
-    check_options(sampler, model.get_tokenizer())
+    check_options(sampler, model.get_tokenizer() if COMPLETE else None)
     path = check_snapshots(client, model)
     check_errors(client, sampler)
     check_rest(client, model, path)

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import ADAM, NEW, datum, fails, flat, logprobs, np, resumed, same, service, tinker, torch, trainer, types
+from common import (
+    ADAM,
+    COMPLETE,
+    NEW,
+    datum,
+    fails,
+    flat,
+    logprobs,
+    np,
+    resumed,
+    same,
+    service,
+    tinker,
+    torch,
+    trainer,
+    types,
+)
 
 
 def check_losses(client: Any) -> None:
@@ -49,22 +65,23 @@ def check_shapes(client: Any) -> None:
     length, columns = 6, 4
     first = datum(2, length)
     tokens = first.model_input
-    targets = torch.randint(3, 100, (length, columns), generator=torch.Generator().manual_seed(0))
-    weights = torch.zeros(length, columns)
-    weights[torch.arange(length), torch.arange(length) % columns] = 0.5
-    dense = {"target_tokens": targets.numpy(), "weights": weights.numpy()}
-    kept = targets * (weights != 0)
-    outputs = []
-    for inputs in (dense, {"target_tokens": kept, "weights": weights}):
-        given = types.Datum(model_input=tokens, loss_fn_inputs=inputs)
-        outputs.append(client.forward([given], "cross_entropy").result())
-    assert given.loss_fn_inputs["weights"].sparse_crow_indices is not None
-    same(outputs[0].metrics["loss:sum"], outputs[1].metrics["loss:sum"])
-    assert [array.shape for array in logprobs(outputs[0])] == [(length, columns)]
+    targets = np.random.default_rng(0).integers(3, 100, (length, columns))
+    weights = np.zeros((length, columns), np.float32)
+    weights[np.arange(length), np.arange(length) % columns] = 0.5
+    given = types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": targets, "weights": weights})
+    dense = client.forward([given], "cross_entropy").result()
+    assert [array.shape for array in logprobs(dense)] == [(length, columns)]
+    if COMPLETE:
+        # The SDK sends tensors of torch as sparse ones if that is smaller.
+        kept = {"target_tokens": torch.tensor(targets * (weights != 0)), "weights": torch.tensor(weights)}
+        given = types.Datum(model_input=tokens, loss_fn_inputs=kept)
+        assert given.loss_fn_inputs["weights"].sparse_crow_indices is not None
+        sparse = client.forward([given], "cross_entropy").result()
+        same(dense.metrics["loss:sum"], sparse.metrics["loss:sum"])
     for column in range(columns):
-        inputs = {"target_tokens": targets[:, column].numpy(), "weights": np.ones(length, np.float32)}
+        inputs = {"target_tokens": targets[:, column], "weights": np.ones(length, np.float32)}
         alone = client.forward([types.Datum(model_input=tokens, loss_fn_inputs=inputs)], "cross_entropy").result()
-        same(logprobs(outputs[0])[0][:, column], flat(alone))
+        same(logprobs(dense)[0][:, column], flat(alone))
 
 
 def check_chunks(client: Any, count: int) -> None:
@@ -169,11 +186,13 @@ def run_all() -> dict[str, Any]:
     model = trainer(client)
     info = model.get_info()
     assert info.lora_rank == 4
-    assert model.get_tokenizer().encode("ab") == model.get_tokenizer().encode("a") + model.get_tokenizer().encode("b")
     check_losses(model)
     check_shapes(model)
-    check_chunks(model, 19 if NEW else 1030)
-    check_custom_loss(client)
+    if COMPLETE:
+        tokenizer = model.get_tokenizer()
+        assert tokenizer.encode("ab") == tokenizer.encode("a") + tokenizer.encode("b")
+        check_chunks(model, 19 if NEW else 1030)
+        check_custom_loss(client)
     check_errors(model, client)
     saved, went_on = check_resume(client)
     if not NEW:
