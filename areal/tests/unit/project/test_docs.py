@@ -24,7 +24,9 @@ from areal.api import FinetuneSpec
 from areal.engine.base import BaseTrainEngine
 from areal.engine.registry import GROUP
 from areal.tests.grid.models import model_dir
+from areal.tinker.backends.registry import SAMPLING_GROUP, TRAINING_GROUP
 
+GROUPS = (GROUP, SAMPLING_GROUP, TRAINING_GROUP)
 ROOT = Path(__file__).parents[4]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
@@ -115,7 +117,7 @@ def anchors(page: Path) -> set[str]:
 def test_named_files_and_objects_exist(page: Path) -> None:
     words = CODE.findall(prose(page))
     files = [word for word in words if OUR_FILE.fullmatch(word) and not list(ROOT.glob(word.rstrip("/")))]
-    names = [word for word in words if OUR_NAME.fullmatch(word) and word != GROUP and pydoc.locate(word) is None]
+    names = [word for word in words if OUR_NAME.fullmatch(word) and word not in GROUPS and pydoc.locate(word) is None]
     assert not files + names
 
 
