@@ -90,6 +90,7 @@ def expected_of(run: CellEngine, name: str, seeds: tuple[int, ...]) -> tuple[lis
     ("backend", "family", "fields"),
     [
         param("fsdp:t2", thorough=False, cut="whole"),
+        param("megatron:t2", thorough=False, cut="whole"),
         param("megatron:p2", thorough=False),
         param("fsdp:d2", thorough=False, empty_rank="last"),
         param("fsdp:p2"),
