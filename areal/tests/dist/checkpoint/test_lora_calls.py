@@ -235,7 +235,7 @@ def test_wrong_adapters_are_refused() -> None:
         if size == 2:
             with pytest.raises(ValueError, match="key 'adapter' is missing in the batch of rank 1"):
                 engine.forward_batch(both if first else samples)
-        # An adapter that is removed between the two parts of a call.
+        # The adapter "b" is removed after its micro-batches were made.
         mbs = engine.microbatches(both)
         engine.adapters.remove("b")
         for forward_only in (True, False):

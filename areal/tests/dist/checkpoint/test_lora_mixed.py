@@ -150,7 +150,7 @@ def test_each_adapter_has_the_gradient_of_its_samples(backend: str, family: str,
         evaluated = engine.eval_batch(batches[0], *call)
         assert_number(evaluated.loss, sum(steps[0].loss for steps, _ in expected.values()) / weights, cell.tolerance)
 
-        # Each adapter has the gradient of its own samples.
+        # The gradient of each adapter is that of its samples.
         assert same_bits(grads_of(engine, "idle"), idle)
         for name, (steps, _) in expected.items():
             adapters.select(name)
