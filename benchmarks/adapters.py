@@ -142,19 +142,21 @@ def main() -> None:
     print("hidden  tokens/adapter  one call  a call each  throughput  same bits: log-probs, gradients")
     for hidden in options.hidden:
         size = SIZES[hidden]
-        with tempfile.TemporaryDirectory() as folder:
-            with start(Path(folder), size, options.budget, options.backend) as engine:
-                # A step makes B differ from zero.
-                for k, name in enumerate(engine.adapters.names):
-                    engine.adapters.select(name)
-                    one_by_one(engine, [samples_of(k, 45, 45, size.vocabulary)])
-                _step(engine)
-                for tokens in options.tokens:
-                    batches = [samples_of(k, tokens, options.longest, size.vocabulary) for k in range(ADAPTERS)]
-                    same = same_bits(engine, batches)
-                    mixed, single = milliseconds(engine, batches, options.rounds)
-                    ratio = single / mixed
-                    print(f"{hidden:6} {tokens:15} {mixed:6.1f} ms {single:9.1f} ms {ratio:9.2f} x  {same}", flush=True)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            start(Path(folder), size, options.budget, options.backend) as engine,
+        ):
+            # A step makes B differ from zero.
+            for k, name in enumerate(engine.adapters.names):
+                engine.adapters.select(name)
+                one_by_one(engine, [samples_of(k, 45, 45, size.vocabulary)])
+            _step(engine)
+            for tokens in options.tokens:
+                batches = [samples_of(k, tokens, options.longest, size.vocabulary) for k in range(ADAPTERS)]
+                same = same_bits(engine, batches)
+                mixed, single = milliseconds(engine, batches, options.rounds)
+                ratio = single / mixed
+                print(f"{hidden:6} {tokens:15} {mixed:6.1f} ms {single:9.1f} ms {ratio:9.2f} x  {same}", flush=True)
 
 
 def _step(engine: TrainEngine) -> None:
