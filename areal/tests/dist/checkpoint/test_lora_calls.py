@@ -43,7 +43,7 @@ SINGLE = [
     pytest.param(backend, options, id=f"{backend}-{name}", marks=[pytest.mark.world(1), *marks])
     for backend, name, options, marks in (
         ("fsdp:d1", "plain", {}, []),
-        ("megatron:d1", "plain", {}, []),
+        ("megatron:d1", "plain", {}, [pytest.mark.thorough]),
         ("fsdp:d1", "rows", {"fsdp": {"attention": "rows"}}, [pytest.mark.thorough]),
         ("fsdp:d1", "recompute", {"activation_checkpointing": "full"}, [pytest.mark.thorough]),
         ("fsdp:d1", "selective", {"activation_checkpointing": "selective"}, [pytest.mark.thorough]),
@@ -153,8 +153,8 @@ def infinite(out: TokenOutputs, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(
     ("backend", "wrong"),
     [
-        pytest.param("fsdp:d1", infinite, marks=pytest.mark.world(1)),
-        pytest.param("fsdp:d2", raising, marks=pytest.mark.world(2)),
+        pytest.param("fsdp:d2", infinite, marks=pytest.mark.world(2)),
+        pytest.param("fsdp:d2", raising, marks=[pytest.mark.world(2), pytest.mark.thorough]),
         *(
             pytest.param(backend, wrong, marks=[pytest.mark.world(2), pytest.mark.thorough])
             for backend in ("fsdp:p2", "megatron:p2", "megatron:t2")
@@ -197,7 +197,7 @@ def test_failed_call_changes_no_pending_gradient(backend: str, wrong: Any) -> No
 # ---- refusals
 
 
-@pytest.mark.world(1, 2)
+@pytest.mark.world(2)
 def test_wrong_adapters_are_refused() -> None:
     size = dist.get_world_size()
     first = dist.get_rank() == 0
@@ -235,7 +235,7 @@ def test_wrong_adapters_are_refused() -> None:
         if size == 2:
             with pytest.raises(ValueError, match="key 'adapter' is missing in the batch of rank 1"):
                 engine.forward_batch(both if first else samples)
-        # An adapter that is removed between the two parts of a call.
+        # The adapter "b" is removed after its micro-batches were made.
         mbs = engine.microbatches(both)
         engine.adapters.remove("b")
         for forward_only in (True, False):
@@ -260,6 +260,7 @@ def test_wrong_adapters_are_refused() -> None:
 
 
 @pytest.mark.world(2)
+@pytest.mark.thorough
 def test_ranks_of_a_coordinate_name_the_same_adapters() -> None:
     with started("fsdp:t2", lora=LORA) as engine:
         engine.adapters.add("b")

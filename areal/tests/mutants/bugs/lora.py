@@ -141,7 +141,7 @@ FAILED = "dist/checkpoint/test_lora_calls.py::test_failed_call_changes_no_pendin
 PACKED = "unit/data/test_adapters.py::"
 
 
-@mutant("areal.engine.lora.mixed:_Down.backward", EACH.format("fsdp:d2-last"), EACH.format("megatron:p2"))
+@mutant("areal.engine.lora.mixed:_Down.backward", EACH.format("megatron:p2"))
 def gradients_of_the_next_adapter(right: Function) -> Function:
     """The gradient of one adapter's ``A`` goes to another adapter with an ``A`` of the same shape."""
 
@@ -161,9 +161,7 @@ def runs_of_the_first_rank(right: Function) -> Function:
     return lambda self, n_rows, rank: right(self, n_rows, 0)
 
 
-@mutant(
-    "areal.utils.data.microbatch:BatchPlan._build_real", EACH.format("fsdp:d2-last"), PACKED + "test_each_adapter_*"
-)
+@mutant("areal.utils.data.microbatch:BatchPlan._build_real", EACH.format("megatron:p2"), PACKED + "test_each_adapter_*")
 def run_begins_one_sample_late(right: Function) -> Function:
     """The first sample of a run has the adapter of the run before."""
 
@@ -177,7 +175,7 @@ def run_begins_one_sample_late(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.lora.adapter_set:AdapterSet.gradients_of", EACH.format("fsdp:d2-last"))
+@mutant("areal.engine.lora.adapter_set:AdapterSet.gradients_of", EACH.format("megatron:p2"))
 def other_adapters_lose_their_gradients(right: Function) -> Function:
     """A call discards the pending gradients of the adapters that its samples do not name."""
 
@@ -189,9 +187,7 @@ def other_adapters_lose_their_gradients(right: Function) -> Function:
     return wrong
 
 
-@mutant(
-    "areal.engine.lora.adapter:Adapter.undo_call", FAILED.format("fsdp:d1-infinite"), FAILED.format("fsdp:d2-raising")
-)
+@mutant("areal.engine.lora.adapter:Adapter.undo_call", FAILED.format("fsdp:d2-infinite"))
 def failed_call_stays_half_added(right: Function) -> Function:
     """The gradients of the micro-batches before an error stay pending."""
     return lambda self: None
