@@ -117,6 +117,8 @@ def check_errors(client: Any, sampler: Any) -> None:
     missing = "tinker://none:train:0/sampler_weights/nothing"
     fails(tinker.APIStatusError, "nothing", lambda: resolved(client.create_sampling_client(model_path=missing)))
     fails(tinker.APIStatusError, "other", lambda: resolved(client.create_sampling_client(base_model="other")))
+    stranger = tinker.ServiceClient(api_key="tml-wrong-key-0000")
+    fails(tinker.AuthenticationError, "key", stranger.get_server_capabilities)
 
 
 def check_rest(client: Any, model: Any, path: str) -> None:
