@@ -71,7 +71,9 @@ def run_server(
             sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
             service = Service(training, sampling, settings)
             banner = _banner(listener, host, f"{model} ({backend}, sampler {sampler})", names[0], bool(api.api_keys))
-            failure = asyncio.run(_run(service, api, listener, banner))
+            # The loop that uvicorn takes by itself: uvloop where it is installed.
+            with asyncio.Runner(loop_factory=uvicorn.Config(app=None).get_loop_factory()) as runner:
+                failure = runner.run(_run(service, api, listener, banner))
     except (ValueError, OSError, RuntimeError) as error:
         logger.debug("areal serve failed", exc_info=True)
         sys.exit(f"areal serve: {error}")

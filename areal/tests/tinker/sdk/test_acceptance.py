@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
@@ -37,21 +38,36 @@ CURVE = [-72.02117, -61.43531, -60.98556, -65.69525, -62.1725, -68.56596, -64.19
 
 
 NEW, OLD = VERSIONS
-CASES = [(NEW, True), (OLD, False), pytest.param(OLD, True, marks=pytest.mark.thorough)]
 
 
-@pytest.mark.parametrize(("version", "complete"), CASES)
-def test_sdk(version: str, complete: bool, server: ServerProcess) -> None:
-    """What needs torch or a tokenizer in the client takes seconds to import: with the old version, it is thorough."""
+def check_sdk(version: str, server: ServerProcess, *, complete: bool) -> None:
+    """Run the acceptance script. What needs torch or a tokenizer in the client, which takes seconds to import, is left out unless complete."""
     results = Sdk(version).run(server, "acceptance", complete=complete)
     assert results["curve"] == pytest.approx(CURVE, abs=1e-3)
     assert len(results["tokens"]) == 8
+
+
+def test_both_versions_use_a_server_at_the_same_time(server: ServerProcess) -> None:
+    """And what an operator sees then. One test, because workers that share it would each start a server."""
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(check_sdk, NEW, server, complete=True), pool.submit(check_sdk, OLD, server, complete=False)]
+    for run in runs:
+        run.result()
     # No request met an unexpected error, and the key is nowhere in the output.
     assert "Traceback" not in server.text
     assert KEY not in server.text
+    check_monitoring(server)
+    check_delays(server)
 
 
-def test_monitoring_of_a_server_in_use(server: ServerProcess) -> None:
+@pytest.mark.thorough
+def test_old_version_completely(server: ServerProcess) -> None:
+    check_sdk(OLD, server, complete=True)
+
+
+def check_monitoring(server: ServerProcess) -> None:
+    """Health, metrics and state of a server that was used."""
+
     def get(path: str) -> str:
         request = urllib.request.Request(f"{server.url}{path}", headers={"X-API-Key": KEY})
         with urllib.request.urlopen(request, timeout=10) as answer:
@@ -67,7 +83,7 @@ def test_monitoring_of_a_server_in_use(server: ServerProcess) -> None:
         assert all(set(expected[name][0]) <= set(entry) for entry in status[name]), name
 
 
-def test_answers_are_not_delayed_by_the_network(server: ServerProcess) -> None:
+def check_delays(server: ServerProcess) -> None:
     """An answer in two packets waits 40 ms for the first one's acknowledgement if the socket collects small packets."""
     seconds = []
     with httpx2.Client(base_url=server.url, headers={"X-API-Key": KEY}) as client:
