@@ -73,6 +73,12 @@ def datum(prompt: Sequence[int], answer: Sequence[int], **inputs: Sequence[float
     )
 
 
+def served_model() -> str:
+    """Return the name of the model that the server has."""
+    capabilities = tinker.RestClient().get_server_capabilities().result()
+    return str(capabilities.supported_models[0].model_name)
+
+
 def accuracy(tokenizer: Any, client: tinker.SamplingClient, held_out: Sequence[Question]) -> float:
     """Return the fraction of questions whose most likely answer is right."""
     greedy = tinker.SamplingParams(max_tokens=8, temperature=0, stop=[tokenizer.eos_token_id])

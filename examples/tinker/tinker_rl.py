@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tinker
-from arithmetic import Question, accuracy, datum, is_right, prompt_ids, questions
+from arithmetic import Question, accuracy, datum, is_right, prompt_ids, questions, served_model
 
 
 def parse() -> argparse.Namespace:
@@ -54,12 +54,9 @@ def main(args: argparse.Namespace) -> None:
     # 1. A model with a new adapter, or with the weights of a saved one.
     service = tinker.ServiceClient(user_metadata={"recipe": "rl"})
     if args.from_state:
-        training = service.create_training_client_from_state(args.from_state)
+        training = service.create_training_client_from_state(args.from_state).result()
     else:
-        base_model = service.get_server_capabilities().supported_models[0].model_name
-        if base_model is None:
-            raise SystemExit("the server names no model")
-        training = service.create_lora_training_client(base_model=base_model, rank=args.rank, seed=0)
+        training = service.create_lora_training_client(served_model(), rank=args.rank, seed=0).result()
     tokenizer = training.get_tokenizer()
     held_out = questions(args.eval_size, seed=1)
 
@@ -67,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
     adam = tinker.AdamParams(learning_rate=args.lr, beta2=0.95, eps=1e-8)
     before: float | None = None
     for step in range(1, args.steps + 1):
-        client = training.save_weights_and_get_sampling_client()
+        client = training.save_weights_and_get_sampling_client().result()
         if before is None:
             before = accuracy(tokenizer, client, held_out)
             print(f"accuracy before: {before:.2f}", flush=True)
@@ -80,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"step {step}: reward {reward:.3f}, {len(data)} answers to train on", flush=True)
 
     # 3. The accuracy on sums that were not trained on, and the weights.
-    after = accuracy(tokenizer, training.save_weights_and_get_sampling_client(), held_out)
+    after = accuracy(tokenizer, training.save_weights_and_get_sampling_client().result(), held_out)
     print(f"accuracy after: {after:.2f}")
     print(f"saved {training.save_state('final').result().path}")
     if args.min_rise is not None and after - (before or 0.0) < args.min_rise:

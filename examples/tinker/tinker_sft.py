@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 import tinker
-from arithmetic import accuracy, answer_ids, datum, prompt_ids, questions
+from arithmetic import accuracy, answer_ids, datum, prompt_ids, questions, served_model
 
 
 def parse() -> argparse.Namespace:
@@ -31,15 +31,12 @@ def main(args: argparse.Namespace) -> None:
     # 1. A model with an adapter: a new one, or a saved one.
     service = tinker.ServiceClient(user_metadata={"recipe": "sft"})
     if args.resume:
-        training = service.create_training_client_from_state_with_optimizer(args.resume)
+        training = service.create_training_client_from_state_with_optimizer(args.resume).result()
     else:
-        base_model = service.get_server_capabilities().supported_models[0].model_name
-        if base_model is None:
-            raise SystemExit("the server names no model")
-        training = service.create_lora_training_client(base_model=base_model, rank=args.rank, seed=0)
+        training = service.create_lora_training_client(served_model(), rank=args.rank, seed=0).result()
     tokenizer = training.get_tokenizer()
     held_out = questions(args.eval_size, seed=1)
-    before = accuracy(tokenizer, training.save_weights_and_get_sampling_client(), held_out)
+    before = accuracy(tokenizer, training.save_weights_and_get_sampling_client().result(), held_out)
     print(f"accuracy before: {before:.2f}", flush=True)
 
     # 2. Steps. Both requests of a step are sent before the first result is read, so that the server does not wait.
@@ -59,7 +56,7 @@ def main(args: argparse.Namespace) -> None:
             print(f"saved {training.save_state(f'step-{step}', ttl_seconds=86_400).result().path}", flush=True)
 
     # 3. The accuracy on sums that were not trained on.
-    after = accuracy(tokenizer, training.save_weights_and_get_sampling_client(), held_out)
+    after = accuracy(tokenizer, training.save_weights_and_get_sampling_client().result(), held_out)
     print(f"accuracy after: {after:.2f}", flush=True)
     if args.min_rise is not None and after - before < args.min_rise:
         raise SystemExit(f"the accuracy rose by {after - before:.2f}, and not by {args.min_rise}")
