@@ -71,9 +71,20 @@ def run_server(
             sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
             service = Service(training, sampling, settings)
             banner = _banner(listener, host, f"{model} ({backend}, sampler {sampler})", names[0], bool(api.api_keys))
+            app = create_app(service, api)
+            # Idle connections are kept longer than a client's pause between steps.
+            config = uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                timeout_keep_alive=120,
+                timeout_graceful_shutdown=10,
+            )
             # The loop that uvicorn takes by itself: uvloop where it is installed.
-            with asyncio.Runner(loop_factory=uvicorn.Config(app=None).get_loop_factory()) as runner:
-                failure = runner.run(_run(service, api, listener, banner))
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                failure = runner.run(_run(service, config, app.state.context.stopping, listener, banner))
     except (ValueError, OSError, RuntimeError) as error:
         logger.debug("areal serve failed", exc_info=True)
         sys.exit(f"areal serve: {error}")
@@ -125,19 +136,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _run(service: Service, api: ApiSettings, listener: socket.socket, banner: str) -> Exception | None:
+async def _run(
+    service: Service, config: uvicorn.Config, stopping: asyncio.Event, listener: socket.socket, banner: str
+) -> Exception | None:
     """Serve until a signal, or until the service cannot go on. Returns the reason of the latter."""
-    app = create_app(service, api)
-    # Idle connections are kept longer than a client's pause between steps.
-    config = uvicorn.Config(
-        app, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=10
-    )
     server = _Server(config)
 
     def stop() -> None:
         # Held requests are answered at once.
         server.should_exit = True
-        app.state.context.stopping.set()
+        stopping.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
