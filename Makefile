@@ -28,7 +28,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-cookbook test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -75,6 +75,9 @@ docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is 
 
 test-mutants: $(VENV)/.test $(TINKER) ## Plant bugs one at a time and check that the tests catch each.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS)
+
+test-cookbook: $(VENV)/.test $(VENV)-tinker-cookbook/.ready $(MODEL) ## Run recipes of the published tinker-cookbook against the server.
+	$(BIN)/python -m pytest -q -rA areal/tests/tinker/cookbook
 
 test-zoo: $(VENV)/.test ## Compare every model type of transformers with transformers, and write the table of docs/model-zoo.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.zoo
@@ -126,6 +129,11 @@ $(VENV)-lowest/.test: pyproject.toml
 	touch $@
 
 # Seconds with uv, which is among the packages of the tests.
+$(VENV)-tinker-cookbook/.ready:
+	$(PYTHON) -m venv $(VENV)-tinker-cookbook
+	$(VENV)-tinker-cookbook/bin/pip install 'torch>=2.11,<2.14' tinker==0.38.0 tinker-cookbook==0.5.8 sympy pylatexenc math-verify
+	touch $@
+
 $(VENV)-tinker-%/.ready:
 	if test -x $(BIN)/uv; then $(BIN)/uv venv --clear --python $(PYTHON) $(VENV)-tinker-$*; else $(PYTHON) -m venv $(VENV)-tinker-$*; fi
 	if test -x $(BIN)/uv; then $(BIN)/uv pip install --python $(VENV)-tinker-$* tinker==$*; \

@@ -46,17 +46,20 @@ def model_with_tokenizer(folder: Path) -> str:
 
 
 class ServerProcess:
-    """``areal serve`` in a process. ``url`` is its address."""
+    """``areal serve`` in a process, which names its model ``name``. ``url`` is its address."""
 
-    def __init__(self, folder: Path, model: str, port: int = 0) -> None:
+    def __init__(self, folder: Path, model: str, port: int = 0, *, name: str = "tiny", threads: int = 1) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "keys").write_text(f"tml-another-key-0000\n{KEY}\n")
         exact = '{"dtype": "float32"}'
         command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", "fsdp:d1"]
         command += ["--backend-config", exact, "--sampler-config", exact, "--root", str(folder / "root")]
-        command += ["--name", "tiny", "--api-key-file", str(folder / "keys"), "--port", str(port)]
+        command += ["--name", name, "--api-key-file", str(folder / "keys"), "--port", str(port)]
         self.log: list[str] = []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
         self._ready = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,13 @@ from areal.tinker.engine.errors import LeaseLostError
 from areal.tinker.engine.store.tables import lease
 
 _T = TypeVar("_T")
+
+Write = Callable[[Connection], Any]
+"""Statements of a transaction. May run twice, and then only the second time counts."""
+
+_MOST_WRITES = 64
+"""Writes of one transaction."""
+
 _CLOCKS = {
     "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
     "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)",
@@ -52,6 +60,9 @@ class Database:
         self._beat: asyncio.Task[None] | None = None
         self._lost: LeaseLostError | None = None
         self._closed = False
+        # Writes that arrive while a transaction runs share the next one.
+        self._writes: deque[tuple[Write, asyncio.Future[Any]]] = deque()
+        self._writer: asyncio.Task[None] | None = None
 
     @property
     def lost(self) -> LeaseLostError | None:
@@ -89,18 +100,39 @@ class Database:
         self._thread.shutdown(wait=False)
 
     async def write(self, work: Callable[[Connection], _T]) -> _T:
-        """Run ``work`` in a transaction of the owner.
+        """Run ``work`` in a transaction of the owner, which several writes may share. Each of them fails alone.
 
         Raises:
             LeaseLostError: another server owns the database. Nothing was written.
         """
         if self._lost is not None:
             raise self._lost
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[_T] = loop.create_future()
+        self._writes.append((work, written))
+        if self._writer is None:
+            self._writer = loop.create_task(self._write_all())
         try:
-            return await self._run(self._transact, work, True)
+            return await written
         except LeaseLostError as error:
             self._lose(error)
             raise
+
+    async def _write_all(self) -> None:
+        """Write until nothing waits."""
+        while self._writes:
+            group = [self._writes.popleft() for _ in range(min(len(self._writes), _MOST_WRITES))]
+            try:
+                results = await self._run(self._transact_together, [work for work, _ in group])
+            except Exception as error:
+                results = [error] * len(group)
+            for (_, written), result in zip(group, results, strict=True):
+                # The task that waited may be cancelled.
+                if not written.done() and isinstance(result, Exception):
+                    written.set_exception(result)
+                elif not written.done():
+                    written.set_result(result)
+        self._writer = None
 
     async def read(self, work: Callable[[Connection], _T]) -> _T:
         """Run ``work``, which only reads."""
@@ -137,6 +169,19 @@ class Database:
                 if owner is None or owner["owner"] != self._me:
                     raise _lost_to(owner)
             return work(connection)
+
+    def _transact_together(self, works: list[Write]) -> list[Any]:
+        """Run writes in one transaction. If one fails, each has its own. Returns a value or an error for each."""
+        if len(works) > 1:
+            with contextlib.suppress(Exception):
+                return self._transact(lambda connection: [work(connection) for work in works], True)
+        results: list[Any] = []
+        for work in works:
+            try:
+                results.append(self._transact(work, True))
+            except Exception as error:
+                results.append(error)
+        return results
 
     def _migrate(self) -> None:
         """Run the revisions that the database does not have."""

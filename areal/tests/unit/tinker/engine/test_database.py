@@ -7,7 +7,7 @@ import importlib.util
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -191,3 +191,30 @@ def test_results_are_read_as_they_were_stored() -> None:
             np.testing.assert_array_equal(sampled.prompt_logprobs, prompt, strict=True)
 
     assert decode_result(encode_result({"path": "x", "n": [1, None]})) == {"path": "x", "n": [1, None]}
+
+
+def test_writes_that_arrive_together_share_a_transaction_and_fail_alone(tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    def store(value: int) -> Callable[[Connection], int]:
+        def work(connection: Connection) -> int:
+            # Each transaction is a new object.
+            begun.append(id(connection.get_transaction()))
+            connection.execute(text("INSERT INTO numbers VALUES (:value)"), {"value": value})
+            return value
+
+        return work
+
+    async def scenario() -> list[object]:
+        database = Database(f"sqlite:///{tmp_path / 'a.db'}", 20.0)
+        await database.open()
+        await database.write(lambda connection: connection.execute(text("CREATE TABLE numbers (n INTEGER UNIQUE)")))
+        together = await asyncio.gather(*(database.write(store(value)) for value in (1, 2, 3)))
+        assert together == [1, 2, 3]
+        assert len(set(begun)) == 1
+        mixed = await asyncio.gather(*(database.write(store(value)) for value in (4, 2, 5)), return_exceptions=True)
+        rows = await database.read(lambda connection: connection.execute(text("SELECT n FROM numbers")).scalars().all())
+        await database.close()
+        return [mixed[0], type(mixed[1]).__name__, mixed[2], sorted(rows)]
+
+    assert asyncio.run(scenario()) == [4, "IntegrityError", 5, [1, 2, 3, 4, 5]]

@@ -1,0 +1,1 @@
+"""Recipes of the published cookbook against the training server."""
