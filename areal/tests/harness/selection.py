@@ -51,10 +51,10 @@ SCHEDULES = ("fsdp:p2-GPipe", "fsdp:p2v2-Interleaved1F1B")
 MODES = (*SCHEDULES, "fsdp:p2v2-InterleavedZeroBubble", "c2-gather_kv", "t2-no_sp", "(attn:d1t2|ffn:d1e2)")
 """Modes that are thorough except in the three steps and the grid: beside each, another mode runs the same code of a test."""
 
-CELLS = 3
+CELLS = 2
 """Cells of the grid for each layout that are not thorough."""
 
-CASES = 4
+CASES = 3
 """Cases of a test on ranks that are not thorough, unless each is about something else (:data:`EACH`)."""
 
 EACH = (GRID, STEPS, "test_options")
