@@ -64,8 +64,15 @@ ELSEWHERE = (
     "megatron:p2-hf",  # saves that are killed while the code of the FSDP engine writes
     "test_killed_server_raises_within_the_deadline[vllm]",
     "test_requests_fail_over_from_killed_server[sglang]",
+    "test_servers_sleep_and_wake_with_the_same_weights[sglang]",
+    "test_log_probs_are_those_of_the_servers_temperature",  # those of a rollout in this process are tested next to it
+    "test_compiled_graphs_are_reused_for_many_lengths[plain]",
+    "test_too_few_resources_raise_and_the_placement_group_is_removed",
+    "test_ppo_with_a_critic_learns",  # a step of it is compared in the tests of dispatch
+    "test_grpo_learns_the_same_on_every_layout",  # the steps of each layout are
+    "test_sampling_costs_little_over_the_generator",  # timed
 )
-"""Single tests whose code the test of another engine or server runs as well."""
+"""Single tests that take long, and whose code other tests run as well."""
 
 
 def mark_thorough(items: Sequence[pytest.Item]) -> None:
