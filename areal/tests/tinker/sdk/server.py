@@ -46,17 +46,38 @@ def model_with_tokenizer(folder: Path) -> str:
 
 
 class ServerProcess:
-    """``areal serve`` in a process. ``url`` is its address."""
+    """``areal serve`` in a process. ``url`` is its address.
 
-    def __init__(self, folder: Path, model: str, port: int = 0) -> None:
+    Args:
+        settings: those of the backend, in addition to float32.
+        environment: variables of the process; by default those of the tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        port: int = 0,
+        *,
+        backend: str = "fsdp:d1",
+        settings: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "keys").write_text(f"tml-another-key-0000\n{KEY}\n")
-        exact = '{"dtype": "float32"}'
-        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", "fsdp:d1"]
-        command += ["--backend-config", exact, "--sampler-config", exact, "--root", str(folder / "root")]
+        exact = {"dtype": "float32"}
+        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", backend]
+        command += [
+            "--backend-config",
+            json.dumps({**exact, **(settings or {})}),
+            "--sampler-config",
+            json.dumps(exact),
+        ]
+        command += ["--root", str(folder / "root")]
         command += ["--name", "tiny", "--api-key-file", str(folder / "keys"), "--port", str(port)]
         self.log: list[str] = []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(command, **pipes, text=True, env=environment)
         self._ready = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 
