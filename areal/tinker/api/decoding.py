@@ -161,7 +161,7 @@ def _refused(body: bytes, message: str) -> RefusedRequest:
 
 
 def refused_request(body: Any, message: str) -> RefusedRequest | None:
-    """Return a request that fails in its turn, for a JSON body with wrong fields; ``None`` if it has no place in the order of a model."""
+    """Return a request that fails in its turn, for a JSON body with wrong fields; ``None`` without a place in the order of a model."""
     if not isinstance(body, dict) or "session_id" in body:
         return None
     try:
