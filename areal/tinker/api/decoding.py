@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import math
 from typing import Any
 
@@ -11,7 +13,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from areal.tinker.api import schemas, wire_pb2
-from areal.tinker.api.errors import BodyError
+from areal.tinker.api.errors import BodyError, field_errors
 from areal.tinker.engine.requests import (
     ForwardBackward,
     OptimStep,
@@ -123,18 +125,17 @@ def pass_from_json(body: bytes, forward_only: bool) -> ForwardBackward | Refused
     """Decode the JSON body of ``forward`` or ``forward_backward``.
 
     Raises:
-        BodyError: the body is not JSON, or has wrong fields.
+        BodyError: the body is not JSON, or has wrong fields and no place in the order of a model.
     """
+    name = "forward_input" if forward_only else "forward_backward_input"
     try:
         parsed = schemas.PassBody.model_validate_json(body)
+        given = parsed.forward_input if forward_only else parsed.forward_backward_input
+        wrong = None if given is not None else f"{name}: field required"
     except ValidationError as error:
-        # Only the places of the errors: the values can be large.
-        errors = [f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}" for entry in error.errors()[:10]]
-        raise BodyError(422, "; ".join(errors)) from None
-    name = "forward_input" if forward_only else "forward_backward_input"
-    given = parsed.forward_input if forward_only else parsed.forward_backward_input
+        given, wrong = None, field_errors(error.errors())
     if given is None:
-        raise BodyError(422, f"{name}: field required")
+        return _refused(body, wrong or "")
     shared: dict[str, Any] = {"model_id": parsed.model_id, "seq_id": parsed.seq_id or None, "digest": digest(body)}
     if (refusal := parsed.refusal()) is not None:
         return RefusedRequest(**shared, message=refusal)
@@ -145,6 +146,32 @@ def pass_from_json(body: bytes, forward_only: bool) -> ForwardBackward | Refused
     return ForwardBackward(
         **shared, data=data, loss_fn=given.loss_fn, loss_fn_config=given.loss_fn_config or {}, forward_only=forward_only
     )
+
+
+def _refused(body: bytes, message: str) -> RefusedRequest:
+    """Return a request that fails in its turn.
+
+    Raises:
+        BodyError: the body does not say when its turn is.
+    """
+    with contextlib.suppress(ValueError, RecursionError):
+        if (refused := refused_request(json.loads(body), message)) is not None:
+            return refused
+    raise BodyError(422, message)
+
+
+def refused_request(body: Any, message: str) -> RefusedRequest | None:
+    """Return a request that fails in its turn, for a JSON body with wrong fields; ``None`` without a place in the order of a model."""
+    if not isinstance(body, dict) or "session_id" in body:
+        return None
+    try:
+        place = schemas.SequencedBody.model_validate({name: body.get(name) for name in ("model_id", "seq_id")})
+    except ValidationError:
+        return None
+    if not place.seq_id:
+        return None
+    content = digest(json.dumps(body, sort_keys=True, default=str).encode())
+    return RefusedRequest(place.model_id, place.seq_id, content, message=message)
 
 
 def _datum_from_json(datum: schemas.DatumBody) -> RawDatum:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -40,6 +42,11 @@ def error_response(status: int, message: str, headers: dict[str, str] | None = N
     return JSONResponse({"error": message, "detail": message, "category": category}, status, headers)
 
 
+def field_errors(errors: Sequence[Any]) -> str:
+    """Return the places of pydantic's errors. The values are left out: they can be large, and need not be valid JSON."""
+    return "; ".join(f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}" for entry in errors[:10])
+
+
 async def _service_error(request: Request, error: Exception) -> JSONResponse:
     status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
     return error_response(status, str(error), {"Retry-After": "1"} if status in (429, 503) else None)
@@ -59,11 +66,10 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Name each wrong field. The values are left out: they can be large, and need not be valid JSON."""
+    """Name each wrong field."""
     if not isinstance(error, RequestValidationError):
         raise error
-    fields = [f"{'.'.join(str(part) for part in entry['loc'])}: {entry['msg']}" for entry in error.errors()[:10]]
-    return error_response(422, "; ".join(fields))
+    return error_response(422, field_errors(error.errors()))
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -33,6 +33,9 @@ _BATCH_TOKENS_OF_OTHERS = 2048
 _MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0. Logits overflow at much smaller ones."""
 
+_EMPTY = SampledAnswer("length", np.empty(0, np.int32), np.empty(0, np.float32))
+"""Answer to a request that only scores its prompt."""
+
 _PROBE_TOKENS = 16
 """Tokens of the forward that checks a new adapter."""
 
@@ -118,9 +121,8 @@ class LocalSampler:
             sampling = self._sampling(request)
             if not self.rollout.serving:
                 await asyncio.to_thread(self.rollout.restart)
-            work: list[Any] = [
-                self.rollout.generate(request.prompt, each, adapter) for each in _with_seeds(sampling, request)
-            ]
+            seeded = _with_seeds(sampling, request) if request.max_tokens != 0 else []
+            work: list[Any] = [self.rollout.generate(request.prompt, each, adapter) for each in seeded]
             if request.prompt_logprobs or request.prompt_top_k:
                 work.append(self._score(request, sampling, adapter))
             results = await _all(work)
@@ -135,7 +137,7 @@ class LocalSampler:
             raise ServerError("the server is stopping: send the request again when it is back")
         if not all(np.isfinite(each.logprobs).all() for each in scores):
             raise UserError("the log-probs of the prompt are not finite: the weights have diverged")
-        answers = [_answer(each, request.sample_top_k) for each in completions]
+        answers = [_answer(each, request.sample_top_k) for each in completions] or [_EMPTY] * request.num_samples
         if not scores:
             return SamplingResult(answers)
         return SamplingResult(
@@ -211,12 +213,13 @@ class LocalSampler:
         Raises:
             ValueError: a parameter is out of range.
         """
-        most = self._limits.max_tokens - len(request.prompt)
+        scored_only = request.max_tokens == 0 and (request.prompt_logprobs or request.prompt_top_k > 0)
+        most = 1 if scored_only else self._limits.max_tokens - len(request.prompt)
         if most < 1:
             raise ValueError(
                 f"prompt has {len(request.prompt)} tokens: the context of {self._limits.max_tokens} tokens has no room for an answer"
             )
-        if request.max_tokens is not None and not 1 <= request.max_tokens <= most:
+        if request.max_tokens is not None and not scored_only and not 1 <= request.max_tokens <= most:
             raise ValueError(
                 f"max_tokens = {request.max_tokens}: after a prompt of {len(request.prompt)} tokens it must be at least 1 and at most "
                 f"{most}; leave it out for as many as the context allows"
@@ -240,7 +243,7 @@ class LocalSampler:
         if ends is None and request.stop_strings is not None:
             ends = ()
         return Sampling(
-            max_new_tokens=most if request.max_tokens is None else request.max_tokens,
+            max_new_tokens=request.max_tokens or most,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=max(request.top_k, 0),

@@ -99,7 +99,8 @@ class SamplingRequest:
     Attributes:
         prompt: token ids; at least one.
         num_samples: number of answers.
-        max_tokens: maximum number of tokens of an answer; ``None`` for as many as the context allows.
+        max_tokens: maximum number of tokens of an answer; ``None`` for as many as the context allows. 0: only the prompt is scored, and
+            answers are empty.
         seed: seed of the request; answer ``i`` is the same whatever else the server does. ``None`` draws one.
         stop_strings, stop_token_ids: ends of an answer; ``None`` for both means the model's own end tokens.
         temperature, top_k, top_p: distribution from which tokens are drawn; ``top_k`` of -1 keeps all tokens.

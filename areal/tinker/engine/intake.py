@@ -187,7 +187,7 @@ class Intake:
             await self._reject(entry, f"the request could not be read: {type(error).__name__}: {error}", "user")
         # The model may have closed meanwhile, or have passed over a number that an old client was given.
         if model.closed is not None:
-            await self._futures.fail([entry.request_id], model.closed, "user")
+            await self._futures.fail([entry.request_id], model.closed, model.blame)
         elif entry.seq < model.next_seq:
             await self._reject(entry, f"seq_id {entry.seq} of {model.id} was passed over: send a new request", "user")
         else:

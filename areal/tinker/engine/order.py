@@ -9,6 +9,7 @@ from typing import Any
 
 from areal.tinker.backends.prepared import AdapterSpec
 from areal.tinker.engine.requests import CreateModel, ModelRequest
+from areal.tinker.engine.store.futures import Category
 
 BATCHED = ("forward", "forward_backward")
 """Kinds of which a backend may receive several models' requests in one call."""
@@ -36,6 +37,7 @@ class LiveModel:
         top_seq: highest number that any request has.
         in_backend: whether the backend may have an adapter of this name.
         closed: why the model takes no more requests.
+        blame: category of the failure of a request that comes after that.
         failed: numbers of requests that failed before their turn.
         losses: ``(seq_id, loss, tokens)`` of the last passes.
     """
@@ -53,6 +55,7 @@ class LiveModel:
     busy: bool = False
     in_backend: bool = False
     closed: str | None = None
+    blame: Category = "user"
     waiting: dict[int, Entry] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=500))

@@ -170,7 +170,11 @@ def check_sampling(request: Sample, limits: ModelLimits, settings: ServiceSettin
     max_tokens = params.get("max_tokens")
     if max_tokens is not None:
         check_integer("sampling_params.max_tokens", max_tokens, 1)
-    if room < (max_tokens or 1):
+    # Clients score a prompt by asking for one token. A prompt that fills the context is scored only.
+    scored = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
+    if room == 0 and max_tokens == 1 and scored:
+        params["max_tokens"] = max_tokens = 0
+    elif room < (max_tokens or 1):
         raise UserError(
             f"prompt has {len(prompt)} tokens and sampling_params.max_tokens is {max_tokens}: "
             f"together at most {limits.max_tokens} are supported"

@@ -15,6 +15,7 @@ from areal.tinker.engine.store.database import Database
 from areal.tinker.engine.store.tables import checkpoints, futures, models
 
 _RESTARTED = "the server was restarted"
+_LOST = "the server or its training processes were restarted"
 _MOST_CURVES = 100
 
 
@@ -104,7 +105,7 @@ class Runs:
             # Each model's error names its own last checkpoint.
             alive = select(models.c.id).where(models.c.state.in_(("creating", "live")))
             for run_id in connection.execute(alive).scalars().all():
-                failed = {"state": "failed", "category": "server", "error": self._lost(connection, run_id)}
+                failed = {"state": "failed", "category": "server", "error": _lost(connection, run_id, _RESTARTED)}
                 connection.execute(update(futures).where(unfinished, futures.c.model_id == run_id).values(**failed))
             connection.execute(update(models).where(models.c.id.in_(alive)).values(state="lost"))
             # Requests of models that closed before.
@@ -121,14 +122,10 @@ class Runs:
         """Return the error for requests to a model that is not alive, and whether the server is to blame."""
         row = await self.row(run_id)
         if row["state"] == "lost":
-            return await self._database.read(lambda connection: self._lost(connection, run_id)), True
+            return await self._database.read(lambda connection: _lost(connection, run_id, _LOST)), True
         if row["state"] == "failed":
             return f"{run_id} could not be created: see the error of its creation, and create a new model", False
         return f"{run_id} was released: create a new model, or one from a checkpoint of it", False
-
-    def _lost(self, connection: Connection, run_id: str) -> str:
-        last = _last(connection, [run_id]).get((run_id, "training"))
-        return lost_message(run_id, None if last is None else last["path"], _RESTARTED)
 
     def _describe(self, row: Any, last: dict[tuple[str, str], Any]) -> dict[str, Any]:
         training, sampler = (last.get((row["id"], kind)) for kind in ("training", "sampler"))
@@ -154,3 +151,8 @@ def _last(connection: Connection, run_ids: list[str]) -> dict[tuple[str, str], A
     same = [checkpoints.c[name] == newest.c[name] for name in ("run_id", "kind", "created")]
     chosen = select(checkpoints).join(newest, and_(*same))
     return {(row["run_id"], row["kind"]): dict(row) for row in connection.execute(chosen).mappings()}
+
+
+def _lost(connection: Connection, run_id: str, reason: str) -> str:
+    last = _last(connection, [run_id]).get((run_id, "training"))
+    return lost_message(run_id, None if last is None else last["path"], reason)

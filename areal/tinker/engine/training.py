@@ -100,7 +100,7 @@ class Training:
         """End a model: its requests fail, and its adapter is released."""
         if model.closed is not None:
             return
-        model.closed = reason
+        model.closed, model.blame = reason, category
         self.order.models.pop(model.id, None)
         self._cancel_gap(model)
         failed = [*(entry.request_id for entry in model.waiting.values()), *model.running]

@@ -14,7 +14,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from areal.trainer.rollout.batching.manager import GenerationManager
 from areal.trainer.rollout.batching.router import AdapterRouter
-from areal.trainer.rollout.protocol import Sampling
 from areal.trainer.rollout.sampler import RequestSampler
 from areal.utils.offload import storage_bytes
 
@@ -53,7 +52,7 @@ class GenerationLimits:
                 most = "" if high is None else f" and at most {high}"
                 raise ValueError(f"{name} = {value}: it must be at least {low}{most} ({rule})")
 
-    def checked(self, prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> list[int]:
+    def checked(self, prompt_ids: Sequence[int], new_tokens: int, vocab_size: int) -> list[int]:
         """Return a prompt as a list, or raise a ``ValueError``."""
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
@@ -62,9 +61,9 @@ class GenerationLimits:
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             unknown = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"prompt_ids has the token {unknown}: the model knows 0 to {vocab_size - 1}")
-        if len(prompt) + sampling.max_new_tokens > self.max_context:
+        if len(prompt) + new_tokens > self.max_context:
             raise ValueError(
-                f"{len(prompt)} prompt tokens and max_new_tokens = {sampling.max_new_tokens} are longer than max_context = "
+                f"{len(prompt)} prompt tokens and max_new_tokens = {new_tokens} are longer than max_context = "
                 f"{self.max_context}: shorten one, or make the rollout with more"
             )
         return prompt

@@ -176,7 +176,7 @@ class LocalRollout:
 
         Generation is paused meanwhile. Prompts that wait at the same time are computed together. Errors are those of :meth:`generate`.
         """
-        prompt = self._check_prompt(prompt_ids, replace(sampling, max_new_tokens=1, stop=()))
+        prompt = self._limits.checked(prompt_ids, 0, self._vocab)
 
         with self._using(adapter) as used:
             return await asyncio.wrap_future(self._scorer.submit(prompt, sampling, used))
@@ -305,7 +305,7 @@ class LocalRollout:
 
     def _check_prompt(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> list[int]:
         """Return the prompt as a list, or raise a ``ValueError``."""
-        prompt = self._limits.checked(prompt_ids, sampling, self._vocab)
+        prompt = self._limits.checked(prompt_ids, sampling.max_new_tokens, self._vocab)
         if sampling.stop and self._tokenizer is None:
             raise ValueError(
                 f"Sampling.stop = {sampling.stop}: text needs a tokenizer: make LocalRollout(tokenizer=...), or set stop_token_ids"

@@ -110,6 +110,30 @@ def test_an_unknown_field_is_refused_in_its_turn_unless_it_is_off() -> None:
     assert (answer.status_code, "prompt_alt_tokens_k" in answer.json()["error"]) == (422, True)
 
 
+WRONG_FIELDS = {
+    "save_weights": {"path": "a\0b"},
+    "save_weights_for_sampler": {"ttl_seconds": 10**30},
+    "load_weights": {"path": "x" * 5000},
+    "optim_step": {"adam_params": {"learning_rate": "high"}},
+    "forward": {"forward_input": {"data": [], "loss_fn": "x" * 5000}},
+    "forward_backward": {"forward_backward_input": None},
+}
+
+
+@pytest.mark.parametrize("route", WRONG_FIELDS)
+def test_a_wrong_field_fails_in_its_turn(route: str) -> None:
+    """An answer of status 422 would leave a gap, for which all later requests of the model would wait."""
+    service = StandInService()
+    answer = posted(route, {"model_id": "s:train:0", "seq_id": 5, **WRONG_FIELDS[route]}, service)
+    assert answer.status_code == 200
+    (refused,) = service.submitted
+    assert isinstance(refused, RefusedRequest)
+    assert (refused.model_id, refused.seq_id) == ("s:train:0", 5)
+    assert next(iter(WRONG_FIELDS[route])) in refused.message
+    # Without a place in the order there is no gap.
+    assert posted(route, {"model_id": "s:train:0", **WRONG_FIELDS[route]}).status_code == 422
+
+
 def test_external_weights_are_a_kind_of_sampler_weights() -> None:
     service = StandInService()
     posted("save_weights_external", JSON_BODIES["save_weights_external"], service)

@@ -46,20 +46,42 @@ def model_with_tokenizer(folder: Path) -> str:
 
 
 class ServerProcess:
-    """``areal serve`` in a process, which names its model ``name``. ``url`` is its address."""
+    """``areal serve`` in a process, which names its model ``name``. ``url`` is its address.
 
-    def __init__(self, folder: Path, model: str, port: int = 0, *, name: str = "tiny", threads: int = 1) -> None:
+    Args:
+        settings: those of the backend, in addition to float32.
+        threads: threads of a product on the CPU.
+        environment: variables of the process; by default those of the tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        port: int = 0,
+        *,
+        name: str = "tiny",
+        backend: str = "fsdp:d1",
+        threads: int = 1,
+        settings: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "keys").write_text(f"tml-another-key-0000\n{KEY}\n")
-        exact = '{"dtype": "float32"}'
-        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", "fsdp:d1"]
-        command += ["--backend-config", exact, "--sampler-config", exact, "--root", str(folder / "root")]
+        exact = {"dtype": "float32"}
+        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", backend]
+        command += [
+            "--backend-config",
+            json.dumps({**exact, **(settings or {})}),
+            "--sampler-config",
+            json.dumps(exact),
+        ]
+        command += ["--root", str(folder / "root")]
         command += ["--name", name, "--api-key-file", str(folder / "keys"), "--port", str(port)]
         self.log: list[str] = []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        variables = {**(environment or os.environ), "OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(command, **pipes, text=True, env=variables)
         self._ready = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -74,7 +74,9 @@ def test_bad_prompts_and_states_raise() -> None:
         with pytest.raises(ValueError, match="prompt_ids is empty"):
             score(engine, [])
         with pytest.raises(ValueError, match="max_context"):
-            score(engine, [1] * CONTEXT)
+            score(engine, [1] * (CONTEXT + 1))
+        # Scoring needs no room for an answer.
+        assert len(score(engine, [1] * CONTEXT).logprobs) == CONTEXT - 1
         engine.sleep()
         with pytest.raises(RuntimeError, match="asleep"):
             score(engine, PROMPT)

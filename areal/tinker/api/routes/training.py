@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 
 from areal.tinker.api import decoding, schemas
 from areal.tinker.api.context import ServiceDependency
+from areal.tinker.api.errors import field_errors
 from areal.tinker.engine.requests import (
     CreateModel,
     LoadWeights,
@@ -22,7 +26,27 @@ from areal.tinker.engine.requests import (
 )
 from areal.tinker.engine.service import Service
 
-training_routes = APIRouter(prefix="/api/v1", tags=["training"])
+
+class _InTurn(APIRoute):
+    """A request of a model that has a wrong field fails in its turn. An answer of status 422 would leave a gap, for which later ones wait."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def in_turn(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                refused = decoding.refused_request(error.body, field_errors(error.errors()))
+                if refused is None:
+                    raise
+                service: Service = request.app.state.context.service
+                return JSONResponse(submitted_json(await service.submit(refused)))
+
+        return in_turn
+
+
+training_routes = APIRouter(prefix="/api/v1", tags=["training"], route_class=_InTurn)
 
 PROTOBUF = "application/x-protobuf"
 THREAD_BYTES = 128 * 1024

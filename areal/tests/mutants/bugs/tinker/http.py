@@ -52,6 +52,12 @@ def requests_with_one_digest(right: Function) -> Function:
     return lambda body: right(b"")
 
 
+@mutant("areal.tinker.api.decoding:refused_request", ROUTES + "test_a_wrong_field_fails_in_its_turn[save_weights]")
+def a_wrong_field_leaves_a_gap(right: Function) -> Function:
+    """A request with a wrong field is refused at once, and later requests of its model wait for its number."""
+    return lambda body, message: None
+
+
 @mutant("areal.tinker.api.decoding:forward_backward_from_protobuf", CODECS + "test_protobuf_request")
 def text_of_a_loss_configuration_lost(right: Function) -> Function:
     """Only the numbers of a loss configuration arrive."""

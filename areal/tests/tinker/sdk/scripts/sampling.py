@@ -68,6 +68,10 @@ def check_logprobs(sampler: Any, model: Any) -> None:
     same(result.prompt_logprobs[1:], trained[: PROMPT.length - 1], 1e-4)
     same(result.sequences[0].logprobs, trained[PROMPT.length - 1 :], 1e-4)
     same(sampler.compute_logprobs(PROMPT).result()[1:], result.prompt_logprobs[1:], 1e-4)
+    # An answer that ended with the context is scored as a whole.
+    longest = answers(sampler, 1, params(max_tokens=None)).sequences[0]
+    whole = types.ModelInput.from_ints(PROMPT.to_ints() + list(longest.tokens))
+    same(sampler.compute_logprobs(whole).result()[PROMPT.length :], longest.logprobs, 1e-4)
     top = result.topk_prompt_logprobs
     assert top[0] is None
     assert [len(pairs) for pairs in top[1:]] == [3] * (PROMPT.length - 1)

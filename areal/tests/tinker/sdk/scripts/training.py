@@ -174,6 +174,9 @@ def check_errors(client: Any, service_client: Any) -> None:
         lambda: client.optim_step(types.AdamParams(learning_rate=-1.0)).result(),
     )
     assert bad_step.category == types.RequestErrorCategory.User
+    # What JSON can hold and the database cannot. The next request of the model must not wait for it.
+    bad_name = fails(tinker.RequestFailedError, "NUL", lambda: client.save_state("a\0b").result())
+    assert bad_name.category == types.RequestErrorCategory.User
     fails(tinker.RequestFailedError, "rank", lambda: trainer(service_client, rank=10**6))
     fails(tinker.TinkerError, "other-model", lambda: trainer(service_client, base_model="other-model"))
     client.forward_backward([datum(1, length)], "cross_entropy").result()

@@ -24,6 +24,7 @@ from areal.tests.unit.tinker.backends.sampling import (
     trained_engine,
     with_tokenizer,
 )
+from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.local_sampler import LocalSampler, create
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult
 
@@ -166,6 +167,19 @@ def test_top_k_and_top_p_exclude_tokens_of_answers_and_none_of_the_prompt() -> N
 def test_answer_without_a_maximum_ends_with_the_context() -> None:
     (answer,) = sampled(max_tokens=None).answers
     assert (len(answer.tokens), answer.stop_reason) == (CONTEXT - len(PROMPT), "length")
+
+
+def test_a_prompt_that_fills_the_context_is_scored_only() -> None:
+    prompt = [(5 * i + 2) % VOCAB for i in range(CONTEXT)]
+    result = sampled(prompt=prompt, max_tokens=0, num_samples=2, prompt_logprobs=True)
+    assert [(len(answer.tokens), answer.stop_reason) for answer in result.answers] == [(0, "length")] * 2
+    shorter = sampled(prompt=prompt[:-1], max_tokens=1, prompt_logprobs=True)
+    assert result.prompt_logprobs is not None
+    assert shorter.prompt_logprobs is not None
+    assert result.prompt_logprobs.shape == (CONTEXT,)
+    np.testing.assert_allclose(result.prompt_logprobs[1:-1], shorter.prompt_logprobs[1:], atol=1e-4)
+    with pytest.raises(UserError, match="no room"):
+        sampled(prompt=prompt, max_tokens=None, prompt_logprobs=True)
 
 
 # ---- ends of answers

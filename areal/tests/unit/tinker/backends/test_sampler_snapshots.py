@@ -251,7 +251,10 @@ def test_adapter_of_another_shape_is_a_user_error(tmp_path: Path) -> None:
         ({"prompt": []}, "prompt_ids is empty"),
         ({"prompt": [1, VOCAB]}, f"token {VOCAB}"),
         ({"prompt": [1] * CONTEXT}, "prompt has 128 tokens: the context of 128 tokens has no room for an answer"),
-        ({"max_tokens": 0}, "max_tokens = 0: .* at least 1 and at most 87"),
+        (
+            {"max_tokens": 0, "prompt_logprobs": False, "prompt_top_k": 0},
+            "max_tokens = 0: .* at least 1 and at most 87",
+        ),
         ({"max_tokens": CONTEXT}, "max_tokens = 128: after a prompt of 41 tokens .* at most 87"),
         ({"num_samples": 0}, "num_samples = 0: it must be at least 1 and at most 1024"),
         ({"temperature": -0.5}, "temperature = -0.5"),

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sqlalchemy import create_engine, text
 from areal.tests.unit.tinker.engine.fakes import (
     FakeSampling,
     FakeTraining,
+    datum,
     digest,
     done,
     eventually,
@@ -274,10 +276,32 @@ def test_the_loss_of_the_backend_fails_its_models_and_the_server_goes_on(tmp_pat
             await eventually(service.healthy)
             assert ("restart",) in training.calls
             assert "a worker died" in errors[2]
-            assert path in await refused(service, train(models[0], 3), "server")
+            later = await refused(service, train(models[0], 3), "server")
+            assert path in later
+            assert "training processes were restarted" in later
             # The client resumes from its checkpoint.
             again = (await done(service, CreateModel(session, 7, digest(7), path=path, optimizer=True)))["model_id"]
             await done(service, train(again, 1))
+
+    asyncio.run(main())
+
+
+def test_a_request_that_arrives_during_a_loss_fails_as_the_others_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        training, checked = FakeTraining(), threading.Event()
+        async with serving(tmp_path, training) as service:
+            model = await new_model(service)
+            path = (await done(service, SaveWeights(model, 1, digest(1), path="one")))["path"]
+            # The second request is large: it is being validated when the first one loses the backend.
+            service._intake._thread.submit(checked.wait, 20)
+            arriving = asyncio.ensure_future(service.submit(train(model, 3, data=[datum()] * 64)))
+            await asyncio.sleep(0.05)
+            training.lost = True
+            assert "a worker died" in await refused(service, train(model, 2), "server")
+            checked.set()
+            answer = await outcome(service, await arriving)
+            assert (answer.state, answer.category) == ("failed", "server")
+            assert path in (answer.error or "")
 
     asyncio.run(main())
 

@@ -135,6 +135,20 @@ def test_the_last_scored_tokens_are_within_the_prompt() -> None:
     check_sampling(sample("s", prompt_logprobs=True, prompt_logprobs_last_n=1), LIMITS, SETTINGS)
 
 
+def test_a_prompt_that_fills_the_context_can_be_scored() -> None:
+    """Clients score a prompt by asking for one token. An answer that ended with the context has no room for it."""
+    params = {"max_tokens": 1}
+    full = {"prompt": tokens(*[1] * 32), "sampling_params": params}
+    assert check_sampling(sample("s", prompt_logprobs=True, **full), LIMITS, SETTINGS).max_tokens == 0
+    assert check_sampling(sample("s", topk_prompt_logprobs=2, **full), LIMITS, SETTINGS).max_tokens == 0
+    # Nothing else is scored only.
+    shorter = sample("s", prompt=tokens(*[1] * 31), sampling_params=params, prompt_logprobs=True)
+    assert check_sampling(shorter, LIMITS, SETTINGS).max_tokens == 1
+    for wrong in ({**full, "sampling_params": {"max_tokens": 2}}, {**full, "prompt": tokens(*[1] * 33)}):
+        with pytest.raises(UserError, match="together at most 32"):
+            check_sampling(sample("s", prompt_logprobs=True, **wrong), LIMITS, SETTINGS)
+
+
 def test_metadata_is_a_bounded_json_object() -> None:
     assert check_metadata({"a": [1, None]}) == {"a": [1, None]}
     for value in ([1], "x", {"a": float("nan")}, {"a": b"x"}, {"a": "x" * 2**19}):

@@ -1,0 +1,65 @@
+"""A client of a server that loses a rank: it has requests on their way at a line of output, and goes on after a line of input."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from common import ADAM, datum, fails, resumed, service, tinker, trainer, types
+from sampling import answers, resolved
+from training import steps
+
+REQUESTS = 400
+
+
+def error_of(future: Any) -> Any:
+    """Wait for a request, and return the error with which it failed."""
+    try:
+        future.result()
+    except tinker.RequestFailedError as error:
+        return error
+    return None
+
+
+def main() -> None:
+    client = service()
+    model, other = trainer(client), trainer(client, seed=8)
+    # Two models with checkpoints, of which one is public, and what the first one does after its checkpoint.
+    steps(model, 3)
+    saved = model.save_state("before").result().path
+    steps(other, 2)
+    public = other.save_state("shared").result().path
+    client.create_rest_client().publish_checkpoint_from_tinker_path(public).result()
+    weights = other.save_weights_for_sampler("shared").result().path
+    sampler = resolved(client.create_sampling_client(model_path=weights))
+    tokens = answers(sampler).sequences[0].tokens
+    went_on, other_on = steps(model, 4, 3), steps(other, 2, 2)
+    # A rank is killed while these are on their way.
+    futures = [
+        (model.forward_backward([datum(3, 9)], "cross_entropy"), model.optim_step(ADAM)) for _ in range(REQUESTS)
+    ]
+    futures[0][1].result()
+    print("ready", flush=True)
+    input()
+
+    # Some were executed. All others fail, and say where to go on.
+    errors = [error_of(future) for pair in futures for future in pair]
+    for error in filter(None, errors):
+        assert error.category == types.RequestErrorCategory.Server, error
+        assert saved in str(error), error
+    ended = [error is None for error in errors]
+    done = sum(ended)
+    assert 0 < done < len(ended)
+    assert all(ended[:done])
+    lost = fails(tinker.RequestFailedError, public, lambda: steps(other, 1, 4))
+    assert lost.category == types.RequestErrorCategory.Server
+    # The same session goes on, from its checkpoint and from the public one of the other model. The sampler never noticed.
+    again, shared = resumed(client, saved), resumed(service(), public)
+    assert steps(again, 4, 3) == went_on
+    assert steps(shared, 2, 2) == other_on
+    assert answers(sampler).sequences[0].tokens == tokens
+    assert again.save_state("after").result().path.endswith("/weights/after")
+    print(json.dumps({"done": done, "of": len(ended)}))
+
+
+main()
