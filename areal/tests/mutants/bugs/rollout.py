@@ -207,7 +207,7 @@ def idle_generator_polls(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.local_sampler:_with_seeds",
+    "areal.tinker.backends.local_sampler:with_seeds",
     SAMPLER.format("test_answer_of_a_seed_is_the_same_whatever_else_runs"),
 )
 def one_seed_for_all_answers(right: Function) -> Function:
@@ -220,12 +220,12 @@ def one_seed_for_all_answers(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.local_sampler:LocalSampler._check_base",
+    "areal.tinker.backends.local_sampler:check_adapter_base",
     SNAPSHOTS.format("test_bad_snapshots_are_user_errors[of another base*]"),
 )
 def adapter_of_another_base_served(right: Function) -> Function:
     """An adapter of another base model of the same shape is served."""
-    return lambda self, folder: None
+    return lambda folder, model: None
 
 
 @mutant(
