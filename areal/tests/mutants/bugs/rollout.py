@@ -14,6 +14,7 @@ EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
 RUNNER = "unit/rollout/test_runner.py::{}"
 ADAPTERS = "unit/rollout/test_adapters.py::{}"
 SAMPLER = "unit/tinker/backends/test_local_sampler.py::{}"
+HTTP_SAMPLER = "unit/tinker/backends/test_http_sampler.py::{}"
 SNAPSHOTS = "unit/tinker/backends/test_sampler_snapshots.py::{}"
 REWARDS = "unit/rollout/test_rewards.py::{}"
 
@@ -248,3 +249,25 @@ def diverged_adapter_served(right: Function) -> Function:
 def broken_logits_sampled(right: Function) -> Function:
     """A request whose logits are not finite goes on."""
     return lambda self, name, logprob: None
+
+
+@mutant(
+    "areal.tinker.backends.vllm.http_sampler:VLLMSampler._drop",
+    HTTP_SAMPLER.format("test_two_snapshots_and_the_model_at_once_have_the_log_probs_of_the_engine"),
+)
+def released_adapters_kept_on_the_server(right: Function) -> Function:
+    """Released adapters stay on the inference server."""
+
+    async def wrong(self: Any, served: Any) -> None:
+        return None
+
+    return wrong
+
+
+@mutant(
+    "areal.tinker.backends.vllm.http_sampler:check_supported",
+    HTTP_SAMPLER.format("test_requests_that_cannot_be_served_are_refused_by_name*"),
+)
+def prompt_scored_at_another_temperature(right: Function) -> Function:
+    """Log-probs of a prompt at temperature 1 are returned for any temperature."""
+    return lambda request: None

@@ -116,7 +116,7 @@ class VLLMSampler:
             sizes = AutoConfig.from_pretrained(model).get_text_config()
         except (OSError, ValueError) as error:
             raise ValueError(f"model = {model!r} cannot be read: {error}") from error
-        # On a loop of its own: this may be called with or without a running one.
+        # In another thread: this may be called with or without a running one.
         with ThreadPoolExecutor(1) as pool:
             card = pool.submit(asyncio.run, first_contact(settings, model)).result()
         context = card.max_model_len or sizes.max_position_embeddings
@@ -145,7 +145,7 @@ class VLLMSampler:
                     await self._drop(served)
 
     async def sample(self, snapshot: str, request: SamplingRequest) -> SamplingResult:
-        """Return the answers to a request, each from an HTTP request of its own. Cancelling the task closes their connections."""
+        """Return the answers to a request, each from a separate HTTP request. Cancelling the task closes their connections."""
         if snapshot not in self._served:
             raise UserError(f"snapshot {snapshot!r} is not served any more: create another sampling client")
         served = self._served[snapshot]
@@ -208,7 +208,7 @@ class VLLMSampler:
             try:
                 reply = await self._send(call, self._settings.timeout)
             except StatusError as error:
-                # A server that was started again has no adapters.
+                # A server that was started again does not have the adapters.
                 if error.status != 404 or served.folder is None:
                     raise as_error(error) from error
                 await self._load(served)
@@ -233,7 +233,7 @@ class VLLMSampler:
             )
             await self._load(served)
             try:
-                await self._send(call, self._settings.open_timeout)  # beside the slots, which long answers may fill
+                await self._send(call, self._settings.open_timeout)  # without a slot: long answers may fill them
             except StatusError as error:
                 raise as_error(error) from error
         except (ValueError, OSError) as error:

@@ -35,7 +35,7 @@ R = TypeVar("R", bound=ReplyBody, covariant=True)
 
 @dataclass(frozen=True)
 class HTTPCall(Generic[R]):
-    """One request: its route, its body, and the type of its reply. A GET request has no body."""
+    """One request: its route, its body, and the type of its reply. The body of a GET request is not sent."""
 
     route: str
     body: RequestBody
