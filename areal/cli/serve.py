@@ -57,6 +57,7 @@ def run_server(
         max_body_mib: Largest body of training data, in MiB after decompression.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each request to an inference server
     try:
         api = ApiSettings(api_keys=_keys(api_key_file), max_body_bytes=max_body_mib * MIB)
         training_config = _object("backend_config", backend_config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,16 @@ from areal.engine.lora.adapter_set import peft_format
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult, TopLogprobs
 from areal.tinker.backends.protocol import ModelLimits, SamplingFactory
-from areal.tinker.backends.sampler_config import LocalSamplerConfig
+from areal.tinker.backends.sampler_config import (
+    LocalSamplerConfig,
+    check_adapter_base,
+    checked_sampling,
+    gather_or_cancel,
+    with_seeds,
+)
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.prompt_logprobs import PromptLogprobs
 from areal.trainer.rollout.protocol import Completion, Sampling, TopTokens
-from areal.utils.seeding import mixed
 
 _MOST_CONTEXT, _CACHE_TOKENS = 8192, 32768
 """Defaults of ``max_context`` and of ``cache_tokens``."""
@@ -118,14 +122,14 @@ class LocalSampler:
             raise UserError(f"snapshot {snapshot!r} is not served any more: create another sampling client")
         adapter = self._served[snapshot]
         try:
-            sampling = self._sampling(request)
+            sampling = checked_sampling(request, self._limits, self._settings, _MIN_TEMPERATURE)
             if not self.rollout.serving:
                 await asyncio.to_thread(self.rollout.restart)
-            seeded = _with_seeds(sampling, request) if request.max_tokens != 0 else []
+            seeded = with_seeds(sampling, request) if request.max_tokens != 0 else []
             work: list[Any] = [self.rollout.generate(request.prompt, each, adapter) for each in seeded]
             if request.prompt_logprobs or request.prompt_top_k:
                 work.append(self._score(request, sampling, adapter))
-            results = await _all(work)
+            results = await gather_or_cancel(work)
         except ValueError as error:
             raise UserError(str(error)) from error
         except RuntimeError as error:
@@ -190,7 +194,7 @@ class LocalSampler:
             self.rollout.remove_adapter(name)
 
     def _read(self, name: str, folder: Path) -> None:
-        self._check_base(folder)
+        check_adapter_base(folder, self._model)
         self.rollout.add_adapter(name, folder)
 
     async def _is_finite(self, name: str) -> bool:
@@ -198,59 +202,6 @@ class LocalSampler:
         tokens = range(min(_PROBE_TOKENS, self._limits.vocab_size, self._limits.max_tokens - 1))
         result = await self.rollout.prompt_logprobs(tokens, Sampling(), name)
         return bool(np.isfinite(result.logprobs).all())
-
-    def _check_base(self, folder: Path) -> None:
-        """Raise a ``ValueError`` if an adapter names another base model. Its folder may have moved: the last component counts."""
-        file = folder / "adapter_config.json"
-        content = json.loads(file.read_bytes())
-        base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
-        if base and Path(str(base)).name != Path(self._model).name:
-            raise ValueError(f"{file} is of the base model {base!r}, and this server samples from {self._model!r}")
-
-    def _sampling(self, request: SamplingRequest) -> Sampling:
-        """Return the parameters of a request for the generator, without seed.
-
-        Raises:
-            ValueError: a parameter is out of range.
-        """
-        scored_only = request.max_tokens == 0 and (request.prompt_logprobs or request.prompt_top_k > 0)
-        most = 1 if scored_only else self._limits.max_tokens - len(request.prompt)
-        if most < 1:
-            raise ValueError(
-                f"prompt has {len(request.prompt)} tokens: the context of {self._limits.max_tokens} tokens has no room for an answer"
-            )
-        if request.max_tokens is not None and not scored_only and not 1 <= request.max_tokens <= most:
-            raise ValueError(
-                f"max_tokens = {request.max_tokens}: after a prompt of {len(request.prompt)} tokens it must be at least 1 and at most "
-                f"{most}; leave it out for as many as the context allows"
-            )
-        limits = {
-            "num_samples": (1, self._settings.max_samples, request.num_samples),
-            "topk_prompt_logprobs": (0, self._settings.max_top_logprobs, request.prompt_top_k),
-            "topk_sample_logprobs": (0, self._settings.max_top_logprobs, request.sample_top_k),
-        }
-        for name, (low, high, value) in limits.items():
-            if not low <= value <= high:
-                raise ValueError(f"{name} = {value}: it must be at least {low} and at most {high}")
-        if 0 < request.temperature < _MIN_TEMPERATURE:
-            raise ValueError(
-                f"temperature = {request.temperature}: it must be at least {_MIN_TEMPERATURE}, or 0 for the most likely tokens"
-            )
-        if request.top_k < -1:
-            raise ValueError(f"top_k = {request.top_k}: it must be at least 1, or -1 for all tokens")
-        # Stops that are given replace the model's own end tokens.
-        ends = request.stop_token_ids
-        if ends is None and request.stop_strings is not None:
-            ends = ()
-        return Sampling(
-            max_new_tokens=request.max_tokens or most,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=max(request.top_k, 0),
-            stop_token_ids=ends,
-            stop=request.stop_strings or (),
-            top_logprobs=request.sample_top_k,
-        )
 
     async def _score(self, request: SamplingRequest, sampling: Sampling, adapter: str | None) -> PromptLogprobs:
         """Return log-probs of the prompt at the request's temperature, over all tokens: those that ``top_k`` excludes are scored, too."""
@@ -270,25 +221,6 @@ def _tokenizer(model: str) -> PreTrainedTokenizerBase | None:
         return None
     # For some families, transformers makes a tokenizer without files, which has special tokens only.
     return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
-
-
-def _with_seeds(sampling: Sampling, request: SamplingRequest) -> list[Sampling]:
-    """Return the parameters of each answer. Their seeds differ."""
-    fields = vars(sampling)
-    seed = request.seed
-    seeds = [None if seed is None else mixed(seed, index) for index in range(request.num_samples)]
-    return [Sampling(**{**fields, "seed": each}) for each in seeds]
-
-
-async def _all(work: Sequence[Any]) -> list[Any]:
-    """Await coroutines together. After an error or a cancellation, all are cancelled and awaited."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _answer(completion: Completion, top_k: int) -> SampledAnswer:

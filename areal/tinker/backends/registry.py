@@ -51,5 +51,5 @@ def _load(group: str, option: str, name: str) -> Any:
         return points[name].load()
     except ImportError as error:
         raise ValueError(
-            f"{option} = {name!r}: it needs what is not installed ({error}): install areal[tinker]"
+            f"{option} = {name!r}: it needs what is not installed ({error}): install areal[tinker,rollout]"
         ) from error

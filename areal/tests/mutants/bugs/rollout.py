@@ -14,6 +14,7 @@ EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
 RUNNER = "unit/rollout/test_runner.py::{}"
 ADAPTERS = "unit/rollout/test_adapters.py::{}"
 SAMPLER = "unit/tinker/backends/test_local_sampler.py::{}"
+HTTP_SAMPLER = "unit/tinker/backends/test_http_sampler.py::{}"
 SNAPSHOTS = "unit/tinker/backends/test_sampler_snapshots.py::{}"
 REWARDS = "unit/rollout/test_rewards.py::{}"
 
@@ -207,7 +208,7 @@ def idle_generator_polls(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.local_sampler:_with_seeds",
+    "areal.tinker.backends.local_sampler:with_seeds",
     SAMPLER.format("test_answer_of_a_seed_is_the_same_whatever_else_runs"),
 )
 def one_seed_for_all_answers(right: Function) -> Function:
@@ -220,12 +221,12 @@ def one_seed_for_all_answers(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.local_sampler:LocalSampler._check_base",
+    "areal.tinker.backends.local_sampler:check_adapter_base",
     SNAPSHOTS.format("test_bad_snapshots_are_user_errors[of another base*]"),
 )
 def adapter_of_another_base_served(right: Function) -> Function:
     """An adapter of another base model of the same shape is served."""
-    return lambda self, folder: None
+    return lambda folder, model: None
 
 
 @mutant(
@@ -248,3 +249,25 @@ def diverged_adapter_served(right: Function) -> Function:
 def broken_logits_sampled(right: Function) -> Function:
     """A request whose logits are not finite goes on."""
     return lambda self, name, logprob: None
+
+
+@mutant(
+    "areal.tinker.backends.vllm.http_sampler:VLLMSampler._drop",
+    HTTP_SAMPLER.format("test_two_snapshots_and_the_model_at_once_have_the_log_probs_of_the_engine"),
+)
+def released_adapters_kept_on_the_server(right: Function) -> Function:
+    """Released adapters stay on the inference server."""
+
+    async def wrong(self: Any, served: Any) -> None:
+        return None
+
+    return wrong
+
+
+@mutant(
+    "areal.tinker.backends.vllm.http_sampler:check_supported",
+    HTTP_SAMPLER.format("test_requests_that_cannot_be_served_are_refused_by_name*"),
+)
+def prompt_scored_at_another_temperature(right: Function) -> Function:
+    """Log-probs of a prompt at temperature 1 are returned for any temperature."""
+    return lambda request: None

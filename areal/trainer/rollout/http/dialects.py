@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from areal.trainer.rollout.http.schemas import (
     Anything,
@@ -35,12 +35,13 @@ R = TypeVar("R", bound=ReplyBody, covariant=True)
 
 @dataclass(frozen=True)
 class HTTPCall(Generic[R]):
-    """One POST request: its route, its body, and the type of its reply."""
+    """One request: its route, its body, and the type of its reply. The body of a GET request is not sent."""
 
     route: str
     body: RequestBody
     reply: type[R]
     query: Mapping[str, str] = field(default_factory=dict)
+    method: Literal["GET", "POST"] = "POST"
 
 
 @dataclass(frozen=True)

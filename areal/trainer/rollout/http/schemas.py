@@ -145,7 +145,8 @@ class SGLangAbort(RequestBody):
 class VLLMCompletion(RequestBody):
     """``POST /v1/completions`` with a prompt of token ids. Fields left out would be taken from the model's ``generation_config.json``.
 
-    ``logprobs = 0`` requests those of the sampled tokens only.
+    ``logprobs = 0`` requests those of the sampled tokens only. With ``return_tokens_as_token_ids``, the keys of ``top_logprobs`` are
+    ``token_id:7`` in place of text.
     """
 
     model: str | None = None
@@ -164,7 +165,10 @@ class VLLMCompletion(RequestBody):
     ignore_eos: bool
     seed: int = Field(ge=0, lt=2**63)
     n: Literal[1] = 1
-    logprobs: Literal[0] = 0
+    logprobs: int = Field(default=0, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    stop: list[str] | None = None
+    return_tokens_as_token_ids: Literal[True] | None = None
     # Ids instead of text, and no token added to the prompt.
     return_token_ids: Literal[True] = True
     add_special_tokens: Literal[False] = False
@@ -176,14 +180,22 @@ class VLLMLogProbs(ReplyBody):
     """``choices[].logprobs``."""
 
     token_logprobs: list[LogProb]
+    top_logprobs: list[dict[str, LogProb]] | None = None
+
+
+class VLLMPromptLogProb(ReplyBody):
+    """Value of ``choices[].prompt_logprobs[]``, whose keys are token ids."""
+
+    logprob: LogProb
 
 
 class VLLMChoice(ReplyBody):
-    """``choices[]``. A request aborted before its first token may lack log-probs."""
+    """``choices[]``. A request aborted before its first token may lack log-probs. The first of ``prompt_logprobs`` is ``None``."""
 
     finish_reason: Literal["stop", "length", "abort"]
     token_ids: list[TokenId]
     logprobs: VLLMLogProbs | None
+    prompt_logprobs: list[dict[int, VLLMPromptLogProb] | None] | None = None
 
 
 class VLLMCompleted(ReplyBody):
@@ -221,3 +233,31 @@ class VLLMReloaded(ReplyBody):
     """Reply of ``/collective_rpc``: return value of each worker, ``None`` for ``reload_weights``."""
 
     results: list[None]
+
+
+class VLLMCard(ReplyBody):
+    """``data[]`` of ``GET /v1/models``. An adapter has the model's name as ``parent``."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class VLLMModels(ReplyBody):
+    """Reply of ``GET /v1/models``."""
+
+    data: list[VLLMCard] = Field(min_length=1)
+
+
+class VLLMLoadAdapter(RequestBody):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: str
+    lora_path: str
+
+
+class VLLMUnloadAdapter(RequestBody):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str

@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import time
+from collections.abc import Mapping
 from typing import TypeVar
 
 import httpx2
@@ -25,7 +26,36 @@ _SHOWN = 300
 
 
 class Unavailable(RuntimeError):
-    """The server could not be reached or reports an internal error: another attempt may succeed."""
+    """The server could not be reached or reports an internal error: another attempt may succeed.
+
+    Attributes:
+        text: body of the answer; empty if there was none.
+    """
+
+    def __init__(self, report: str, text: str = "") -> None:
+        super().__init__(report)
+        self.text = text
+
+
+class StatusError(Exception):
+    """The server answered with a status other than 200, below 500.
+
+    Attributes:
+        status: status of the answer.
+        text: body of the answer.
+    """
+
+    def __init__(self, report: str, status: int, text: str) -> None:
+        super().__init__(report)
+        self.status, self.text = status, text
+
+
+class RejectedCall(StatusError, ValueError):
+    """Status 400, 413 or 422: the request is wrong."""
+
+
+class UnexpectedStatus(StatusError, RuntimeError):
+    """Any other status."""
 
 
 class Server:
@@ -34,6 +64,7 @@ class Server:
     Args:
         url: base URL.
         version: version of the weights that the server has now.
+        headers: headers of each request, such as an API key.
 
     Attributes:
         url: base URL.
@@ -45,7 +76,7 @@ class Server:
         backoff_until: time on the monotonic clock until which the server gets no new requests, after a fault.
     """
 
-    def __init__(self, url: str, version: int) -> None:
+    def __init__(self, url: str, version: int, headers: Mapping[str, str] | None = None) -> None:
         self.url = url.rstrip("/")
         self.version: int | None = version
         self.label: str | None = None
@@ -56,6 +87,7 @@ class Server:
         self._faults = 0
         self._http = httpx2.AsyncClient(
             base_url=self.url,
+            headers=headers,
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,  # servers are in the cluster: no proxy
         )
@@ -69,15 +101,17 @@ class Server:
 
         Raises:
             Unavailable: the connection failed, the time limit passed, or the status is 500 or above.
-            ValueError: the server rejects the request (400, 413, 422).
-            RuntimeError: any other status, or a reply that does not have the documented form.
+            RejectedCall: the server rejects the request (400, 413, 422).
+            RuntimeError: any other status (:class:`UnexpectedStatus`), or a reply that does not have the documented form.
         """
         # The pool is unbounded, so waiting for a connection needs no limit.
         timeout = httpx2.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
-        body = call.body.model_dump(mode="json", exclude_none=True)
+        body = None if call.method == "GET" else call.body.model_dump(mode="json", exclude_none=True)
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._http.post(call.route, json=body, params=dict(call.query), timeout=timeout)
+                answer = await self._http.request(
+                    call.method, call.route, json=body, params=dict(call.query), timeout=timeout
+                )
         except (TimeoutError, httpx2.TimeoutException) as error:
             self._back_off()
             raise Unavailable(f"{self.url}{call.route}: no answer within {seconds:.3g} s") from error
@@ -88,11 +122,11 @@ class Server:
         report = f"{self.url}{call.route}: status {answer.status_code}: {answer.text[:_SHOWN]}"
         if answer.status_code >= 500:
             self._back_off()
-            raise Unavailable(report)
+            raise Unavailable(report, answer.text)
         if answer.status_code in (400, 413, 422):
-            raise ValueError(report)
+            raise RejectedCall(report, answer.status_code, answer.text)
         if answer.status_code != 200:
-            raise RuntimeError(report)
+            raise UnexpectedStatus(report, answer.status_code, answer.text)
         self._faults = 0
         return self._read(call, answer.content)
 

@@ -1,0 +1,1 @@
+"""Sampling on a running vLLM server, over HTTP."""
