@@ -184,7 +184,7 @@ def sleep_loses_running_answers(right: Function) -> Function:
     """A rollout goes to sleep while answers are running."""
 
     def wrong(self: Any) -> None:
-        self._pending.clear()
+        self._requests._pending.clear()
         right(self)
 
     return wrong
