@@ -133,11 +133,6 @@ class AdapterSet:
             raise RuntimeError("inside reference() nothing is trained: leave it first")
         return self._adapters[self._selected]
 
-    @property
-    def active(self) -> Adapter | None:
-        """The adapter that is applied in forwards; ``None`` inside :meth:`off`."""
-        return self._adapters[self._selected] if self._on else None
-
     def applied(self, runs: AdapterRuns | None) -> Mapping[str, LowRank | MixedLowRank]:
         """Return the factors that are applied in a forward, by layer.
 
@@ -217,8 +212,8 @@ class AdapterSet:
         self.current.zero_grad()
 
     def deltas(self) -> dict[str, WeightDelta]:
-        """Return the weight updates of the active adapter, by layer name. Collective."""
-        return {} if self.active is None else self.active.deltas()
+        """Return the weight updates of the selected adapter, by layer name; none inside :meth:`off`. Collective."""
+        return self._adapters[self._selected].deltas() if self._on else {}
 
     def _add_or_raise(self, name: str, make: Callable[[], Adapter], note: str) -> None:
         """Build and add an adapter; if that fails on any rank, raise on all. Collective."""

@@ -60,10 +60,9 @@ def divide_into_calls(passes: Sequence[Pass], most_tokens: int) -> Iterator[list
     """
     calls: list[list[int]] = []
     for index, each in enumerate(passes):
-        shares = FEWEST_TOKENS <= each.batch.tokens <= most_tokens
         # A call that a later request joins must not come before an earlier request of the same model.
         first = max((k for k, call in enumerate(calls) if each.adapter in _adapters(passes, call)), default=-1) + 1
-        fitting = [call for call in calls[first:] if shares and _is_shared(passes, call, most_tokens, each)]
+        fitting = [call for call in calls[first:] if _fit(passes[call[0]], each, most_tokens)]
         if fitting:
             fitting[0].append(index)
         else:
@@ -75,10 +74,9 @@ def _adapters(passes: Sequence[Pass], call: Sequence[int]) -> set[str]:
     return {passes[index].adapter for index in call}
 
 
-def _is_shared(passes: Sequence[Pass], call: Sequence[int], most_tokens: int, other: Pass) -> bool:
-    """Return whether a call is one of short requests of the form of another."""
-    first = passes[call[0]]
-    return first.form == other.form and FEWEST_TOKENS <= first.batch.tokens <= most_tokens
+def _fit(one: Pass, other: Pass, most_tokens: int) -> bool:
+    """Return whether two requests of different models may share a call."""
+    return one.form == other.form and all(FEWEST_TOKENS <= each.batch.tokens <= most_tokens for each in (one, other))
 
 
 def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass], *, train: bool) -> list[PassResult]:
