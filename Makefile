@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 BENCH_ARGS ?=
 # Of the 16 of the workload `rl`: all of them take an hour.
 BENCH_PROMPTS ?= 2
@@ -74,7 +75,7 @@ docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-mutants: $(VENV)/.test $(TINKER) ## Plant bugs one at a time and check that the tests catch each.
-	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.mutants -n $(PYTEST_WORKERS) $(MUTANTS_ARGS)
 
 test-cookbook: $(VENV)/.test $(VENV)-tinker-cookbook/.ready $(MODEL) ## Run recipes of the published tinker-cookbook against the server.
 	$(BIN)/python -m pytest -q -rA areal/tests/tinker/cookbook

@@ -25,7 +25,7 @@ from areal.tests.harness.selection import mark_thorough, world_size
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
 from areal.tests.harness.world import World, enter, take_records
-from areal.tests.mutants.run import planted_bugs
+from areal.tests.mutants.run import keep_passed, planted_bugs
 
 pytest.register_assert_rewrite(*REWRITTEN)
 
@@ -38,6 +38,7 @@ torchrun_key = pytest.StashKey[TorchrunWorld]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--planted", default="", metavar="NAMES", help="bugs to plant, in place of the tests")
+    parser.addoption("--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --planted")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,7 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     workerinput = getattr(session.config, "workerinput", {})
     # Not in pytest's own directory, which other sessions on this machine clear. Sessions that share the work share the cache.
-    scratch = Path(workerinput.get("areal_scratch") or tempfile.mkdtemp(prefix="areal-tests-"))
+    kept = session.config.getoption("keep")
+    scratch = Path(workerinput.get("areal_scratch") or kept or tempfile.mkdtemp(prefix="areal-tests-")).absolute()
     session.config.stash[scratch_key] = scratch
     if UNDER_TORCHRUN:
         ranks = session.config.stash[torchrun_key] = TorchrunWorld()
@@ -70,7 +72,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.stash[pools_key].close()
     if torchrun_key in session.config.stash:
         session.config.stash[torchrun_key].leave()
-    if not hasattr(session.config, "workerinput"):
+    if not hasattr(session.config, "workerinput") and not session.config.getoption("keep"):
         shutil.rmtree(session.config.stash[scratch_key], ignore_errors=True)
 
 
@@ -145,6 +147,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 tables.setdefault(table, []).append((row, columns))
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         return
+    if config.getoption("keep") and not config.getoption("planted"):
+        keep_passed(report.nodeid for report in reports if getattr(report, "when", None) == "call" and report.passed)
     for table, rows in tables.items():
         terminalreporter.section(f"{table} ({len(rows)})")
         width = max(len(row) for row, _ in rows)

@@ -1,7 +1,7 @@
 """Plants bugs one at a time and shows that the suite catches each: ``python -m areal.tests.mutants [name ...]``, or ``--list``.
 
 Each bug is a test item of a pytest session, so that several sessions share the work (``-n``). The tests that it names must first pass
-without the bug. Then the bug is planted in fresh worker processes and in this one, and one of these tests must fail by an assertion,
+without the bug: in this command, or in an earlier session whose directory it is given (``--keep`` in both). Then the bug is planted in fresh worker processes and in this one, and one of these tests must fail by an assertion,
 after the planted function was called. Anything else, a test that passes or one that breaks down for another reason, is a failure.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "-n", type=int, default=0, help="sessions that share the work; 0, the default, runs in this one"
     )
+    parser.add_argument("--keep", default="", metavar="DIR", help="directory in which an earlier session kept what passed")
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.names) - set(MUTANTS))
     if unknown:
@@ -62,7 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     files = sorted(files_of(MUTANTS[name] for name in names))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-n", str(given.n), "--dist", "worksteal"]
-    return int(pytest.main([*options, f"--planted={','.join(names)}", *files]))
+    return int(pytest.main([*options, f"--planted={','.join(names)}", f"--keep={given.keep}", *files]))
+
+
+def keep_passed(tests: Iterable[str]) -> None:
+    """Write the ids of tests that passed, next to the right values that they left in the caches."""
+    _passed_file().write_text("\n".join(tests))
+
+
+def kept_tests() -> set[str]:
+    """Return the ids of the tests that an earlier session has kept."""
+    path = _passed_file()
+    return set(path.read_text().splitlines()) if path.exists() else set()
+
+
+def _passed_file() -> Path:
+    return world().cache / "passed.txt"
 
 
 def planted_bugs(session: pytest.Session, names: Sequence[str]) -> list[pytest.Item]:
@@ -97,7 +114,7 @@ class PlantedBug(pytest.Item):
 
     def _require_sound(self) -> None:
         """Fail unless the tests pass as long as nothing is wrong. This also fills the caches of the session with right values."""
-        sound = self.config.stash.setdefault(_sound_key, set())
+        sound = self.config.stash.setdefault(_sound_key, kept_tests())
         for item in self._tests:
             text = "" if item.nodeid in sound else failure_of(item)
             if text:
@@ -108,6 +125,7 @@ class PlantedBug(pytest.Item):
 def _try(config: pytest.Config, planted: Mutant, items: Sequence[pytest.Function]) -> Verdict:
     """Run the tests with the bug until one fails."""
     text, pools = "", config.stash[pools_key]
+    traces(planted.name).unlink(missing_ok=True)
     # The workers of the session stay without the bug, for the next mutant.
     config.stash[pools_key] = buggy = Pools(pools.cache, pools.logs / "planted")
     buggy.first = (Call(plant_in_worker.__module__, plant_in_worker.__name__, {"name": planted.name}),)

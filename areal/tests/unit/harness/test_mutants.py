@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
+import areal.tests.mutants.run as run
 from areal.tests.harness.selection import STEPS, mark_thorough
+from areal.tests.harness.world import World
 from areal.tests.mutants.finding import collect_files, files_of, find_test
 from areal.tests.mutants.planting import find_target, plant, traces
 from areal.tests.mutants.registry import MUTANTS
+from areal.tests.mutants.run import PlantedBug, keep_passed, kept_tests
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +65,23 @@ def test_find_test_raises_on_a_missing_test(collected: list[pytest.Item]) -> Non
         find_test("dist/step/test_steps.py::test_nothing", collected)
     with pytest.raises(ValueError, match="no_such_layout"):
         find_test({"layout": "no_such_layout"}, collected)
+
+
+def test_tests_that_an_earlier_session_kept_are_not_run_again_without_the_bug(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "world", lambda: World(0, 1, tmp_path))
+    monkeypatch.setattr(request.config, "stash", pytest.Stash())
+    ran: list[str] = []
+    monkeypatch.setattr(run, "failure_of", lambda item: ran.append(item.name) or "it fails")
+    assert kept_tests() == set()
+    keep_passed([request.node.nodeid, "another"])
+    assert kept_tests() == {request.node.nodeid, "another"}
+    PlantedBug.from_parent(request.session, name="zigzag_not_undone", tests=[request.node])._require_sound()
+    assert not ran
+
+    keep_passed(["another"])
+    monkeypatch.setattr(request.config, "stash", pytest.Stash())
+    with pytest.raises(pytest.fail.Exception, match="without the bug, .* fails:\nit fails"):
+        PlantedBug.from_parent(request.session, name="zigzag_not_undone", tests=[request.node])._require_sound()
+    assert ran == [request.node.name]
