@@ -38,7 +38,9 @@ torchrun_key = pytest.StashKey[TorchrunWorld]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--planted", default="", metavar="NAMES", help="bugs to plant, in place of the tests")
-    parser.addoption("--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --planted")
+    parser.addoption(
+        "--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --planted"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

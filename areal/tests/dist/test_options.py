@@ -11,13 +11,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from pydantic import BaseModel
-from torch import Tensor
 
-from areal.api import Batch, ParallelDims, TokenOutputs, TrainEngine, TrainEngineConfig
+from areal.api import ParallelDims, TrainEngine, TrainEngineConfig
 from areal.engine.fsdp.parallelize import transformer_layers
-from areal.engine.registry import create_engine
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import family_dir, loss, local_batch, global_batch, started
+from areal.tests.harness.tiny import family_dir, global_batch, local_batch, loss, started
 from areal.tests.mutants.finding import TESTS, collect_files, find_test
 
 ENGINES = ("fsdp", "megatron")
@@ -248,7 +246,9 @@ OPTIONS: dict[str, Option] = {
     "fsdp.attention": Option("rows", attention),
     "fsdp.compile": Option(True, compiled),
     "fsdp.compile_backend": Option(
-        "aot_eager", "dist/step/test_compile.py::test_compiled_graphs_are_reused_for_many_lengths*plain*", {"fsdp.compile": True}
+        "aot_eager",
+        "dist/step/test_compile.py::test_compiled_graphs_are_reused_for_many_lengths*plain*",
+        {"fsdp.compile": True},
     ),
     "megatron.sequence_parallel": Option(False, splits, layout="t2"),
     "megatron.context_parallel": Option("gather_kv", splits, layout="c2"),
@@ -329,7 +329,10 @@ def differ(one: list[Any], other: list[Any]) -> bool:
 def cases(*, refused: bool) -> list[Any]:
     return [
         pytest.param(
-            engine, name, id=f"{engine}-{name}", marks=pytest.mark.world(ParallelDims.parse(f"x:{option.layout}").world_size)
+            engine,
+            name,
+            id=f"{engine}-{name}",
+            marks=pytest.mark.world(ParallelDims.parse(f"x:{option.layout}").world_size),
         )
         for engine in ENGINES
         for name, option in OPTIONS.items()

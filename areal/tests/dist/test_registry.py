@@ -65,9 +65,7 @@ def test_engine_of_another_package_joins_the_grid(
         layout = Layout(f"{NAME}:d{world_size}", options={NAME: {"async_reduce": cut == "shared40"}})
         for dtype in ("float64", "float32"):
             agrees_with_the_reference(
-                Cell(
-                    layout, family="gemma3_text", objective_name=objective, case_name=case, cut=cut, dtype=dtype
-                )
+                Cell(layout, family="gemma3_text", objective_name=objective, case_name=case, cut=cut, dtype=dtype)
             )
 
 

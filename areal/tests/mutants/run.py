@@ -1,8 +1,9 @@
 """Plants bugs one at a time and shows that the suite catches each: ``python -m areal.tests.mutants [name ...]``, or ``--list``.
 
 Each bug is a test item of a pytest session, so that several sessions share the work (``-n``). The tests that it names must first pass
-without the bug: in this command, or in an earlier session whose directory it is given (``--keep`` in both). Then the bug is planted in fresh worker processes and in this one, and one of these tests must fail by an assertion,
-after the planted function was called. Anything else, a test that passes or one that breaks down for another reason, is a failure.
+without the bug: in this command, or in an earlier session whose directory it is given (``--keep`` in both). Then the bug is planted in
+fresh worker processes and in this one, and one of these tests must fail by an assertion, after the planted function was called. Anything
+else, a test that passes or one that breaks down for another reason, is a failure.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "-n", type=int, default=0, help="sessions that share the work; 0, the default, runs in this one"
     )
-    parser.add_argument("--keep", default="", metavar="DIR", help="directory in which an earlier session kept what passed")
+    parser.add_argument(
+        "--keep", default="", metavar="DIR", help="directory in which an earlier session kept what passed"
+    )
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.names) - set(MUTANTS))
     if unknown:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from areal.api import SaveLoadMeta, TrainEngine
-from areal.utils.offload import optimizer_tensors
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import global_batch, local_batch, loss, same_bits, started, weights_of
+from areal.utils.offload import optimizer_tensors
 
 
 def train(engine: TrainEngine, steps: range) -> None:
@@ -36,15 +36,20 @@ def test_bf16_adamw_replicas_stay_equal_and_resume_bitwise(backend: str, tmp_pat
         train(engine, range(5))
         expected = weights_of(engine)
         local = {
-            f"{name} {p.placements}": p.to_local().tolist() for name, p in engine._components.model.named_parameters() if isinstance(p, DTensor)
+            f"{name} {p.placements}": p.to_local().tolist()
+            for name, p in engine._components.model.named_parameters()
+            if isinstance(p, DTensor)
         }
         actual: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(actual, {key: rows for key, rows in local.items() if "norm" in key or backend == "fsdp:r2"})
+        dist.all_gather_object(
+            actual, {key: rows for key, rows in local.items() if "norm" in key or backend == "fsdp:r2"}
+        )
         if backend in ("fsdp:r2", "fsdp:t2"):
             assert len(actual[0]) >= 9
             assert all(one == actual[0] for one in actual)
         moments = optimizer_tensors(engine._components.optimizer.inner)
-        assert moments and all(moment.dtype is torch.bfloat16 for moment in moments)
+        assert moments
+        assert all(moment.dtype is torch.bfloat16 for moment in moments)
     with started(backend, **options) as engine:
         train(engine, range(3))
         engine.save(SaveLoadMeta(tmp_path / "run", weight_format="dcp"))

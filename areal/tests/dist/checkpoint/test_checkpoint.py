@@ -15,11 +15,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, SaveLoadMeta, TrainEngine
-from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
+from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
-from areal.tests.harness.tiny import OPTIMIZER, gpt2_dir, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    OPTIMIZER,
+    global_batch,
+    gpt2_dir,
+    layouts,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.tests.harness.world import world
 
 SGD = OptimizerConfig(type="sgd", lr=0.1, momentum=0.9)
@@ -198,9 +208,7 @@ def test_dcp_checkpoint_without_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.world(1, 2)
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_async_save_contains_state_at_the_call(
-    weight_format: Any, world_size: int, tmp_path: Path
-) -> None:
+def test_async_save_contains_state_at_the_call(weight_format: Any, world_size: int, tmp_path: Path) -> None:
     meta = SaveLoadMeta(tmp_path / "saved", weight_format=weight_format, asynchronous=True)
     with started(f"fsdp:d{world_size}") as engine:
         step(engine, 1)

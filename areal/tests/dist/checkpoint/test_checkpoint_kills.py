@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal.api import SaveLoadMeta, TrainEngine
+from areal.engine.checkpoint.async_save import Observe
+from areal.engine.checkpoint.atomic_dir import discard, open_draft, verify
 from areal.engine.checkpoint.checkpointer import EngineCheckpointer
 from areal.engine.checkpoint.dcp import read_metadata, read_tensors
-from areal.engine.fsdp.checkpoint import FSDPCheckpointer
-from areal.engine.checkpoint.atomic_dir import discard, open_draft, verify
-from areal.engine.registry import engine_names
 from areal.engine.checkpoint.run_state import read_state
-from areal.engine.checkpoint.async_save import Observe
+from areal.engine.fsdp.checkpoint import FSDPCheckpointer
+from areal.engine.registry import engine_names
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, run_world
 from areal.tests.harness.tiny import started
@@ -139,7 +139,9 @@ def save_with_four(folder: str, stage: str) -> None:
     path = model_dir("qwen3")
     with started("fsdp:d4", path=path) as engine:
         components = engine._components
-        checkpointer = FSDPCheckpointer(components.model, components.optimizer, engine, engine.control, path, observe=die)
+        checkpointer = FSDPCheckpointer(
+            components.model, components.optimizer, engine, engine.control, path, observe=die
+        )
         start = time.monotonic()
         try:
             checkpointer.save(SaveLoadMeta(Path(folder) / "saved"))

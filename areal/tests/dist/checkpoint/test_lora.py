@@ -13,13 +13,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal.api import FinetuneSpec, LoRAConfig, SaveLoadMeta, TrainEngine
-from areal.engine.registry import create_engine
+from areal.api import LoRAConfig, SaveLoadMeta, TrainEngine
 from areal.tests.grid.compare import assert_tensors
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir
+from areal.tests.harness.tiny import (
+    config,
+    global_batch,
+    gradients_of,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.utils.dtensor import local_part
-from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
 
 FOUR = [pytest.mark.world(4), pytest.mark.thorough]
 LAYOUTS = [
@@ -76,7 +84,8 @@ def test_new_adapter_does_not_change_outputs(backend: str) -> None:
         engine.adapters.select("other")
         assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True))
         ups = {name for name in first if "lora_B" in name}
-        assert ups and not any(first[name].any() for name in ups)
+        assert ups
+        assert not any(first[name].any() for name in ups)
         assert not any(torch.equal(x, first[name]) for name, x in of(engine).items() if name not in ups)
 
 
@@ -288,7 +297,10 @@ def test_invalid_adapter_names_and_files_raise(tmp_path: Path) -> None:
             (lambda: adapters.save("b", tmp_path / "b"), r"no adapter 'b'"),
             (lambda: adapters.add("default"), r"there is an adapter 'default' already"),
             (lambda: adapters.add("../up"), r"adapter name '../up'"),
-            (lambda: adapters.add("b", LoRAConfig(target_modules=("nothing",))), r"(?s)target_modules = \('nothing',\).*not found"),
+            (
+                lambda: adapters.add("b", LoRAConfig(target_modules=("nothing",))),
+                r"(?s)target_modules = \('nothing',\).*not found",
+            ),
             (lambda: adapters.load("b", tmp_path / "nowhere"), r"no adapter that peft can read"),
             (lambda: adapters.load("b", other), r"has shape \[.*\], but the model needs"),
             (lambda: adapters.load("b", few), r"embed_tokens, which is not a linear layer"),

@@ -60,7 +60,9 @@ def test_three_steps_with_tied_embeddings_track_the_reference(backend: str) -> N
 
 @pytest.mark.parametrize(
     "backend",
-    layouts("fsdp:d1", "megatron:t2", thorough=("fsdp:t2", "fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:p2", "megatron:c2")),
+    layouts(
+        "fsdp:d1", "megatron:t2", thorough=("fsdp:t2", "fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:p2", "megatron:c2")
+    ),
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3_tied"])
 def test_head_adapter_round_trips_with_peft(backend: str, family: str, tmp_path: Path) -> None:
@@ -173,9 +175,11 @@ def test_adapter_on_the_head_alone_trains(backend: str) -> None:
 @pytest.mark.world(2)
 @pytest.mark.parametrize("backend", ["fsdp:p2", "megatron:p2"])
 def test_stage_without_adapters_is_refused(backend: str) -> None:
-    with pytest.raises(ValueError, match="no layer of this pipeline stage would have an adapter"):
-        with started(backend, lora=LoRAConfig(target_modules=("lm_head",))):
-            pass
+    with (
+        pytest.raises(ValueError, match="no layer of this pipeline stage would have an adapter"),
+        started(backend, lora=LoRAConfig(target_modules=("lm_head",))),
+    ):
+        pass
 
 
 @pytest.mark.world(1)
@@ -195,9 +199,11 @@ def test_head_of_other_weights_is_refused(tmp_path: Path) -> None:
             engine.adapters.load("other", tmp_path / "other")
         assert engine.adapters.names == ("default",)
         engine.adapters.load("narrow", tmp_path / "narrow")
-    with adapted("fsdp:d1", path=path, init_from_scratch=True) as engine:
-        with pytest.raises(ValueError, match="other values than a model with random weights"):
-            engine.adapters.load("theirs", theirs)
+    with (
+        adapted("fsdp:d1", path=path, init_from_scratch=True) as engine,
+        pytest.raises(ValueError, match="other values than a model with random weights"),
+    ):
+        engine.adapters.load("theirs", theirs)
 
 
 @pytest.mark.world(1)
@@ -205,6 +211,10 @@ def test_head_that_is_more_than_a_product_is_refused(tmp_path: Path) -> None:
     """Its logits are computed by the model's own code."""
     shrink(AutoConfig.for_model("electra", is_decoder=True)).save_pretrained(tmp_path)
     lora = LoRAConfig(rank=2, target_modules=("query", "generator_lm_head"))
-    with pytest.raises(ValueError, match=r"layer generator_lm_head cannot have an adapter: .* choose lora.target_modules"):
-        with started("fsdp:d1", path=str(tmp_path), init_from_scratch=True, lora=lora):
-            pass
+    with (
+        pytest.raises(
+            ValueError, match=r"layer generator_lm_head cannot have an adapter: .* choose lora.target_modules"
+        ),
+        started("fsdp:d1", path=str(tmp_path), init_from_scratch=True, lora=lora),
+    ):
+        pass

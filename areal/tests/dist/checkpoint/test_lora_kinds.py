@@ -57,12 +57,18 @@ def test_kinds_select_layers(backend: str, family: str, kinds: Any, expected: se
 @pytest.mark.world(1)
 def test_kinds_without_layers_are_refused() -> None:
     for family, kinds, message in (
-        ("qwen3_moe", ("attention", "mlp"), r"lora.layer_kinds = \('attention', 'mlp'\): the experts .* leave 'mlp' out"),
+        (
+            "qwen3_moe",
+            ("attention", "mlp"),
+            r"lora.layer_kinds = \('attention', 'mlp'\): the experts .* leave 'mlp' out",
+        ),
         ("deepseek_v3", ("mlp",), "experts of this model cannot have adapters"),
     ):
-        with pytest.raises(ValueError, match=message):
-            with started("fsdp:d1", path=family_dir(family), lora=LoRAConfig(layer_kinds=kinds)):
-                pass
+        with (
+            pytest.raises(ValueError, match=message),
+            started("fsdp:d1", path=family_dir(family), lora=LoRAConfig(layer_kinds=kinds)),
+        ):
+            pass
 
 
 def test_kinds_that_share_names_are_told_apart() -> None:
@@ -73,7 +79,9 @@ def test_kinds_that_share_names_are_told_apart() -> None:
         plan = peft_format().plan_adapter(config, LoRAConfig(layer_kinds=kinds))
         return sorted(target.key for target in plan.targets if ".layer.0." in target.key)
 
-    attention = [f"bert.encoder.layer.0.attention.{name}" for name in ("output.dense", "self.key", "self.query", "self.value")]
+    attention = [
+        f"bert.encoder.layer.0.attention.{name}" for name in ("output.dense", "self.key", "self.query", "self.value")
+    ]
     assert names("attention") == attention
     assert names("mlp") == ["bert.encoder.layer.0.intermediate.dense", "bert.encoder.layer.0.output.dense"]
 

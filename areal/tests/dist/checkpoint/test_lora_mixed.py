@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from areal.api import Batch, FinetuneSpec, LoRAConfig, MicroBatchSpec, ParallelDims, TokenOutputs, TrainEngine
-from areal.dispatch import WorkerGroup
-from areal.tests.dist.checkpoint.test_lora import moments, of
+from areal.api import LoRAConfig, ParallelDims
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.cell_engine import CellEngine, start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import LORA, Cell, Layout
-from areal.tests.grid.models import adapter_dir, model_dir
+from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.reference import Reference, ReferenceStep
-from areal.tests.harness.tiny import config, global_batch, gradients_of, local_batch, loss, same_bits, started
+from areal.tests.harness.tiny import same_bits
 from areal.tests.harness.world import cached
 
 Sample = dict[str, Tensor]

@@ -19,8 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from areal.api import LoRAConfig, SaveLoadMeta
-from areal.engine.model.tiny_config import shrink
 from areal.engine.checkpoint.tensor_layout import disk_layout, joined, stored_tensors
+from areal.engine.model.tiny_config import shrink
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import (
     Sample,
@@ -92,9 +92,7 @@ def test_weights_gradients_and_files_equal_those_of_transformers(backend: str, f
         # Outputs and gradients.
         rows, gradients = expected_step(path, global_batch())
         batch = local_batch(engine, global_batch())
-        for actual, expected in zip(
-            engine.forward_batch(batch), rows[engine.dp_rank :: engine.dp_size], strict=True
-        ):
+        for actual, expected in zip(engine.forward_batch(batch), rows[engine.dp_rank :: engine.dp_size], strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         engine.forward_backward(batch, loss)
         for name, gradient in gradients_of(engine).items():
@@ -132,7 +130,10 @@ def test_files_may_divide_a_tensor_in_other_sizes(tmp_path: Path) -> None:
         tensors[keys[0]] = tensors[keys[0]][1:].contiguous()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
-    with pytest.raises(ValueError, match=r"q_conv1d.weight' has shape \[23, 1, 4\]"), started("fsdp:d2", path=str(folder)):
+    with (
+        pytest.raises(ValueError, match=r"q_conv1d.weight' has shape \[23, 1, 4\]"),
+        started("fsdp:d2", path=str(folder)),
+    ):
         pass
 
 

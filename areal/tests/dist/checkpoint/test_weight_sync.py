@@ -18,6 +18,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, TrainEngine, WeightReceiver
+from areal.tests.grid.cell_engine import start_cell
+from areal.tests.grid.layouts import LORA, TOLERANCES, Cell, Layout, all_layouts
+from areal.tests.grid.models import adapter_dir, model_dir
+from areal.tests.harness.tiny import global_batch, layouts, local_batch, loss, same_bits, started, weights_of
+from areal.tests.harness.world import world
+from areal.utils.distributed import ControlPlane
 from areal.weight_sync import (
     BroadcastReceiver,
     BroadcastTransport,
@@ -28,12 +34,6 @@ from areal.weight_sync import (
     SharedMemoryReceiver,
     SharedMemoryTransport,
 )
-from areal.tests.grid.layouts import LORA, TOLERANCES, Cell, Layout, all_layouts
-from areal.tests.grid.models import adapter_dir, model_dir
-from areal.tests.grid.cell_engine import start_cell
-from areal.tests.harness.tiny import layouts, loss, local_batch, global_batch, same_bits, started, weights_of
-from areal.tests.harness.world import world
-from areal.utils.distributed import ControlPlane
 
 BUCKET = 20_000
 LEARN = OptimizerConfig(lr=0.05)
@@ -82,7 +82,9 @@ def serve(socket: str) -> None:
     with Listener(socket, family="AF_UNIX") as listener, listener.accept() as connection:
         while True:
             try:
-                way, address, path, adapter, sequences = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+                way, address, path, adapter, sequences = torch.load(
+                    io.BytesIO(connection.recv_bytes()), weights_only=False
+                )
             except EOFError:
                 os._exit(0)
             module = replica(path, adapter=adapter)
@@ -136,9 +138,7 @@ def by_direct(
     return looked_at(module, sequences)
 
 
-def by_disk(
-    engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None
-) -> Found:
+def by_disk(engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None) -> Found:
     transport = DiskTransport(engine.control, folder / "weights", file_bytes=BUCKET)  # type: ignore[attr-defined]
     transport.send(version=5, **sent(engine, adapter))
     module = replica(path, adapter=adapter)
@@ -247,9 +247,7 @@ def test_bfloat16_replica_of_float32_trainer(backend: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("backend", layouts(2))
 @pytest.mark.parametrize("stage", ["draft opened", "in file 2", "written"])
-def test_sender_fault_raises_on_all_ranks_and_engine_continues(
-    backend: str, stage: str, tmp_path: Path
-) -> None:
+def test_sender_fault_raises_on_all_ranks_and_engine_continues(backend: str, stage: str, tmp_path: Path) -> None:
     armed = [True]
 
     def fail(reached: str) -> None:

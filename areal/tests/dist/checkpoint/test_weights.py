@@ -16,11 +16,20 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from areal.api import FinetuneSpec
 from areal.engine.checkpoint import tensor_layout as naming
+from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.checkpoint.tensor_layout import disk_layout, stored_tensors
 from areal.engine.registry import create_engine
-from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.tests.grid.models import FAMILIES, model_dir
-from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    config,
+    global_batch,
+    gradients_of,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.tests.harness.world import cached, world
 
 

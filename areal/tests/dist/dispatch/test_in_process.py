@@ -230,9 +230,14 @@ def test_adapters_and_reference(tmp_path: Path) -> None:
         assert handle.adapters.names == engine.adapters.names
         assert handle.adapters.selected == "second"
         assert same(list(handle.adapters.named_tensors()), list(engine.adapters.named_tensors()))
-        with pytest.raises(KeyError), handle.reference():
-            assert same(handle.forward_batch(global_batch()), reference_of(engine))
-            raise KeyError("inside")
+
+        def fail_inside() -> None:
+            with handle.reference():
+                assert same(handle.forward_batch(global_batch()), reference_of(engine))
+                raise KeyError("inside")
+
+        with pytest.raises(KeyError, match="inside"):
+            fail_inside()
         # The context was left on the ranks, after the error too.
         assert same(handle.forward_batch(global_batch()), engine.forward_batch(global_batch()))
 
@@ -317,13 +322,15 @@ class OtherDisk(InProcess):
 def test_folder_that_is_not_shared_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with WorkerGroup(config("fsdp:d1"), OtherDisk()) as handle:
         handle.initialize(FinetuneSpec(total_train_steps=10))
-        with pytest.raises(ValueError, match="another folder for the driver on .* than for rank 0 on node-2"):
+        with pytest.raises(ValueError, match=r"another folder for the driver on .* than for rank 0 on node-2"):
             handle.save(SaveLoadMeta(tmp_path / "new" / "step", weight_format="dcp"))
         assert not list(tmp_path.iterdir())
         assert handle.train_batch(global_batch(), loss).update_successful
-    with WorkerGroup(config("fsdp:d1"), OtherDisk(), shared_folder=tmp_path) as handle:
-        with pytest.raises(ValueError, match="node-2"):
-            handle.initialize(FinetuneSpec(total_train_steps=10))
+    with (
+        WorkerGroup(config("fsdp:d1"), OtherDisk(), shared_folder=tmp_path) as handle,
+        pytest.raises(ValueError, match="node-2"),
+    ):
+        handle.initialize(FinetuneSpec(total_train_steps=10))
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -86,8 +86,6 @@ def grpo(folder: Path, what: str = "", number: int = 0, every: int = 1) -> Curve
     return curve
 
 
-
-
 @pytest.mark.world(1)
 @pytest.mark.parametrize(
     ("what", "number", "every"),

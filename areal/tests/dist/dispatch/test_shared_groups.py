@@ -171,7 +171,7 @@ def test_loss_that_calls_a_model_without_room_raises() -> None:
             return loss(out, batch)
 
         with mock.patch.object(shared_devices.logger, "warning"):
-            with pytest.raises(ValueError, match="'other' needs .* in use by others"):
+            with pytest.raises(ValueError, match=r"'other' needs .* in use by others"):
                 policy.train_batch(samples(), nested)
             other.train_batch(samples(), loss)
         check(shared, policy=policy, other=other)
@@ -273,9 +273,11 @@ def test_removed_group_moves_nothing_more() -> None:
         before = shared.placement.moved
         policy.forward_batch(samples())
         assert shared.placement.moved == before
-        with pytest.raises(ValueError, match="'policy' has no use 'forward': there are other"):
-            with shared.use("policy", Use.FORWARD):
-                pass
+        with (
+            pytest.raises(ValueError, match="'policy' has no use 'forward': there are other"),
+            shared.use("policy", Use.FORWARD),
+        ):
+            pass
 
 
 # ---- bad input
@@ -313,7 +315,7 @@ def test_wrong_additions_raise_and_change_nothing() -> None:
         with started("fsdp:d1") as other:
             with pytest.raises(ValueError, match="'new' is on the device 'gpu7': the budgets are of gpu"):
                 shared.add("new", other, ["gpu7"])
-            with pytest.raises(ValueError, match="devices = .*'new' has 1 ranks"):
+            with pytest.raises(ValueError, match=r"devices = .*'new' has 1 ranks"):
                 shared.add("new", other, ["gpu", "gpu"])
         assert shared.placement.bytes_on_device("gpu") == before
         assert awake.calls == []
@@ -326,6 +328,6 @@ def test_verb_that_never_fits_raises_by_name() -> None:
         shared = SharedDevices({"gpu": policy.memory()[0].params.total})
         shared.add("policy", policy)
         policy.forward_batch(samples())
-        with pytest.raises(ValueError, match="'policy' needs .* bytes on 'gpu' for 'step', and .* raise the budget"):
+        with pytest.raises(ValueError, match=r"'policy' needs .* bytes on 'gpu' for 'step', and .* raise the budget"):
             policy.train_batch(samples(), loss)
         assert shared.placement.is_on_device(Part("policy", Kind.WEIGHTS))

@@ -195,9 +195,7 @@ def least_moves(stage: Stage, uses: Sequence[tuple[set[str], int]]) -> int:
         costs = {first: 0}
         for needed, gradients in uses:
             fitting = [state for state in states if needed <= state and nbytes[state] + gradients <= stage.budget]
-            costs = {
-                state: min(cost + nbytes[state ^ before] for before, cost in costs.items()) for state in fitting
-            }
+            costs = {state: min(cost + nbytes[state ^ before] for before, cost in costs.items()) for state in fitting}
         if first in costs and (best is None or costs[first] < best):
             best = costs[first]
     assert best is not None

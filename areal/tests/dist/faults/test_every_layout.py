@@ -1,7 +1,7 @@
 """A fault on one rank ends the call on all ranks, on every layout, also where collectives never raise, as on NCCL.
 
-Layouts of the numeric grid, but not cells of it: a fault comes without a float64 reference, needs a separate engine, and does not depend on objectives,
-splits or dtypes.
+Layouts of the numeric grid, but not cells of it: a fault comes without a float64 reference, needs a separate engine, and does not depend on
+objectives, splits or dtypes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("place", ["forward", "backward", "process"])
 @pytest.mark.parametrize(("layout", "blocking"), cases())
-def test_fault_on_one_rank_ends_the_call_on_every_rank(layout: Layout, blocking: bool, place: str, tmp_path: Path) -> None:
+def test_fault_on_one_rank_ends_the_call_on_every_rank(
+    layout: Layout, blocking: bool, place: str, tmp_path: Path
+) -> None:
     announced = tmp_path / "fault"
     guilty = last_rank_with_losses(layout) if place == "process" else layout.world - 1
     cell = Cell(layout, layout.family, dtype="float32")

@@ -16,7 +16,19 @@ from areal.api import Batch, MicroBatch, MicroBatchSpec, TokenOutputs, TrainEngi
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.models import VOCAB
-from areal.tests.harness.tiny import BATCH_VERBS, Sample, config, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    BATCH_VERBS,
+    Sample,
+    config,
+    global_batch,
+    gradients_of,
+    layouts,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.tests.harness.world import world
 
 DISCARDED = "all pending gradients were discarded"
@@ -144,6 +156,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[list[Sample]], Any], tuple[str, ...]]] = 
 }  # fmt: skip
 """Fault -> (input that replaces the valid samples, message of the error)."""
 
+
 @pytest.mark.parametrize("backend", layouts(1, 2, 4))
 def test_malformed_batch_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend) as pair:
@@ -261,7 +274,11 @@ def test_calls_before_initialize_and_after_destroy_raise() -> None:
         engine.train_batch(global_batch(), loss)
     with started("fsdp:d1") as engine:
         engine.train_batch(global_batch(), loss)
-    for call in (lambda: engine.train_batch(global_batch(), loss), lambda: engine.forward_batch(global_batch()), engine.zero_grad):
+    for call in (
+        lambda: engine.train_batch(global_batch(), loss),
+        lambda: engine.forward_batch(global_batch()),
+        engine.zero_grad,
+    ):
         with raised(RuntimeError, "destroyed", "make another"):
             call()
 

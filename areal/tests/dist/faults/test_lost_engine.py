@@ -7,21 +7,20 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
+from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.engine.base import BaseTrainEngine
 from areal.engine.checkpoint.gather_slices import SliceGatherer
 from areal.engine.checkpoint.safetensors import TensorWriter
 from areal.engine.checkpoint.tensor_layout import DiskTensor
 from areal.engine.megatron.weight_mapping import LocalParameter
-from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.registry import create_engine
 from areal.tests.harness.tiny import config, global_batch, layouts, local_batch, loss, process_groups, started
 from areal.tests.harness.world import world
@@ -106,24 +105,37 @@ def test_ranks_agree_after_the_model_failed_in_a_forward_on_one_rank(backend: st
         assert again == f"the engine cannot be used: {text}"
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, but=("fsdp:c2", "fsdp:p2", "megatron:p2"), also=("fsdp:r2", "megatron:d2")))
+@pytest.mark.parametrize(
+    "backend", layouts(1, 2, but=("fsdp:c2", "fsdp:p2", "megatron:p2"), also=("fsdp:r2", "megatron:d2"))
+)
 def test_lost_device_is_final_for_the_process(backend: str) -> None:
     """A sticky error comes again with each later call to the device, also in the clean-up."""
     with started(backend) as engine:
         batch = local_batch(engine, global_batch())
-        with mock.patch.object(type(engine), "_forward_compute_mb", failing(lost_device())) if guilty() else nullcontext():
-            with mock.patch.object(platform, "empty_cache", failing(lost_device())) if guilty() else nullcontext():
-                text = raised(lambda: engine.train_batch(batch, loss))
+        with (
+            mock.patch.object(type(engine), "_forward_compute_mb", failing(lost_device()))
+            if guilty()
+            else nullcontext(),
+            mock.patch.object(platform, "empty_cache", failing(lost_device())) if guilty() else nullcontext(),
+        ):
+            text = raised(lambda: engine.train_batch(batch, loss))
         assert "AcceleratorError" in text
         assert "restart the process" in text
         assert "can be used for" not in text
-        assert raised(lambda: engine.train_batch(batch, loss), RuntimeError, seconds=1) == f"the engine cannot be used: {text}"
+        assert (
+            raised(lambda: engine.train_batch(batch, loss), RuntimeError, seconds=1)
+            == f"the engine cannot be used: {text}"
+        )
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, but=("fsdp:c2", "fsdp:p2", "megatron:p2"), also=("megatron:d2",)))
 def test_lost_device_in_a_loss_ends_the_engine(backend: str) -> None:
     with started(backend) as engine:
-        text = raised(lambda: engine.train_batch(local_batch(engine, global_batch()), failing(lost_device()) if guilty() else loss))
+        text = raised(
+            lambda: engine.train_batch(
+                local_batch(engine, global_batch()), failing(lost_device()) if guilty() else loss
+            )
+        )
         assert "restart the process" in text
 
 
@@ -165,7 +177,10 @@ def test_error_outside_of_the_model_ends_the_engine_on_every_rank(backend: str, 
         with mock.patch.object(target, name, failing(no_memory())) if guilty() else nullcontext():
             call = engine.optimizer_step if where != "batch" else (lambda: engine.forward_backward(batch, loss))
             text = raised(call)
-        assert text == f"rank {GUILTY}: OutOfMemoryError: tried to allocate 2.00 GiB (the engine cannot be used any more: make another)"
+        assert (
+            text
+            == f"rank {GUILTY}: OutOfMemoryError: tried to allocate 2.00 GiB (the engine cannot be used any more: make another)"
+        )
 
 
 class _FailingAfter:
@@ -225,9 +240,11 @@ def test_error_of_the_disk_leaves_the_engine_usable(tmp_path: Path) -> None:
     path = everywhere(tmp_path)[0] / "saved"
     with started("fsdp:d2") as engine:
         writes = _FailingAfter(TensorWriter.write, 0, no_memory())
-        with mock.patch.object(TensorWriter, "write", autospec=True, side_effect=writes):
-            with mock.patch(f"{__name__}.GUILTY", 0):  # the rank that writes the only file
-                text = raised(lambda: engine.save(SaveLoadMeta(path)), RuntimeError)
+        with (
+            mock.patch.object(TensorWriter, "write", autospec=True, side_effect=writes),
+            mock.patch(f"{__name__}.GUILTY", 0),  # the rank that writes the only file
+        ):
+            text = raised(lambda: engine.save(SaveLoadMeta(path)), RuntimeError)
         assert "nothing was saved to" in text
         engine.save(SaveLoadMeta(path))
         assert path.exists()
@@ -340,7 +357,9 @@ def test_first_fault_is_the_verdict_of_all_ranks() -> None:
     control = ControlPlane()
     errors = everywhere(str(control.fail(RuntimeError(f"fault of {world().rank}"), final=False)))
     assert len(set(errors)) == 1
-    assert errors[0] in [f"rank {rank}: fault of {rank} (the engine cannot be used any more: make another)" for rank in range(2)]
+    assert errors[0] in [
+        f"rank {rank}: fault of {rank} (the engine cannot be used any more: make another)" for rank in range(2)
+    ]
     with pytest.raises(EngineLostError, match="fault of"):
         control.gather(1)
     control.close()

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.tests.grid.models import model_dir
 from areal.tests.dist.trainer.grpo_program import STEPS
+from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world
 
 pytestmark = [needs_own_world, pytest.mark.thorough, pytest.mark.timeout(580)]
@@ -128,7 +128,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     program = ["--standalone", "--nproc-per-node=4", "-m", "areal.tests.dist.trainer.grpo_program"]
     command = [sys.executable, "-m", "torch.distributed.run", *program, model_dir("qwen3"), str(folder)]
     subprocess.run(command, check=True, timeout=280, env=ENVIRONMENT)
-    assert len(steps := curve(folder)) == STEPS
+    steps = curve(folder)
+    assert len(steps) == STEPS
     return steps
 
 

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from areal.api import FinetuneSpec
 from areal.api.config import MegatronConfig
 from areal.engine.registry import create_engine
+from areal.tests.grid.cell_engine import ZERO_LR, start_cell
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout, all_layouts
-from areal.tests.grid.cell_engine import ZERO_LR, start_cell
-from areal.tests.harness.tiny import config, loss, local_batch, global_batch, started
+from areal.tests.harness.tiny import config, global_batch, local_batch, loss, started
 
 pytest.importorskip("megatron.core")
 
@@ -189,9 +189,11 @@ def test_layouts_unsupported_by_model_raise_on_every_rank(
 
 @pytest.mark.world(1)
 def test_unsupported_recomputation_raises() -> None:
-    with create_engine(config("megatron:d1", activation_checkpointing="selective")) as engine:
-        with pytest.raises(ValueError, match="'selective': the Megatron engine has 'none' and 'full'"):
-            engine.initialize(FinetuneSpec(total_train_steps=1))
+    with (
+        create_engine(config("megatron:d1", activation_checkpointing="selective")) as engine,
+        pytest.raises(ValueError, match="'selective': the Megatron engine has 'none' and 'full'"),
+    ):
+        engine.initialize(FinetuneSpec(total_train_steps=1))
 
 
 def test_overlapped_gather_requires_overlapped_reduction() -> None:

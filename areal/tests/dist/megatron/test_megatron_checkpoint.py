@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal.api import OptimizerConfig, SaveLoadMeta
-from areal.engine.checkpoint.dcp import read_metadata, read_tensors
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
+from areal.engine.checkpoint.dcp import read_metadata, read_tensors
 from areal.tests.dist.checkpoint.test_checkpoint import Counter, flip, step, unharmed
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.processes import needs_own_world, succeed

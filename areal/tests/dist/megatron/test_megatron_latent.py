@@ -7,11 +7,20 @@ import pytest
 
 from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.engine.registry import create_engine
+from areal.tests.grid.cell_engine import ZERO_LR, start_cell
 from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import model_dir
-from areal.tests.grid.cell_engine import ZERO_LR, start_cell
-from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    config,
+    global_batch,
+    gradients_of,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.tests.unit.gpu.transformer_engine import marked_as_split
 
 pytest.importorskip("megatron.core")
@@ -40,7 +49,9 @@ YARN = {
         pytest.param("megatron:p2", "mistral", {}, marks=pytest.mark.world(2), id="mistral, p2"),
     ],
 )
-def test_latent_attention_configurations_agree_with_the_reference(backend: str, family: str, changes: dict[str, Any]) -> None:
+def test_latent_attention_configurations_agree_with_the_reference(
+    backend: str, family: str, changes: dict[str, Any]
+) -> None:
     layout = Layout(backend, options={"activation_checkpointing": "full"}, changes=changes)
     with start_cell(Cell(layout, family, cut="tokens24")) as run:
         expected, _ = run.expected()

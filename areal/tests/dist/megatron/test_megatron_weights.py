@@ -13,14 +13,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
-from areal.engine.checkpoint.huggingface import prepare_hf
-from areal.engine.registry import create_engine
-from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.checkpoint.async_save import CheckpointSaver, ignore
+from areal.engine.checkpoint.huggingface import prepare_hf
+from areal.engine.checkpoint.safetensors import TensorFiles
+from areal.engine.registry import create_engine
 from areal.tests.dist.checkpoint.test_weights import DAMAGES, copied, edit, on_disk
 from areal.tests.grid.layouts import LAYOUTS, Layout
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import config, gradients_of, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    config,
+    global_batch,
+    gradients_of,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.tests.harness.world import cached, world
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_tied", "smollm", "qwen3_moe", "deepseek_v3")

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.engine.attention.context_parallel import ContextParallel, choose_mode
 from areal.engine.attention.kernels import AttentionOptions, Segments, packed_attention
 from areal.engine.attention.token_stream import TokenStream
-from areal.engine.attention.context_parallel import ContextParallel, choose_mode
 
 MODES = ("ulysses", "gather_kv")
 HEADS = {"mha": (4, 4), "gqa": (8, 4), "kv2": (4, 2), "kv1": (4, 1), "kv3": (12, 3), "indivisible": (9, 3)}
@@ -57,12 +57,16 @@ def test_context_parallel_attention_equals_one_process(mode: str, heads: tuple[i
         tail = (tokens - sum(seqlens),) if tokens > sum(seqlens) else ()
         kwargs = {"scale": 0.7, "window": window, "softcap": softcap}
         expected = packed_attention(
-            *reference[:3], Segments.of((*seqlens, *tail)), AttentionOptions(sinks=reference[3] if has_sinks else None, **kwargs)
+            *reference[:3],
+            Segments.of((*seqlens, *tail)),
+            AttentionOptions(sinks=reference[3] if has_sinks else None, **kwargs),
         )
         expected.backward(up)
 
         local = [cp.shard(x).clone().requires_grad_() for x in qkv] + [sinks.clone().requires_grad_()]
-        out = cp.layout(TokenStream.of(seqlens, tokens)).attend(*local[:3], AttentionOptions(sinks=local[3] if has_sinks else None, **kwargs))
+        out = cp.layout(TokenStream.of(seqlens, tokens)).attend(
+            *local[:3], AttentionOptions(sinks=local[3] if has_sinks else None, **kwargs)
+        )
         out.backward(cp.shard(up))
 
         assert error(out, cp.shard(expected)) <= 1e-12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,7 +54,9 @@ def same_text(text: str) -> None:
 OUTPUTS = ("logprobs", "entropy", "logits", "hidden", TopK(3))
 
 
-@pytest.mark.parametrize("backend", layouts("fsdp:d2", "megatron:d2", thorough=("fsdp:d2p2", "fsdp:d2c2", "megatron:d2p2")))
+@pytest.mark.parametrize(
+    "backend", layouts("fsdp:d2", "megatron:d2", thorough=("fsdp:d2p2", "fsdp:d2c2", "megatron:d2p2"))
+)
 def test_outputs_of_an_empty_rank_have_the_form_of_the_batch(backend: str) -> None:
     everything = global_batch()
     with started(backend) as engine:
@@ -97,7 +98,9 @@ def test_rank_whose_samples_are_all_dropped_has_outputs_of_zeros(backend: str) -
         assert any(row.any() for row in restored["logprobs"]) == (engine.dp_rank == 1)
         # K targets at each position: the shape is that of the other rank.
         mine = [sample for sample in targets if (len(sample["input_ids"]) > 15) == (engine.dp_rank == 0)]
-        assert all(row.shape == (len(s["input_ids"]), 2) for row, s in zip(engine.forward_batch(mine), mine, strict=True))
+        assert all(
+            row.shape == (len(s["input_ids"]), 2) for row, s in zip(engine.forward_batch(mine), mine, strict=True)
+        )
         # The step is that of a rank without samples.
         dropped = engine.forward_backward(samples, loss)
         assert dropped.metrics["dropped_sequences"] == len(long)
@@ -108,7 +111,9 @@ def test_rank_whose_samples_are_all_dropped_has_outputs_of_zeros(backend: str) -
         assert same_bits(gradients, gradients_of(engine))
         # If every sample of the global batch is dropped, the error says so.
         engine.zero_grad()
-        with pytest.raises(ValueError, match=f"empty batch: all {2 * len(long)} sequences of the global batch were dropped") as raised:
+        with pytest.raises(
+            ValueError, match=f"empty batch: all {2 * len(long)} sequences of the global batch were dropped"
+        ) as raised:
             engine.train_batch(long, loss)
         same_text(str(raised.value))
 
@@ -117,7 +122,8 @@ def test_rank_whose_samples_are_all_dropped_has_outputs_of_zeros(backend: str) -
 
 
 @pytest.mark.parametrize(
-    "backend", layouts("fsdp:d2", "fsdp:r2", "megatron:d2", thorough=("fsdp:d4", "fsdp:d2p2", "fsdp:d2t2", "megatron:d2p2"))
+    "backend",
+    layouts("fsdp:d2", "fsdp:r2", "megatron:d2", thorough=("fsdp:d4", "fsdp:d2p2", "fsdp:d2t2", "megatron:d2p2")),
 )
 @pytest.mark.parametrize("lora", [False, True])
 def test_calls_with_another_empty_rank_each_accumulate(backend: str, lora: bool) -> None:
@@ -213,9 +219,17 @@ def test_experts_with_an_empty_rank(backend: str) -> None:
 
 # ---- errors
 
+
 @pytest.mark.parametrize(
     "backend",
-    layouts("fsdp:d1", "fsdp:d2", "fsdp:c2", "megatron:d2", "megatron:p2", thorough=("megatron:d1", "fsdp:d2c2", "megatron:t2p2")),
+    layouts(
+        "fsdp:d1",
+        "fsdp:d2",
+        "fsdp:c2",
+        "megatron:d2",
+        "megatron:p2",
+        thorough=("megatron:d1", "fsdp:d2c2", "megatron:t2p2"),
+    ),
 )
 def test_empty_global_batch_raises_one_error_and_changes_nothing(backend: str) -> None:
     everything = global_batch()

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 
 from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.engine.fsdp.expert_parallel import stacked_experts
-from areal.utils.dtensor import local_shard
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import rows
+from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_step, assert_tensors
-from areal.tests.harness.resume_chain import assert_resumes
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.moe_reference import SHAPES, TOLERANCE, moe_reference, recorded, with_replay
-from areal.tests.grid.cell_engine import start_cell
-from areal.tests.harness.tiny import config, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.resume_chain import assert_resumes
+from areal.tests.harness.tiny import config, global_batch, local_batch, loss, same_bits, started, weights_of
+from areal.utils.dtensor import local_shard
 
 UNEVEN = {"n_routed_experts": 7, "n_group": 1}
 FOUR = [pytest.mark.world(4), pytest.mark.thorough]
@@ -139,7 +139,12 @@ def test_random_weights_do_not_depend_on_layout() -> None:
     ("backend", "family", "changes", "message"),
     [
         ("fsdp:e2", "qwen3", {}, "'qwen3' has no stacked experts.*leave e out"),
-        ("fsdp:e2", "qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1}, "1 experts .* leave a rank of e2 without any"),
+        (
+            "fsdp:e2",
+            "qwen3_moe",
+            {"num_experts": 1, "num_experts_per_tok": 1},
+            "1 experts .* leave a rank of e2 without any",
+        ),
         ("fsdp:(attn:t2|ffn:e2)", "qwen3_moe", {}, "no tensor-parallel plan"),
     ],
 )

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from areal.api import OptimizerConfig, ParallelDims
 from areal.engine.moe.balance_loss import AUX_LOSS
-from areal.tests.grid.cases import CASES, as_input, rows, samples, dp_shard_indices
+from areal.tests.grid.cases import CASES, as_input, dp_shard_indices, rows, samples
+from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.losses import OBJECTIVES
 from areal.tests.harness.moe_reference import SHAPES, TOLERANCE, assert_terms, moe_reference, recorded, with_replay
-from areal.tests.grid.cell_engine import start_cell
 from areal.tests.harness.tiny import family_dir, started
 from areal.tests.harness.world import world
 
@@ -191,7 +191,14 @@ def test_routing_is_recorded(cell: Cell) -> None:
         assert all(torch.equal(row, replayed[i]) for row, i in zip(again, run.local_indices, strict=True))
 
 
-SHARING = [("fsdp:d1", ""), ("fsdp:c2", "gather_kv"), ("fsdp:e2", ""), ("fsdp:p2", ""), ("megatron:d1", ""), ("megatron:t2", "")]
+SHARING = [
+    ("fsdp:d1", ""),
+    ("fsdp:c2", "gather_kv"),
+    ("fsdp:e2", ""),
+    ("fsdp:p2", ""),
+    ("megatron:d1", ""),
+    ("megatron:t2", ""),
+]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +269,8 @@ def test_recording_with_pipeline_raises() -> None:
     with start_cell(cell) as run:
         with pytest.raises(ValueError, match="layout without 'p'"):
             run.engine.forward_batch(run.batch(), outputs=("routed_experts",))
+        mbs = run.engine.microbatches(run.batch())
         with pytest.raises(ValueError, match="layout without 'p'"):
-            mbs = run.engine.microbatches(run.batch())
             run.engine.forward_backward_batch(
                 mbs, lambda out, mb: (None, None), outputs=("routed_experts",), forward_only=True
             )
@@ -315,13 +322,15 @@ def test_moe_options_raise_for_a_dense_model(backend: str) -> None:
 
 @pytest.mark.world(1)
 def test_loss_with_name_of_a_balancing_term_raises() -> None:
-    with started("fsdp:d1", path=family_dir("qwen3_moe"), moe={"aux_loss": 0.1}) as engine:
-        with pytest.raises(ValueError, match="give it another name"):
-            engine.eval_batch(
-                samples(CASES["ragged"]),
-                lambda out, batch: {AUX_LOSS: out.logprobs.sum()},
-                lambda batch: {AUX_LOSS: batch["loss_mask"].sum()},
-            )
+    with (
+        started("fsdp:d1", path=family_dir("qwen3_moe"), moe={"aux_loss": 0.1}) as engine,
+        pytest.raises(ValueError, match="give it another name"),
+    ):
+        engine.eval_batch(
+            samples(CASES["ragged"]),
+            lambda out, batch: {AUX_LOSS: out.logprobs.sum()},
+            lambda batch: {AUX_LOSS: batch["loss_mask"].sum()},
+        )
 
 
 @pytest.mark.world(2)

@@ -21,18 +21,18 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GemmaConfig, GP
 
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.engine.fsdp.pipeline.schedule_specs import SCHEDULE_SPECS
-from areal.engine.fsdp.pipeline.split import PassThrough, check_chain, even_counts, decoder_names
+from areal.engine.fsdp.pipeline.split import PassThrough, check_chain, decoder_names, even_counts
 from areal.engine.registry import create_engine
 from areal.tests.dist.step import test_grid
-from areal.tests.harness.resume_chain import assert_resumes
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import VOCAB, model_dir
+from areal.tests.harness.resume_chain import assert_resumes
 from areal.tests.harness.tiny import (
     config,
-    gradients_of,
-    loss,
-    local_batch,
     global_batch,
+    gradients_of,
+    local_batch,
+    loss,
     same_bits,
     started,
     weights_of,
@@ -93,7 +93,9 @@ def test_pipeline_with_changing_lengths_and_tiny_batches() -> None:
         with started(backend, path=model_dir("qwen3", **DEEP), mb_spec=MicroBatchSpec(max_tokens_per_mb=64)) as engine:
             result = []
             for seed, most in enumerate((38, 2, 17, 64, 5)):
-                batch = [{name: x[:most] if x.dim() else x for name, x in sample.items()} for sample in global_batch(seed)]
+                batch = [
+                    {name: x[:most] if x.dim() else x for name, x in sample.items()} for sample in global_batch(seed)
+                ]
                 step = engine.train_batch(local_batch(engine, batch), loss)
                 result += [step.loss, step.grad_norm or 0.0]
             alone[backend] = result
@@ -109,7 +111,9 @@ def test_layers_are_assigned_to_stages_as_configured() -> None:
         assert mine_here == ({"0"} if chunks.rank == 0 else {"1", "2", "3"})
         split = engine.train_batch(global_batch(), loss)
     with started("fsdp:d2", path=model_dir("qwen3", **DEEP)) as engine:
-        assert engine.train_batch(local_batch(engine, global_batch()), loss).grad_norm == pytest.approx(split.grad_norm, rel=1e-5)
+        assert engine.train_batch(local_batch(engine, global_batch()), loss).grad_norm == pytest.approx(
+            split.grad_norm, rel=1e-5
+        )
 
 
 def test_remaining_layers_go_to_middle_stages_first() -> None:
@@ -118,7 +122,9 @@ def test_remaining_layers_go_to_middle_stages_first() -> None:
 
 
 PRODUCTS = [
-    Cell(Layout("fsdp:e2p2v2", "zb", {"fsdp": {"pipeline_schedule": "InterleavedZeroBubble"}}, changes=DEEP), "qwen3_moe"),
+    Cell(
+        Layout("fsdp:e2p2v2", "zb", {"fsdp": {"pipeline_schedule": "InterleavedZeroBubble"}}, changes=DEEP), "qwen3_moe"
+    ),
     Cell(Layout("fsdp:e2p2v2", "zbv", {"fsdp": {"pipeline_schedule": "ZBVZeroBubble"}}, changes=DEEP), "deepseek_v3"),
     Cell(Layout("fsdp:p2v2t2", "zbv", {"fsdp": {"pipeline_schedule": "ZBVZeroBubble"}}, changes=DEEP), "qwen3_tied"),
     Cell(Layout("fsdp:c2p2v2", "zb", {"fsdp": {"pipeline_schedule": "InterleavedZeroBubble"}}, changes=DEEP), "qwen3"),
@@ -156,7 +162,9 @@ def test_pipeline_call_reduces_each_group_once(schedule: str) -> None:
     with started(layout(schedule), **options(schedule)) as engine, counted() as counts:
         chunks: Any = engine._components.model
         groups = sum(
-            len(module._get_fsdp_state()._fsdp_param_groups) for module in chunks.modules() if isinstance(module, FSDPModule)
+            len(module._get_fsdp_state()._fsdp_param_groups)
+            for module in chunks.modules()
+            if isinstance(module, FSDPModule)
         )
         assert groups >= 2
         assert len(engine.microbatches(global_batch())) > 2
@@ -228,7 +236,9 @@ def test_checkpoint_resumes_in_another_layout(family: str, chain: list[str], tmp
 @pytest.mark.world(2)
 def test_random_weights_do_not_depend_on_stages() -> None:
     path = model_dir("qwen3_tied", **DEEP)
-    with started("fsdp:p2v2", init_from_scratch=True, seed=3, path=path, fsdp={"pipeline_schedule": "ZBVZeroBubble"}) as one:
+    with started(
+        "fsdp:p2v2", init_from_scratch=True, seed=3, path=path, fsdp={"pipeline_schedule": "ZBVZeroBubble"}
+    ) as one:
         result = weights_of(one)
         one.train_batch(global_batch(), loss)
     with started("fsdp:d2", init_from_scratch=True, seed=3, path=path) as other:
@@ -263,9 +273,7 @@ def test_random_weights_do_not_depend_on_stages() -> None:
         ("fsdp:p2", {"grad_sync": "micro_batch"}, "grad_sync = 'micro_batch'.*leave it out"),
     ],
 )
-def test_invalid_pipeline_settings_raise_at_creation(
-    backend: str, changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_pipeline_settings_raise_at_creation(backend: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_engine(config(backend, path="nowhere", **changes))
 

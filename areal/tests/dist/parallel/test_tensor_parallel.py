@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from areal.api import FinetuneSpec, ParallelDims, SaveLoadMeta, TopK
-from areal.utils.dtensor import full_tensor, local_shard
 from areal.engine.fsdp.tensor_parallel import PLANS, check_plan
 from areal.engine.registry import create_engine
 from areal.tests.grid.cell_engine import start_cell
@@ -22,7 +21,8 @@ from areal.tests.grid.compare import assert_number, assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import FAMILIES, model_dir, value_head
 from areal.tests.grid.reference import Reference
-from areal.tests.harness.tiny import config, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import config, global_batch, local_batch, loss, same_bits, started, weights_of
+from areal.utils.dtensor import full_tensor, local_shard
 
 FOUR = [pytest.mark.world(4), pytest.mark.thorough]
 UNEVEN: dict[str, Any] = {"vocab_size": 115, "num_key_value_heads": 1}
@@ -130,9 +130,7 @@ def test_replicated_weights_stay_bitwise_equal(backend: str) -> None:
         for step in range(20):
             engine.train_batch(local_batch(engine, global_batch(step)), loss)
         model, group = engine._components.model, engine.mesh["tp"].get_group()
-        replicated = {
-            name: p.to_local() for name, p in model.named_parameters() if re.search("norm|[kv]_proj", name)
-        }
+        replicated = {name: p.to_local() for name, p in model.named_parameters() if re.search("norm|[kv]_proj", name)}
         # Two norms of tokens, two of heads and the projections of the only key head in each layer, and the last norm.
         assert len(replicated) == 2 * 6 + 1
         copies: list[Any] = [None] * dist.get_world_size(group)
@@ -155,9 +153,7 @@ def test_replicated_weights_stay_bitwise_equal(backend: str) -> None:
         pytest.param("fsdp:d2t2", "fsdp:c2t2", {}, marks=FOUR),
     ],
 )
-def test_checkpoint_resumes_in_another_layout(
-    write: str, read: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoint_resumes_in_another_layout(write: str, read: str, changes: dict[str, Any], tmp_path: Path) -> None:
     meta, path = SaveLoadMeta(tmp_path / "run", weight_format="dcp"), model_dir("qwen3_tied", **changes)
     with started(write, value_head=True, path=path) as engine:
         engine.train_batch(local_batch(engine, global_batch(1)), loss)
@@ -199,14 +195,21 @@ def moments_of(engine: Any) -> dict[str, torch.Tensor]:
     ],
 )
 def test_unsupported_tensor_parallel_models_raise(family: str, changes: dict[str, Any], message: str) -> None:
-    with create_engine(config("fsdp:t2", path=model_dir(family, **changes))) as engine, pytest.raises(ValueError, match=message):
+    with (
+        create_engine(config("fsdp:t2", path=model_dir(family, **changes))) as engine,
+        pytest.raises(ValueError, match=message),
+    ):
         engine.initialize(FinetuneSpec(total_train_steps=1))
 
 
 @pytest.mark.parametrize(
     ("backend", "changes", "message"),
     [
-        ("fsdp:t4", {"num_key_value_heads": 3}, r"num_key_value_heads = 3 does not divide over 4 .* or a multiple of it"),
+        (
+            "fsdp:t4",
+            {"num_key_value_heads": 3},
+            r"num_key_value_heads = 3 does not divide over 4 .* or a multiple of it",
+        ),
         ("fsdp:t4", {"vocab_size": 9}, r"vocab_size = 9 leaves a rank of 4 .* choose a smaller t"),
         ("fsdp:d3t2", {"vocab_size": 113}, r"'fsdp:d3t2': vocab_size = 113 .* hidden_size = 32 not over the 3 ranks"),
     ],

@@ -175,7 +175,13 @@ def test_separate_vocab_groups_do_not_mix() -> None:
     want = tensors(head_outputs(hidden, weight, targets, bias=bias, entropy=True))
     got = tensors(
         head_outputs(
-            hidden, weight[rows], targets, bias=bias[rows], entropy=True, chunk_size=3 + group_index, group=groups[group_index]
+            hidden,
+            weight[rows],
+            targets,
+            bias=bias[rows],
+            entropy=True,
+            chunk_size=3 + group_index,
+            group=groups[group_index],
         )
     )
     check((hidden, weight, bias), rows, got, want, 1e-12, groups[group_index])

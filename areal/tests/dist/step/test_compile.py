@@ -19,10 +19,10 @@ from torch._dynamo.utils import counters
 from areal.api import MicroBatchSpec
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.registry import create_engine
+from areal.tests.grid.cell_engine import ZERO_LR
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import VOCAB, model_dir
-from areal.tests.grid.cell_engine import ZERO_LR
-from areal.tests.harness.tiny import Sample, config, loss, local_batch, started
+from areal.tests.harness.tiny import Sample, config, local_batch, loss, started
 
 LAYERS = 9
 """More than the graphs that dynamo keeps per function: with one graph per layer, dynamo would stop compiling."""
@@ -71,13 +71,32 @@ THOROUGH = [pytest.mark.world(1), pytest.mark.thorough]
     ("backend", "family", "compiler", "changes"),
     [
         pytest.param("fsdp:d1", "qwen3", "aot_eager", {}, id="plain", marks=pytest.mark.world(1)),
-        pytest.param("fsdp:d1", "qwen3", "inductor", {}, id="inductor", marks=[pytest.mark.world(1, timeout=400), pytest.mark.thorough]),
+        pytest.param(
+            "fsdp:d1",
+            "qwen3",
+            "inductor",
+            {},
+            id="inductor",
+            marks=[pytest.mark.world(1, timeout=400), pytest.mark.thorough],
+        ),
         pytest.param("fsdp:d1", "qwen3_moe", "aot_eager", {}, id="experts", marks=THOROUGH),
         pytest.param("fsdp:d1", "qwen3", "aot_eager", {"fsdp": {"attention": "rows"}}, id="rows", marks=THOROUGH),
         pytest.param(
-            "fsdp:d1", "qwen3", "aot_eager", {"lora": LORA, "activation_checkpointing": "full"}, id="lora", marks=THOROUGH
+            "fsdp:d1",
+            "qwen3",
+            "aot_eager",
+            {"lora": LORA, "activation_checkpointing": "full"},
+            id="lora",
+            marks=THOROUGH,
         ),
-        pytest.param("fsdp:t2", "qwen3", "aot_eager", {}, id="t2", marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough]),
+        pytest.param(
+            "fsdp:t2",
+            "qwen3",
+            "aot_eager",
+            {},
+            id="t2",
+            marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough],
+        ),
         pytest.param("fsdp:p2", "qwen3", "aot_eager", {}, id="p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
     ],
 )
@@ -86,7 +105,12 @@ def test_compiled_graphs_are_reused_for_many_lengths(
 ) -> None:
     if compiler == "inductor" and not any(map(shutil.which, ("g++", "clang++"))):
         pytest.skip("there is no C++ compiler, which inductor needs on the CPU")
-    given = {"path": model_dir(family, num_hidden_layers=LAYERS), "mb_spec": MicroBatchSpec(), "optimizer": ZERO_LR, **changes}
+    given = {
+        "path": model_dir(family, num_hidden_layers=LAYERS),
+        "mb_spec": MicroBatchSpec(),
+        "optimizer": ZERO_LR,
+        **changes,
+    }
     compiled = {**given, "fsdp": {**changes.get("fsdp", {}), "compile": True, "compile_backend": compiler}}
     rng, actual = random.Random(0), []
     with counted() as new, started(backend, **given) as plain, started(backend, **compiled) as engine:
@@ -143,11 +167,25 @@ def test_compiled_layer_is_freed() -> None:
 @pytest.mark.parametrize(
     ("backend", "changes", "message"),
     [
-        ("fsdp:d1", {"activation_checkpointing": "selective"}, "activation_checkpointing = 'selective'.*choose 'full' or 'none'"),
-        ("fsdp:p2v2", {"fsdp": {"pipeline_schedule": "ZBVZeroBubble"}}, "'ZBVZeroBubble'.*fsdp.compile = True needs another schedule"),
-        ("fsdp:d1", {"fsdp": {"compile_backend": "nvcc"}}, "compile_backend = 'nvcc': choose one of .*aot_eager.*inductor"),
+        (
+            "fsdp:d1",
+            {"activation_checkpointing": "selective"},
+            "activation_checkpointing = 'selective'.*choose 'full' or 'none'",
+        ),
+        (
+            "fsdp:p2v2",
+            {"fsdp": {"pipeline_schedule": "ZBVZeroBubble"}},
+            "'ZBVZeroBubble'.*fsdp.compile = True needs another schedule",
+        ),
+        (
+            "fsdp:d1",
+            {"fsdp": {"compile_backend": "nvcc"}},
+            "compile_backend = 'nvcc': choose one of .*aot_eager.*inductor",
+        ),
     ],
 )
 def test_unsupported_compile_options_raise_at_creation(backend: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        create_engine(config(backend, path="nowhere", **{**changes, "fsdp": {**changes.get("fsdp", {}), "compile": True}}))
+        create_engine(
+            config(backend, path="nowhere", **{**changes, "fsdp": {**changes.get("fsdp", {}), "compile": True}})
+        )

@@ -16,12 +16,12 @@ from areal.tests.grid.float64_mode import float64_everywhere
 from areal.tests.grid.reference import Reference
 from areal.tests.harness.tiny import (
     family_dir,
+    global_batch,
     gpt2_dir,
     gradients_of,
     layouts,
-    loss,
     local_batch,
-    global_batch,
+    loss,
     same_bits,
     started,
     weights_of,
@@ -151,7 +151,9 @@ def test_memory_options_do_not_change_results(backend: str) -> None:
         gradients = gradients_of(plain)
     for name, changes in options.items():
         with started(backend, **changes) as engine:
-            assert [engine.train_batch(local_batch(engine, global_batch(i)), loss).loss for i in range(2)] == losses, name
+            assert [engine.train_batch(local_batch(engine, global_batch(i)), loss).loss for i in range(2)] == losses, (
+                name
+            )
             engine.forward_backward(local_batch(engine, global_batch()), loss)
             assert relative(gradients_of(engine), gradients) < 1e-6, name
 
@@ -236,7 +238,10 @@ def test_mean_metric_is_weighted_over_micro_batches_and_ranks(backend: str) -> N
 
     def with_metrics(out: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         reward = batch["reward"]
-        return loss(out, batch), {"reward": Metric(reward.mean(), len(reward)), "best": Metric(reward.max(), reduce="max")}
+        return loss(out, batch), {
+            "reward": Metric(reward.mean(), len(reward)),
+            "best": Metric(reward.max(), reduce="max"),
+        }
 
     everything = global_batch()
     rewards = [sample["reward"].item() for sample in everything]

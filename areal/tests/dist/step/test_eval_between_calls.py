@@ -6,23 +6,27 @@ from typing import Any
 import pytest
 
 from areal.api import OptimizerConfig
+from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, all_layouts
-from areal.tests.grid.cell_engine import start_cell
 
 OPTIMIZER = OptimizerConfig(lr=0.05, gradient_clipping=None, eps=1e-4)
 CHOSEN = (
-    ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble", "megatron:d2", "megatron:p2v2"),
-    ("plain",),
-    "float64",
-), (
-    ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble"),
-    ("keep_gathered",),
-    "float64",
-), (
-    ("megatron:d2", "megatron:d2p2"),
-    ("plain", "overlap"),
-    "float32",
+    (
+        ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble", "megatron:d2", "megatron:p2v2"),
+        ("plain",),
+        "float64",
+    ),
+    (
+        ("fsdp:d1", "fsdp:d2", "fsdp:c2-ulysses", "fsdp:p2v2-ZBVZeroBubble"),
+        ("keep_gathered",),
+        "float64",
+    ),
+    (
+        ("megatron:d2", "megatron:d2p2"),
+        ("plain", "overlap"),
+        "float32",
+    ),
 )
 """Layouts, options and dtype of some cells."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import Batch, MicroBatch, TokenOutputs
-from areal.tests.harness.tiny import Sample, gpt2_dir, layouts, loss, local_batch, global_batch, started
+from areal.tests.harness.tiny import Sample, global_batch, gpt2_dir, layouts, local_batch, loss, started
 from areal.tests.harness.world import world
 
 

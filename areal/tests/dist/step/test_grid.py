@@ -7,10 +7,10 @@ do these with each other.
 import pytest
 
 from areal.tests.grid.cases import rows
-from areal.tests.grid.compare import assert_number, assert_rows, assert_step, assert_tensors
-from areal.tests.grid.pairwise import pairwise_rows
-from areal.tests.grid.layouts import FACTORS, OFTEN, Cell, fits
 from areal.tests.grid.cell_engine import start_cell
+from areal.tests.grid.compare import assert_number, assert_rows, assert_step, assert_tensors
+from areal.tests.grid.layouts import FACTORS, OFTEN, Cell, fits
+from areal.tests.grid.pairwise import pairwise_rows
 from areal.tests.harness.world import record
 
 CELLS = [Cell(**row) for row in pairwise_rows(FACTORS, fits, OFTEN)]

@@ -21,7 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine import state
 from areal.engine.registry import create_engine
-from areal.tests.harness.tiny import config, family_dir, gradients_of, layouts, loss, local_batch, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    config,
+    family_dir,
+    global_batch,
+    gradients_of,
+    layouts,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.utils import platform
 from areal.utils.dtensor import local_part
 from areal.utils.functional.chunked_head import _Chunks
@@ -142,7 +153,9 @@ def unsharded_bytes(engine: TrainEngine) -> Iterator[list[int]]:
     def counting(self: Tensor) -> None:
         backward(self)
         parameters = [parameter for group in groups for parameter in group.fsdp_params]
-        grads = [x for p in parameters for x in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if x is not None]
+        grads = [
+            x for p in parameters for x in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if x is not None
+        ]
         result.append(sum(local_part(grad).nbytes for grad in grads))
 
     with mock.patch.object(Tensor, "backward", counting):
@@ -234,7 +247,8 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
-            blocks = func is not torch.ops.aten.copy_.default or not (args[2:] or [(kwargs or {}).get("non_blocking")])[0]
+            non_blocking = (args[2:] or [(kwargs or {}).get("non_blocking")])[0]
+            blocks = func is not torch.ops.aten.copy_.default or not non_blocking
             self._events.append("blocking copy" if blocks else "copy")
         return func(*args, **(kwargs or {}))
 
@@ -250,7 +264,7 @@ def transfers(engine: TrainEngine) -> Iterator[list[str]]:
     allocate = platform.host_buffer
     with (
         mock.patch.object(platform, "host_buffer", lambda *args: events.append("allocation") or allocate(*args)),
-        mock.patch.object(platform, "synchronize", lambda device: events.append("wait")),
+        mock.patch.object(platform, "synchronize", side_effect=lambda device: events.append("wait")),
         mock.patch.object(platform, "empty_cache", release),
         Copies(events),
     ):
@@ -267,8 +281,9 @@ def test_offload_uses_kept_memory_waits_once_and_returns_memory_to_the_device(ba
         moments = [x.clone() for x in optimizer_tensors_of(engine)]
         moved = sum(bytes_on_device(engine).values())
         made, logged = [], []
+        recorded = mock.patch.object(state.logger, "info", lambda *args: logged.append(args))
         for _ in range(2):
-            with transfers(engine) as events, mock.patch.object(state.logger, "info", lambda *args: logged.append(args)):
+            with transfers(engine) as events, recorded:
                 engine.offload()
             assert "blocking copy" not in events
             assert [event for event in events if event not in ("allocation", "copy")] == ["wait", "release"]
@@ -371,8 +386,8 @@ def test_offload_to_files_reduces_resident_memory(backend: str, tmp_path: Path) 
 
 @pytest.mark.world(1)
 def test_missing_offload_folder_raises(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
-    with create_engine(config("fsdp:d1", offload_dir=missing)) as engine, pytest.raises(ValueError, match="offload_dir = .*missing"):
+    refused = pytest.raises(ValueError, match=r"offload_dir = .*missing")
+    with create_engine(config("fsdp:d1", offload_dir=str(tmp_path / "missing"))) as engine, refused:
         engine.initialize(FinetuneSpec(total_train_steps=1))
 
 

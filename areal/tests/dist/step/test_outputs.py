@@ -231,7 +231,9 @@ def test_overlong_sequences_are_dropped_or_packed_alone(backend: str) -> None:
         assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
         restored = engine.forward_batch(local_batch(engine, everything))
         dropped = [
-            x for x, sample in zip(restored, local_batch(engine, everything), strict=True) if len(sample["input_ids"]) > 20
+            x
+            for x, sample in zip(restored, local_batch(engine, everything), strict=True)
+            if len(sample["input_ids"]) > 20
         ]
         assert all(len(x) > 20 and not x.any() for x in dropped)
     with started(backend, mb_spec={"max_tokens_per_mb": 20, "overlong": "alone"}) as alone, started(backend) as full:

@@ -20,7 +20,15 @@ from areal.tests.harness.tiny import Sample, family_dir, gradients_of, local_bat
 from areal.tests.harness.world import record
 
 EVERYTHING = ("logprobs", "entropy", "values", "logits", "hidden", TopK(3))
-WAYS = ("fsdp:d1", "megatron:d1", "fsdp:c2-ulysses", "fsdp:c2-gather_kv", "fsdp:p2", "megatron:c2-gather_kv", "fsdp:c2p2")
+WAYS = (
+    "fsdp:d1",
+    "megatron:d1",
+    "fsdp:c2-ulysses",
+    "fsdp:c2-gather_kv",
+    "fsdp:p2",
+    "megatron:c2-gather_kv",
+    "fsdp:c2p2",
+)
 
 
 def settings(way: str) -> tuple[str, dict[str, Any]]:
@@ -80,6 +88,8 @@ def test_shared_prefixes_give_equal_outputs_and_gradients(way: str) -> None:
 @pytest.mark.world(1)
 def test_unpacked_model_does_not_share_prefixes() -> None:
     spec = MicroBatchSpec(share_prefixes=True)
-    with pytest.raises(ValueError, match="one sequence per row"):
-        with started("fsdp:d1", path=family_dir("qwen3"), mb_spec=spec, fsdp={"attention": "rows"}):
-            raise RuntimeError("not reached")
+    with (
+        pytest.raises(ValueError, match="one sequence per row"),
+        started("fsdp:d1", path=family_dir("qwen3"), mb_spec=spec, fsdp={"attention": "rows"}),
+    ):
+        raise RuntimeError("not reached")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal.api import ParallelDims, StepOutput
-from areal.tests.harness.tiny import gradients_of, layouts, loss, local_batch, global_batch, started
+from areal.tests.harness.tiny import global_batch, gradients_of, layouts, local_batch, loss, started
 from areal.tests.harness.world import world
 
 PHASES = ["data", "forward", "backward", "reduce", "optimizer"]
@@ -122,9 +122,8 @@ def test_profile_has_phases_and_memory(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.world(1)
 def test_profile_nests_reductions_and_schedule(tmp_path: Path) -> None:
-    with started("fsdp:d1") as engine:
-        with engine.profile(tmp_path, memory=False):
-            step = engine.train_batch(global_batch(), loss)
+    with started("fsdp:d1") as engine, engine.profile(tmp_path, memory=False):
+        step = engine.train_batch(global_batch(), loss)
     assert not list(tmp_path.glob("memory*"))
     result = ranges_in(tmp_path / "trace-rank0.json.gz")
 

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs
 from areal.engine.registry import create_engine
-from areal.tests.harness.tiny import config, family_dir, layouts, loss, local_batch, process_groups, global_batch, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    config,
+    family_dir,
+    global_batch,
+    layouts,
+    local_batch,
+    loss,
+    process_groups,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.tests.harness.world import world
 
 STEPS = 50

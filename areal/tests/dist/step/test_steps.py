@@ -9,9 +9,9 @@ from torch import Tensor
 
 from areal.api import MicroBatch, Normalization, OptimizerConfig, TokenOutputs
 from areal.tests.grid.cases import as_input, rows
+from areal.tests.grid.cell_engine import CellEngine, start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import Cell, all_layouts
-from areal.tests.grid.cell_engine import CellEngine, start_cell
 from areal.tests.harness.world import record
 
 TABLE = "several calls in a row: errors"
@@ -168,7 +168,9 @@ def test_custom_loop_equals_train_batch(cell: Cell) -> None:
         restored = mbs.restore([{key: result[key] for key in ("logprobs", "length")} for result in results])
         lengths = [cell.case.lengths[i] for i in run.local_indices]
         assert restored["length"].tolist() == lengths
-        assert_rows(rows(restored["logprobs"], lengths), expected_outputs["logprobs"], run.local_indices, cell.tolerance)
+        assert_rows(
+            rows(restored["logprobs"], lengths), expected_outputs["logprobs"], run.local_indices, cell.tolerance
+        )
         assert_number(run.engine.optimizer_step().grad_norm, expected.grad_norm, cell.tolerance)
         by_hand = {name: tensor.clone() for name, tensor in run.engine.named_tensors()}
     with start_cell(cell, CONSTANT) as run:

@@ -144,9 +144,16 @@ def curve_of(backend: str, row: Row, steps: int = 2) -> tuple[Curve, dict[str, T
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
-    "backend", ["fsdp:d2", pytest.param("megatron:d2", marks=pytest.mark.thorough), pytest.param("fsdp:r2", marks=pytest.mark.thorough)]
+    "backend",
+    [
+        "fsdp:d2",
+        pytest.param("megatron:d2", marks=pytest.mark.thorough),
+        pytest.param("fsdp:r2", marks=pytest.mark.thorough),
+    ],
 )
-@pytest.mark.parametrize("row", [pytest.param(row, marks=[pytest.mark.thorough] if row in THOROUGH else []) for row in ROWS])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.thorough] if row in THOROUGH else []) for row in ROWS]
+)
 def test_steps_with_an_empty_rank_equal_those_without(backend: str, row: str) -> None:
     """Context-parallel ranks have the same samples, so that none of them is empty."""
     (with_groups, _, full), (actual, _, sizes) = curve_of("fsdp:c2", ROWS[row]), curve_of(backend, ROWS[row])
@@ -160,7 +167,9 @@ def test_steps_with_an_empty_rank_equal_those_without(backend: str, row: str) ->
         assert step.keys() == wanted.keys() > {"rollout/reward", "actor/loss", "actor/grad_norm", "actor/weight"}
         # Times differ, and so does the number of micro-batches.
         names = [name for name in wanted if not re.match(r"time/|.*/seconds|.*/n_mbs", name)]
-        assert {name: step[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=2e-3, abs=1e-4)
+        assert {name: step[name] for name in names} == pytest.approx(
+            {name: wanted[name] for name in names}, rel=2e-3, abs=1e-4
+        )
     assert max(actual["actor/grad_norm"]) > 0.0
 
 
@@ -222,7 +231,9 @@ def test_last_sample_of_a_resumed_epoch_trains_one_rank(kind: str) -> None:
             reference = stack.enter_context(started(backend, optimizer=None, **fields)) if kind == "dpo" else None
             seen: list[tuple[float, float, int]] = []
             trainer = trainer_of(kind, engine, reference)
-            trainer.train(2, after_step=lambda step: seen.append((step.loss, step.grad_norm or 0.0, step.n_tokens)))
+            trainer.train(
+                2, after_step=lambda step, seen=seen: seen.append((step.loss, step.grad_norm or 0.0, step.n_tokens))
+            )
             losses[backend] = seen
     assert losses["fsdp:d2"] == [pytest.approx(step, rel=1e-4) for step in losses["fsdp:c2"]]
     assert losses["fsdp:d2"][0][1] > 0.0

@@ -72,10 +72,10 @@ def test_correction_of_rollout_logprobs_with_themselves_is_refused() -> None:
             grpo_objective(kl_coef=0.0, correction=MismatchCorrection(trainer="logprobs")),
             decoupled_ppo_objective(),
         ):
-            with pytest.raises(ValueError, match="recompute_logprobs = False.*PPOClip\\(old='logprobs'\\)"):
+            with pytest.raises(ValueError, match=r"recompute_logprobs = False.*PPOClip\(old='logprobs'\)"):
                 grpo_trainer(engine, rollout.runner, rollout.sync, objective=objective, updates=blind)
+        several = Updates(minibatches=2, recompute_logprobs=False)
         with pytest.raises(ValueError, match="max_staleness = 1 and 2 updates per batch"):
-            several = Updates(minibatches=2, recompute_logprobs=False)
             grpo_trainer(engine, rollout.runner, rollout.sync, updates=several)
         # Without a correction, the ratio itself goes back to the rollout.
         grpo_trainer(engine, rollout.runner, rollout.sync, objective=grpo_objective(kl_coef=0.0), updates=blind)
@@ -110,9 +110,9 @@ def test_a_forgotten_weight_function_or_output_is_refused_by_name() -> None:
     objective = grpo_objective(kl_coef=0.0, old="logprobs", report_entropy=True)
     with policy() as engine:
         for verb in (engine.train_batch, engine.eval_batch, engine.forward_backward):
-            with pytest.raises(ValueError, match="loss_weight_fn is missing.*pass the objective"):
+            with pytest.raises(ValueError, match=r"loss_weight_fn is missing.*pass the objective"):
                 verb(batch(), objective.loss_fn, outputs=objective.outputs)
-            with pytest.raises(ValueError, match="loss_weight_fn = .* with an objective"):
+            with pytest.raises(ValueError, match=r"loss_weight_fn = .* with an objective"):
                 verb(batch(), objective, lambda b: b["loss_mask"].sum())
             with pytest.raises(ValueError, match="the objective reads"):
                 verb(batch(), objective, outputs=("logprobs",))
@@ -123,7 +123,7 @@ def test_a_forgotten_weight_function_or_output_is_refused_by_name() -> None:
         def entropy_bonus(outputs: TokenOutputs, mb: Batch) -> torch.Tensor:
             return (outputs.entropy * mb["loss_mask"] - outputs.logprobs).sum()
 
-        with pytest.raises(ValueError, match="read the output 'entropy'.*pass outputs=\\('logprobs', 'entropy'\\)"):
+        with pytest.raises(ValueError, match=r"read the output 'entropy'.*pass outputs=\('logprobs', 'entropy'\)"):
             engine.train_batch(batch(), entropy_bonus)
 
 

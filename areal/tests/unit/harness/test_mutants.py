@@ -82,6 +82,6 @@ def test_tests_that_an_earlier_session_kept_are_not_run_again_without_the_bug(
 
     keep_passed(["another"])
     monkeypatch.setattr(request.config, "stash", pytest.Stash())
-    with pytest.raises(pytest.fail.Exception, match="without the bug, .* fails:\nit fails"):
+    with pytest.raises(pytest.fail.Exception, match=r"without the bug, .* fails:\nit fails"):
         PlantedBug.from_parent(request.session, name="zigzag_not_undone", tests=[request.node])._require_sound()
     assert ran == [request.node.name]
