@@ -71,7 +71,7 @@ def test_tests_that_an_earlier_session_kept_are_not_run_again_without_the_bug(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "world", lambda: World(0, 1, tmp_path))
-    monkeypatch.setattr(request.config, "stash", pytest.Stash())
+    monkeypatch.setattr(run, "_sound_key", pytest.StashKey[set[str]]())
     ran: list[str] = []
     monkeypatch.setattr(run, "failure_of", lambda item: ran.append(item.name) or "it fails")
     assert kept_tests() == set()
@@ -81,7 +81,7 @@ def test_tests_that_an_earlier_session_kept_are_not_run_again_without_the_bug(
     assert not ran
 
     keep_passed(["another"])
-    monkeypatch.setattr(request.config, "stash", pytest.Stash())
+    monkeypatch.setattr(run, "_sound_key", pytest.StashKey[set[str]]())
     with pytest.raises(pytest.fail.Exception, match=r"without the bug, .* fails:\nit fails"):
         PlantedBug.from_parent(request.session, name="zigzag_not_undone", tests=[request.node])._require_sound()
     assert ran == [request.node.name]
