@@ -216,6 +216,21 @@ class MegatronConfig(BackendConfig):
             )
 
 
+class JAXConfig(BackendConfig):
+    """Section of the JAX engine."""
+
+    coordinator: str | None = Field(
+        default=None, description="`host:port` of JAX's coordinator; None takes a free port of the first rank's host."
+    )
+
+    def check_combination(self, config: TrainEngineConfig) -> None:
+        """Refuse values that the engine does not have."""
+        if config.activation_checkpointing == "selective":
+            raise ValueError(
+                "activation_checkpointing = 'selective': the JAX engine has 'none' and 'full', which recomputes layers"
+            )
+
+
 _NARROW_MOMENTS_OF_ADAPTERS = (
     "optimizer_state_dtype = 'bfloat16' with lora: the moments of adapters are float32; leave it out"
 )
@@ -292,6 +307,7 @@ class TrainEngineConfig(StrictConfig):
     moe: MoEConfig = MoEConfig()
     fsdp: FSDPConfig = FSDPConfig()
     megatron: MegatronConfig = MegatronConfig()
+    jax: JAXConfig = JAXConfig()
 
     @field_validator("backend")
     @classmethod

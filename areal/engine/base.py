@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from areal.api.batch import OptimStats, StepOutput, TokenOutputs
 from areal.api.config import FinetuneSpec
@@ -65,7 +65,7 @@ class BaseTrainEngine(EngineState):
 
     @abstractmethod
     def _forward_compute_mb(
-        self, model: nn.Module, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
+        self, model: Any, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> Any:
         """Run one micro-batch through one model chunk: ``TokenOutputs`` of this rank on the last stage, else a hidden state."""
 
@@ -292,7 +292,7 @@ class BaseTrainEngine(EngineState):
         components, timer = self._require_components(), self.timer
         scale = components.schedule.grad_scale(len(mbs))
 
-        def forward(model: nn.Module, mb: MicroBatch, hidden: Tensor | None = None) -> Any:
+        def forward(model: Any, mb: MicroBatch, hidden: Tensor | None = None) -> Any:
             faults.current_mb = mb
             return self._forward_compute_mb(model, mb, outputs=outputs, hidden=hidden)
 

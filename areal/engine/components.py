@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from areal.api.adapters import Adapters
 from areal.api.batch import OptimStats
@@ -20,6 +19,16 @@ from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.moe.routing import ExpertRouting, no_experts
 from areal.engine.optimizer import GradientState
 from areal.engine.schedule import Schedule
+
+
+class Model(Protocol):
+    """A model with a mode: a torch module, or the arrays of another runtime."""
+
+    training: bool
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def eval(self) -> Any: ...
 
 
 class StepOptimizer(Protocol):
@@ -132,7 +141,7 @@ class EngineComponents:
     """The components of an engine. :meth:`close` releases them.
 
     Attributes:
-        model: root module, or the modules of this rank's pipeline stages.
+        model: root module, or the modules of this rank's pipeline stages. Only the engine that built it looks inside.
         schedule: owner of the micro-batch loop.
         context_parallel: split of a micro-batch's tokens over ranks.
         optimizer: ``None`` for an engine that only evaluates.
@@ -146,10 +155,10 @@ class EngineComponents:
         routing: balancing losses, replay and load of experts.
         adapters: low-rank adapters, which are trained instead of the model.
         applied: lines for the log, such as ``"sharding"`` and ``"attention kernel"``, by their names.
-        n_parameters: parameters of the whole model; ``None`` counts those of ``model``.
+        n_parameters, n_local_parameters: parameters of the whole model, and those that this rank holds, for the log.
     """
 
-    model: nn.Module
+    model: Model
     schedule: Schedule
     context_parallel: ContextParallel
     optimizer: StepOptimizer | None
@@ -164,6 +173,7 @@ class EngineComponents:
     adapters: TrainedAdapters | None = None
     applied: Mapping[str, str] = field(default_factory=dict)
     n_parameters: int | None = None
+    n_local_parameters: int | None = None
     closed: bool = field(default=False, init=False)
 
     @property

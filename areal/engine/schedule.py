@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from areal.api.batch import TokenOutputs
 from areal.api.microbatch import MicroBatch, MicroBatchList
@@ -64,7 +64,7 @@ class SequentialSchedule(Schedule):
     """One micro-batch after the other, on one stage.
 
     Args:
-        model: module that is passed to ``forward``.
+        model: what is passed to ``forward``.
         before_backward: called before each backward with True if it is the last of the call. An engine decides here whether that backward
             reduces gradients.
         after_forward: called after a run without backward, to free what only a backward would have freed.
@@ -76,7 +76,7 @@ class SequentialSchedule(Schedule):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         before_backward: Callable[[bool], None] = lambda last: None,
         after_forward: Callable[[], None] = lambda: None,
         recover: Callable[[], bool] = lambda: True,

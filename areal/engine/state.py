@@ -28,7 +28,6 @@ from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
 from areal.utils.distributed import ControlPlane, EngineLostError, init_default_group
-from areal.utils.dtensor import local_part
 from areal.utils.group_set import GroupSet
 from areal.utils.mesh import build_batch_mesh, describe_mesh, release_groups
 from areal.utils.placement import check_separate
@@ -198,16 +197,12 @@ class EngineState(TrainEngine):
     def _applied(self) -> str:
         """Describe what was applied, one line for each item. No communication."""
         config, components = self.config, self._require_components()
-        n_local = sum(local_part(parameter).numel() for parameter in components.model.parameters())
-        n_parameters = components.n_parameters
-        if n_parameters is None:
-            n_parameters = sum(parameter.numel() for parameter in components.model.parameters())
         compute, master, reduce = config.dtype, config.master_dtype, config.grad_reduce_dtype
         items = {
             "layout": f"{self.dims}, ranks: {self.dims.world_size}, batch mesh {describe_mesh(self.mesh)}",
             **components.applied,
             "precision": f"compute in {compute}, master parameters in {master}, gradient reduction in {reduce}",
-            "parameters": f"{n_parameters:,} in total, {n_local:,} on rank 0",
+            **_parameters(components.n_parameters, components.n_local_parameters),
             "communication": f"{platform.collective_backend()}, device {self.device}",
         }
         return f"{type(self).__name__} of {config.path}" + "".join(
@@ -350,3 +345,7 @@ class EngineState(TrainEngine):
     ) -> AbstractContextManager[dict[int, Path]]:
         self._require_components()
         return profiled(self.timer, self.device, self.control.rank, folder, memory=memory, stacks=stacks)
+
+
+def _parameters(total: int | None, local: int | None) -> dict[str, str]:
+    return {} if total is None or local is None else {"parameters": f"{total:,} in total, {local:,} on rank 0"}

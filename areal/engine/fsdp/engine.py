@@ -46,7 +46,7 @@ from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
-from areal.utils.dtensor import reshard
+from areal.utils.dtensor import local_part, reshard
 from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, release_groups
 
 
@@ -114,6 +114,7 @@ class FSDPEngine(BaseTrainEngine):
             ),
             applied=self._describe(chunks, cp, param_mesh, expert_mesh) | {"gradient reduction": sync.reason},
             n_parameters=sum(parameter.numel() for parameter in chunks.full_model.parameters()),
+            n_local_parameters=sum(local_part(parameter).numel() for parameter in chunks.parameters()),
         )
         # Adapters replace what trains, saves and streams the model.
         if config.lora is None:

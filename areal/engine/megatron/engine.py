@@ -126,6 +126,7 @@ class MegatronEngine(BaseTrainEngine):
             ),
             applied=self._describe(cp, groups),
             n_parameters=weights.n_parameters,
+            n_local_parameters=sum(parameter.numel() for chunk in trained for parameter in chunk.parameters()),
         )
         # Adapters replace what trains, saves and streams the model.
         if config.lora is None:

@@ -80,6 +80,9 @@ def _context_parallel(letters: str) -> tuple[Layout, Layout]:
     )
 
 
+_NOT_JAX = ("gemma3_text", *_EXPERTS)
+
+
 _UNEVEN = {"vocab_size": 115, "num_key_value_heads": 1}
 """Numbers that do not divide by two ranks. Most other tests of tensor parallelism have numbers that do."""
 _FOUR_LAYERS = {"num_hidden_layers": 4}
@@ -150,6 +153,12 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         _megatron("e2t2", refuses=_DENSE),
         _megatron("(attn:d1t2|ffn:d1e2)", refuses=_DENSE),
     ),
+    "jax": (
+        Layout("jax:d1", refuses=_NOT_JAX),
+        Layout("jax:d2", refuses=_NOT_JAX),
+        Layout("jax:t2", refuses=_NOT_JAX),
+        Layout("jax:d2t2", refuses=_NOT_JAX),
+    ),
 }
 
 LORA = LoRAConfig(rank=3, alpha=4.5)
@@ -173,6 +182,10 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
         "overlap": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}},
         "plain_optimizer": {"megatron": {"distributed_optimizer": False}},
         "lora": {"lora": LORA, "activation_checkpointing": "full"},
+    },
+    "jax": {
+        "plain": {},
+        "recompute": {"activation_checkpointing": "full"},
     },
 }
 

@@ -1,0 +1,1 @@
+"""The JAX engine. Needs the extra ``jax``."""

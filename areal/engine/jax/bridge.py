@@ -1,0 +1,166 @@
+"""The bridge between JAX and torch: a compiled forward whose outputs are torch tensors with a backward.
+
+The forward returns its outputs and what the backward needs: the residuals of the vector-Jacobian product, without those that are
+arguments themselves (the weights), which jit would copy. The backward is a second program, which adds to the gradient in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from areal.engine.jax.attention import Visibility
+from areal.engine.jax.mesh import to_numpy, to_torch
+from areal.engine.jax.model import ModelSpec, Params, Stream
+from areal.engine.jax.outputs import Outputs, Rows, Wanted, token_outputs
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
+@dataclass(frozen=True)
+class Residuals:
+    """A vector-Jacobian product without the residuals that are arguments of the forward.
+
+    Attributes:
+        leaves: the other residuals.
+        tree: structure of the product, a function of cotangents.
+        places: for each leaf of the structure, its index in the arguments, or ``None``.
+    """
+
+    leaves: list[Array]
+    tree: Any
+    places: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, pull: Callable[..., Any], arguments: Any) -> Residuals:
+        """Divide a vector-Jacobian product. Called while a program is traced."""
+        index = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(arguments))}
+        leaves, tree = jax.tree.flatten(pull)
+        places = tuple(index.get(id(leaf)) for leaf in leaves)
+        return cls([leaf for leaf, place in zip(leaves, places, strict=True) if place is None], tree, places)
+
+    def restore(self, arguments: Any) -> Callable[..., Any]:
+        """Return the product."""
+        given, kept = jax.tree.leaves(arguments), iter(self.leaves)
+        return jax.tree.unflatten(self.tree, [next(kept) if i is None else given[i] for i in self.places])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evaluate(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
+    return token_outputs(spec, wanted, params, stream, rows)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(
+    spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows
+) -> tuple[Outputs, Outputs, Residuals]:
+    def run(params: Params) -> tuple[Outputs, Outputs]:
+        out = token_outputs(spec, wanted, params, stream, rows)
+        integers = {name: value for name, value in out.items() if not jnp.issubdtype(value.dtype, jnp.floating)}
+        return {name: value for name, value in out.items() if name not in integers}, integers
+
+    out, pull, integers = jax.vjp(run, params, has_aux=True)
+    return out, integers, Residuals.of(pull, (params, stream, rows))
+
+
+@functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(5,))
+def _pull(
+    spec: ModelSpec, residuals: Residuals, arguments: Any, cotangents: Outputs, params: Params, grads: Params
+) -> Params:
+    (new,) = residuals.restore((params, *arguments))(cotangents)
+    return {name: spec.place(name, grads[name] + new[name]) for name in grads}
+
+
+class TrainedState(Protocol):
+    """The arrays of a model: its parameters, and the sum of their gradients that backwards add to."""
+
+    params: Params
+    grads: dict[str, Array] | None
+
+    def require_grads(self) -> dict[str, Array]:
+        """Return the gradients, zeros if there are none yet."""
+        ...
+
+
+class ForwardCall:
+    """One forward of one micro-batch, with at most one backward.
+
+    Args:
+        spec: the model.
+        wanted: outputs to compute.
+        state: arrays of the model.
+        arrays: inputs of all ranks, by name.
+    """
+
+    def __init__(self, spec: ModelSpec, wanted: Wanted, state: TrainedState, arrays: Mapping[str, Array]) -> None:
+        self._spec, self._wanted, self._state = spec, wanted, state
+        visibility = Visibility(*(arrays[name] for name in Visibility._fields))
+        self._inputs = (Stream(arrays["ids"], visibility), Rows(*(arrays[name] for name in Rows._fields)))
+        self._residuals: Residuals | None = None
+        self._like: dict[str, Array] = {}
+
+    def evaluate(self) -> dict[str, Tensor]:
+        """Return this rank's outputs, without a graph."""
+        with self._spec.numbers.enabled():
+            out = _evaluate(self._spec, self._wanted, self._state.params, *self._inputs)
+        return {name: _local(value) for name, value in out.items()}
+
+    def differentiable(self) -> dict[str, Tensor]:
+        """Return this rank's outputs, whose backward adds to the gradients of the model."""
+        with self._spec.numbers.enabled():
+            out, integers, self._residuals = _forward(self._spec, self._wanted, self._state.params, *self._inputs)
+        self._like = out
+        # Autograd needs an input that requires a gradient: its own is never computed.
+        anchor = torch.zeros((), requires_grad=True)
+        tensors = _Bridge.apply(anchor, self, *(_local(value) for value in out.values()))
+        return {**dict(zip(out, tensors, strict=True)), **{name: _local(value) for name, value in integers.items()}}
+
+    def pull(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradient of the model for the gradients of the outputs.
+
+        Raises:
+            RuntimeError: there was a backward already.
+        """
+        residuals, self._residuals = self._residuals, None
+        if residuals is None:
+            raise RuntimeError(
+                "a second backward through one micro-batch: return one loss, the sum of its terms, and leave backward to the engine"
+            )
+        spec, state = self._spec, self._state
+        cotangents = {
+            name: spec.from_local(np.zeros(value.shape[1:], value.dtype) if grad is None else to_numpy(grad))
+            for (name, value), grad in zip(self._like.items(), grads, strict=True)
+        }
+        pending = state.require_grads()
+        # Donated: until the program returns, there are no gradients.
+        state.grads = None
+        with spec.numbers.enabled():
+            state.grads = dict(_pull(spec, residuals, self._inputs, cotangents, state.params, pending))
+
+
+class _Bridge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: ForwardCall, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.call.pull(grads)
+        return (None,) * (2 + len(grads))
+
+
+def _local(array: Array) -> Tensor:
+    """Return this rank's row of a ``[D, ...]`` array."""
+    return to_torch(array.addressable_data(0))[0]

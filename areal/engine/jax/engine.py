@@ -1,0 +1,143 @@
+"""The JAX engine: three hooks over a decoder that JAX compiles."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from areal.api.batch import TokenOutputs, TopKOutput
+from areal.api.config import FinetuneSpec, JAXConfig, torch_dtype
+from areal.api.engine import Outputs
+from areal.api.microbatch import MicroBatch
+from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.base import BaseTrainEngine
+from areal.engine.components import EngineComponents
+from areal.engine.jax.architecture import Architecture, meta_model, parameters_of
+from areal.engine.jax.bridge import ForwardCall
+from areal.engine.jax.checkpoint import JAXCheckpointer
+from areal.engine.jax.inputs import Sizes, StreamInputs
+from areal.engine.jax.memory import JAXMemory
+from areal.engine.jax.mesh import build_mesh
+from areal.engine.jax.model import ModelSpec
+from areal.engine.jax.optimizer import OptaxOptimizer
+from areal.engine.jax.products import Numbers
+from areal.engine.jax.state import ModelGradients, ModelState, global_norm, scale_grads
+from areal.engine.jax.weights import JAXWeights, init_weights
+from areal.engine.jax.world import join
+from areal.engine.model.hub import model_folder, read_config
+from areal.engine.optimizer import ClippingOptimizer
+from areal.engine.options import TEMPLATE_OPTIONS
+from areal.engine.schedule import SequentialSchedule
+from areal.utils.functional.logprobs import default_keep_bytes
+
+
+class JAXEngine(BaseTrainEngine):
+    """Training of Hugging Face decoders in JAX: one compiled program for each shape of a micro-batch.
+
+    Sharded data (``d``) and tensor parallelism (``t``), by the partitioner of XLA.
+    """
+
+    layout_letters: ClassVar[frozenset[str]] = frozenset("dt")
+    supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
+        *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
+        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing"),
+    }
+    config_class: ClassVar[type[JAXConfig]] = JAXConfig
+
+    # ---- the three hooks
+
+    def _build(self, spec: FinetuneSpec) -> EngineComponents:
+        config = self.config
+        hf = meta_model(read_config(config.path), torch_dtype(config.master_dtype))
+        arrays = parameters_of(hf, value_head=config.value_head)
+        join(self.control, config.jax.coordinator)
+        keep = config.kept_logits_bytes
+        self._spec = ModelSpec(
+            Architecture.of(hf),
+            Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype),
+            build_mesh(self.dims),
+            recompute=config.activation_checkpointing == "full",
+            fp32_head=config.fp32_head,
+            keep_bytes=default_keep_bytes(self.device) if keep is None else keep,
+        )
+        model = ModelState(self._spec, arrays)
+        weights = JAXWeights(model, hf)
+        if config.init_from_scratch:
+            init_weights(weights, hf, config.seed)
+        else:
+            folder = model_folder(config.path)
+            weights.check(folder)
+            weights.read(folder)
+        optimizer = self._build_optimizer(model, spec)
+        memory = JAXMemory(model, optimizer.inner if optimizer else None)
+        return EngineComponents(
+            model=model,
+            schedule=SequentialSchedule(model, timer=self.timer),
+            context_parallel=ContextParallel(None),
+            optimizer=optimizer,
+            checkpointer=JAXCheckpointer(
+                optimizer,
+                type(optimizer.inner).__name__ if optimizer else None,
+                weights,
+                self,
+                self.control,
+                config.path,
+            ),
+            weights=weights,
+            memory=memory,
+            gradients=ModelGradients(memory.discard_grads),
+            vocab_size=hf.config.vocab_size,
+            applied=self._describe(),
+            n_parameters=model.n_parameters,
+            n_local_parameters=model.n_local,
+        )
+
+    def _forward_compute_mb(
+        self, model: ModelState, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
+    ) -> TokenOutputs:
+        inputs = StreamInputs(mb, outputs, self.config.temperature)
+        arrays = inputs.arrays(self._largest(inputs.sizes), self._spec.numbers.stats)
+        placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
+        call = ForwardCall(self._spec, inputs.wanted, model, placed)
+        rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
+        values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
+        if "topk" in values:
+            values["topk"] = TopKOutput(values["topk"], values.pop("topk_ids").long())
+        return TokenOutputs(**values)
+
+    def _finalize_grads(self) -> None:
+        """Do nothing: each backward has added a sum over ranks."""
+
+    # ---- parts
+
+    def _largest(self, sizes: Sizes) -> Sizes:
+        """Return the largest sizes of all ranks, so that all run the same program."""
+        if self.dims.world_size == 1:
+            return sizes
+        everyone = self.control.gather((sizes.tokens, sizes.rows, sizes.targets))
+        return Sizes(*(max(each) for each in zip(*everyone, strict=True)))
+
+    def _build_optimizer(self, model: ModelState, spec: FinetuneSpec) -> ClippingOptimizer[OptaxOptimizer] | None:
+        config = self.config.optimizer
+        if config is None:
+            return None
+        return ClippingOptimizer(
+            OptaxOptimizer(model, config),
+            config,
+            spec.total_train_steps,
+            global_norm=lambda: global_norm(model),
+            scale_grads=lambda factor: scale_grads(model, factor),
+        )
+
+    def _describe(self) -> dict[str, Any]:
+        """Describe what was applied, for the log."""
+        platform = self._spec.mesh.devices.flat[0].platform
+        return {
+            "sharding": f"GSPMD, mesh {dict(self._spec.mesh.shape)} of {platform}",
+            "attention kernel": "blocks of packed sequences",
+            "activation checkpointing": self.config.activation_checkpointing,
+            "compile": "each shape of a micro-batch",
+            "gradient reduction": "on each micro-batch",
+        }

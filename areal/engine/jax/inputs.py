@@ -1,0 +1,175 @@
+"""A micro-batch as arrays of few different shapes: padded streams, the walk over the tree of tokens, and rows with outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.api.batch import IGNORE_INDEX
+from areal.api.engine import Outputs
+from areal.api.microbatch import MicroBatch, PrefixTree
+from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.jax.attention import BLOCK
+from areal.engine.jax.outputs import Wanted
+from areal.engine.loss_step import split_outputs
+from areal.engine.model.layout import layout_of
+
+_OF_WANTED_TOKENS = frozenset({"logprobs", "entropy", "topk", "topk_ids"})
+"""Outputs that are 0 at tokens outside of the batch key ``output_mask``."""
+
+_SMALLEST = 32
+
+
+def bucket(tokens: int) -> int:
+    """Return the padded length of a stream: powers of two up to a block, then at most eight an octave, in whole blocks."""
+    if tokens <= BLOCK:
+        return max(_SMALLEST, 1 << (tokens - 1).bit_length())
+    step = max(BLOCK, 1 << ((tokens - 1).bit_length() - 4))
+    return -(-tokens // step) * step
+
+
+def row_bucket(rows: int, length: int) -> int:
+    """Return the padded number of rows with outputs: the length of the stream, times or divided by a power of two."""
+    padded = length
+    while padded % 2 == 0 and padded // 2 >= max(rows, _SMALLEST):
+        padded //= 2
+    while padded < rows:
+        padded *= 2
+    return padded
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one rank's micro-batch. Ranks take the largest of each, and so run the same program.
+
+    Attributes:
+        tokens: of the stream.
+        rows: with outputs.
+        targets: targets of a row, or 0 for one without a dimension.
+    """
+
+    tokens: int
+    rows: int
+    targets: int
+
+
+class StreamInputs:
+    """The inputs of one rank's model for one micro-batch.
+
+    Args:
+        mb: the micro-batch.
+        outputs: per-token outputs to compute.
+        temperature: for all tokens, unless the batch has a per-sequence key ``temperature``.
+    """
+
+    def __init__(self, mb: MicroBatch, outputs: Outputs, temperature: float) -> None:
+        names, top = split_outputs(outputs)
+        self.wanted = Wanted(frozenset(names), top.k if top else 0)
+        self._mb, self._temperature = mb, temperature
+        layout = layout_of(mb, ContextParallel(None), rows=False)
+        shared = layout.shared
+        # Rows of the result: one for each packed token, or with shared prefixes one for each distinct target.
+        if shared is None:
+            self._packed = self._place = torch.arange(mb.n_tokens)
+        else:
+            self._packed, self._place = shared.outputs.packed_index.cpu(), shared.outputs.local_index.cpu()
+        self._n_results = len(self._packed)
+        # The head is the most expensive layer: it leaves out tokens that nobody reads.
+        self._mask = None if layout.wanted is None else layout.wanted.cpu()
+        self._only_mask = self._mask is not None and not names & {"hidden", "values", "logits"}
+        if self._only_mask:
+            self._packed, self._place = self._packed[self._mask], self._place[self._mask]
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of this micro-batch, unpadded."""
+        targets = self._mb.data["target_ids"]
+        n_stream = self._mb.n_tokens if self._mb.tree is None else len(self._mb.tree)
+        return Sizes(n_stream, len(self._packed), targets.shape[1] if targets.dim() == 2 else 0)
+
+    def arrays(self, sizes: Sizes, dtype: np.dtype) -> dict[str, np.ndarray]:
+        """Return the arrays of this rank, padded to ``sizes``; temperatures are of ``dtype``."""
+        mb = self._mb
+        length = bucket(sizes.tokens)
+        n_rows = row_bucket(sizes.rows, length)
+        ids = mb.data["input_ids"].cpu()
+        ids = ids if mb.tree is None else ids[mb.tree.tokens]
+        targets = mb.data["target_ids"].cpu()[self._packed]
+        temperature = np.full(len(self._packed), self._temperature)
+        if "temperature" in mb.data:
+            per_token = mb.data["temperature"].cpu().repeat_interleave(torch.tensor(mb.seqlens))
+            temperature = per_token[self._packed].double().numpy()
+        return {
+            "ids": _padded(ids.numpy(), length, 0, np.int32),
+            **walk(mb.seqlens, mb.tree, length),
+            "index": _padded(self._place.numpy(), n_rows, 0, np.int32),
+            "targets": _padded(targets.numpy(), n_rows, IGNORE_INDEX, np.int32),
+            "temperature": _padded(temperature, n_rows, 1.0, dtype),
+        }
+
+    def result(self, name: str, rows: Tensor) -> Tensor:
+        """Return an output of all rows ``[n, ...]`` from the computed ones, which are padded. Differentiable."""
+        rows = rows[: len(self._packed)]
+        if self._mask is None or name not in _OF_WANTED_TOKENS:
+            return rows
+        kept = rows if self._only_mask else rows.index_select(0, self._mask)
+        return kept.new_zeros(self._n_results, *kept.shape[1:]).index_copy(0, self._mask, kept)
+
+
+def walk(seqlens: tuple[int, ...], tree: PrefixTree | None, length: int) -> dict[str, np.ndarray]:
+    """Return ``enter``, ``leave``, ``positions`` and ``first`` of :class:`~areal.engine.jax.attention.Visibility`, padded to a length.
+
+    Padding sees itself only.
+    """
+    enter, positions = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
+    leave, root = enter + 1, enter.copy()
+    if tree is None:
+        starts = np.cumsum([0, *seqlens])
+        total = int(starts[-1])
+        leave[:total] = np.repeat(starts[1:], seqlens)
+        root[:total] = np.repeat(starts[:-1], seqlens)
+        positions[:total] = enter[:total] - root[:total]
+    else:
+        _walk_tree(tree, enter, leave, positions, root)
+    block = min(length, BLOCK)
+    first = root.reshape(-1, block).min(1) // block
+    return {"enter": enter, "leave": leave, "positions": positions, "first": first.astype(np.int32)}
+
+
+def _walk_tree(
+    tree: PrefixTree, enter: np.ndarray, leave: np.ndarray, positions: np.ndarray, root: np.ndarray
+) -> None:
+    """Write the walk over a tree of branches. A branch begins after a token of an earlier one, or is a root."""
+    contexts = [context.numpy() for context in tree.context_index.split(list(tree.context_lengths))]
+    starts = np.cumsum([0, *tree.lengths])
+    spans = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:], strict=False)]
+    parents = [int(c[-n - 1]) if len(c) > n else None for c, n in zip(contexts, tree.lengths, strict=True)]
+    # Tokens of the branches that begin after each token, and of each token's subtree; later branches first.
+    below, sizes = np.zeros(len(tree), np.int64), np.zeros(len(tree), np.int64)
+    for span, parent in reversed(list(zip(spans, parents, strict=True))):
+        sizes[span] = (1 + below[span])[::-1].cumsum()[::-1]
+        if parent is not None:
+            below[parent] += sizes[span.start]
+    # A token is followed by the branches that begin after it, and then by the rest of its own.
+    free, used = 0, np.zeros(len(tree), np.int64)
+    for span, parent, context_length in zip(spans, parents, tree.context_lengths, strict=True):
+        if parent is None:
+            base, free = free, free + int(sizes[span.start])
+            root[span] = span.start
+        else:
+            base = int(enter[parent] + 1 + used[parent])
+            used[parent] += sizes[span.start]
+            root[span] = root[parent]
+        n = span.stop - span.start
+        enter[span] = base + np.arange(n) + np.concatenate([[0], below[span].cumsum()[:-1]])
+        positions[span] = context_length - n + np.arange(n)
+    leave[: len(tree)] = enter[: len(tree)] + sizes
+
+
+def _padded(values: np.ndarray, length: int, filling: float, dtype: np.dtype | type) -> np.ndarray:
+    out = np.full((length, *values.shape[1:]), filling, dtype)
+    out[: len(values)] = values
+    return out

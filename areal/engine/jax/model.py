@@ -1,0 +1,173 @@
+"""The forward of a decoder: pure functions over arrays.
+
+``D`` streams of ``T`` tokens, one for each data-parallel rank. The layers run by a scan over the rows of their arrays, so that
+compiling takes as long for thirty layers as for two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
+from areal.engine.jax.attention import Visibility, attention
+from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
+from areal.engine.jax.products import Numbers, Use, linear, lookup, scale, shift
+
+Params = Mapping[str, Array]
+
+
+class Stream(NamedTuple):
+    """The tokens of ``D`` streams: ``ids`` int32 ``[D, T]``, and which of them see which."""
+
+    ids: Array
+    visibility: Visibility
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that a program depends on beside the shapes of its arguments. Hashable.
+
+    Attributes:
+        arch: the decoder.
+        numbers: dtypes.
+        mesh: devices of all ranks.
+        recompute: compute each layer again in the backward, and keep only its input.
+        fp32_head: multiply by the head's weight in float32.
+        keep_bytes: memory for logits of one rank that are kept for the backward.
+    """
+
+    arch: Architecture
+    numbers: Numbers
+    mesh: Mesh
+    recompute: bool
+    fp32_head: bool
+    keep_bytes: int
+
+    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Use:
+        """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
+        rows = name.startswith(LAYER)
+        stored = stored_spec(name, (1, *shape) if rows else shape, self.mesh)
+        stored = row_spec(stored) if rows else stored
+        return Use(
+            jnp.dtype(dtype or self.numbers.compute).name,
+            self.numbers.reduce,
+            NamedSharding(self.mesh, stored),
+            NamedSharding(self.mesh, gathered_spec(stored)),
+        )
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the placement of a whole array of parameters."""
+        return NamedSharding(self.mesh, stored_spec(name, shape, self.mesh))
+
+    def place(self, name: str, value: Array) -> Array:
+        """Constrain a whole array of parameters or gradients to its placement."""
+        return lax.with_sharding_constraint(value, self.stored(name, value.shape))
+
+    def from_local(self, values: np.ndarray) -> Array:
+        """Return a ``[D, ...]`` array of which this rank has the row ``values``."""
+        sharding = NamedSharding(self.mesh, PartitionSpec("dp"))
+        with self.numbers.enabled():
+            return jax.make_array_from_process_local_data(
+                sharding, values[None], (self.mesh.shape["dp"], *values.shape)
+            )
+
+    def spread(self, x: Array, *axes: str | None) -> Array:
+        """Constrain a ``[D, ...]`` array to one row for each data-parallel rank, and the given axes for the other dimensions."""
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", *axes)))
+
+
+def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
+    """Return the last hidden states ``[D, T, H]``, before the last norm."""
+    arch, dtype = spec.arch, jnp.dtype(spec.numbers.compute)
+    embedding = params[EMBEDDING]
+    hidden = lookup(stream.ids, embedding, arch.pad_token_id, spec.use(EMBEDDING, embedding.shape))
+    rotate = _rotation(arch, stream.visibility.positions, dtype)
+
+    def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
+        return _layer(spec, row[0], hidden, stream.visibility, rotate, row[1]), None
+
+    body = jax.checkpoint(layer) if spec.recompute else layer
+    rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
+    return lax.scan(body, spec.spread(hidden), rows)[0]
+
+
+def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
+    """Normalize by the root mean square (Zhang and Sennrich, 2019), and multiply by a weight."""
+    wide = x.astype(spec.numbers.stats)
+    wide *= lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + spec.arch.eps)
+    return scale(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
+
+
+def _layer(
+    spec: ModelSpec,
+    weights: Mapping[str, Array],
+    hidden: Array,
+    visibility: Visibility,
+    rotate: Callable[[Array], Array],
+    window: Array,
+) -> Array:
+    """Compute one layer: attention and feed-forward network, each on normalized states, each added to its input."""
+    project = functools.partial(_project, spec, weights)
+    normed = functools.partial(_normed, spec, weights)
+    heads, groups = spec.arch.n_kv_heads, spec.arch.n_heads // spec.arch.n_kv_heads
+    shape = (*hidden.shape[:2], -1, spec.arch.head_dim)
+
+    x = normed("input_layernorm", hidden)
+    q, k, v = (project(f"self_attn.{name}_proj", x).reshape(shape) for name in "qkv")
+    q, k = (rotate(normed(f"self_attn.{name}_norm", each)) for name, each in (("q", q), ("k", k)))
+    q = q.reshape(*q.shape[:2], heads, groups, -1)
+    out = _attend(spec, q, k, v, visibility, window)
+    hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)))
+
+    x = normed("post_attention_layernorm", hidden)
+    x = jax.nn.silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x)
+    return spec.spread(hidden + project("mlp.down_proj", x))
+
+
+def _project(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
+    return y if bias is None else shift(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
+
+
+def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+    """Normalize, if the layer has a norm of this name."""
+    weight = weights.get(f"{name}.weight")
+    return x if weight is None else norm(spec, x, f"{LAYER}{name}.weight", weight)
+
+
+def _attend(spec: ModelSpec, q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
+    """Run attention on each device for its stream and, if they divide, its share of the heads."""
+
+    def of_device(q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
+        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window)[None]
+
+    axis = "tp" if k.shape[2] % spec.mesh.shape["tp"] == 0 else None
+    heads, tokens = PartitionSpec("dp", None, axis), PartitionSpec("dp")
+    in_specs = (heads, heads, heads, tokens, PartitionSpec())
+    # The trips of its loops differ between devices, which is not an error: nothing in it is a collective.
+    run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return run(q, k, v, visibility, window)
+
+
+def _rotation(arch: Architecture, positions: Array, dtype: Any) -> Callable[[Array], Array]:
+    """Return the function that rotates heads ``[D, T, n, d]`` by their positions (Su et al., 2021)."""
+    angles = positions[..., None] * jnp.asarray(arch.inv_freq, jnp.promote_types(dtype, jnp.float32))
+    angles = jnp.concatenate([angles, angles], -1)[:, :, None]
+    cos, sin = (f(angles) * arch.rope_scale for f in (jnp.cos, jnp.sin))
+    cos, sin = cos.astype(dtype), sin.astype(dtype)
+
+    def rotate(x: Array) -> Array:
+        first, second = jnp.split(x, 2, -1)
+        return x * cos + jnp.concatenate([-second, first], -1) * sin
+
+    return rotate

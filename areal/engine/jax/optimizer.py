@@ -1,0 +1,111 @@
+"""The optimizer of the JAX engine: optax behind the interface of torch's optimizers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from areal.api.config import OptimizerConfig
+from areal.engine.jax.model import ModelSpec, Params
+from areal.engine.jax.state import ModelState
+
+
+class OptaxOptimizer:
+    """AdamW (Loshchilov and Hutter, 2019) or SGD of optax, with the formulas of torch.
+
+    Args:
+        model: the parameters, and their gradients.
+        config: type and settings.
+
+    Attributes:
+        param_groups: the settings of the next step, as in torch; one group.
+        moments: arrays of the optimizer by kind, each by name of the parameter. Empty before the first step.
+        count: steps so far.
+    """
+
+    def __init__(self, model: ModelState, config: OptimizerConfig) -> None:
+        self._model, self._type = model, config.type
+        settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        if config.type == "adamw":
+            settings |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        else:
+            settings["momentum"] = config.momentum
+        self.param_groups = [settings]
+        self.moments: dict[str, dict[str, Array]] = {}
+        self.count = 0
+
+    def step(self) -> None:
+        """Update the parameters. Their gradients, and the arrays before the step, are released."""
+        model, group = self._model, self.param_groups[0]
+        grads, model.grads = model.require_grads(), None
+        with model.spec.numbers.enabled():
+            numbers = {name: jnp.asarray(value, model.spec.numbers.master) for name, value in _scalars(group).items()}
+            params, moments = model.params, self.moments or self._zeros()
+            # Donated: an error in the step leaves neither parameters nor moments.
+            model.params, self.moments = {}, {}
+            model.params, self.moments = _update(
+                model.spec, self._type, params, grads, moments, jnp.asarray(self.count, jnp.int32), numbers
+            )
+        self.count += 1
+
+    def set_moments(self, arrays: dict[str, Array]) -> None:
+        """Replace all moments: arrays by kind and name, such as ``"exp_avg model.norm.weight"``; ``{}`` while they are in host memory."""
+        self.moments = {}
+        for key, value in arrays.items():
+            kind, _, name = key.partition(" ")
+            self.moments.setdefault(kind, {})[name] = value
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the moments."""
+        if self._type == "adamw":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.param_groups[0]["momentum"] else ()
+
+    def _zeros(self) -> dict[str, dict[str, Array]]:
+        model = self._model
+        return {
+            kind: {
+                name: jnp.zeros(x.shape, x.dtype, device=model.spec.stored(name, x.shape))
+                for name, x in model.params.items()
+            }
+            for kind in self.kinds
+        }
+
+
+def _scalars(group: dict[str, Any]) -> dict[str, float]:
+    betas = group.get("betas")
+    numbers = {name: value for name, value in group.items() if name != "betas"}
+    return numbers if betas is None else {**numbers, "beta1": betas[0], "beta2": betas[1]}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 4))
+def _update(
+    spec: ModelSpec,
+    kind: str,
+    params: Params,
+    grads: Params,
+    moments: dict[str, dict[str, Array]],
+    count: Array,
+    numbers: dict[str, Array],
+) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
+    if kind == "adamw":
+        rule = optax.scale_by_adam(numbers["beta1"], numbers["beta2"], numbers["eps"])
+        state = optax.ScaleByAdamState(count, moments["exp_avg"], moments["exp_avg_sq"])
+        updates, state = rule.update(grads, state, params)
+        new = {"exp_avg": state.mu, "exp_avg_sq": state.nu}
+        updates = {name: update + numbers["weight_decay"] * params[name] for name, update in updates.items()}
+    else:
+        updates = {name: grad + numbers["weight_decay"] * params[name] for name, grad in grads.items()}
+        new = {}
+        if moments:
+            rule = optax.trace(numbers["momentum"])
+            updates, state = rule.update(updates, optax.TraceState(moments["momentum_buffer"]), params)
+            new = {"momentum_buffer": state.trace}
+    stepped = {name: spec.place(name, x - numbers["lr"] * updates[name]) for name, x in params.items()}
+    return stepped, {kind: {name: spec.place(name, x) for name, x in values.items()} for kind, values in new.items()}

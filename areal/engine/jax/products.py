@@ -1,0 +1,148 @@
+"""Uses of a weight in a model: the forward in the compute dtype, the gradient in the dtype of the reduction.
+
+Weights are stored in the master dtype, in shards. Each use casts and gathers them, and its backward sums the gradient over
+tokens and devices in :attr:`Numbers.reduce`. So the gradient of a bfloat16 model is rounded to bfloat16 nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Dtypes of a model, by name.
+
+    Attributes:
+        compute: of activations and matrix products.
+        master: of parameters, gradients and optimizer state.
+        reduce: of the sums of gradients.
+    """
+
+    compute: str
+    master: str
+    reduce: str
+
+    @property
+    def stats(self) -> jnp.dtype:
+        """Dtype of norms, softmax and outputs: float32, or float64 in a float64 model."""
+        return jnp.promote_types(self.compute, jnp.float32)
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Allow float64 inside if a dtype is float64, and compute float32 in float32. Both settings are of a thread."""
+        wide = "float64" in (self.compute, self.master, self.reduce)
+        with jax.enable_x64(wide), jax.default_matmul_precision("highest"):
+            yield
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a weight is used.
+
+    Attributes:
+        dtype: of the product, by name.
+        reduce: dtype of the sum of the gradient, by name.
+        stored: placement of the weight and its gradient.
+        gathered: placement of the weight in the product.
+    """
+
+    dtype: str
+    reduce: str
+    stored: NamedSharding
+    gathered: NamedSharding
+
+    def gather(self, weight: Array) -> Array:
+        """Return the weight in the dtype and the placement of the product."""
+        return jax.lax.with_sharding_constraint(weight.astype(self.dtype), self.gathered)
+
+    def sum(self, gradient: Array, weight: Array) -> Array:
+        """Return the gradient as the weight is stored. The partitioner inserts the reduction over devices here."""
+        placed = jax.lax.with_sharding_constraint(gradient.astype(self.reduce), self.stored)
+        return placed.astype(weight.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x: Array, weight: Array, use: Use) -> Array:
+    """Return ``x @ weight.T`` for ``x`` ``[D, T, in]`` and ``weight`` ``[out, in]``."""
+    return jnp.einsum("dti,oi->dto", x.astype(use.dtype), use.gather(weight))
+
+
+def _linear_forward(x: Array, weight: Array, use: Use) -> tuple[Array, tuple[Array, Array]]:
+    return linear(x, weight, use), (x, weight)
+
+
+def _linear_backward(use: Use, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    grad_x = jnp.einsum("dto,oi->dti", grad, use.gather(weight)).astype(x.dtype)
+    grad_weight = jnp.einsum("dto,dti->oi", grad, x.astype(use.dtype), preferred_element_type=use.reduce)
+    return grad_x, use.sum(grad_weight, weight)
+
+
+linear.defvjp(_linear_forward, _linear_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def lookup(ids: Array, weight: Array, ignored: int | None, use: Use) -> Array:
+    """Return rows of ``weight`` ``[V, H]`` for ``ids`` int32 ``[D, T]``. The row ``ignored`` gets no gradient."""
+    return use.gather(weight)[ids]
+
+
+def _lookup_forward(ids: Array, weight: Array, ignored: int | None, use: Use) -> tuple[Array, tuple[Array, Array]]:
+    return lookup(ids, weight, ignored, use), (ids, weight)
+
+
+def _lookup_backward(ignored: int | None, use: Use, saved: tuple[Array, Array], grad: Array) -> tuple[None, Array]:
+    ids, weight = saved
+    grad = grad.astype(use.reduce)
+    if ignored is not None:
+        grad = jnp.where((ids == ignored)[..., None], 0, grad)
+    total = jnp.zeros(weight.shape, use.reduce).at[ids.reshape(-1)].add(grad.reshape(-1, grad.shape[-1]))
+    return None, use.sum(total, weight)
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def scale(x: Array, weight: Array, use: Use) -> Array:
+    """Return ``x * weight`` for ``x`` ``[..., H]`` and ``weight`` ``[H]``."""
+    return x * use.gather(weight)
+
+
+def _scale_forward(x: Array, weight: Array, use: Use) -> tuple[Array, tuple[Array, Array]]:
+    return scale(x, weight, use), (x, weight)
+
+
+def _scale_backward(use: Use, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, weight = saved
+    over = tuple(range(x.ndim - 1))
+    return grad * use.gather(weight), use.sum((grad.astype(use.reduce) * x.astype(use.reduce)).sum(over), weight)
+
+
+scale.defvjp(_scale_forward, _scale_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def shift(x: Array, bias: Array, use: Use) -> Array:
+    """Return ``x + bias`` for ``x`` ``[..., H]`` and ``bias`` ``[H]``."""
+    return x + use.gather(bias)
+
+
+def _shift_forward(x: Array, bias: Array, use: Use) -> tuple[Array, Array]:
+    return shift(x, bias, use), bias
+
+
+def _shift_backward(use: Use, bias: Array, grad: Array) -> tuple[Array, Array]:
+    return grad, use.sum(grad.astype(use.reduce).sum(tuple(range(grad.ndim - 1))), bias)
+
+
+shift.defvjp(_shift_forward, _shift_backward)

@@ -1,0 +1,132 @@
+"""The arrays of a model on all ranks: parameters, gradients between optimizer steps, and which of them there are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array
+
+from areal.engine.jax.architecture import ParameterInfo
+from areal.engine.jax.model import ModelSpec
+from areal.engine.optimizer import GradientState
+from areal.utils.dtensor import Box
+
+
+class ModelState:
+    """Parameters and gradients of a model.
+
+    Args:
+        spec: the model.
+        arrays: its arrays by name.
+    Attributes:
+        params: the parameters.
+        grads: sums of gradients; ``None`` without any.
+        training: mode of the model, as of a torch module. The engine's families have no dropout.
+    """
+
+    def __init__(self, spec: ModelSpec, arrays: Mapping[str, ParameterInfo]) -> None:
+        self.spec, self.arrays = spec, arrays
+        self.params: dict[str, Array] = {}
+        self.grads: dict[str, Array] | None = None
+        self.training = True
+
+    def train(self, mode: bool = True) -> None:
+        """Set the mode."""
+        self.training = mode
+
+    def eval(self) -> None:
+        """Leave the training mode."""
+        self.training = False
+
+    def require_grads(self) -> dict[str, Array]:
+        """Return the gradients, zeros if there are none yet."""
+        if self.grads is None:
+            with self.spec.numbers.enabled():
+                self.grads = {
+                    name: jnp.zeros(x.shape, x.dtype, device=self.spec.stored(name, x.shape))
+                    for name, x in self.params.items()
+                }
+        return self.grads
+
+    def set_params(self, params: dict[str, Array]) -> None:
+        """Replace all parameters; ``{}`` while they are in host memory."""
+        self.params = params
+
+    def set_grads(self, grads: dict[str, Array]) -> None:
+        """Replace all gradients; ``{}`` for none."""
+        self.grads = grads or None
+
+    def fill(self, name: str, read: Any) -> None:
+        """Replace one array of parameters by values that each rank reads for its shards.
+
+        Args:
+            read: function from a box of the array to its values, a numpy array.
+        """
+        shape = self.arrays[name].shape
+        with self.spec.numbers.enabled():
+            self.params[name] = jax.make_array_from_callback(
+                shape, self.spec.stored(name, shape), lambda index: read(_bounds(index, shape))
+            )
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters of the model."""
+        return sum(int(np.prod(info.shape)) for info in self.arrays.values())
+
+    @property
+    def n_local(self) -> int:
+        """Number of parameters that this rank holds."""
+        return sum(shard.data.size for x in self.params.values() for shard in x.addressable_shards)
+
+
+class ModelGradients:
+    """Gradients of a model between optimizer steps. Implements :class:`areal.engine.components.Gradients`.
+
+    Arrays are global values: each backward adds a sum over ranks.
+
+    Args:
+        discard: discards the gradients, on the device or offloaded.
+    """
+
+    def __init__(self, discard: Callable[[], None]) -> None:
+        self._discard = discard
+        self.state = GradientState()
+
+    def before_backward(self) -> None:
+        """Do nothing: a reduced gradient counts once."""
+
+    def zero(self) -> None:
+        self._discard()
+
+
+def global_norm(model: ModelState) -> torch.Tensor:
+    """Return the L2 norm of all gradients, a float64 scalar that is equal on every rank."""
+    with jax.enable_x64(True):
+        return torch.tensor(float(_norm(model.require_grads()).addressable_data(0)), dtype=torch.float64)
+
+
+def scale_grads(model: ModelState, factor: float) -> None:
+    """Multiply all gradients by a factor."""
+    grads, model.grads = model.require_grads(), None
+    with model.spec.numbers.enabled():
+        model.grads = _scaled(model.spec, grads, jnp.asarray(factor, model.spec.numbers.master))
+
+
+@jax.jit
+def _norm(grads: dict[str, Array]) -> Array:
+    return jnp.sqrt(sum(jnp.square(grad.astype(jnp.float64)).sum() for grad in grads.values()))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _scaled(spec: ModelSpec, grads: dict[str, Array], factor: Array) -> dict[str, Array]:
+    return {name: spec.place(name, grad * factor) for name, grad in grads.items()}
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))

@@ -1,0 +1,202 @@
+"""Read, write and stream the weights of a JAX model under Hugging Face names: by slices of files, or as full tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from areal.api.config import torch_dtype
+from areal.api.weights import NamedTensor
+from areal.engine.checkpoint.gather_slices import ComputedSlice
+from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
+from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined
+from areal.engine.jax.mesh import local_boxes, to_numpy, to_torch
+from areal.engine.jax.model import ModelSpec
+from areal.engine.jax.state import ModelState
+from areal.engine.model.random_init import draw
+from areal.utils.dtensor import Box, full_box
+
+
+class JAXWeights:
+    """Weights of a JAX model. Implements :class:`~areal.api.weights.WeightSource` and
+    :class:`~areal.engine.checkpoint.checkpointer.FolderWeights`.
+
+    Args:
+        model: the arrays; without values they can only be checked and read.
+        hf: the model of transformers on the meta device.
+    """
+
+    def __init__(self, model: ModelState, hf: PreTrainedModel) -> None:
+        self._model, self._hf = model, hf
+        shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+        pieces = disk_layout(hf)
+        if VALUE_HEAD in model.arrays:
+            shape = shapes[VALUE_HEAD] = model.arrays[VALUE_HEAD].shape
+            pieces[VALUE_HEAD] = (DiskTensor(VALUE_HEAD, full_box(shape)),)
+        self._shapes = shapes
+        self._pieces = {name: pieces[name] for name in shapes}
+        # The array of each weight, and its row there.
+        self._places: dict[str, tuple[str, int | None]] = {
+            name: (array, row if info.stacked else None)
+            for array, info in model.arrays.items()
+            for row, name in enumerate(info.names)
+        }
+
+    # ---- full tensors
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """Yield all weights under the names in files: full, in the master dtype, in host memory. Collective."""
+        return self._stream(self._model.params)
+
+    def named_gradients(self) -> Iterator[NamedTensor]:
+        """Yield the gradients of all weights in the same way. Collective."""
+        return self._stream(self._model.require_grads())
+
+    def _stream(self, arrays: Mapping[str, Array]) -> Iterator[NamedTensor]:
+        def values() -> Iterator[tuple[DiskTensor, Tensor]]:
+            for name, pieces in self._pieces.items():
+                array, row = self._places[name]
+                full = self._full(arrays[array], row)
+                yield from ((piece, piece.cut(full)) for piece in pieces)
+
+        return joined(values())
+
+    def _full(self, array: Array, row: int | None) -> Tensor:
+        """Return an array, or a row of one, on every rank."""
+        with self._model.spec.numbers.enabled():
+            if row is not None:
+                array = _row(self._model.spec, array, np.int32(row))
+            elif self._model.spec.mesh.size > 1:
+                array = _everywhere(self._model.spec, array)
+        return to_torch(array.addressable_data(0))
+
+    # ---- files
+
+    def export(self) -> Export:
+        """Return the tensors to write, in the master dtype."""
+        dtype = torch_dtype(self._model.spec.numbers.master)
+        specs = {
+            piece.name: TensorSpec(piece.name, dtype, piece.shape)
+            for pieces in self._pieces.values()
+            for piece in pieces
+        }
+        hf = self._hf
+        card = ModelCard(hf.config, type(hf), getattr(hf, "generation_config", None))
+        return Export(list(specs.values()), self._local_slices(), card)
+
+    def _local_slices(self) -> Iterator[ComputedSlice]:
+        """Yield the slices of tensors on disk that this rank's shards contain."""
+        for name, pieces in self._pieces.items():
+            array, row = self._places[name]
+            for box, values in local_boxes(self._model.params[array]):
+                for piece in pieces:
+                    shared = piece.overlap(box if row is None else box[1:])
+                    if shared is not None:
+                        on_disk, inside = shared
+                        compute = functools.partial(_cut, values, row, inside, on_disk)
+                        yield ComputedSlice(piece.name, on_disk, compute)
+
+    def check(self, folder: Path) -> None:
+        """Compare keys and shapes of the files with the model, without reading values.
+
+        Raises:
+            ValueError: the files are missing, unreadable or of another model; names file and key.
+        """
+        with self._files(folder) as files:
+            shapes = {
+                piece.name: piece.shape
+                for pieces in self._pieces.values()
+                for piece in divided_as(pieces, files.shape)
+            }
+            files.check(shapes, type(self._hf))
+
+    def read(self, folder: Path) -> None:
+        """Fill the arrays from files that :meth:`check` has accepted. Each rank reads its shards."""
+        with self._files(folder) as files:
+            self.fill(lambda name, box: self._read_box(files, name, box))
+
+    def fill(self, read: Any) -> None:
+        """Fill the arrays. Collective.
+
+        Args:
+            read: function from the name of a weight and a box of it to its values, a tensor.
+        """
+        dtype = torch_dtype(self._model.spec.numbers.master)
+
+        def values(info_names: tuple[str, ...], stacked: bool, box: Box) -> np.ndarray:
+            if not stacked:
+                return to_numpy(read(info_names[0], box).to(dtype))
+            rows = [read(info_names[row], box[1:]).to(dtype) for row in range(box[0].start, box[0].stop)]
+            return to_numpy(torch.stack(rows))
+
+        for array, info in self._model.arrays.items():
+            self._model.fill(array, functools.partial(values, info.names, info.stacked))
+
+    def _read_box(self, files: HFWeights, name: str, box: Box) -> Tensor:
+        """Read a box of a weight from the tensors on disk that it consists of."""
+        out: Tensor | None = None
+        for piece in divided_as(self._pieces[name], files.shape):
+            shared = piece.overlap(box)
+            if shared is not None:
+                on_disk, inside = shared
+                values = files.read(piece.name, on_disk)
+                if out is None:
+                    out = values.new_empty([s.stop - s.start for s in box])
+                out[inside] = values.view(out[inside].shape)
+        if out is None:
+            raise RuntimeError(f"{name}: no tensor on disk has a part of {box}")
+        return out
+
+    def _files(self, folder: Path) -> HFWeights:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._hf.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        tied = {first: others for first, *others in names.values() if others}
+        return HFWeights(folder, tied, value_head=VALUE_HEAD in self._shapes)
+
+
+def init_weights(weights: JAXWeights, hf: PreTrainedModel, seed: int) -> None:
+    """Fill the arrays with random weights of transformers, equal on every layout and engine. A value head is zero.
+
+    Raises:
+        ValueError: transformers does not initialize a parameter of this model.
+    """
+    drawn: dict[str, Tensor] = {}
+    draw(hf, seed, drawn.update)
+    width = hf.config.hidden_size
+
+    def read(name: str, box: Box) -> Tensor:
+        return torch.zeros(1, width)[box] if name == VALUE_HEAD else drawn[name][box]
+
+    weights.fill(read)
+
+
+def _cut(values: Any, row: int | None, inside: Box, on_disk: Box) -> Tensor:
+    local = torch.from_dlpack(values)
+    local = local if row is None else local[row]
+    return local[inside].reshape([len(range(s.start, s.stop, s.step or 1)) for s in on_disk])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _row(spec: ModelSpec, array: Array, row: Array) -> Array:
+    return _replicated(spec, lax.dynamic_index_in_dim(array, row, keepdims=False))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _everywhere(spec: ModelSpec, array: Array) -> Array:
+    return _replicated(spec, array)
+
+
+def _replicated(spec: ModelSpec, array: Array) -> Array:
+    return lax.with_sharding_constraint(array, NamedSharding(spec.mesh, PartitionSpec()))
