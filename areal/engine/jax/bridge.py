@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal.engine.jax.attention import Visibility
-from areal.engine.jax.mesh import to_numpy, to_torch
+from areal.engine.jax.mesh import to_numpy
 from areal.engine.jax.model import ModelSpec, Params, Stream
 from areal.engine.jax.outputs import Outputs, Rows, Wanted, token_outputs
 
@@ -121,7 +121,7 @@ class ForwardCall:
         self._like = out
         # Autograd needs an input that requires a gradient: its own is never computed.
         anchor = torch.zeros((), requires_grad=True)
-        tensors = _Bridge.apply(anchor, self, *(_local(value) for value in out.values()))
+        tensors = _Bridge.apply(anchor, self, list(out.values()))
         return {**dict(zip(out, tensors, strict=True)), **{name: _local(value) for name, value in integers.items()}}
 
     def pull(self, grads: Sequence[Tensor | None]) -> None:
@@ -149,18 +149,18 @@ class ForwardCall:
 
 class _Bridge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: ForwardCall, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, call: ForwardCall, outputs: list[Array]) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
+        return tuple(_local(x) for x in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.call.pull(grads)
-        return (None,) * (2 + len(grads))
+        return None, None, None
 
 
 def _local(array: Array) -> Tensor:
-    """Return this rank's row of a ``[D, ...]`` array."""
-    return to_torch(array.addressable_data(0))[0]
+    """Return a copy of this rank's row of a ``[D, ...]`` array: losses may write into it, and JAX's memory is read-only."""
+    return torch.from_dlpack(array.addressable_data(0))[0].clone()

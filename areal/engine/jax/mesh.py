@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import EMBEDDING, HEAD, LAYER
+from areal.engine.jax.architecture import EMBEDDING, HEAD
 from areal.utils.dtensor import Box
 
 _BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")

@@ -115,9 +115,7 @@ class JAXWeights:
         """
         with self._files(folder) as files:
             shapes = {
-                piece.name: piece.shape
-                for pieces in self._pieces.values()
-                for piece in divided_as(pieces, files.shape)
+                piece.name: piece.shape for pieces in self._pieces.values() for piece in divided_as(pieces, files.shape)
             }
             files.check(shapes, type(self._hf))
 
