@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from jax import Array
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
@@ -68,8 +69,8 @@ class Architecture:
             rotary = type(decoder.rotary_emb)(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         # Mistral has no list of kinds: all of its layers have the window.
-        window = getattr(config, "sliding_window", None)
-        if getattr(config, "layer_types", None) is None and window is not None:
+        window = int(getattr(config, "sliding_window", None) or _UNLIMITED)
+        if getattr(config, "layer_types", None) is None and window < _UNLIMITED:
             kinds = ["sliding_attention"] * config.num_hidden_layers
         return cls(
             n_layers=config.num_hidden_layers,
@@ -157,6 +158,6 @@ def stacked_name(name: str) -> str:
     return re.sub(r"^model\.layers\.\d+\.", LAYER, name)
 
 
-def layer_arrays(params: Mapping[str, object]) -> dict[str, object]:
+def layer_arrays(params: Mapping[str, Array]) -> dict[str, Array]:
     """Return the arrays over layers, by their names within a layer."""
     return {name.removeprefix(LAYER): value for name, value in params.items() if name.startswith(LAYER)}

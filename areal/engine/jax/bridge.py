@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from areal.engine.jax.attention import Visibility
 from areal.engine.jax.mesh import to_numpy
 from areal.engine.jax.model import ModelSpec, Params, Stream
-from areal.engine.jax.outputs import Outputs, Rows, Wanted, token_outputs
+from areal.engine.jax.outputs import Outputs, Rows, Wanted, compute_outputs
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
@@ -56,7 +56,7 @@ class Residuals:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
-    return token_outputs(spec, wanted, params, stream, rows)
+    return compute_outputs(spec, wanted, params, stream, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -64,7 +64,7 @@ def _forward(
     spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows
 ) -> tuple[Outputs, Outputs, Residuals]:
     def run(params: Params) -> tuple[Outputs, Outputs]:
-        out = token_outputs(spec, wanted, params, stream, rows)
+        out = compute_outputs(spec, wanted, params, stream, rows)
         integers = {name: value for name, value in out.items() if not jnp.issubdtype(value.dtype, jnp.floating)}
         return {name: value for name, value in out.items() if name not in integers}, integers
 
@@ -83,7 +83,7 @@ def _pull(
 class TrainedState(Protocol):
     """The arrays of a model: its parameters, and the sum of their gradients that backwards add to."""
 
-    params: Params
+    params: dict[str, Array]
     grads: dict[str, Array] | None
 
     def require_grads(self) -> dict[str, Array]:

@@ -106,7 +106,7 @@ class StreamInputs:
         return {
             "ids": _padded(ids.numpy(), length, 0, np.int32),
             **walk(mb.seqlens, mb.tree, length),
-            "index": _padded(self._place.numpy(), n_rows, 0, np.int32),
+            "places": _padded(self._place.numpy(), n_rows, 0, np.int32),
             "targets": _padded(targets.numpy(), n_rows, IGNORE_INDEX, np.int32),
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
         }

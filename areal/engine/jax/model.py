@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
 from areal.engine.jax.attention import Visibility, attention
 from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
-from areal.engine.jax.products import Numbers, Use, linear, lookup, scale, shift
+from areal.engine.jax.products import Numbers, WeightUse, linear, lookup, scaled, shifted
 
 Params = Mapping[str, Array]
 
@@ -52,12 +52,12 @@ class ModelSpec:
     fp32_head: bool
     keep_bytes: int
 
-    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Use:
+    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
         rows = name.startswith(LAYER)
         stored = stored_spec(name, (1, *shape) if rows else shape, self.mesh)
         stored = row_spec(stored) if rows else stored
-        return Use(
+        return WeightUse(
             jnp.dtype(dtype or self.numbers.compute).name,
             self.numbers.reduce,
             NamedSharding(self.mesh, stored),
@@ -95,7 +95,7 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
         return _layer(spec, row[0], hidden, stream.visibility, rotate, row[1]), None
 
-    body = jax.checkpoint(layer) if spec.recompute else layer
+    body: Any = jax.checkpoint(layer) if spec.recompute else layer
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
     return lax.scan(body, spec.spread(hidden), rows)[0]
 
@@ -104,7 +104,7 @@ def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
     """Normalize by the root mean square (Zhang and Sennrich, 2019), and multiply by a weight."""
     wide = x.astype(spec.numbers.stats)
     wide *= lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + spec.arch.eps)
-    return scale(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
+    return scaled(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
 
 
 def _layer(
@@ -136,7 +136,7 @@ def _layer(
 def _project(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
-    return y if bias is None else shift(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
+    return y if bias is None else shifted(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
 
 
 def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
