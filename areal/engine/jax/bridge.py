@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from areal.engine.jax.attention import Visibility
 from areal.engine.jax.mesh import to_numpy
-from areal.engine.jax.model import ModelSpec, Params, Stream
+from areal.engine.jax.model import Stream
 from areal.engine.jax.outputs import Outputs, Rows, Wanted, compute_outputs
+from areal.engine.jax.spec import ModelSpec, Params
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])

@@ -20,9 +20,9 @@ from areal.engine.jax.checkpoint import JAXCheckpointer
 from areal.engine.jax.inputs import Sizes, StreamInputs
 from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh
-from areal.engine.jax.model import ModelSpec
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.products import Numbers
+from areal.engine.jax.spec import ModelSpec
 from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.weights import JAXWeights, init_weights
 from areal.engine.jax.world import join

@@ -14,8 +14,9 @@ from jax import Array, lax
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
 from areal.engine.jax.architecture import NORM
-from areal.engine.jax.model import ModelSpec, Params, Stream, decode, norm
+from areal.engine.jax.model import Stream, decode, norm
 from areal.engine.jax.products import linear
+from areal.engine.jax.spec import ModelSpec, Params
 
 _CHUNK = 512
 """Most rows whose logits exist at a time, where they are not kept for the backward."""

@@ -13,7 +13,7 @@ import torch
 from jax import Array
 
 from areal.engine.jax.architecture import ParameterInfo
-from areal.engine.jax.model import ModelSpec
+from areal.engine.jax.spec import ModelSpec
 from areal.engine.optimizer import GradientState
 from areal.utils.dtensor import Box
 
