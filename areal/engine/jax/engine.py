@@ -36,10 +36,10 @@ from areal.utils.functional.logprobs import default_keep_bytes
 class JAXEngine(BaseTrainEngine):
     """Training of Hugging Face decoders in JAX: one compiled program for each shape of a micro-batch.
 
-    Sharded data (``d``) and tensor parallelism (``t``), by the partitioner of XLA.
+    Sharded data (``d``), replicated data (``r``), context parallelism (``c``) and tensor parallelism (``t``), by the partitioner of XLA.
     """
 
-    layout_letters: ClassVar[frozenset[str]] = frozenset("dt")
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drct")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
         *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing"),
@@ -98,7 +98,7 @@ class JAXEngine(BaseTrainEngine):
         self, model: ModelState, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> TokenOutputs:
         inputs = StreamInputs(mb, outputs, self.config.temperature)
-        arrays = inputs.arrays(self._largest(inputs.sizes), self._spec.numbers.stats)
+        arrays = inputs.arrays(self._largest(inputs.sizes), self._spec.numbers.stats, self.dims.cp)
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
         call = ForwardCall(self._spec, inputs.wanted, model, placed)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()

@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from areal.engine.jax.architecture import LAYER, ExpertSizes
+from areal.engine.jax.mesh import STREAMS
 from areal.engine.jax.products import linear
 from areal.engine.jax.spec import ModelSpec
 
@@ -38,7 +39,7 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
         out = _experts(spec.numbers.reduce, x[0], chosen[0] - first, scores[0], gate_up, down)
         return (out if axis is None else lax.psum(out, "tp"))[None]
 
-    streams, stacked = PartitionSpec("dp"), PartitionSpec(axis)
+    streams, stacked = PartitionSpec(STREAMS, "cp"), PartitionSpec(axis)
     run = jax.shard_map(
         of_device,
         mesh=spec.mesh,

@@ -91,10 +91,12 @@ class StreamInputs:
         n_stream = self._mb.n_tokens if self._mb.tree is None else len(self._mb.tree)
         return Sizes(n_stream, len(self._packed), targets.shape[1] if targets.dim() == 2 else 0)
 
-    def arrays(self, sizes: Sizes, dtype: np.dtype) -> dict[str, np.ndarray]:
-        """Return the arrays of this rank, padded to ``sizes``; temperatures are of ``dtype``."""
+    def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1) -> dict[str, np.ndarray]:
+        """Return the arrays of this rank, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``."""
         mb = self._mb
-        length = bucket(sizes.tokens)
+        # Every part has the length of a stream.
+        part = bucket(-(-sizes.tokens // parts))
+        length = parts * part
         n_rows = row_bucket(sizes.rows, length)
         ids = mb.data["input_ids"].cpu()
         ids = ids if mb.tree is None else ids[mb.tree.tokens]
@@ -105,7 +107,7 @@ class StreamInputs:
             temperature = per_token[self._packed].double().numpy()
         return {
             "ids": _padded(ids.numpy(), length, 0, np.int32),
-            **walk(mb.seqlens, mb.tree, length),
+            **walk(mb.seqlens, mb.tree, length, min(part, BLOCK)),
             "places": _padded(self._place.numpy(), n_rows, 0, np.int32),
             "targets": _padded(targets.numpy(), n_rows, IGNORE_INDEX, np.int32),
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
@@ -120,8 +122,11 @@ class StreamInputs:
         return kept.new_zeros(self._n_results, *kept.shape[1:]).index_copy(0, self._mask, kept)
 
 
-def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int) -> dict[str, np.ndarray]:
-    """Return the fields of :class:`~areal.engine.jax.attention.Visibility`, padded to a length. Padding sees itself only."""
+def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int, block: int) -> dict[str, np.ndarray]:
+    """Return the fields of :class:`~areal.engine.jax.attention.Visibility`, padded to a length, for blocks of a size.
+
+    Padding sees itself only.
+    """
     places = np.arange(length, dtype=np.int32)
     leave, positions, root = places + 1, np.zeros(length, np.int32), places.copy()
     if tree is None:
@@ -132,7 +137,6 @@ def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int) -> dict[s
         positions[:total] = places[:total] - root[:total]
     else:
         _walk_tree(tree, leave, positions, root)
-    block = min(length, BLOCK)
     first = root.reshape(-1, block).min(1) // block
     return {"leave": leave, "positions": positions, "first": first.astype(np.int32)}
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
 from areal.engine.jax.attention import Visibility, attention
 from areal.engine.jax.experts import routed_feed_forward
+from areal.engine.jax.mesh import STREAMS
 from areal.engine.jax.products import linear, lookup, scaled, shifted
 from areal.engine.jax.spec import ModelSpec, Params
 
@@ -41,7 +42,7 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
 
     body: Any = jax.checkpoint(layer) if spec.recompute else layer
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
-    return lax.scan(body, spec.spread(hidden), rows)[0]
+    return lax.scan(body, spec.spread(hidden, "cp"), rows)[0]
 
 
 def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
@@ -70,13 +71,13 @@ def _layer(
     q, k = (rotate(normed(f"self_attn.{name}_norm", each)) for name, each in (("q", q), ("k", k)))
     q = q.reshape(*q.shape[:2], heads, groups, -1)
     out = _attend(spec, q, k, v, visibility, window)
-    hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)))
+    hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)), "cp")
 
     x = normed("post_attention_layernorm", hidden)
     if spec.arch.experts is not None:
-        return spec.spread(hidden + routed_feed_forward(spec, spec.arch.experts, weights, x))
+        return spec.spread(hidden + routed_feed_forward(spec, spec.arch.experts, weights, x), "cp")
     x = jax.nn.silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x)
-    return spec.spread(hidden + project("mlp.down_proj", x))
+    return spec.spread(hidden + project("mlp.down_proj", x), "cp")
 
 
 def _project(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
@@ -92,16 +93,17 @@ def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) 
 
 
 def _attend(spec: ModelSpec, q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
-    """Run attention on each device for its stream and, if they divide, its share of the heads."""
+    """Run attention on each device for its queries and, if they divide, its share of the heads. Keys are gathered over ``cp``."""
 
     def of_device(q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
-        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window)[None]
+        first_query = lax.axis_index("cp") * q.shape[1]
+        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window, first_query)[None]
 
     axis = "tp" if k.shape[2] % spec.mesh.shape["tp"] == 0 else None
-    heads, tokens = PartitionSpec("dp", None, axis), PartitionSpec("dp")
-    in_specs = (heads, heads, heads, tokens, PartitionSpec())
+    queries, keys = PartitionSpec(STREAMS, "cp", axis), PartitionSpec(STREAMS, None, axis)
+    in_specs = (queries, keys, keys, PartitionSpec(STREAMS), PartitionSpec())
     # The trips of its loops differ between devices, which is not an error: nothing in it is a collective.
-    run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
     return run(q, k, v, visibility, window)
 
 

@@ -50,7 +50,7 @@ Outputs = dict[str, Array]
 def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
     """Run the model. Returns the outputs by name, each ``[D, R, ...]``; of top-k, ``topk`` are log-probs and ``topk_ids`` tokens."""
     hidden = decode(spec, params, stream)
-    hidden = spec.spread(jnp.take_along_axis(hidden, rows.places[..., None], 1))
+    hidden = spec.spread(jnp.take_along_axis(hidden, rows.places[..., None], 1), "cp")
     hidden = norm(spec, hidden, NORM, params[NORM])
     out: Outputs = {}
     if "hidden" in wanted.names:

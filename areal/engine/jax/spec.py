@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal.engine.jax.architecture import LAYER, Architecture
-from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
+from areal.engine.jax.mesh import STREAMS, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]
@@ -61,12 +61,12 @@ class ModelSpec:
 
     def from_local(self, values: np.ndarray) -> Array:
         """Return a ``[D, ...]`` array of which this rank has the row ``values``."""
-        sharding = NamedSharding(self.mesh, PartitionSpec("dp"))
+        sharding = NamedSharding(self.mesh, PartitionSpec(STREAMS))
         with self.numbers.enabled():
             return jax.make_array_from_process_local_data(
-                sharding, values[None], (self.mesh.shape["dp"], *values.shape)
+                sharding, values[None], (ways(self.mesh, STREAMS), *values.shape)
             )
 
     def spread(self, x: Array, *axes: str | None) -> Array:
         """Constrain a ``[D, ...]`` array to one row for each data-parallel rank, and the given axes for the other dimensions."""
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", *axes)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(STREAMS, *axes)))

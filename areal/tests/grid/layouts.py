@@ -157,7 +157,9 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout("jax:d1", refuses=_NOT_JAX),
         Layout("jax:d2", refuses=_NOT_JAX),
         Layout("jax:t2", refuses=_NOT_JAX),
+        Layout("jax:c2", refuses=_NOT_JAX),
         Layout("jax:d2t2", refuses=_NOT_JAX),
+        Layout("jax:r2c2", refuses=_NOT_JAX),
     ),
 }
 
