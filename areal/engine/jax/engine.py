@@ -19,7 +19,7 @@ from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
 from areal.engine.jax.inputs import Sizes, StreamInputs
 from areal.engine.jax.memory import JAXMemory
-from areal.engine.jax.mesh import build_mesh
+from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.products import Numbers
 from areal.engine.jax.spec import ModelSpec
@@ -36,10 +36,11 @@ from areal.utils.functional.logprobs import default_keep_bytes
 class JAXEngine(BaseTrainEngine):
     """Training of Hugging Face decoders in JAX: one compiled program for each shape of a micro-batch.
 
-    Sharded data (``d``), replicated data (``r``), context parallelism (``c``) and tensor parallelism (``t``), by the partitioner of XLA.
+    Sharded data (``d``), replicated data (``r``), context parallelism (``c``), tensor parallelism (``t``) and expert parallelism (``e``), by
+    the partitioner of XLA.
     """
 
-    layout_letters: ClassVar[frozenset[str]] = frozenset("drct")
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drcte")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
         *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing"),
@@ -52,10 +53,12 @@ class JAXEngine(BaseTrainEngine):
         config = self.config
         hf = meta_model(read_config(config.path), torch_dtype(config.master_dtype))
         arrays = parameters_of(hf, value_head=config.value_head)
+        architecture = Architecture.of(hf)
+        check_experts_of(self.dims, architecture.experts.n_experts if architecture.experts else None)
         join(self.control, config.jax.coordinator)
         keep = config.kept_logits_bytes
         self._spec = ModelSpec(
-            Architecture.of(hf),
+            architecture,
             Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype),
             build_mesh(self.dims),
             recompute=config.activation_checkpointing == "full",

@@ -39,6 +39,7 @@ FOUR_RANKS = (
     *("fsdp:r2c2", "fsdp:r2e2"),  # replicas of what ``r2d2`` and the layouts of two ranks show
     *("fsdp:d2e2", "fsdp:c2e2", "fsdp:d2p2", "fsdp:c2p2", "fsdp:p2t2"),  # each kind meets others in what is left
     *("megatron:c2p2", "megatron:d2p2"),
+    *("jax:d2t2", "jax:r2c2"),
 )
 """Layouts of four ranks whose three training steps are thorough."""
 
