@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import EMBEDDING, HEAD, LAYER
+from areal.engine.jax.architecture import EMBEDDING, HEAD
 from areal.utils.dtensor import Box
 
 _BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
@@ -71,6 +71,16 @@ def local_boxes(array: Array) -> list[tuple[Box, Any]]:
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]
+
+
+def host_view(array: Array) -> torch.Tensor:
+    """Return an array of this process in host memory: on a CPU its own memory, which must not be written to."""
+    if next(iter(array.devices())).platform == "cpu":
+        return torch.from_dlpack(array)
+    values = np.asarray(array)
+    if values.dtype == jax.numpy.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 def to_torch(array: Array) -> torch.Tensor:
