@@ -76,12 +76,14 @@ class JAXCheckpointer(EngineCheckpointer):
     def _tensors(self, *, with_optim: bool) -> Iterator[tuple[str, TensorBox | Tensor]]:
         """Yield the tensors of this rank by their keys: one for each weight of transformers."""
         model, optimizer = self._model, self._optimizer if with_optim else None
-        moments = optimizer.moments if optimizer else {}
         for name, array in model.params.items():
             yield from ((f"{MODEL}{key}", box) for key, box in self._boxes(name, array))
-            for kind, values in moments.items():
-                yield from ((f"{OPTIM}{key}.{kind}", box) for key, box in self._boxes(name, values[name]))
-            if optimizer and optimizer.counts[name] and optimizer.counted:
+            # As in torch, a weight without a step has no state.
+            if optimizer is None or (optimizer.counted and not optimizer.counts[name]):
+                continue
+            for kind, moments in optimizer.moments.items():
+                yield from ((f"{OPTIM}{key}.{kind}", box) for key, box in self._boxes(name, moments[name]))
+            if optimizer.counted:
                 step = torch.tensor(float(optimizer.counts[name]))
                 yield from ((f"{OPTIM}{weight_key(weight)}.{_STEP}", step) for weight in model.arrays[name].names)
 
