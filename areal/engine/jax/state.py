@@ -151,7 +151,7 @@ def consuming(given: Any, what: str, restore: Callable[[], None]) -> Iterator[No
             raise StateLostError(f"the optimizer step failed, and the {what} are lost: {text}") from error
         restore()
         # Errors of JAX may be of type ValueError, which would mean an argument of the caller.
-        raise RuntimeError(f"the optimizer step failed, and changed nothing: {text}") from error
+        raise RuntimeError(f"the optimizer step failed, and left the {what} as they were: {text}") from error
 
 
 def global_norm(model: ModelState) -> torch.Tensor:
