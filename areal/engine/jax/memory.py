@@ -133,7 +133,7 @@ class JAXMemory:
             if name not in self._kinds:
                 kinds[name] = KindMemory(0, 0, 0)
                 continue
-            here = sum(shard.data.nbytes for x in self._kinds[name].get().values() for shard in x.addressable_shards)
+            here = sum(_shard_bytes(x) for x in self._kinds[name].get().values())
             away = sum(x.nbytes for x in self._backups.get(name, {}).values())
             kinds[name] = KindMemory(here, away, max(self._kinds[name].expected() - here - away, 0))
         return EngineMemory(**kinds)
@@ -141,3 +141,8 @@ class JAXMemory:
     def _named(self, params: bool, grads: bool, optimizer: bool) -> list[str]:
         named = {"params": params, "grads": grads, "optimizer": optimizer}
         return [name for name in self._kinds if named[name]]
+
+
+def _shard_bytes(array: Array) -> int:
+    """Return the bytes of an array on this rank."""
+    return sum(shard.data.nbytes for shard in array.addressable_shards)

@@ -103,7 +103,7 @@ def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "weight_format", "asynchronous", "stage"),
-    [*KILLS, *(pytest.param(*case, marks=NEEDS_JAX) for case in JAX_KILLS)],
+    [*KILLS, *(pytest.param(*case, marks=[NEEDS_JAX, pytest.mark.thorough]) for case in JAX_KILLS)],
 )
 def test_killed_rank_leaves_a_complete_checkpoint(
     backend: str, weight_format: str, asynchronous: bool, stage: str, tmp_path: Path

@@ -63,13 +63,13 @@ def contents(path: Path) -> dict[str, Tensor]:
         layout("jax:d1", "sgd", thorough=True),
         layout("jax:d2", "sgd"),
         layout("jax:d2", "adamw", thorough=True),
-        layout("jax:t2", "adamw"),
+        layout("jax:t2", "adamw", thorough=True),
         layout("jax:d2t2", "adamw", thorough=True),
     ],
 )
 def test_dcp_checkpoint_resumes_bitwise(backend: str, optimizer: str, tmp_path: Path) -> None:
-    """Compare a run with a schedule and a value head that resumes after two steps with one that never stopped."""
-    options: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "value_head": True}
+    """Compare a run with a schedule that resumes after two steps with one that never stopped."""
+    options: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer]}
     with started(backend, **options) as engine:
         step(engine, 1)
         step(engine, 2)
@@ -138,7 +138,7 @@ def test_layers_with_different_steps_are_refused(backend: str, tmp_path: Path) -
     ("optimizer", "chain"),
     [
         pytest.param("adamw", ["fsdp:d2", "jax:d2", "jax:t2", "fsdp:d2"], id="adamw"),
-        pytest.param("sgd", ["jax:t2", "fsdp:d2", "jax:d2"], id="sgd"),
+        pytest.param("sgd", ["fsdp:d2", "jax:t2", "fsdp:d2", "jax:d2"], id="sgd"),
     ],
 )
 @pytest.mark.world(2)
@@ -189,6 +189,7 @@ def run(chain: list[str], folder: Path, meta: dict[str, Any], **options: Any) ->
     [
         pytest.param("hf", PLAIN_SGD, ["fsdp:d2", "jax:d2", "megatron:t2"], id="weights"),
         pytest.param("dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "fsdp:d2"], id="moments"),
+        pytest.param("dcp", SGD, ["jax:d2", "fsdp:d2", "jax:t2"], id="momentum", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.world(2)

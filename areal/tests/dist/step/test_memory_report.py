@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from areal.api import EngineMemory, KindMemory, LoRAConfig, OptimizerConfig, TrainEngine
 from areal.tests.dist.step.test_memory import JAX, bytes_on_device
-from areal.tests.harness.tiny import NEEDS_JAX, global_batch, layouts, local_batch, loss, started
+from areal.tests.harness.tiny import NEEDS_JAX, global_batch, layout, layouts, local_batch, loss, started
 from areal.utils import platform
 
 KINDS = ("params", "grads", "optimizer")
@@ -34,7 +34,9 @@ def nothing() -> dict[str, int]:
     return dict.fromkeys(KINDS, 0)
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, also=("fsdp:t2", "megatron:d2", "megatron:t2", *JAX, "jax:t2")))
+@pytest.mark.parametrize(
+    "backend", [*layouts(1, 2, also=("fsdp:t2", "megatron:d2", "megatron:t2", *JAX)), layout("jax:t2", thorough=True)]
+)
 def test_report_equals_the_bytes_of_the_tensors(backend: str) -> None:
     with started(backend) as engine:
         batch = local_batch(engine, global_batch())
@@ -114,7 +116,7 @@ def test_adapters_are_counted_and_stay_on_the_device(backend: str) -> None:
         ("fsdp:d1", {"optimizer": OptimizerConfig(type="sgd", momentum=0.9)}, 4, 0),
         ("fsdp:d1", {"optimizer": OptimizerConfig(type="sgd", momentum=0.0)}, 0, 0),
         ("megatron:d1", {"dtype": "bfloat16"}, 2 * 4, 4),
-        pytest.param("jax:d1", {"dtype": "bfloat16"}, 2 * 4, 0, marks=NEEDS_JAX),
+        pytest.param("jax:d1", {"dtype": "bfloat16"}, 2 * 4, 0, marks=[NEEDS_JAX, pytest.mark.thorough]),
         pytest.param("jax:d1", {"optimizer": OptimizerConfig(type="sgd", momentum=0.0)}, 0, 0, marks=NEEDS_JAX),
     ],
     ids=["bfloat16-moments", "momentum", "plain-sgd", "main-parameters", "jax-adamw", "jax-sgd"],
