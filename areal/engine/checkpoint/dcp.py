@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from areal.engine.checkpoint.async_save import SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
 from areal.utils.distributed import ControlPlane
+from areal.utils.dtensor import Box
 
 METADATA = ".metadata"
 
@@ -34,10 +38,67 @@ class StagedPlanner(DefaultSavePlanner):
         """Copy all items of ``plan`` to host memory."""
         resolve = super().resolve_data
         self._staged = {item.index: _copy_to_host(resolve(item)) for item in plan.items}
+        # References to the tensors would keep memory that their owner replaces in the next step.
+        self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = super().resolve_data(write_item) if self._staged is None else self._staged[write_item.index]
         return data.detach() if isinstance(data, Tensor) else data
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """A box of a tensor in a checkpoint, for engines whose tensors are not torch's distributed ones.
+
+    Attributes:
+        values: values of the box, to write or to fill. On the CPU.
+        box: bounds within the full tensor. Ranks may have equal boxes: one of them is written.
+        shape: shape of the full tensor.
+    """
+
+    values: Tensor
+    box: Box
+    shape: tuple[int, ...]
+
+    def size(self) -> torch.Size:
+        """Return the shape of the full tensor."""
+        return torch.Size(self.shape)
+
+    # Names of torch's protocol for objects that its planners divide into files.
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(s.start for s in self.box), torch.Size(self.values.shape))]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        (chunk,) = self.__create_chunk_list__()
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.values), self.size())
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+
+class BoxSavePlanner(StagedPlanner):
+    """A planner that writes boxes, and plain tensors."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.values if isinstance(value, TensorBox) else value
+
+
+class BoxLoadPlanner(DefaultLoadPlanner):
+    """A planner that fills boxes, and plain tensors."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        if self.metadata is None:
+            raise ValueError("metadata = None: set up the planner with those of a checkpoint")
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        return value.values if isinstance(value, TensorBox) else value
 
 
 def prepare_files(

@@ -24,7 +24,7 @@ from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.products import Numbers
 from areal.engine.jax.spec import ModelSpec
 from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
-from areal.engine.jax.weights import JAXWeights, init_weights
+from areal.engine.jax.weights import JAXWeights
 from areal.engine.jax.world import join
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
@@ -43,7 +43,7 @@ class JAXEngine(BaseTrainEngine):
     layout_letters: ClassVar[frozenset[str]] = frozenset("drcte")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
-        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing"),
+        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing", "offload_dir"),
     }
     config_class: ClassVar[type[JAXConfig]] = JAXConfig
 
@@ -68,26 +68,19 @@ class JAXEngine(BaseTrainEngine):
         model = ModelState(self._spec, arrays)
         weights = JAXWeights(model, hf)
         if config.init_from_scratch:
-            init_weights(weights, hf, config.seed)
+            weights.draw(config.seed)
         else:
             folder = model_folder(config.path)
             weights.check(folder)
             weights.read(folder)
         optimizer = self._build_optimizer(model, spec)
-        memory = JAXMemory(model, optimizer.inner if optimizer else None)
+        memory = JAXMemory(model, optimizer.inner if optimizer else None, config.offload_dir)
         return EngineComponents(
             model=model,
             schedule=SequentialSchedule(model, timer=self.timer),
             context_parallel=ContextParallel(None),
             optimizer=optimizer,
-            checkpointer=JAXCheckpointer(
-                optimizer,
-                type(optimizer.inner).__name__ if optimizer else None,
-                weights,
-                self,
-                self.control,
-                config.path,
-            ),
+            checkpointer=JAXCheckpointer(model, optimizer, weights, self, self.control, config.path),
             weights=weights,
             memory=memory,
             gradients=ModelGradients(memory.discard_grads),

@@ -123,6 +123,16 @@ def local_boxes(array: Array) -> list[tuple[Box, Any]]:
     ]
 
 
+def host_view(array: Array) -> torch.Tensor:
+    """Return an array of this process in host memory: on a CPU its own memory, which must not be written to."""
+    if next(iter(array.devices())).platform == "cpu":
+        return torch.from_dlpack(array)
+    values = np.asarray(array)
+    if values.dtype == jax.numpy.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
 def to_torch(array: Array) -> torch.Tensor:
     """Return a copy of an array of this process in host memory or, with equal platforms, on the device."""
     return torch.from_dlpack(array).clone()
