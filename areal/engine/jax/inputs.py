@@ -63,6 +63,10 @@ class StreamInputs:
         mb: the micro-batch.
         outputs: per-token outputs to compute.
         temperature: for all tokens, unless the batch has a per-sequence key ``temperature``.
+
+    Attributes:
+        wanted: the outputs.
+        adapters: runs of tokens with one adapter; ``None`` for the selected adapter.
     """
 
     def __init__(self, mb: MicroBatch, outputs: Outputs, temperature: float) -> None:
@@ -70,6 +74,7 @@ class StreamInputs:
         self.wanted = Wanted(frozenset(names), top.k if top else 0)
         self._mb, self._temperature = mb, temperature
         layout = layout_of(mb, ContextParallel(None), rows=False)
+        self.adapters = layout.adapters
         shared = layout.shared
         # Rows of the result: one for each packed token, or with shared prefixes one for each distinct target.
         if shared is None:
@@ -109,6 +114,15 @@ class StreamInputs:
             "targets": _padded(targets.numpy(), n_rows, IGNORE_INDEX, np.int32),
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
         }
+
+    def slots(self, sizes: Sizes) -> np.ndarray:
+        """Return the slot of each token's adapter: its index in the names of :attr:`adapters`. Padded to ``sizes``."""
+        length = bucket(sizes.tokens)
+        if self.adapters is None:
+            return np.zeros(length, np.int32)
+        names, lengths = zip(*self.adapters.layers, strict=True)
+        of_rows = np.repeat([self.adapters.names.index(name) for name in names], lengths)
+        return _padded(of_rows[:length], length, 0, np.int32)
 
     def result(self, name: str, rows: Tensor) -> Tensor:
         """Return an output of all rows ``[n, ...]`` from the computed ones, which are padded. Differentiable."""

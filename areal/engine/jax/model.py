@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
 from areal.engine.jax.attention import Visibility, attention
+from areal.engine.jax.lora.low_rank import FactorUse, add_adapters
 from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
 from areal.engine.jax.products import Numbers, Use, linear, lookup, scale, shift
 
@@ -26,10 +27,14 @@ Params = Mapping[str, Array]
 
 
 class Stream(NamedTuple):
-    """The tokens of ``D`` streams: ``ids`` int32 ``[D, T]``, and which of them see which."""
+    """The tokens of ``D`` streams: ``ids`` int32 ``[D, T]``, which of them see which, and the slot of each token's adapter.
+
+    ``slots`` is int32 ``[D, T]``, or ``None`` if all tokens have the same adapter, or none.
+    """
 
     ids: Array
     visibility: Visibility
+    slots: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class ModelSpec:
         recompute: compute each layer again in the backward, and keep only its input.
         fp32_head: multiply by the head's weight in float32.
         keep_bytes: memory for logits of one rank that are kept for the backward.
+        trained: the parameters get gradients. With adapters they do not.
     """
 
     arch: Architecture
@@ -51,6 +57,7 @@ class ModelSpec:
     recompute: bool
     fp32_head: bool
     keep_bytes: int
+    trained: bool = True
 
     def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Use:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
@@ -62,7 +69,13 @@ class ModelSpec:
             self.numbers.reduce,
             NamedSharding(self.mesh, stored),
             NamedSharding(self.mesh, gathered_spec(stored)),
+            self.trained,
         )
+
+    def use_of_factors(self, dtype: Any = None) -> FactorUse:
+        """Return how the factors of adapters are used."""
+        replicated = NamedSharding(self.mesh, PartitionSpec("dp"))
+        return FactorUse(jnp.dtype(dtype or self.numbers.compute).name, self.numbers.reduce, replicated)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Return the placement of a whole array of parameters."""
@@ -93,7 +106,7 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     rotate = _rotation(arch, stream.visibility.positions, dtype)
 
     def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
-        return _layer(spec, row[0], hidden, stream.visibility, rotate, row[1]), None
+        return _layer(spec, row[0], hidden, stream, rotate, row[1]), None
 
     body = jax.checkpoint(layer) if spec.recompute else layer
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
@@ -111,12 +124,12 @@ def _layer(
     spec: ModelSpec,
     weights: Mapping[str, Array],
     hidden: Array,
-    visibility: Visibility,
+    stream: Stream,
     rotate: Callable[[Array], Array],
     window: Array,
 ) -> Array:
     """Compute one layer: attention and feed-forward network, each on normalized states, each added to its input."""
-    project = functools.partial(_project, spec, weights)
+    project = functools.partial(_project, spec, weights, stream.slots)
     normed = functools.partial(_normed, spec, weights)
     heads, groups = spec.arch.n_kv_heads, spec.arch.n_heads // spec.arch.n_kv_heads
     shape = (*hidden.shape[:2], -1, spec.arch.head_dim)
@@ -125,7 +138,7 @@ def _layer(
     q, k, v = (project(f"self_attn.{name}_proj", x).reshape(shape) for name in "qkv")
     q, k = (rotate(normed(f"self_attn.{name}_norm", each)) for name, each in (("q", q), ("k", k)))
     q = q.reshape(*q.shape[:2], heads, groups, -1)
-    out = _attend(spec, q, k, v, visibility, window)
+    out = _attend(spec, q, k, v, stream.visibility, window)
     hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)))
 
     x = normed("post_attention_layernorm", hidden)
@@ -133,9 +146,10 @@ def _layer(
     return spec.spread(hidden + project("mlp.down_proj", x))
 
 
-def _project(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+def _project(spec: ModelSpec, weights: Mapping[str, Array], slots: Array | None, name: str, x: Array) -> Array:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
+    y = add_adapters(y, x, weights, name, slots, spec.use_of_factors())
     return y if bias is None else shift(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
 
 

@@ -139,13 +139,17 @@ class AdapterSet:
         Args:
             runs: runs of rows with one adapter; ``None`` for the selected adapter.
         """
-        if not self._on:
-            return {}
-        if runs is None:
-            return self._adapters[self._selected].pairs
-        if len(runs.names) == 1:
-            return self[runs.names[0]].pairs
-        return mixed_pairs({name: self[name].pairs for name in runs.names}, runs)
+        by_name = self.applied_by_name(runs)
+        if runs is not None and len(by_name) > 1:
+            return mixed_pairs(by_name, runs)
+        return next(iter(by_name.values()), {})
+
+    def applied_by_name(self, runs: AdapterRuns | None) -> dict[str, Mapping[str, LowRank]]:
+        """Return the factors by layer of each adapter that is applied in a forward; none inside :meth:`off`. Arguments as for
+        :meth:`applied`.
+        """
+        names = (self._selected,) if runs is None else runs.names
+        return {name: self[name].pairs for name in names} if self._on else {}
 
     def head_update(self, layer: str, name: str | None = None) -> HeadUpdate | None:
         """Return the update of the output head ``layer`` by an adapter, by default the selected one; ``None`` without one."""
