@@ -18,7 +18,7 @@ from areal.engine.jax.architecture import Architecture, meta_model, parameters_o
 from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
 from areal.engine.jax.inputs import Sizes, StreamInputs
-from areal.engine.jax.lora.factors import FactorSizes, FactorStacks, jax_adapter_layout
+from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh
 from areal.engine.jax.model import ModelSpec
@@ -109,14 +109,11 @@ class JAXEngine(BaseTrainEngine):
         self, model: ModelState, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> TokenOutputs:
         inputs = StreamInputs(mb, outputs, self.config.temperature)
-        chosen = None if model.factors is None else model.factors.of(inputs.adapters)
-        sizes, factor_sizes = self._largest(inputs.sizes, FactorSizes() if chosen is None else chosen.sizes)
+        # All ranks run the same program.
+        sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.dims.world_size > 1 else inputs.sizes
         arrays = inputs.arrays(sizes, self._spec.numbers.stats)
-        # One adapter needs no slots.
-        if factor_sizes.slots > 1:
-            arrays["slots"] = inputs.slots(sizes)
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
-        factors = None if chosen is None else chosen.stack(factor_sizes)
+        factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)
         call = ForwardCall(self._spec, inputs.wanted, model, placed, factors)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
         values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
@@ -128,14 +125,6 @@ class JAXEngine(BaseTrainEngine):
         """Do nothing: each backward has added a sum over ranks."""
 
     # ---- parts
-
-    def _largest(self, sizes: Sizes, factors: FactorSizes) -> tuple[Sizes, FactorSizes]:
-        """Return the largest sizes of all ranks, so that all run the same program."""
-        if self.dims.world_size == 1:
-            return sizes, factors
-        everyone = self.control.gather(((sizes.tokens, sizes.rows, sizes.targets), factors))
-        streams, stacks = zip(*everyone, strict=True)
-        return Sizes(*(max(each) for each in zip(*streams, strict=True))), FactorSizes.largest(stacks)
 
     def _build_optimizer(self, model: ModelState, spec: FinetuneSpec) -> ClippingOptimizer[OptaxOptimizer] | None:
         config = self.config.optimizer

@@ -139,17 +139,15 @@ class AdapterSet:
         Args:
             runs: runs of rows with one adapter; ``None`` for the selected adapter.
         """
-        by_name = self.applied_by_name(runs)
-        if runs is not None and len(by_name) > 1:
-            return mixed_pairs(by_name, runs)
-        return next(iter(by_name.values()), {})
+        pairs = {name: adapter.pairs for name, adapter in self.active(runs).items()}
+        if runs is not None and len(pairs) > 1:
+            return mixed_pairs(pairs, runs)
+        return next(iter(pairs.values()), {})
 
-    def applied_by_name(self, runs: AdapterRuns | None) -> dict[str, Mapping[str, LowRank]]:
-        """Return the factors by layer of each adapter that is applied in a forward; none inside :meth:`off`. Arguments as for
-        :meth:`applied`.
-        """
+    def active(self, runs: AdapterRuns | None) -> dict[str, Adapter]:
+        """Return the adapters of a forward by name; none inside :meth:`off`. Arguments as for :meth:`applied`."""
         names = (self._selected,) if runs is None else runs.names
-        return {name: self[name].pairs for name in names} if self._on else {}
+        return {name: self[name] for name in names} if self._on else {}
 
     def head_update(self, layer: str, name: str | None = None) -> HeadUpdate | None:
         """Return the update of the output head ``layer`` by an adapter, by default the selected one; ``None`` without one."""

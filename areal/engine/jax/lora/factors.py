@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal.engine.jax.architecture import stacked_name
+from areal.engine.jax.inputs import Sizes, power_of_two
 from areal.engine.jax.lora.low_rank import DOWN, UP
 from areal.engine.jax.mesh import to_numpy, to_torch
 from areal.engine.jax.model import ModelSpec
-from areal.engine.lora.adapter import AdapterLayout
+from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.lora.low_rank import LowRank, TensorParallelRanks, TensorParallelSplit
+from areal.engine.lora.low_rank import TensorParallelRanks, TensorParallelSplit
 from areal.engine.lora.plan import decoder_linears, head_name
 from areal.engine.model.adapter_runs import AdapterRuns
 
@@ -54,25 +55,12 @@ def jax_adapter_layout(
 
 
 @dataclass(frozen=True)
-class FactorSizes:
-    """Sizes of the stacked factors of one rank. Ranks take the largest of each, and so run the same program.
+class _StackShape:
+    """Sizes of stacked factors, which are the same on all ranks: slots, rank, and kinds of layers."""
 
-    Attributes:
-        slots: adapters.
-        rank: largest rank of an adapter.
-        kinds: kinds of layers that one of the adapters has.
-    """
-
-    slots: int = 0
-    rank: int = 0
-    kinds: frozenset[str] = frozenset()
-
-    @classmethod
-    def largest(cls, sizes: Iterable[FactorSizes]) -> FactorSizes:
-        """Return the largest sizes, and all kinds."""
-        everyone = list(sizes)
-        kinds = frozenset[str]().union(*(each.kinds for each in everyone))
-        return cls(max(each.slots for each in everyone), max(each.rank for each in everyone), kinds)
+    slots: int
+    rank: int
+    kinds: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -117,28 +105,6 @@ class StackedFactors:
         return found
 
 
-class ForwardFactors:
-    """The adapters of one forward on this rank.
-
-    Args:
-        adapters: factors by layer, of each adapter.
-        owner: stacks the factors.
-    """
-
-    def __init__(self, adapters: Sequence[Mapping[str, LowRank]], owner: FactorStacks) -> None:
-        self._adapters, self._owner = adapters, owner
-        pairs = [pair for by_layer in adapters for pair in by_layer.values()]
-        self.sizes = FactorSizes(
-            _power_of_two(len(adapters)),
-            _power_of_two(max((pair.target.rank for pair in pairs), default=0)),
-            frozenset(stacked_name(pair.target.key) for pair in pairs),
-        )
-
-    def stack(self, sizes: FactorSizes) -> StackedFactors:
-        """Return the factors, padded by zeros to ``sizes``."""
-        return self._owner.stack(self._adapters, sizes)
-
-
 class FactorStacks:
     """Stacks the factors of a model's adapters.
 
@@ -150,57 +116,63 @@ class FactorStacks:
 
     def __init__(self, spec: ModelSpec, hf: PreTrainedModel, adapters: AdapterSet) -> None:
         self._spec, self._adapters = spec, adapters
-        self._rows: dict[str, int | None] = {}
+        # Kind and row of each layer.
+        self._layers: dict[str, tuple[str, int | None]] = {}
         self._kinds: dict[str, _Kind] = {}
         for name, linear in _linears(hf).items():
             kind = stacked_name(name)
             stacked = kind != name
             row = self._kinds[kind].rows or 0 if kind in self._kinds else 0
-            self._rows[name] = row if stacked else None
+            self._layers[name] = kind, row if stacked else None
             self._kinds[kind] = _Kind(row + 1 if stacked else None, linear.out_features, linear.in_features)
         self._last: tuple[object, StackedFactors] | None = None
 
-    def of(self, runs: AdapterRuns | None) -> ForwardFactors:
-        """Return the adapters of a forward: none inside ``reference()``.
+    def stack(self, runs: AdapterRuns | None, sizes: Sizes) -> StackedFactors:
+        """Return the factors of a forward: zeros inside ``reference()``, which runs the same program.
+
+        The last ones are kept: micro-batches of a call often have the same adapters.
 
         Args:
             runs: runs of rows with one adapter; ``None`` for the selected adapter.
+            sizes: largest sizes of all ranks.
         """
-        return ForwardFactors(list(self._adapters.applied_by_name(runs).values()), self)
-
-    def stack(self, adapters: Sequence[Mapping[str, LowRank]], sizes: FactorSizes) -> StackedFactors:
-        """Return the stacked factors of adapters. They are kept until other factors are wanted, or values change."""
-        pairs = [pair for by_layer in adapters for pair in by_layer.values()]
-        parameters = [factor.parameter for pair in pairs for factor in (pair.down, pair.up)]
-        key = sizes, tuple((id(x), x._version) for x in parameters)
+        names: Iterable[str] = (self._adapters.selected,) if runs is None else sizes.adapters
+        # The program of several adapters does not depend on which they are; that of one does not depend on the others.
+        if len(sizes.adapters) > 1:
+            names = self._adapters.names
+        targets = [target for name in names for target in self._adapters[name].plan.targets]
+        kinds = frozenset(self._layers[target.key][0] for target in targets)
+        shape = _StackShape(sizes.slots, power_of_two(max(target.rank for target in targets)), kinds)
+        adapters = tuple(self._adapters.active(runs).values())
+        key = shape, tuple((adapter, adapter.version) for adapter in adapters)
         if self._last is None or self._last[0] != key:
-            self._last = key, self._stacked(adapters, sizes)
+            self._last = key, self._stacked(adapters, shape)
         return self._last[1]
 
-    def _stacked(self, adapters: Sequence[Mapping[str, LowRank]], sizes: FactorSizes) -> StackedFactors:
+    def _stacked(self, adapters: Sequence[Adapter], shape: _StackShape) -> StackedFactors:
         arrays = {
-            name: np.zeros(shape, self._spec.numbers.factors)
-            for kind in sorted(sizes.kinds)
-            for name, shape in self._shapes(kind, sizes)
+            name: np.zeros(dimensions, self._spec.numbers.factors)
+            for kind in sorted(shape.kinds)
+            for name, dimensions in self._shapes(kind, shape)
         }
         places = list(self._places(adapters))
         for place in places:
             arrays[place.array][place.index] = to_numpy(place.parameter) * place.scale
         return StackedFactors({name: self._placed(name, x) for name, x in arrays.items()}, places)
 
-    def _shapes(self, kind: str, sizes: FactorSizes) -> list[tuple[str, tuple[int, ...]]]:
+    def _shapes(self, kind: str, shape: _StackShape) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of this rank's arrays of a kind of layers."""
         info = self._kinds[kind]
         rows = () if info.rows is None else (info.rows,)
         return [
-            (f"{kind}.{DOWN}", (*rows, 1, sizes.slots, sizes.rank, info.inputs)),
-            (f"{kind}.{UP}", (*rows, 1, info.outputs, sizes.slots, sizes.rank)),
+            (f"{kind}.{DOWN}", (*rows, 1, shape.slots, shape.rank, info.inputs)),
+            (f"{kind}.{UP}", (*rows, 1, info.outputs, shape.slots, shape.rank)),
         ]
 
-    def _places(self, adapters: Sequence[Mapping[str, LowRank]]) -> Iterable[_Place]:
-        for slot, by_layer in enumerate(adapters):
-            for key, pair in by_layer.items():
-                kind, row, ranks = stacked_name(key), self._rows[key], slice(pair.target.rank)
+    def _places(self, adapters: Sequence[Adapter]) -> Iterable[_Place]:
+        for slot, adapter in enumerate(adapters):
+            for key, pair in adapter.pairs.items():
+                (kind, row), ranks = self._layers[key], slice(pair.target.rank)
                 rows = () if row is None else (row,)
                 yield _Place(pair.down.parameter, f"{kind}.{DOWN}", (*rows, 0, slot, ranks), 1.0)
                 yield _Place(pair.up.parameter, f"{kind}.{UP}", (*rows, 0, slice(None), slot, ranks), pair.scale)
@@ -223,8 +195,3 @@ def _linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the layers that may have an adapter, by name: those of the decoder, and the output head."""
     head = head_name(hf)
     return decoder_linears(hf) | ({} if head is None else {head: hf.get_submodule(head)})
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less; 0 for 0."""
-    return 1 << (number - 1).bit_length() if number else 0
