@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from areal.engine.jax.attention import Visibility
 from areal.engine.jax.lora.factors import StackedFactors, factor_sharding
-from areal.engine.jax.mesh import to_numpy, to_torch
-from areal.engine.jax.model import ModelSpec, Params, Stream
-from areal.engine.jax.outputs import Outputs, Rows, Wanted, token_outputs
+from areal.engine.jax.mesh import to_numpy
+from areal.engine.jax.model import Stream
+from areal.engine.jax.outputs import Outputs, Rows, Wanted, compute_outputs
+from areal.engine.jax.spec import ModelSpec, Params
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
@@ -57,7 +58,7 @@ class Residuals:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
-    return token_outputs(spec, wanted, params, stream, rows)
+    return compute_outputs(spec, wanted, params, stream, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -65,7 +66,7 @@ def _forward(
     spec: ModelSpec, wanted: Wanted, params: Params, factors: Params, stream: Stream, rows: Rows
 ) -> tuple[Outputs, Outputs, Residuals]:
     def run(trained: Params) -> tuple[Outputs, Outputs]:
-        out = token_outputs(spec, wanted, {**params, **trained}, stream, rows)
+        out = compute_outputs(spec, wanted, {**params, **trained}, stream, rows)
         integers = {name: value for name, value in out.items() if not jnp.issubdtype(value.dtype, jnp.floating)}
         return {name: value for name, value in out.items() if name not in integers}, integers
 
@@ -93,7 +94,7 @@ def _pull_factors(
 class TrainedState(Protocol):
     """The arrays of a model: its parameters, and the sum of their gradients that backwards add to."""
 
-    params: Params
+    params: dict[str, Array]
     grads: dict[str, Array] | None
 
     def require_grads(self) -> dict[str, Array]:
@@ -144,8 +145,7 @@ class ForwardCall:
         self._like = out
         # Autograd needs an input that requires a gradient: its own is never computed.
         anchor = torch.zeros((), requires_grad=True)
-        parameters = self._factors.parameters
-        tensors = _Bridge.apply(anchor, self, len(out), *(_local(value) for value in out.values()), *parameters)
+        tensors = _Bridge.apply(anchor, self, list(out.values()), *self._factors.parameters)
         return {**dict(zip(out, tensors, strict=True)), **{name: _local(value) for name, value in integers.items()}}
 
     def pull(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -179,17 +179,19 @@ class ForwardCall:
 
 class _Bridge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: ForwardCall, n_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, call: ForwardCall, outputs: list[Array], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors[:n_outputs])
+        return tuple(_local(x) for x in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*(None,) * (3 + len(grads)), *ctx.call.pull(grads))
+        return None, None, None, *ctx.call.pull(grads)
 
 
 def _local(array: Array) -> Tensor:
-    """Return this rank's row of a ``[D, ...]`` array."""
-    return to_torch(array.addressable_data(0))[0]
+    """Return a copy of this rank's row of a ``[D, ...]`` array: losses may write into it, and JAX's memory is read-only."""
+    return torch.from_dlpack(array.addressable_data(0))[0].clone()

@@ -21,10 +21,10 @@ from areal.engine.jax.inputs import Sizes, StreamInputs
 from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh
-from areal.engine.jax.model import ModelSpec
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.products import Numbers
-from areal.engine.jax.state import ModelGradients, ModelState, global_norm, scale_grads
+from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.weights import JAXWeights, init_weights
 from areal.engine.jax.world import join
 from areal.engine.lora.adapter_set import AdapterSet
@@ -39,10 +39,10 @@ from areal.utils.functional.logprobs import default_keep_bytes
 class JAXEngine(BaseTrainEngine):
     """Training of Hugging Face decoders in JAX: one compiled program for each shape of a micro-batch.
 
-    Sharded data (``d``) and tensor parallelism (``t``), by the partitioner of XLA.
+    Sharded data (``d``), replicated data (``r``), context parallelism (``c``) and tensor parallelism (``t``), by the partitioner of XLA.
     """
 
-    layout_letters: ClassVar[frozenset[str]] = frozenset("dt")
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drct")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
         *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing", "lora"),
@@ -111,15 +111,15 @@ class JAXEngine(BaseTrainEngine):
         inputs = StreamInputs(mb, outputs, self.config.temperature)
         # All ranks run the same program.
         sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.dims.world_size > 1 else inputs.sizes
-        arrays = inputs.arrays(sizes, self._spec.numbers.stats)
+        arrays = inputs.arrays(sizes, self._spec.numbers.stats, self.dims.cp)
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
         factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)
         call = ForwardCall(self._spec, inputs.wanted, model, placed, factors)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
         values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
-        if "topk" in values:
-            values["topk"] = TopKOutput(values["topk"], values.pop("topk_ids").long())
-        return TokenOutputs(**values)
+        best, ids = (values.pop(name, None) for name in ("topk", "topk_ids"))
+        topk = None if best is None or ids is None else TopKOutput(best, ids.long())
+        return TokenOutputs(**values, topk=topk)
 
     def _finalize_grads(self) -> None:
         """Do nothing: each backward has added a sum over ranks."""
@@ -134,7 +134,7 @@ class JAXEngine(BaseTrainEngine):
             OptaxOptimizer(model, config),
             config,
             spec.total_train_steps,
-            global_norm=lambda: global_norm(model),
+            global_norm=lambda: norm_of_gradients(model),
             scale_grads=lambda factor: scale_grads(model, factor),
         )
 

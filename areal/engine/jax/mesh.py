@@ -1,23 +1,32 @@
 """The devices of all ranks as one JAX mesh, and where each array lies on it.
 
-Axes: ``dp``, over which streams and the shards of parameters are divided, and ``tp``, over which matrix products are. An array is a
-global value: a rank holds its shards of it, and the partitioner inserts the collectives.
+Axes: ``r`` and ``dp``, over which streams are divided; ``cp``, over which the tokens of a stream are; and ``tp``, over which matrix
+products are. Parameters are divided over ``dp`` and ``cp``. An array is a global value: a rank holds its shards of it, and the partitioner
+inserts the collectives.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import EMBEDDING, HEAD, LAYER
+from areal.engine.jax.architecture import EMBEDDING, EXPERTS, HEAD
 from areal.utils.dtensor import Box
+
+AXES = ("r", "dp", "cp", "tp")
+STREAMS = ("r", "dp")
+"""Axes of the first dimension of ``[D, ...]`` arrays."""
+
+SHARDS = ("dp", "cp")
+"""Axes over which parameters, gradients and optimizer state are sharded."""
 
 _BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
@@ -30,30 +39,37 @@ def build_mesh(dims: ParallelDims) -> Mesh:
     else:
         by_rank = {device.process_index: device for device in reversed(jax.devices())}
         devices = [by_rank[rank] for rank in range(dims.world_size)]
-    return Mesh(np.array(devices, dtype=object).reshape(dims.dp, dims.tp), ("dp", "tp"))
+    return Mesh(np.array(devices, dtype=object).reshape(dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp), AXES)
 
 
 def stored_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Return how an array of parameters is divided.
 
-    Matrices are divided over ``tp`` as their product is (Shoeybi et al., 2019), and over ``dp`` along the other dimension. An axis that
-    does not divide its dimension is left out.
+    Matrices are divided over ``tp`` as their product is (Shoeybi et al., 2019), and in shards along the other dimension. Axes that do not
+    divide their dimension are left out.
     """
-    spec: list[str | None] = [None] * len(shape)
+    spec: list[str | tuple[str, ...] | None] = [None] * len(shape)
     if name in (EMBEDDING, HEAD) or name.endswith(_BY_ROWS):
-        spec[-2:] = "tp", "dp"
+        spec[-2:] = "tp", SHARDS
     elif name.endswith(_BY_COLUMNS):
-        spec[-2:] = "dp", "tp"
+        spec[-2:] = SHARDS, "tp"
+    elif name.endswith(EXPERTS):
+        spec[-3:] = "tp", None, SHARDS
     elif name == VALUE_HEAD:
-        spec[-1] = "dp"
+        spec[-1] = SHARDS
     return PartitionSpec(
-        *(axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape, strict=True))
+        *(axes if axes and size % ways(mesh, axes) == 0 else None for axes, size in zip(spec, shape, strict=True))
     )
 
 
+def ways(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    """Return into how many parts a dimension over these axes is divided."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
+
 def gathered_spec(spec: PartitionSpec) -> PartitionSpec:
-    """Return the placement of the array in a product: gathered over ``dp``."""
-    return PartitionSpec(*(None if axis == "dp" else axis for axis in spec))
+    """Return the placement of the array in a product: its shards gathered."""
+    return PartitionSpec(*(None if axes == SHARDS else axes for axes in spec))
 
 
 def row_spec(spec: PartitionSpec) -> PartitionSpec:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
 from areal.engine.jax.attention import Visibility, attention
-from areal.engine.jax.lora.low_rank import FactorUse, add_adapters
-from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
-from areal.engine.jax.products import Numbers, Use, linear, lookup, scale, shift
-
-Params = Mapping[str, Array]
+from areal.engine.jax.experts import routed_feed_forward
+from areal.engine.jax.lora.low_rank import add_adapters
+from areal.engine.jax.mesh import STREAMS
+from areal.engine.jax.products import linear, lookup, scaled, shifted
+from areal.engine.jax.spec import ModelSpec, Params
 
 
 class Stream(NamedTuple):
@@ -37,67 +35,6 @@ class Stream(NamedTuple):
     slots: Array | None = None
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """Everything that a program depends on beside the shapes of its arguments. Hashable.
-
-    Attributes:
-        arch: the decoder.
-        numbers: dtypes.
-        mesh: devices of all ranks.
-        recompute: compute each layer again in the backward, and keep only its input.
-        fp32_head: multiply by the head's weight in float32.
-        keep_bytes: memory for logits of one rank that are kept for the backward.
-        trained: the parameters get gradients. With adapters they do not.
-    """
-
-    arch: Architecture
-    numbers: Numbers
-    mesh: Mesh
-    recompute: bool
-    fp32_head: bool
-    keep_bytes: int
-    trained: bool = True
-
-    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Use:
-        """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
-        rows = name.startswith(LAYER)
-        stored = stored_spec(name, (1, *shape) if rows else shape, self.mesh)
-        stored = row_spec(stored) if rows else stored
-        return Use(
-            jnp.dtype(dtype or self.numbers.compute).name,
-            self.numbers.reduce,
-            NamedSharding(self.mesh, stored),
-            NamedSharding(self.mesh, gathered_spec(stored)),
-            self.trained,
-        )
-
-    def use_of_factors(self, dtype: Any = None) -> FactorUse:
-        """Return how the factors of adapters are used."""
-        replicated = NamedSharding(self.mesh, PartitionSpec("dp"))
-        return FactorUse(jnp.dtype(dtype or self.numbers.compute).name, self.numbers.reduce, replicated)
-
-    def stored(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the placement of a whole array of parameters."""
-        return NamedSharding(self.mesh, stored_spec(name, shape, self.mesh))
-
-    def place(self, name: str, value: Array) -> Array:
-        """Constrain a whole array of parameters or gradients to its placement."""
-        return lax.with_sharding_constraint(value, self.stored(name, value.shape))
-
-    def from_local(self, values: np.ndarray) -> Array:
-        """Return a ``[D, ...]`` array of which this rank has the row ``values``."""
-        sharding = NamedSharding(self.mesh, PartitionSpec("dp"))
-        with self.numbers.enabled():
-            return jax.make_array_from_process_local_data(
-                sharding, values[None], (self.mesh.shape["dp"], *values.shape)
-            )
-
-    def spread(self, x: Array, *axes: str | None) -> Array:
-        """Constrain a ``[D, ...]`` array to one row for each data-parallel rank, and the given axes for the other dimensions."""
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", *axes)))
-
-
 def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     """Return the last hidden states ``[D, T, H]``, before the last norm."""
     arch, dtype = spec.arch, jnp.dtype(spec.numbers.compute)
@@ -108,16 +45,16 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
         return _layer(spec, row[0], hidden, stream, rotate, row[1]), None
 
-    body = jax.checkpoint(layer) if spec.recompute else layer
+    body: Any = jax.checkpoint(layer) if spec.recompute else layer
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
-    return lax.scan(body, spec.spread(hidden), rows)[0]
+    return lax.scan(body, spec.spread(hidden, "cp"), rows)[0]
 
 
 def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
     """Normalize by the root mean square (Zhang and Sennrich, 2019), and multiply by a weight."""
     wide = x.astype(spec.numbers.stats)
     wide *= lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + spec.arch.eps)
-    return scale(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
+    return scaled(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
 
 
 def _layer(
@@ -139,18 +76,20 @@ def _layer(
     q, k = (rotate(normed(f"self_attn.{name}_norm", each)) for name, each in (("q", q), ("k", k)))
     q = q.reshape(*q.shape[:2], heads, groups, -1)
     out = _attend(spec, q, k, v, stream.visibility, window)
-    hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)))
+    hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)), "cp")
 
     x = normed("post_attention_layernorm", hidden)
+    if spec.arch.experts is not None:
+        return spec.spread(hidden + routed_feed_forward(spec, spec.arch.experts, weights, x), "cp")
     x = jax.nn.silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x)
-    return spec.spread(hidden + project("mlp.down_proj", x))
+    return spec.spread(hidden + project("mlp.down_proj", x), "cp")
 
 
 def _project(spec: ModelSpec, weights: Mapping[str, Array], slots: Array | None, name: str, x: Array) -> Array:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
     y = add_adapters(y, x, weights, name, slots, spec.use_of_factors())
-    return y if bias is None else shift(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
+    return y if bias is None else shifted(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
 
 
 def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
@@ -160,16 +99,17 @@ def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) 
 
 
 def _attend(spec: ModelSpec, q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
-    """Run attention on each device for its stream and, if they divide, its share of the heads."""
+    """Run attention on each device for its queries and, if they divide, its share of the heads. Keys are gathered over ``cp``."""
 
     def of_device(q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
-        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window)[None]
+        first_query = lax.axis_index("cp") * q.shape[1]
+        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window, first_query)[None]
 
     axis = "tp" if k.shape[2] % spec.mesh.shape["tp"] == 0 else None
-    heads, tokens = PartitionSpec("dp", None, axis), PartitionSpec("dp")
-    in_specs = (heads, heads, heads, tokens, PartitionSpec())
+    queries, keys = PartitionSpec(STREAMS, "cp", axis), PartitionSpec(STREAMS, None, axis)
+    in_specs = (queries, keys, keys, PartitionSpec(STREAMS), PartitionSpec())
     # The trips of its loops differ between devices, which is not an error: nothing in it is a collective.
-    run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
     return run(q, k, v, visibility, window)
 
 

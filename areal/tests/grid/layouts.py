@@ -80,7 +80,7 @@ def _context_parallel(letters: str) -> tuple[Layout, Layout]:
     )
 
 
-_NOT_JAX = ("gemma3_text", *_EXPERTS)
+_NOT_JAX = ("gemma3_text", "deepseek_v3")
 
 
 _UNEVEN = {"vocab_size": 115, "num_key_value_heads": 1}
@@ -157,7 +157,9 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout("jax:d1", refuses=_NOT_JAX),
         Layout("jax:d2", refuses=_NOT_JAX),
         Layout("jax:t2", refuses=_NOT_JAX),
+        Layout("jax:c2", refuses=_NOT_JAX),
         Layout("jax:d2t2", refuses=_NOT_JAX),
+        Layout("jax:r2c2", refuses=_NOT_JAX),
     ),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,9 +31,6 @@ from areal.tests.grid.models import VOCAB, model_dir, tiny_model
 from areal.tests.harness.world import digest, locked, world
 
 Sample = dict[str, Tensor]
-
-NEEDS_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="needs JAX: install areal[jax]")
-"""Mark of tests on a layout of the JAX engine."""
 
 LAYOUTS = {
     1: ("fsdp:d1", "megatron:d1"),
@@ -72,9 +68,7 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
 def jax_layout(backend: str, *marks: Any, thorough: bool = True) -> Any:
     """Return the parameter of a test on a layout of the JAX engine. Compiling takes most of its time: few are not thorough."""
     world = pytest.mark.world(ParallelDims.parse(backend).world_size)
-    return pytest.param(
-        backend, id=backend, marks=[NEEDS_JAX, world, *marks, *([pytest.mark.thorough] if thorough else [])]
-    )
+    return pytest.param(backend, id=backend, marks=[world, *marks, *([pytest.mark.thorough] if thorough else [])])
 
 
 def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from areal.engine.jax.architecture import stacked_name
 from areal.engine.jax.inputs import Sizes, power_of_two
 from areal.engine.jax.lora.low_rank import DOWN, UP
-from areal.engine.jax.mesh import to_numpy, to_torch
-from areal.engine.jax.model import ModelSpec
+from areal.engine.jax.mesh import STREAMS, to_numpy, to_torch, ways
+from areal.engine.jax.spec import ModelSpec
 from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.low_rank import TensorParallelRanks, TensorParallelSplit
@@ -46,7 +46,7 @@ def jax_adapter_layout(
     return AdapterLayout(
         layers=layers,
         layer_names=frozenset(layers),
-        # Tensor-parallel ranks have equal gradients: the partitioner has summed them.
+        # Context- and tensor-parallel ranks have equal gradients: the partitioner has summed them.
         tp=TensorParallelRanks(),
         replicas=[replicas] if replicas.size() > 1 else [],
         device=device,
@@ -181,14 +181,14 @@ class FactorStacks:
         """Return the array of all data-parallel ranks, of which this rank has ``values``."""
         sharding = factor_sharding(self._spec, values.ndim)
         axis = values.ndim - 4
-        shape = (*values.shape[:axis], self._spec.mesh.shape["dp"], *values.shape[axis + 1 :])
+        shape = (*values.shape[:axis], ways(self._spec.mesh, STREAMS), *values.shape[axis + 1 :])
         with self._spec.numbers.enabled():
             return jax.make_array_from_process_local_data(sharding, values, shape)
 
 
 def factor_sharding(spec: ModelSpec, n_dims: int) -> NamedSharding:
     """Return the placement of stacked factors: each data-parallel rank has its own, in full."""
-    return NamedSharding(spec.mesh, PartitionSpec(*[None] * (n_dims - 4), "dp"))
+    return NamedSharding(spec.mesh, PartitionSpec(*[None] * (n_dims - 4), STREAMS))
 
 
 def _linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:

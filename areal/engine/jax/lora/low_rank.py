@@ -26,12 +26,12 @@ class FactorUse:
     Attributes:
         dtype: of the products, by name.
         reduce: dtype of the sums of gradients, by name.
-        replicated: placement of ``[D, ...]`` arrays that tensor-parallel ranks do not divide.
+        by_token: placement of ``[D, T, ...]`` arrays that tensor-parallel ranks do not divide.
     """
 
     dtype: str
     reduce: str
-    replicated: NamedSharding
+    by_token: NamedSharding
 
 
 def add_adapters(
@@ -95,4 +95,4 @@ def _of_slots(low: Array, slots: Array | None, use: FactorUse) -> Array:
     """Keep the columns ``[D, T, S, r]`` of each token's slot. Tensor-parallel ranks have all columns: they are few."""
     if slots is not None:
         low = jnp.where((slots[..., None] == jnp.arange(low.shape[2], dtype=slots.dtype))[..., None], low, 0)
-    return jax.lax.with_sharding_constraint(low, use.replicated)
+    return jax.lax.with_sharding_constraint(low, use.by_token)

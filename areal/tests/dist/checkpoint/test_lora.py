@@ -19,7 +19,6 @@ from areal.tests.grid.compare import assert_tensors
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir
 from areal.tests.harness.tiny import (
-    NEEDS_JAX,
     config,
     global_batch,
     gradients_of,
@@ -248,10 +247,10 @@ def scores(model: Any, sample: dict[str, Tensor]) -> Tensor:
         pytest.param("megatron:p2", "fsdp:c2", marks=pytest.mark.world(2)),
         pytest.param("fsdp:d2t2", "fsdp:d4", marks=FOUR),
         *(
-            pytest.param(write, read, marks=[NEEDS_JAX, pytest.mark.world(2), pytest.mark.thorough])
+            pytest.param(write, read, marks=[pytest.mark.world(2), pytest.mark.thorough])
             for write, read in (("fsdp:t2", "jax:d2"), ("jax:d2", "jax:t2"), ("jax:t2", "megatron:p2"))
         ),
-        pytest.param("jax:d1", "jax:d1", marks=[NEEDS_JAX, pytest.mark.world(1), pytest.mark.thorough]),
+        pytest.param("jax:d1", "jax:d1", marks=[pytest.mark.world(1), pytest.mark.thorough]),
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -17,7 +17,6 @@ from areal.tests.grid.cases import as_input
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir
 from areal.tests.harness.tiny import (
-    NEEDS_JAX,
     config,
     global_batch,
     gradients_of,
@@ -172,7 +171,7 @@ def infinite(out: TokenOutputs, batch: Batch) -> Tensor:
             for wrong in (raising, infinite)
         ),
         *(
-            pytest.param("jax:d2", wrong, marks=[NEEDS_JAX, pytest.mark.world(2), pytest.mark.thorough])
+            pytest.param("jax:d2", wrong, marks=[pytest.mark.world(2), pytest.mark.thorough])
             for wrong in (raising, infinite)
         ),
     ],

@@ -18,7 +18,7 @@ from areal.engine.lora.plan import layer_kind
 from areal.engine.model.tiny_config import shrink
 from areal.tests.dist.checkpoint.test_lora import logprobs, mine_of, of, scores, train
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import NEEDS_JAX, family_dir, jax_layout, started
+from areal.tests.harness.tiny import family_dir, jax_layout, started
 from areal.utils.seeding import mixed
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -30,11 +30,11 @@ EVERYTHING = ("attention", "mlp", "head")
 def cases(*rows: tuple[str, Any, set[str]]) -> list[Any]:
     """Return the rows on each engine that has the family."""
     engines = [(backend, []) for backend in ("fsdp:d1", "megatron:d1")]
-    dense = [*engines, ("jax:d1", [NEEDS_JAX, pytest.mark.thorough])]
+    all_engines = [*engines, ("jax:d1", [pytest.mark.thorough])]
     return [
         pytest.param(backend, *row, marks=marks)
         for row in rows
-        for backend, marks in (dense if row[0].startswith("qwen3") and row[0] != "qwen3_moe" else engines)
+        for backend, marks in (all_engines if row[0].startswith("qwen3") else engines)
     ]
 
 

@@ -15,7 +15,7 @@ from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
 from areal.tests.grid.layouts import LORA, Cell, Layout
 from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.reference import Reference, ReferenceStep
-from areal.tests.harness.tiny import NEEDS_JAX, same_bits
+from areal.tests.harness.tiny import same_bits
 from areal.tests.harness.world import cached
 
 Sample = dict[str, Tensor]
@@ -63,7 +63,6 @@ def param(backend: str, *, thorough: bool = True, family: str = "qwen3_tied", **
     jax = backend.startswith("jax")
     # Compiling takes a minute on a busy machine.
     marks = [pytest.mark.world(ParallelDims.parse(backend).world_size, **({"timeout": 400} if jax else {}))]
-    marks += [NEEDS_JAX] if jax else []
     marks += [pytest.mark.thorough] if thorough else []
     name = "-".join([backend, *([] if family == "qwen3_tied" else [family]), *map(str, fields.values())])
     return pytest.param(backend, family, fields, id=name, marks=marks)
@@ -122,6 +121,7 @@ def expected_of(run: CellEngine, name: str, seeds: tuple[int, ...]) -> tuple[lis
         param("jax:d1", family="qwen3", case_name="family", cut="shared40"),
         param("jax:t2", cut="whole"),
         param("jax:d2t2"),
+        param("jax:c2", family="qwen3_moe"),
     ],
 )
 def test_each_adapter_has_the_gradient_of_its_samples(backend: str, family: str, fields: dict[str, Any]) -> None:

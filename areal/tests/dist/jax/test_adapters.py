@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from areal.api import LoRAConfig, MicroBatchSpec
-from areal.tests.harness.tiny import NEEDS_JAX, loss, started
+from areal.tests.harness.tiny import loss, started
 
-pytestmark = [pytest.mark.world(1), NEEDS_JAX]
+pytest.importorskip("jax")
+
+from areal.engine.jax import bridge
+
+pytestmark = pytest.mark.world(1)
 
 QUERIES = LoRAConfig(rank=3, target_modules=("q_proj",))
 
@@ -31,7 +35,6 @@ def samples(adapters: list[int]) -> list[dict[str, torch.Tensor]]:
 
 
 def test_programs_do_not_depend_on_which_adapters_a_call_names() -> None:
-    bridge = pytest.importorskip("areal.engine.jax.bridge")
     rng, before = random.Random(0), bridge._evaluate._cache_size()
     with started("jax:d1", lora=QUERIES, mb_spec=MicroBatchSpec()) as engine:
         for number in range(7):
@@ -51,7 +54,6 @@ def test_programs_do_not_depend_on_which_adapters_a_call_names() -> None:
 @pytest.mark.thorough
 def test_no_program_computes_a_gradient_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of activations have a first dimension for data-parallel ranks. Gradients of a layer's weight do not."""
-    bridge = pytest.importorskip("areal.engine.jax.bridge")
     programs = []
 
     def watch(name: str) -> None:
