@@ -18,6 +18,7 @@ from areal.engine.jax.architecture import Architecture, meta_model, parameters_o
 from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
 from areal.engine.jax.inputs import Sizes, StreamInputs
+from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.optimizer import OptaxOptimizer
@@ -26,6 +27,8 @@ from areal.engine.jax.spec import ModelSpec
 from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.weights import JAXWeights
 from areal.engine.jax.world import join
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.components import with_adapters
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.options import TEMPLATE_OPTIONS
@@ -43,7 +46,7 @@ class JAXEngine(BaseTrainEngine):
     layout_letters: ClassVar[frozenset[str]] = frozenset("drcte")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
-        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing", "offload_dir"),
+        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing", "offload_dir", "lora"),
     }
     config_class: ClassVar[type[JAXConfig]] = JAXConfig
 
@@ -64,6 +67,7 @@ class JAXEngine(BaseTrainEngine):
             recompute=config.activation_checkpointing == "full",
             fp32_head=config.fp32_head,
             keep_bytes=default_keep_bytes(self.device) if keep is None else keep,
+            trained=config.lora is None,
         )
         model = ModelState(self._spec, arrays)
         weights = JAXWeights(model, hf)
@@ -73,9 +77,9 @@ class JAXEngine(BaseTrainEngine):
             folder = model_folder(config.path)
             weights.check(folder)
             weights.read(folder)
-        optimizer = self._build_optimizer(model, spec)
+        optimizer = self._build_optimizer(model, spec) if config.lora is None else None
         memory = JAXMemory(model, optimizer.inner if optimizer else None, config.offload_dir)
-        return EngineComponents(
+        components = EngineComponents(
             model=model,
             schedule=SequentialSchedule(model, timer=self.timer),
             context_parallel=ContextParallel(None),
@@ -89,14 +93,24 @@ class JAXEngine(BaseTrainEngine):
             n_parameters=model.n_parameters,
             n_local_parameters=model.n_local,
         )
+        # Adapters replace what trains, saves and streams the model.
+        if config.lora is None:
+            return components
+        layout = jax_adapter_layout(hf, self.dp_group, self.device, torch_dtype(config.master_dtype))
+        adapters = AdapterSet(hf.config, layout, config, spec, self.control)
+        model.factors = FactorStacks(self._spec, hf, adapters)
+        return with_adapters(components, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: ModelState, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> TokenOutputs:
         inputs = StreamInputs(mb, outputs, self.config.temperature)
-        arrays = inputs.arrays(self._largest(inputs.sizes), self._spec.numbers.stats, self.dims.cp)
+        # All ranks run the same program.
+        sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.dims.world_size > 1 else inputs.sizes
+        arrays = inputs.arrays(sizes, self._spec.numbers.stats, self.dims.cp)
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
-        call = ForwardCall(self._spec, inputs.wanted, model, placed)
+        factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)
+        call = ForwardCall(self._spec, inputs.wanted, model, placed, factors)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
         values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
         best, ids = (values.pop(name, None) for name in ("topk", "topk_ids"))
@@ -107,13 +121,6 @@ class JAXEngine(BaseTrainEngine):
         """Do nothing: each backward has added a sum over ranks."""
 
     # ---- parts
-
-    def _largest(self, sizes: Sizes) -> Sizes:
-        """Return the largest sizes of all ranks, so that all run the same program."""
-        if self.dims.world_size == 1:
-            return sizes
-        everyone = self.control.gather((sizes.tokens, sizes.rows, sizes.targets))
-        return Sizes(*(max(each) for each in zip(*everyone, strict=True)))
 
     def _build_optimizer(self, model: ModelState, spec: FinetuneSpec) -> ClippingOptimizer[OptaxOptimizer] | None:
         config = self.config.optimizer

@@ -33,12 +33,13 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
     if sizes.normalized:
         scores /= scores.sum(-1, keepdims=True)
     axes = expert_axes(spec.mesh, sizes.n_experts)
+    reduce = spec.numbers.reduce if spec.trained else None
 
     def of_device(x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
         # The tokens of all ranks that share the experts, then of each rank its own again.
         x, chosen, scores = (lax.all_gather(each[0], "ep", tiled=True) for each in (x, chosen, scores))
         first = lax.axis_index(axes) * len(gate_up)
-        out = _experts(spec.numbers.reduce, x, chosen - first, scores, gate_up, down)
+        out = _experts(reduce, x, chosen - first, scores, gate_up, down)
         out = lax.psum_scatter(out, "ep", tiled=True)
         return (lax.psum(out, "tp") if "tp" in axes else out)[None]
 
@@ -53,7 +54,7 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
     return run(x, chosen, scores.astype(x.dtype), gate_up, down)
 
 
-def _experts(reduce: str, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+def _experts(reduce: str | None, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
     """Compute the experts ``0 <= chosen < E`` of a device for tokens ``[T, H]``; others belong to another device."""
     n_experts, per_token = len(gate_up), chosen.shape[1]
     expert = jnp.where((chosen >= 0) & (chosen < n_experts), chosen, n_experts).reshape(-1)
@@ -65,14 +66,14 @@ def _experts(reduce: str, x: Array, chosen: Array, scores: Array, gate_up: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str) -> Array:
+def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str | None) -> Array:
     """Multiply consecutive groups of rows by one weight each.
 
     Args:
         x: ``[N, in]``, sorted by group.
         weight: ``[E, out, in]``, in the master dtype.
         counts: int32 ``[E]``. Rows of each group. Rows after the last group give zeros.
-        reduce: dtype of the sum of the gradient of ``weight``, by name.
+        reduce: dtype of the sum of the gradient of ``weight``, by name; ``None`` for a frozen weight, which gets none.
 
     Returns:
         ``[N, out]`` in the dtype of ``x``.
@@ -80,14 +81,20 @@ def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str) -> Array
     return lax.platform_dependent(x, weight.astype(x.dtype), counts, cpu=_product_by_blocks, default=_product)
 
 
-def _grouped_forward(x: Array, weight: Array, counts: Array, reduce: str) -> tuple[Array, tuple[Array, ...]]:
-    return grouped_linear(x, weight, counts, reduce), (x, weight, counts)
+def _grouped_forward(
+    x: Array, weight: Array, counts: Array, reduce: str | None
+) -> tuple[Array, tuple[Array | None, Array, Array]]:
+    return grouped_linear(x, weight, counts, reduce), (None if reduce is None else x, weight, counts)
 
 
-def _grouped_backward(reduce: str, saved: tuple[Array, ...], grad: Array) -> tuple[Array, Array, None]:
+def _grouped_backward(
+    reduce: str | None, saved: tuple[Array | None, Array, Array], grad: Array
+) -> tuple[Array, Array | None, None]:
     x, weight, counts = saved
-    transposed = weight.astype(x.dtype).swapaxes(1, 2)
+    transposed = weight.astype(grad.dtype).swapaxes(1, 2)
     grad_x = lax.platform_dependent(grad, transposed, counts, cpu=_product_by_blocks, default=_product)
+    if x is None or reduce is None:
+        return grad_x, None, None
     by_blocks, at_once = (functools.partial(f, dtype=reduce) for f in (_outer_by_blocks, _outer))
     grad_weight = lax.platform_dependent(grad, x, counts, cpu=by_blocks, default=at_once)
     return grad_x, grad_weight.astype(weight.dtype), None

@@ -83,7 +83,9 @@ class JAXMemory:
         shard_bytes = model.n_local * jax.numpy.dtype(model.spec.numbers.master).itemsize
         self._kinds = {
             "params": _Kind(lambda: model.params, model.set_params, lambda: shard_bytes),
-            "grads": _Kind(lambda: model.grads or {}, model.set_grads, lambda: shard_bytes),
+            "grads": _Kind(
+                lambda: model.grads or {}, model.set_grads, lambda: shard_bytes if model.spec.trained else 0
+            ),
         }
         if optimizer is not None:
             n_moments = len(optimizer.kinds)

@@ -15,6 +15,7 @@ from jax import Array
 
 from areal.api.config import torch_dtype
 from areal.engine.jax.architecture import ParameterInfo
+from areal.engine.jax.lora.factors import FactorStacks
 from areal.engine.jax.mesh import to_numpy
 from areal.engine.jax.spec import ModelSpec
 from areal.engine.optimizer import GradientState
@@ -32,6 +33,7 @@ class ModelState:
         params: the parameters.
         grads: sums of gradients; ``None`` without any.
         training: mode of the model, as of a torch module. The engine's families have no dropout.
+        factors: the factors of adapters, if there are adapters.
     """
 
     def __init__(self, spec: ModelSpec, arrays: Mapping[str, ParameterInfo]) -> None:
@@ -39,6 +41,7 @@ class ModelState:
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] | None = None
         self.training = True
+        self.factors: FactorStacks | None = None
 
     def train(self, mode: bool = True) -> None:
         """Set the mode."""

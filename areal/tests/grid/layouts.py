@@ -190,6 +190,7 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     "jax": {
         "plain": {},
         "recompute": {"activation_checkpointing": "full"},
+        "lora": {"lora": LORA, "activation_checkpointing": "full"},
     },
 }
 

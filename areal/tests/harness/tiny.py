@@ -70,6 +70,12 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
         yield engine
 
 
+def jax_layout(backend: str, *marks: Any, thorough: bool = True) -> Any:
+    """Return the parameter of a test on a layout of the JAX engine. Compiling takes most of its time: few are not thorough."""
+    world = pytest.mark.world(ParallelDims.parse(backend).world_size)
+    return pytest.param(backend, id=backend, marks=[world, *marks, *([pytest.mark.thorough] if thorough else [])])
+
+
 def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:
     """Return the layouts of these world sizes (of one engine, without ``but``, and with ``also``), each marked with its size."""
     known = [backend for size in sizes for backend in LAYOUTS[size] if backend.startswith(engine)]

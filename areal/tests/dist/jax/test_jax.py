@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.api import Batch, FinetuneSpec, LoRAConfig, TokenOutputs
+from areal.api import Batch, FinetuneSpec, TokenOutputs
 from areal.engine.registry import create_engine
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_step, assert_tensors
@@ -103,7 +103,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "selective": ({"activation_checkpointing": "selective"}, "the JAX engine has 'none' and 'full'"),
     "sync": ({"grad_sync": "micro_batch"}, r"grad_sync = 'micro_batch' .* does not support"),
     "files": ({"offload_dir": "/tmp"}, r"offload_dir = '/tmp' .* does not support"),
-    "adapters": ({"lora": LoRAConfig(rank=2)}, r"lora = .* does not support"),
 }
 
 
