@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -17,15 +18,16 @@ from areal.engine.components import EngineComponents
 from areal.engine.jax.architecture import Architecture, meta_model, parameters_of
 from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
-from areal.engine.jax.inputs import Sizes, StreamInputs
+from areal.engine.jax.inputs import Sizes, StreamInputs, bucket
 from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh
 from areal.engine.jax.model import ModelSpec
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.products import Numbers
+from areal.engine.jax.runtime import world
+from areal.engine.jax.runtime.compilation import CompileWatch, use_cache
 from areal.engine.jax.state import ModelGradients, ModelState, global_norm, scale_grads
 from areal.engine.jax.weights import JAXWeights, init_weights
-from areal.engine.jax.world import join
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.options import TEMPLATE_OPTIONS
@@ -50,9 +52,10 @@ class JAXEngine(BaseTrainEngine):
 
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
         config = self.config
+        use_cache(config.jax.compilation_cache)
+        self._join(config.jax.coordinator)
         hf = meta_model(read_config(config.path), torch_dtype(config.master_dtype))
         arrays = parameters_of(hf, value_head=config.value_head)
-        join(self.control, config.jax.coordinator)
         keep = config.kept_logits_bytes
         self._spec = ModelSpec(
             Architecture.of(hf),
@@ -98,7 +101,9 @@ class JAXEngine(BaseTrainEngine):
         self, model: ModelState, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> TokenOutputs:
         inputs = StreamInputs(mb, outputs, self.config.temperature)
-        arrays = inputs.arrays(self._largest(inputs.sizes), self._spec.numbers.stats)
+        sizes = self._largest(inputs.sizes)
+        arrays = inputs.arrays(sizes, self._spec.numbers.stats)
+        self._compiles.shapes = f"{bucket(sizes.tokens)} tokens, {len(arrays['index'])} rows"
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
         call = ForwardCall(self._spec, inputs.wanted, model, placed)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
@@ -111,6 +116,14 @@ class JAXEngine(BaseTrainEngine):
         """Do nothing: each backward has added a sum over ranks."""
 
     # ---- parts
+
+    def _join(self, coordinator: str | None) -> None:
+        """Join the other ranks in JAX. A fault that ends the engine wakes them, and ends their world."""
+        self._groups.on_abort(world.abort)
+        self._closers.append(functools.partial(world.leave_after_fault, self.control))
+        world.join(self.control, coordinator, self.device, self.config.heartbeat_timeout)
+        self._compiles = CompileWatch(functools.partial(self.timer.move, "compile"), logs=self.control.rank == 0)
+        self._closers.append(self._compiles.close)
 
     def _largest(self, sizes: Sizes) -> Sizes:
         """Return the largest sizes of all ranks, so that all run the same program."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -139,13 +140,11 @@ def walk(seqlens: tuple[int, ...], tree: PrefixTree | None, length: int) -> dict
     return {"enter": enter, "leave": leave, "positions": positions, "first": first.astype(np.int32)}
 
 
-def _walk_tree(
-    tree: PrefixTree, enter: np.ndarray, leave: np.ndarray, positions: np.ndarray, root: np.ndarray
-) -> None:
+def _walk_tree(tree: PrefixTree, enter: np.ndarray, leave: np.ndarray, positions: np.ndarray, root: np.ndarray) -> None:
     """Write the walk over a tree of branches. A branch begins after a token of an earlier one, or is a root."""
     contexts = [context.numpy() for context in tree.context_index.split(list(tree.context_lengths))]
     starts = np.cumsum([0, *tree.lengths])
-    spans = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:], strict=False)]
+    spans = [slice(int(a), int(b)) for a, b in pairwise(starts)]
     parents = [int(c[-n - 1]) if len(c) > n else None for c, n in zip(contexts, tree.lengths, strict=True)]
     # Tokens of the branches that begin after each token, and of each token's subtree; later branches first.
     below, sizes = np.zeros(len(tree), np.int64), np.zeros(len(tree), np.int64)

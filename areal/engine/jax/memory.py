@@ -112,6 +112,6 @@ def _take(array: Array) -> _OnHost:
 
 
 def _put(held: _OnHost) -> Array:
-    devices = [device for device in held.sharding.addressable_devices_indices_map(held.shape)]
+    devices = list(held.sharding.addressable_devices_indices_map(held.shape))
     shards = [jax.device_put(values, device) for values, device in zip(held.shards, devices, strict=True)]
     return jax.make_array_from_single_device_arrays(held.shape, held.sharding, shards)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,6 +77,38 @@ def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tupl
         return [pytest.mark.world(ParallelDims.parse(backend).world_size), *thorough]
 
     return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in chosen]
+
+
+def jax_layouts(*backends: str, thorough: tuple[str, ...] = ()) -> list[Any]:
+    """Return layouts of the JAX engine, each marked with its size. Their tests are skipped if JAX is not installed."""
+    missing = pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+
+    def marks(backend: str) -> list[Any]:
+        size = ParallelDims.parse(backend).world_size
+        return [pytest.mark.world(size, timeout=240), missing, *([pytest.mark.thorough] if backend in thorough else [])]
+
+    return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in (*backends, *thorough)]
+
+
+@contextmanager
+def programs_that(act: Callable[[], None], *names: str, on_call: int) -> Iterator[None]:
+    """Call ``act`` before the ``on_call``-th program, from 0, of the functions ``names`` of the JAX engine's bridge."""
+    bridge, calls = import_module("areal.engine.jax.bridge"), 0
+
+    def acting(program: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == on_call + 1:
+                act()
+            return program(*args)
+
+        return run
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(bridge, name, acting(getattr(bridge, name))))
+        yield
 
 
 def global_batch(seed: int = 0) -> list[Sample]:

@@ -1,0 +1,1 @@
+"""Tests of the JAX engine: its processes, its programs and its placement."""
