@@ -120,13 +120,13 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[demo,docs,megatron,test]'
+	$(BIN)/python -m pip install -e '.[demo,docs,jax,megatron,test]'
 	touch $@
 
 $(VENV)-lowest/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install uv
-	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest --resolution lowest-direct -e '.[demo,docs,megatron,test]'
+	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest --resolution lowest-direct -e '.[demo,docs,jax,megatron,test]'
 	touch $@
 
 # Seconds with uv, which is among the packages of the tests.

@@ -64,9 +64,7 @@ class BaseTrainEngine(EngineState):
         """Build the components. ``mesh``, ``control``, ``device`` and ``timer`` exist already."""
 
     @abstractmethod
-    def _forward_compute_mb(
-        self, model: Any, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
-    ) -> Any:
+    def _forward_compute_mb(self, model: Any, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None) -> Any:
         """Run one micro-batch through one model chunk: ``TokenOutputs`` of this rank on the last stage, else a hidden state."""
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.metadata import entry_points
 
 from areal.api.config import ENGINE_GROUP as GROUP
@@ -12,8 +13,17 @@ from areal.engine.options import engine_config
 
 
 def engine_names() -> list[str]:
-    """Return the names of the installed engines."""
+    """Return the names of the registered engines. A dependency of one may be missing."""
     return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def installed_engines() -> dict[str, type[TrainEngine]]:
+    """Import and return the engines whose dependencies are installed, by name."""
+    found: dict[str, type[TrainEngine]] = {}
+    for name in engine_names():
+        with contextlib.suppress(ValueError):
+            found[name] = engine_class(name)
+    return found
 
 
 def engine_class(name: str) -> type[TrainEngine]:
@@ -48,10 +58,9 @@ def layout_table(names: list[str] | None = None) -> str:
     """Format a Markdown table with a row for each letter of a layout and a column for each engine.
 
     Args:
-        names: names of engines. Defaults to all installed engines.
+        names: names of engines. Defaults to all engines whose dependencies are installed.
     """
-    chosen = engine_names() if names is None else names
-    engines = {name: engine_class(name) for name in chosen}
+    engines = installed_engines() if names is None else {name: engine_class(name) for name in names}
     rows = [["letter", "parallelism", *(f"`{name}`" for name in engines)], ["---"] * (2 + len(engines))]
     for letter, meaning in LETTERS.items():
         has = ["yes" if letter in _letters(engine) else "" for engine in engines.values()]

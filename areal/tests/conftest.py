@@ -9,6 +9,7 @@ directory on all ranks), and ``world_size`` if it asks.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 import os
 import shutil
@@ -93,6 +94,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_thorough(items)
+    if importlib.util.find_spec("jax") is None:
+        for item in items:
+            if "jax:" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason="needs the extra jax"))
     for item in items:
         marker = item.get_closest_marker("world")
         if marker is not None:  # the world's own limit comes first: it says more

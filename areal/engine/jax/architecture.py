@@ -11,27 +11,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from jax import Array
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that the engine computes."""
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 LAYER = "model.layers.*."
 """Prefix of the arrays with one row for each layer."""
 
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Weights of the experts within a layer, stacked as in memory of transformers."""
+
 _IN_A_LAYER = frozenset(
     {
         *("input_layernorm.weight", "post_attention_layernorm.weight"),
         *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
         *("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+        *("mlp.gate.weight", *EXPERTS),
         *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
     }
 )
 _UNLIMITED = 2**30
 """Window of a layer without one: more tokens than a sequence has."""
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of a mixture of experts.
+
+    Attributes:
+        n_experts: experts of a layer.
+        per_token: experts that compute a token.
+        normalized: the weights of a token's experts sum to 1.
+    """
+
+    n_experts: int
+    per_token: int
+    normalized: bool
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,7 @@ class Architecture:
         rope_scale: factor on the sines and cosines.
         pad_token_id: token whose embedding gets no gradient where it is looked up; ``None`` without one.
         tied: the output head is the embedding.
+        experts: of every layer; ``None`` for dense layers.
     """
 
     n_layers: int
@@ -58,6 +79,7 @@ class Architecture:
     rope_scale: float
     pad_token_id: int | None
     tied: bool
+    experts: ExpertSizes | None = None
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> Architecture:
@@ -68,8 +90,8 @@ class Architecture:
             rotary = type(decoder.rotary_emb)(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         # Mistral has no list of kinds: all of its layers have the window.
-        window = getattr(config, "sliding_window", None)
-        if getattr(config, "layer_types", None) is None and window is not None:
+        window = int(getattr(config, "sliding_window", None) or _UNLIMITED)
+        if getattr(config, "layer_types", None) is None and window < _UNLIMITED:
             kinds = ["sliding_attention"] * config.num_hidden_layers
         return cls(
             n_layers=config.num_hidden_layers,
@@ -82,6 +104,7 @@ class Architecture:
             rope_scale=float(rotary.attention_scaling),
             pad_token_id=decoder.embed_tokens.padding_idx,
             tied=hf.get_output_embeddings().weight is hf.get_input_embeddings().weight,
+            experts=_experts(config),
         )
 
     @property
@@ -123,6 +146,11 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         )
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act = {config.hidden_act!r} with backend = 'jax:...': the JAX engine has 'silu'")
+    if config.model_type == "qwen3_moe" and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        raise ValueError(
+            f"mlp_only_layers = {config.mlp_only_layers}, decoder_sparse_step = {config.decoder_sparse_step}: the JAX engine runs "
+            "layers of one kind; choose 'fsdp' for dense layers among layers with experts"
+        )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -157,6 +185,12 @@ def stacked_name(name: str) -> str:
     return re.sub(r"^model\.layers\.\d+\.", LAYER, name)
 
 
-def layer_arrays(params: Mapping[str, object]) -> dict[str, object]:
+def _experts(config: PretrainedConfig) -> ExpertSizes | None:
+    if config.model_type != "qwen3_moe":
+        return None
+    return ExpertSizes(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
+
+
+def layer_arrays(params: Mapping[str, Array]) -> dict[str, Array]:
     """Return the arrays over layers, by their names within a layer."""
     return {name.removeprefix(LAYER): value for name, value in params.items() if name.startswith(LAYER)}

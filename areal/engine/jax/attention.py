@@ -1,8 +1,8 @@
 """Attention of packed sequences and of shared prefixes, whose cost follows the sequences and not the square of the stream.
 
-The tokens of a stream form a tree: a token's parent is the token before it. A depth-first walk enters and leaves each token at
-a time, and token ``k`` is visible to ``q`` where ``enter[k] <= enter[q] < leave[k]``. Without shared prefixes, ``enter`` is the
-place in the stream, and ``leave`` the end of the sequence.
+The tokens of a stream form a tree, in which a token's parent is the token before it, and stand in the order of a depth-first walk.
+The tokens that see token ``k`` therefore follow it without a gap: token ``q`` sees it where ``k <= q < leave[k]``. Without shared
+prefixes, ``leave`` is the end of the sequence.
 
 Queries are computed in blocks, and each block visits only the blocks of keys from the beginning of its sequences on (Dao et
 al., 2022, without the tiling of a GPU). The backward computes the weights of attention again from the log-sum-exp of each row.
@@ -24,12 +24,11 @@ class Visibility(NamedTuple):
     """Which tokens of a stream see which; all int32.
 
     Attributes:
-        enter, leave: ``[T]``. Times of the walk.
+        leave: ``[T]``. Place after the last token that sees this one.
         positions: ``[T]``. Positions of the tokens in their sequences.
         first: ``[T / block]``. For each block of queries, the first block with a key that one of them sees.
     """
 
-    enter: Array
     leave: Array
     positions: Array
     first: Array
@@ -130,11 +129,10 @@ def _scores(
 ) -> Array:
     """Return the scores ``[N, G, block, block]`` of two blocks, ``-inf`` where a key is not visible."""
     stats = jnp.promote_types(queries.dtype, jnp.float32)
-    enter, positions = (_rows(x, b, block)[:, None] for x in (visibility.enter, visibility.positions))
-    key_enter, key_leave, key_positions = (
-        _rows(x, j, block) for x in (visibility.enter, visibility.leave, visibility.positions)
-    )
-    visible = (key_enter <= enter) & (enter < key_leave) & (positions - key_positions < window)
+    places = jnp.arange(block, dtype=jnp.int32)
+    query, key = (b * block + places)[:, None], j * block + places
+    distance = _rows(visibility.positions, b, block)[:, None] - _rows(visibility.positions, j, block)
+    visible = (key <= query) & (query < _rows(visibility.leave, j, block)) & (distance < window)
     scores = jnp.einsum("qngd,knd->ngqk", queries, keys, preferred_element_type=stats)
     return jnp.where(visible, scores * keys.shape[-1] ** -0.5, -jnp.inf)
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal.engine.jax.attention import Visibility
-from areal.engine.jax.mesh import to_numpy, to_torch
-from areal.engine.jax.model import ModelSpec, Params, Stream
-from areal.engine.jax.outputs import Outputs, Rows, Wanted, token_outputs
+from areal.engine.jax.mesh import to_numpy
+from areal.engine.jax.model import Stream
+from areal.engine.jax.outputs import Outputs, Rows, Wanted, compute_outputs
+from areal.engine.jax.spec import ModelSpec, Params
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
@@ -56,7 +57,7 @@ class Residuals:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
-    return token_outputs(spec, wanted, params, stream, rows)
+    return compute_outputs(spec, wanted, params, stream, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -64,7 +65,7 @@ def _forward(
     spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows
 ) -> tuple[Outputs, Outputs, Residuals]:
     def run(params: Params) -> tuple[Outputs, Outputs]:
-        out = token_outputs(spec, wanted, params, stream, rows)
+        out = compute_outputs(spec, wanted, params, stream, rows)
         integers = {name: value for name, value in out.items() if not jnp.issubdtype(value.dtype, jnp.floating)}
         return {name: value for name, value in out.items() if name not in integers}, integers
 
@@ -83,7 +84,7 @@ def _pull(
 class TrainedState(Protocol):
     """The arrays of a model: its parameters, and the sum of their gradients that backwards add to."""
 
-    params: Params
+    params: dict[str, Array]
     grads: dict[str, Array] | None
 
     def require_grads(self) -> dict[str, Array]:
@@ -121,7 +122,7 @@ class ForwardCall:
         self._like = out
         # Autograd needs an input that requires a gradient: its own is never computed.
         anchor = torch.zeros((), requires_grad=True)
-        tensors = _Bridge.apply(anchor, self, *(_local(value) for value in out.values()))
+        tensors = _Bridge.apply(anchor, self, list(out.values()))
         return {**dict(zip(out, tensors, strict=True)), **{name: _local(value) for name, value in integers.items()}}
 
     def pull(self, grads: Sequence[Tensor | None]) -> None:
@@ -149,18 +150,18 @@ class ForwardCall:
 
 class _Bridge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: ForwardCall, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, call: ForwardCall, outputs: list[Array]) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
+        return tuple(_local(x) for x in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.call.pull(grads)
-        return (None,) * (2 + len(grads))
+        return None, None, None
 
 
 def _local(array: Array) -> Tensor:
-    """Return this rank's row of a ``[D, ...]`` array."""
-    return to_torch(array.addressable_data(0))[0]
+    """Return a copy of this rank's row of a ``[D, ...]`` array: losses may write into it, and JAX's memory is read-only."""
+    return torch.from_dlpack(array.addressable_data(0))[0].clone()

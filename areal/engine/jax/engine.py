@@ -21,12 +21,12 @@ from areal.engine.jax.checkpoint import JAXCheckpointer
 from areal.engine.jax.inputs import Sizes, StreamInputs, bucket
 from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh
-from areal.engine.jax.model import ModelSpec
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.products import Numbers
 from areal.engine.jax.runtime import world
 from areal.engine.jax.runtime.compilation import CompileWatch, use_cache
-from areal.engine.jax.state import ModelGradients, ModelState, global_norm, scale_grads
+from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.weights import JAXWeights, init_weights
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
@@ -108,9 +108,9 @@ class JAXEngine(BaseTrainEngine):
         call = ForwardCall(self._spec, inputs.wanted, model, placed)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
         values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
-        if "topk" in values:
-            values["topk"] = TopKOutput(values["topk"], values.pop("topk_ids").long())
-        return TokenOutputs(**values)
+        best, ids = (values.pop(name, None) for name in ("topk", "topk_ids"))
+        topk = None if best is None or ids is None else TopKOutput(best, ids.long())
+        return TokenOutputs(**values, topk=topk)
 
     def _finalize_grads(self) -> None:
         """Do nothing: each backward has added a sum over ranks."""
@@ -140,7 +140,7 @@ class JAXEngine(BaseTrainEngine):
             OptaxOptimizer(model, config),
             config,
             spec.total_train_steps,
-            global_norm=lambda: global_norm(model),
+            global_norm=lambda: norm_of_gradients(model),
             scale_grads=lambda factor: scale_grads(model, factor),
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ class StreamInputs:
         return {
             "ids": _padded(ids.numpy(), length, 0, np.int32),
             **walk(mb.seqlens, mb.tree, length),
-            "index": _padded(self._place.numpy(), n_rows, 0, np.int32),
+            "places": _padded(self._place.numpy(), n_rows, 0, np.int32),
             "targets": _padded(targets.numpy(), n_rows, IGNORE_INDEX, np.int32),
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
         }
@@ -120,52 +120,37 @@ class StreamInputs:
         return kept.new_zeros(self._n_results, *kept.shape[1:]).index_copy(0, self._mask, kept)
 
 
-def walk(seqlens: tuple[int, ...], tree: PrefixTree | None, length: int) -> dict[str, np.ndarray]:
-    """Return ``enter``, ``leave``, ``positions`` and ``first`` of :class:`~areal.engine.jax.attention.Visibility`, padded to a length.
-
-    Padding sees itself only.
-    """
-    enter, positions = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
-    leave, root = enter + 1, enter.copy()
+def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int) -> dict[str, np.ndarray]:
+    """Return the fields of :class:`~areal.engine.jax.attention.Visibility`, padded to a length. Padding sees itself only."""
+    places = np.arange(length, dtype=np.int32)
+    leave, positions, root = places + 1, np.zeros(length, np.int32), places.copy()
     if tree is None:
         starts = np.cumsum([0, *seqlens])
         total = int(starts[-1])
         leave[:total] = np.repeat(starts[1:], seqlens)
         root[:total] = np.repeat(starts[:-1], seqlens)
-        positions[:total] = enter[:total] - root[:total]
+        positions[:total] = places[:total] - root[:total]
     else:
-        _walk_tree(tree, enter, leave, positions, root)
+        _walk_tree(tree, leave, positions, root)
     block = min(length, BLOCK)
     first = root.reshape(-1, block).min(1) // block
-    return {"enter": enter, "leave": leave, "positions": positions, "first": first.astype(np.int32)}
+    return {"leave": leave, "positions": positions, "first": first.astype(np.int32)}
 
 
-def _walk_tree(tree: PrefixTree, enter: np.ndarray, leave: np.ndarray, positions: np.ndarray, root: np.ndarray) -> None:
-    """Write the walk over a tree of branches. A branch begins after a token of an earlier one, or is a root."""
+def _walk_tree(tree: PrefixTree, leave: np.ndarray, positions: np.ndarray, root: np.ndarray) -> None:
+    """Write the walk over a tree. Each branch begins after a token of an earlier one, or has a root."""
     contexts = [context.numpy() for context in tree.context_index.split(list(tree.context_lengths))]
     starts = np.cumsum([0, *tree.lengths])
-    spans = [slice(int(a), int(b)) for a, b in pairwise(starts)]
-    parents = [int(c[-n - 1]) if len(c) > n else None for c, n in zip(contexts, tree.lengths, strict=True)]
-    # Tokens of the branches that begin after each token, and of each token's subtree; later branches first.
-    below, sizes = np.zeros(len(tree), np.int64), np.zeros(len(tree), np.int64)
-    for span, parent in reversed(list(zip(spans, parents, strict=True))):
-        sizes[span] = (1 + below[span])[::-1].cumsum()[::-1]
-        if parent is not None:
-            below[parent] += sizes[span.start]
-    # A token is followed by the branches that begin after it, and then by the rest of its own.
-    free, used = 0, np.zeros(len(tree), np.int64)
-    for span, parent, context_length in zip(spans, parents, tree.context_lengths, strict=True):
-        if parent is None:
-            base, free = free, free + int(sizes[span.start])
-            root[span] = span.start
-        else:
-            base = int(enter[parent] + 1 + used[parent])
-            used[parent] += sizes[span.start]
-            root[span] = root[parent]
-        n = span.stop - span.start
-        enter[span] = base + np.arange(n) + np.concatenate([[0], below[span].cumsum()[:-1]])
-        positions[span] = context_length - n + np.arange(n)
-    leave[: len(tree)] = enter[: len(tree)] + sizes
+    # Tokens of the branches that begin after each token. Their numbers are complete when its own branch is reached.
+    below = np.zeros(len(tree), np.int64)
+    for start, n, context in reversed(list(zip(starts, tree.lengths, contexts, strict=False))):
+        branch = slice(start, start + n)
+        sizes = (1 + below[branch])[::-1].cumsum()[::-1]
+        leave[branch] += (sizes - 1).astype(np.int32)
+        positions[branch] = np.arange(len(context) - n, len(context))
+        root[branch] = context[0]
+        if len(context) > n:
+            below[context[-n - 1]] += sizes[0]
 
 
 def _padded(values: np.ndarray, length: int, filling: float, dtype: np.dtype | type) -> np.ndarray:

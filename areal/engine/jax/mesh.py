@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import EMBEDDING, HEAD, LAYER
+from areal.engine.jax.architecture import EMBEDDING, EXPERTS, HEAD
 from areal.utils.dtensor import Box
 
 _BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
@@ -44,6 +44,8 @@ def stored_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
         spec[-2:] = "tp", "dp"
     elif name.endswith(_BY_COLUMNS):
         spec[-2:] = "dp", "tp"
+    elif name.endswith(EXPERTS):
+        spec[-3:] = "tp", None, "dp"
     elif name == VALUE_HEAD:
         spec[-1] = "dp"
     return PartitionSpec(

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
 from areal.engine.jax.attention import Visibility, attention
-from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
-from areal.engine.jax.products import Numbers, Use, linear, lookup, scale, shift
-
-Params = Mapping[str, Array]
+from areal.engine.jax.experts import routed_feed_forward
+from areal.engine.jax.products import linear, lookup, scaled, shifted
+from areal.engine.jax.spec import ModelSpec, Params
 
 
 class Stream(NamedTuple):
@@ -30,59 +27,6 @@ class Stream(NamedTuple):
 
     ids: Array
     visibility: Visibility
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Everything that a program depends on beside the shapes of its arguments. Hashable.
-
-    Attributes:
-        arch: the decoder.
-        numbers: dtypes.
-        mesh: devices of all ranks.
-        recompute: compute each layer again in the backward, and keep only its input.
-        fp32_head: multiply by the head's weight in float32.
-        keep_bytes: memory for logits of one rank that are kept for the backward.
-    """
-
-    arch: Architecture
-    numbers: Numbers
-    mesh: Mesh
-    recompute: bool
-    fp32_head: bool
-    keep_bytes: int
-
-    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Use:
-        """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
-        rows = name.startswith(LAYER)
-        stored = stored_spec(name, (1, *shape) if rows else shape, self.mesh)
-        stored = row_spec(stored) if rows else stored
-        return Use(
-            jnp.dtype(dtype or self.numbers.compute).name,
-            self.numbers.reduce,
-            NamedSharding(self.mesh, stored),
-            NamedSharding(self.mesh, gathered_spec(stored)),
-        )
-
-    def stored(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the placement of a whole array of parameters."""
-        return NamedSharding(self.mesh, stored_spec(name, shape, self.mesh))
-
-    def place(self, name: str, value: Array) -> Array:
-        """Constrain a whole array of parameters or gradients to its placement."""
-        return lax.with_sharding_constraint(value, self.stored(name, value.shape))
-
-    def from_local(self, values: np.ndarray) -> Array:
-        """Return a ``[D, ...]`` array of which this rank has the row ``values``."""
-        sharding = NamedSharding(self.mesh, PartitionSpec("dp"))
-        with self.numbers.enabled():
-            return jax.make_array_from_process_local_data(
-                sharding, values[None], (self.mesh.shape["dp"], *values.shape)
-            )
-
-    def spread(self, x: Array, *axes: str | None) -> Array:
-        """Constrain a ``[D, ...]`` array to one row for each data-parallel rank, and the given axes for the other dimensions."""
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", *axes)))
 
 
 def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
@@ -95,7 +39,7 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
         return _layer(spec, row[0], hidden, stream.visibility, rotate, row[1]), None
 
-    body = jax.checkpoint(layer) if spec.recompute else layer
+    body: Any = jax.checkpoint(layer) if spec.recompute else layer
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
     return lax.scan(body, spec.spread(hidden), rows)[0]
 
@@ -104,7 +48,7 @@ def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
     """Normalize by the root mean square (Zhang and Sennrich, 2019), and multiply by a weight."""
     wide = x.astype(spec.numbers.stats)
     wide *= lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + spec.arch.eps)
-    return scale(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
+    return scaled(wide.astype(x.dtype), weight, spec.use(name, weight.shape))
 
 
 def _layer(
@@ -129,6 +73,8 @@ def _layer(
     hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)))
 
     x = normed("post_attention_layernorm", hidden)
+    if spec.arch.experts is not None:
+        return spec.spread(hidden + routed_feed_forward(spec, spec.arch.experts, weights, x))
     x = jax.nn.silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x)
     return spec.spread(hidden + project("mlp.down_proj", x))
 
@@ -136,7 +82,7 @@ def _layer(
 def _project(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
-    return y if bias is None else shift(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
+    return y if bias is None else shifted(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
 
 
 def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:

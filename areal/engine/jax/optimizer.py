@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 from areal.api.config import OptimizerConfig
-from areal.engine.jax.model import ModelSpec, Params
+from areal.engine.jax.spec import ModelSpec, Params
 from areal.engine.jax.state import ModelState
 
 

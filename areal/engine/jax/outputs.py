@@ -14,8 +14,9 @@ from jax import Array, lax
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
 from areal.engine.jax.architecture import NORM
-from areal.engine.jax.model import ModelSpec, Params, Stream, decode, norm
+from areal.engine.jax.model import Stream, decode, norm
 from areal.engine.jax.products import linear
+from areal.engine.jax.spec import ModelSpec, Params
 
 _CHUNK = 512
 """Most rows whose logits exist at a time, where they are not kept for the backward."""
@@ -25,12 +26,12 @@ class Rows(NamedTuple):
     """The tokens with outputs; a token may have several rows, with different targets.
 
     Attributes:
-        index: int32 ``[D, R]``. Place of each row in the stream.
+        places: int32 ``[D, R]``. Place of each row in the stream.
         targets: int32 ``[D, R]`` or ``[D, R, K]``.
         temperature: ``[D, R]``, in the dtype of the outputs.
     """
 
-    index: Array
+    places: Array
     targets: Array
     temperature: Array
 
@@ -46,10 +47,10 @@ class Wanted:
 Outputs = dict[str, Array]
 
 
-def token_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
+def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
     """Run the model. Returns the outputs by name, each ``[D, R, ...]``; of top-k, ``topk`` are log-probs and ``topk_ids`` tokens."""
     hidden = decode(spec, params, stream)
-    hidden = spec.spread(jnp.take_along_axis(hidden, rows.index[..., None], 1))
+    hidden = spec.spread(jnp.take_along_axis(hidden, rows.places[..., None], 1))
     hidden = norm(spec, hidden, NORM, params[NORM])
     out: Outputs = {}
     if "hidden" in wanted.names:

@@ -45,7 +45,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Use:
+class WeightUse:
     """How a weight is used.
 
     Attributes:
@@ -71,16 +71,16 @@ class Use:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear(x: Array, weight: Array, use: Use) -> Array:
+def linear(x: Array, weight: Array, use: WeightUse) -> Array:
     """Return ``x @ weight.T`` for ``x`` ``[D, T, in]`` and ``weight`` ``[out, in]``."""
     return jnp.einsum("dti,oi->dto", x.astype(use.dtype), use.gather(weight))
 
 
-def _linear_forward(x: Array, weight: Array, use: Use) -> tuple[Array, tuple[Array, Array]]:
+def _linear_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tuple[Array, Array]]:
     return linear(x, weight, use), (x, weight)
 
 
-def _linear_backward(use: Use, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = saved
     grad_x = jnp.einsum("dto,oi->dti", grad, use.gather(weight)).astype(x.dtype)
     grad_weight = jnp.einsum("dto,dti->oi", grad, x.astype(use.dtype), preferred_element_type=use.reduce)
@@ -91,16 +91,20 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def lookup(ids: Array, weight: Array, ignored: int | None, use: Use) -> Array:
+def lookup(ids: Array, weight: Array, ignored: int | None, use: WeightUse) -> Array:
     """Return rows of ``weight`` ``[V, H]`` for ``ids`` int32 ``[D, T]``. The row ``ignored`` gets no gradient."""
     return use.gather(weight)[ids]
 
 
-def _lookup_forward(ids: Array, weight: Array, ignored: int | None, use: Use) -> tuple[Array, tuple[Array, Array]]:
+def _lookup_forward(
+    ids: Array, weight: Array, ignored: int | None, use: WeightUse
+) -> tuple[Array, tuple[Array, Array]]:
     return lookup(ids, weight, ignored, use), (ids, weight)
 
 
-def _lookup_backward(ignored: int | None, use: Use, saved: tuple[Array, Array], grad: Array) -> tuple[None, Array]:
+def _lookup_backward(
+    ignored: int | None, use: WeightUse, saved: tuple[Array, Array], grad: Array
+) -> tuple[None, Array]:
     ids, weight = saved
     grad = grad.astype(use.reduce)
     if ignored is not None:
@@ -113,36 +117,36 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def scale(x: Array, weight: Array, use: Use) -> Array:
+def scaled(x: Array, weight: Array, use: WeightUse) -> Array:
     """Return ``x * weight`` for ``x`` ``[..., H]`` and ``weight`` ``[H]``."""
     return x * use.gather(weight)
 
 
-def _scale_forward(x: Array, weight: Array, use: Use) -> tuple[Array, tuple[Array, Array]]:
-    return scale(x, weight, use), (x, weight)
+def _scale_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tuple[Array, Array]]:
+    return scaled(x, weight, use), (x, weight)
 
 
-def _scale_backward(use: Use, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _scale_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = saved
     over = tuple(range(x.ndim - 1))
     return grad * use.gather(weight), use.sum((grad.astype(use.reduce) * x.astype(use.reduce)).sum(over), weight)
 
 
-scale.defvjp(_scale_forward, _scale_backward)
+scaled.defvjp(_scale_forward, _scale_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def shift(x: Array, bias: Array, use: Use) -> Array:
+def shifted(x: Array, bias: Array, use: WeightUse) -> Array:
     """Return ``x + bias`` for ``x`` ``[..., H]`` and ``bias`` ``[H]``."""
     return x + use.gather(bias)
 
 
-def _shift_forward(x: Array, bias: Array, use: Use) -> tuple[Array, Array]:
-    return shift(x, bias, use), bias
+def _shift_forward(x: Array, bias: Array, use: WeightUse) -> tuple[Array, Array]:
+    return shifted(x, bias, use), bias
 
 
-def _shift_backward(use: Use, bias: Array, grad: Array) -> tuple[Array, Array]:
+def _shift_backward(use: WeightUse, bias: Array, grad: Array) -> tuple[Array, Array]:
     return grad, use.sum(grad.astype(use.reduce).sum(tuple(range(grad.ndim - 1))), bias)
 
 
-shift.defvjp(_shift_forward, _shift_backward)
+shifted.defvjp(_shift_forward, _shift_backward)

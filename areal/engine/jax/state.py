@@ -13,7 +13,7 @@ import torch
 from jax import Array
 
 from areal.engine.jax.architecture import ParameterInfo
-from areal.engine.jax.model import ModelSpec
+from areal.engine.jax.spec import ModelSpec
 from areal.engine.optimizer import GradientState
 from areal.utils.dtensor import Box
 
@@ -72,7 +72,7 @@ class ModelState:
         shape = self.arrays[name].shape
         with self.spec.numbers.enabled():
             self.params[name] = jax.make_array_from_callback(
-                shape, self.spec.stored(name, shape), lambda index: read(_bounds(index, shape))
+                shape, self.spec.stored(name, shape), lambda index: read(_bounds(index or (), shape))
             )
 
     @property
@@ -106,7 +106,7 @@ class ModelGradients:
         self._discard()
 
 
-def global_norm(model: ModelState) -> torch.Tensor:
+def norm_of_gradients(model: ModelState) -> torch.Tensor:
     """Return the L2 norm of all gradients, a float64 scalar that is equal on every rank."""
     with jax.enable_x64(True):
         return torch.tensor(float(_norm(model.require_grads()).addressable_data(0)), dtype=torch.float64)

@@ -22,7 +22,7 @@ from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, M
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined
 from areal.engine.jax.mesh import local_boxes, to_numpy, to_torch
-from areal.engine.jax.model import ModelSpec
+from areal.engine.jax.spec import ModelSpec
 from areal.engine.jax.state import ModelState
 from areal.engine.model.random_init import draw
 from areal.utils.dtensor import Box, full_box
@@ -115,9 +115,7 @@ class JAXWeights:
         """
         with self._files(folder) as files:
             shapes = {
-                piece.name: piece.shape
-                for pieces in self._pieces.values()
-                for piece in divided_as(pieces, files.shape)
+                piece.name: piece.shape for pieces in self._pieces.values() for piece in divided_as(pieces, files.shape)
             }
             files.check(shapes, type(self._hf))
 

@@ -80,7 +80,7 @@ def _context_parallel(letters: str) -> tuple[Layout, Layout]:
     )
 
 
-_NOT_JAX = ("gemma3_text", *_EXPERTS)
+_NOT_JAX = ("gemma3_text", "deepseek_v3")
 
 
 _UNEVEN = {"vocab_size": 115, "num_key_value_heads": 1}

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -80,12 +79,11 @@ def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tupl
 
 
 def jax_layouts(*backends: str, thorough: tuple[str, ...] = ()) -> list[Any]:
-    """Return layouts of the JAX engine, each marked with its size. Their tests are skipped if JAX is not installed."""
-    missing = pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+    """Return layouts of the JAX engine, each marked with its size."""
 
     def marks(backend: str) -> list[Any]:
         size = ParallelDims.parse(backend).world_size
-        return [pytest.mark.world(size, timeout=240), missing, *([pytest.mark.thorough] if backend in thorough else [])]
+        return [pytest.mark.world(size, timeout=240), *([pytest.mark.thorough] if backend in thorough else [])]
 
     return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in (*backends, *thorough)]
 

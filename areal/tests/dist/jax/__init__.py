@@ -1,1 +1,1 @@
-"""Tests of the JAX engine: its processes, its programs and its placement."""
+"""Tests of what only the JAX engine has."""

@@ -49,7 +49,9 @@ def run(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> tuple[Cu
 
 @pytest.mark.parametrize(
     "backend",
-    layouts("fsdp:d2", thorough=("megatron:t2", "fsdp:d1", "fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2")),
+    layouts(
+        "fsdp:d2", thorough=("megatron:t2", "fsdp:d1", "fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2", "jax:d2")
+    ),
 )
 def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
     """Rewards, losses and gradient norms of twenty steps are those in the golden file."""

@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "layouts.md"
 
 
 def test_documented_layout_table_equals_generated_table() -> None:
-    assert layout_table(["fsdp", "megatron"]) in PAGE.read_text()
+    assert layout_table(["fsdp", "megatron", "jax"]) in PAGE.read_text()
 
 
 def test_unsupported_letters_are_blank_in_layout_table() -> None:

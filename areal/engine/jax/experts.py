@@ -1,0 +1,155 @@
+"""The feed-forward of a mixture of experts: every token is computed by the experts that its router chose; none is dropped.
+
+Tokens are sorted by expert, so that each expert multiplies consecutive rows (Gale et al., 2023). With ``tp``, a rank holds some of the
+experts, computes the tokens that chose them, and the results of the ranks are summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from areal.engine.jax.architecture import LAYER, ExpertSizes
+from areal.engine.jax.products import linear
+from areal.engine.jax.spec import ModelSpec
+
+_ROWS = 64
+"""Rows of one expert that are computed together on a CPU."""
+
+
+def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[str, Array], x: Array) -> Array:
+    """Return the sum of the chosen experts' outputs ``[D, T, H]``, weighted by the router's probabilities."""
+    router, gate_up, down = (
+        weights[f"mlp.{name}"] for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    )
+    logits = linear(x, router, spec.use(f"{LAYER}mlp.gate.weight", router.shape))
+    scores, chosen = lax.top_k(jax.nn.softmax(logits.astype(spec.numbers.stats)), sizes.per_token)
+    if sizes.normalized:
+        scores /= scores.sum(-1, keepdims=True)
+    axis = "tp" if sizes.n_experts % spec.mesh.shape["tp"] == 0 else None
+
+    def of_device(x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+        first = 0 if axis is None else lax.axis_index("tp") * len(gate_up)
+        out = _experts(spec.numbers.reduce, x[0], chosen[0] - first, scores[0], gate_up, down)
+        return (out if axis is None else lax.psum(out, "tp"))[None]
+
+    streams, stacked = PartitionSpec("dp"), PartitionSpec(axis)
+    run = jax.shard_map(
+        of_device,
+        mesh=spec.mesh,
+        in_specs=(streams, streams, streams, stacked, stacked),
+        out_specs=streams,
+        check_vma=False,
+    )
+    return run(x, chosen, scores.astype(x.dtype), gate_up, down)
+
+
+def _experts(reduce: str, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+    """Compute the experts ``0 <= chosen < E`` of a device for tokens ``[T, H]``; others belong to another device."""
+    n_experts, per_token = len(gate_up), chosen.shape[1]
+    expert = jnp.where((chosen >= 0) & (chosen < n_experts), chosen, n_experts).reshape(-1)
+    order = jnp.argsort(expert)
+    tokens, counts = order // per_token, jnp.bincount(expert, length=n_experts + 1)[:-1].astype(jnp.int32)
+    gate, up = jnp.split(grouped_linear(x[tokens], gate_up, counts, reduce), 2, -1)
+    out = grouped_linear(jax.nn.silu(gate) * up, down, counts, reduce)
+    return jnp.zeros_like(x).at[tokens].add(out * scores.reshape(-1)[order, None])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str) -> Array:
+    """Multiply consecutive groups of rows by one weight each.
+
+    Args:
+        x: ``[N, in]``, sorted by group.
+        weight: ``[E, out, in]``, in the master dtype.
+        counts: int32 ``[E]``. Rows of each group. Rows after the last group give zeros.
+        reduce: dtype of the sum of the gradient of ``weight``, by name.
+
+    Returns:
+        ``[N, out]`` in the dtype of ``x``.
+    """
+    return lax.platform_dependent(x, weight.astype(x.dtype), counts, cpu=_product_by_blocks, default=_product)
+
+
+def _grouped_forward(x: Array, weight: Array, counts: Array, reduce: str) -> tuple[Array, tuple[Array, ...]]:
+    return grouped_linear(x, weight, counts, reduce), (x, weight, counts)
+
+
+def _grouped_backward(reduce: str, saved: tuple[Array, ...], grad: Array) -> tuple[Array, Array, None]:
+    x, weight, counts = saved
+    transposed = weight.astype(x.dtype).swapaxes(1, 2)
+    grad_x = lax.platform_dependent(grad, transposed, counts, cpu=_product_by_blocks, default=_product)
+    by_blocks, at_once = (functools.partial(f, dtype=reduce) for f in (_outer_by_blocks, _outer))
+    grad_weight = lax.platform_dependent(grad, x, counts, cpu=by_blocks, default=at_once)
+    return grad_x, grad_weight.astype(weight.dtype), None
+
+
+grouped_linear.defvjp(_grouped_forward, _grouped_backward)
+
+
+# ---- on accelerators: one grouped product
+
+
+def _product(x: Array, weight: Array, counts: Array) -> Array:
+    return lax.ragged_dot(x, weight.swapaxes(1, 2), counts).astype(x.dtype)
+
+
+def _outer(grad: Array, x: Array, counts: Array, dtype: str) -> Array:
+    """Return the sum over the rows of each group of ``grad`` times ``x``, ``[E, out, in]``."""
+    contract_rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    return lax.ragged_dot_general(grad, x, counts, contract_rows, preferred_element_type=jnp.dtype(dtype))
+
+
+# ---- on a CPU: blocks of rows, in a loop as long as there are rows
+
+
+def _blocks(counts: Array) -> tuple[Array, Array, Array]:
+    """Return for each group its first row and its first block, and the number of all blocks."""
+    blocks = -(-counts // _ROWS)
+    return jnp.cumsum(counts) - counts, jnp.cumsum(blocks) - blocks, blocks.sum()
+
+
+def _block(b: Array, counts: Array, starts: Array, firsts: Array) -> tuple[Array, Array, Array]:
+    """Return the group of a block, its first row, and which of its rows belong to the group."""
+    # The last of the groups that begin at or before this block: empty ones begin where the next one does.
+    group = jnp.searchsorted(firsts, b, side="right") - 1
+    offset = (b - firsts[group]) * _ROWS
+    return group, starts[group] + offset, (offset + jnp.arange(_ROWS) < counts[group])[:, None]
+
+
+def _padded(x: Array) -> Array:
+    return jnp.pad(x, ((0, _ROWS), (0, 0)))
+
+
+def _product_by_blocks(x: Array, weight: Array, counts: Array) -> Array:
+    starts, firsts, n_blocks = _blocks(counts)
+    rows, out = _padded(x), jnp.zeros((len(x) + _ROWS, weight.shape[1]), x.dtype)
+
+    def add(b: Array, out: Array) -> Array:
+        group, start, mine = _block(b, counts, starts, firsts)
+        product = lax.dynamic_slice_in_dim(rows, start, _ROWS) @ weight[group].T
+        # A block may end in the next group's rows: those stay as they are.
+        before = lax.dynamic_slice_in_dim(out, start, _ROWS)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, product, before), start, 0)
+
+    return lax.fori_loop(0, n_blocks, add, out)[: len(x)]
+
+
+def _outer_by_blocks(grad: Array, x: Array, counts: Array, dtype: str) -> Array:
+    starts, firsts, n_blocks = _blocks(counts)
+    left, right = _padded(grad), _padded(x)
+
+    def add(b: Array, out: Array) -> Array:
+        group, start, mine = _block(b, counts, starts, firsts)
+        a = jnp.where(mine, lax.dynamic_slice_in_dim(left, start, _ROWS), 0)
+        product = jnp.einsum(
+            "no,ni->oi", a, lax.dynamic_slice_in_dim(right, start, _ROWS), preferred_element_type=jnp.dtype(dtype)
+        )
+        return out.at[group].add(product)
+
+    return lax.fori_loop(0, n_blocks, add, jnp.zeros((len(counts), grad.shape[1], x.shape[1]), dtype))

@@ -1,0 +1,72 @@
+"""Everything that a compiled program depends on beside the shapes of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from areal.engine.jax.architecture import LAYER, Architecture
+from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
+from areal.engine.jax.products import Numbers, WeightUse
+
+Params = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that a program depends on beside the shapes of its arguments. Hashable.
+
+    Attributes:
+        arch: the decoder.
+        numbers: dtypes.
+        mesh: devices of all ranks.
+        recompute: compute each layer again in the backward, and keep only its input.
+        fp32_head: multiply by the head's weight in float32.
+        keep_bytes: memory for logits of one rank that are kept for the backward.
+    """
+
+    arch: Architecture
+    numbers: Numbers
+    mesh: Mesh
+    recompute: bool
+    fp32_head: bool
+    keep_bytes: int
+
+    def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
+        """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
+        rows = name.startswith(LAYER)
+        stored = stored_spec(name, (1, *shape) if rows else shape, self.mesh)
+        stored = row_spec(stored) if rows else stored
+        return WeightUse(
+            jnp.dtype(dtype or self.numbers.compute).name,
+            self.numbers.reduce,
+            NamedSharding(self.mesh, stored),
+            NamedSharding(self.mesh, gathered_spec(stored)),
+        )
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the placement of a whole array of parameters."""
+        return NamedSharding(self.mesh, stored_spec(name, shape, self.mesh))
+
+    def place(self, name: str, value: Array) -> Array:
+        """Constrain a whole array of parameters or gradients to its placement."""
+        return lax.with_sharding_constraint(value, self.stored(name, value.shape))
+
+    def from_local(self, values: np.ndarray) -> Array:
+        """Return a ``[D, ...]`` array of which this rank has the row ``values``."""
+        sharding = NamedSharding(self.mesh, PartitionSpec("dp"))
+        with self.numbers.enabled():
+            return jax.make_array_from_process_local_data(
+                sharding, values[None], (self.mesh.shape["dp"], *values.shape)
+            )
+
+    def spread(self, x: Array, *axes: str | None) -> Array:
+        """Constrain a ``[D, ...]`` array to one row for each data-parallel rank, and the given axes for the other dimensions."""
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", *axes)))

@@ -1,0 +1,81 @@
+"""Inputs of the JAX engine: which tokens see which, compared with the definition, and the shapes of its programs."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("jax", reason="needs the extra jax")
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal.api import MicroBatchSpec
+from areal.engine.jax.attention import BLOCK
+from areal.engine.jax.inputs import bucket, row_bucket, walk
+from areal.utils.data import plan_batch
+
+SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
+"""Few token ids, so that many samples share a prefix."""
+
+
+def visible(made: dict[str, np.ndarray], length: int) -> np.ndarray:
+    """Return a table of which token (row) sees which (column), as attention computes it."""
+    q, k = np.arange(length)[:, None], np.arange(length)
+    return (k <= q) & (q < made["leave"][k])
+
+
+@settings(max_examples=300, deadline=None)
+@given(SAMPLES)
+def test_tokens_of_a_tree_see_their_prefixes_only(samples: list[list[int]]) -> None:
+    plan = plan_batch([{"input_ids": torch.tensor(ids)} for ids in samples], MicroBatchSpec(share_prefixes=True))
+    (tree,), (members,) = plan.trees, plan.bins
+    ordered = [samples[i] for i in members]
+    # Every token of the stream is one prefix of a sample, which sees the prefixes of that prefix.
+    prefixes = [tuple(ids[: n + 1]) for ids in ordered for n in range(len(ids))]
+    stream = [prefixes[i] for i in tree.tokens]
+    length = bucket(len(tree))
+    made = walk([len(ids) for ids in ordered], tree, length)
+    expected = np.eye(length, dtype=bool)
+    for q, prefix in enumerate(stream):
+        expected[q, : len(stream)] = [prefix[: len(other)] == other for other in stream]
+    assert (visible(made, length) == expected).all()
+    assert made["positions"].tolist() == [len(prefix) - 1 for prefix in stream] + [0] * (length - len(stream))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 200))
+def test_blocks_of_keys_contain_every_visible_token(lengths: list[int], padding: int) -> None:
+    length = bucket(sum(lengths) + padding)
+    made = walk(lengths, None, length)
+    sees, block = visible(made, length), min(length, BLOCK)
+    starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    total = sum(lengths)
+    places = np.arange(total)
+    assert (sees[:total, :total] == ((starts[:, None] == starts) & (places <= places[:, None]))).all()
+    assert (sees[total:] == np.eye(length, dtype=bool)[total:]).all()
+    for b, first in enumerate(made["first"]):
+        rows = sees[b * block : (b + 1) * block]
+        assert rows.any(0).argmax() // block == first
+
+
+def test_lengths_fall_into_few_buckets() -> None:
+    assert [bucket(n) for n in (1, 32, 33, 65, 129, 1000, 1025, 2049, 4097)] == [
+        *(32, 32, 64, 128, 256, 1024, 1152, 2304, 4608)
+    ]
+    for n in range(1, 20_000):
+        padded = bucket(n)
+        assert padded >= n
+        assert padded < 32 or padded % min(padded, BLOCK) == 0
+        assert n < 1024 or padded <= 1.126 * n
+    octave = {bucket(n) for n in range(4097, 8193)}
+    assert len(octave) == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "padded"),
+    [(1024, 1024, 1024), (513, 1024, 1024), (512, 1024, 512), (3, 1024, 32), (1500, 1024, 2048)],
+)
+def test_rows_are_a_power_of_two_of_the_stream(rows: int, length: int, padded: int) -> None:
+    assert row_bucket(rows, length) == padded
