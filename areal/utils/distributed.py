@@ -86,6 +86,7 @@ class ControlPlane:
 
     Attributes:
         rank, size: rank of this process among the engine's ranks, and their number.
+        address: an address of this host that the other ranks can reach.
         verdict: the fault that has ended the engine, or ``None``.
         was_raised: the verdict has been raised on this rank.
 
@@ -109,14 +110,15 @@ class ControlPlane:
         self.was_raised = False
         self._own_verdict: Verdict | None = None
         self._group, self._watch = None, None
+        self.address = "localhost"
         if self.size == 1:
             return
         self._data_groups, self._groups = groups or GroupSet(), GroupSet()
         with self._groups.creating():
             self._group = dist.new_group(backend="gloo", timeout=as_timeout(timeout))
-        address = self._groups.address()
+        self.address = self._groups.address()
         try:
-            self._watch = FaultWatch(self.rank, self.size, self.gather, address, silence, self._abort)
+            self._watch = FaultWatch(self.rank, self.size, self.gather, self.address, silence, self._abort)
         except Exception:
             self._groups.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -23,10 +24,11 @@ from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.products import Numbers
+from areal.engine.jax.runtime import world
+from areal.engine.jax.runtime.compilation import CompileWatch, use_cache
 from areal.engine.jax.spec import ModelSpec
 from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.weights import JAXWeights
-from areal.engine.jax.world import join
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.components import with_adapters
 from areal.engine.model.hub import model_folder, read_config
@@ -54,11 +56,12 @@ class JAXEngine(BaseTrainEngine):
 
     def _build(self, spec: FinetuneSpec) -> EngineComponents:
         config = self.config
+        use_cache(config.jax.compilation_cache)
+        self._join(config.jax.coordinator)
         hf = meta_model(read_config(config.path), torch_dtype(config.master_dtype))
         arrays = parameters_of(hf, value_head=config.value_head)
         architecture = Architecture.of(hf)
         check_experts_of(self.dims, architecture.experts.n_experts if architecture.experts else None)
-        join(self.control, config.jax.coordinator)
         keep = config.kept_logits_bytes
         self._spec = ModelSpec(
             architecture,
@@ -108,6 +111,7 @@ class JAXEngine(BaseTrainEngine):
         # All ranks run the same program.
         sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.dims.world_size > 1 else inputs.sizes
         arrays = inputs.arrays(sizes, self._spec.numbers.stats, self.dims.cp)
+        self._compiles.shapes = f"{len(arrays['ids'])} tokens, {len(arrays['places'])} rows"
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
         factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)
         call = ForwardCall(self._spec, inputs.wanted, model, placed, factors)
@@ -121,6 +125,14 @@ class JAXEngine(BaseTrainEngine):
         """Do nothing: each backward has added a sum over ranks."""
 
     # ---- parts
+
+    def _join(self, coordinator: str | None) -> None:
+        """Join the other ranks in JAX. A fault that ends the engine wakes them, and ends their world."""
+        self._groups.on_abort(world.abort)
+        self._closers.append(functools.partial(world.leave_after_fault, self.control))
+        world.join(self.control, coordinator, self.device, self.config.heartbeat_timeout)
+        self._compiles = CompileWatch(functools.partial(self.timer.move, "compile"), logs=self.control.rank == 0)
+        self._closers.append(self._compiles.close)
 
     def _build_optimizer(self, model: ModelState, spec: FinetuneSpec) -> ClippingOptimizer[OptaxOptimizer] | None:
         config = self.config.optimizer

@@ -90,14 +90,7 @@ class OptaxOptimizer:
         return ("momentum_buffer",) if self.param_groups[0]["momentum"] else ()
 
     def _zeros(self) -> dict[str, dict[str, Array]]:
-        model = self._model
-        return {
-            kind: {
-                name: jnp.zeros(x.shape, x.dtype, device=model.spec.stored(name, x.shape))
-                for name, x in model.params.items()
-            }
-            for kind in self.kinds
-        }
+        return {kind: self._model.zeros() for kind in self.kinds}
 
 
 def _scalars(group: dict[str, Any]) -> dict[str, float]:

@@ -54,12 +54,13 @@ class ModelState:
     def require_grads(self) -> dict[str, Array]:
         """Return the gradients, zeros if there are none yet."""
         if self.grads is None:
-            with self.spec.numbers.enabled():
-                self.grads = {
-                    name: jnp.zeros(x.shape, x.dtype, device=self.spec.stored(name, x.shape))
-                    for name, x in self.params.items()
-                }
+            self.grads = self.zeros()
         return self.grads
+
+    def zeros(self) -> dict[str, Array]:
+        """Return zeros of the shapes and placements of the parameters."""
+        with self.spec.numbers.enabled():
+            return _zeros(self.spec, self.params)
 
     def set_params(self, params: dict[str, Array]) -> None:
         """Replace all parameters; ``{}`` while they are in host memory."""
@@ -168,6 +169,11 @@ def scale_grads(model: ModelState, factor: float) -> None:
     grads, model.grads = model.require_grads(), None
     with model.spec.numbers.enabled(), consuming(grads, "gradients", lambda: model.set_grads(grads)):
         model.grads = jax.block_until_ready(_scaled(model.spec, grads, jnp.asarray(factor, model.spec.numbers.master)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(spec: ModelSpec, params: dict[str, Array]) -> dict[str, Array]:
+    return {name: spec.place(name, jnp.zeros_like(x)) for name, x in params.items()}
 
 
 @jax.jit

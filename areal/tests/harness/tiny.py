@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,10 @@ def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tupl
 
 def layout(backend: str, *values: Any, thorough: bool = False) -> Any:
     """Return a layout, and further values, as a parameter: marked with its world size, and skipped without the packages of its engine."""
-    marks = [pytest.mark.world(ParallelDims.parse(backend).world_size)]
-    marks += [NEEDS_JAX] if backend.startswith("jax:") else []
+    jax = backend.startswith("jax:")
+    # On a busy machine, compiling takes minutes.
+    marks = [pytest.mark.world(ParallelDims.parse(backend).world_size, **({"timeout": 240} if jax else {}))]
+    marks += [NEEDS_JAX] if jax else []
     marks += [pytest.mark.thorough] if thorough else []
     return pytest.param(backend, *values, id="-".join([backend, *map(str, values)]), marks=marks)
 
@@ -105,6 +108,32 @@ def checkpointer_of(engine: TrainEngine, source: str, **options: Any) -> EngineC
     own = components.checkpointer
     parts = (own._chunks, own._chained, components.optimizer, components.weights, own._groups, components.vocab_size)
     return kind(*parts, *run, **options)
+
+
+def jax_layouts(*backends: str, thorough: tuple[str, ...] = ()) -> list[Any]:
+    """Return layouts of the JAX engine, each marked with its size."""
+    return [layout(backend, thorough=backend in thorough) for backend in (*backends, *thorough)]
+
+
+@contextmanager
+def programs_that(act: Callable[[], None], *names: str, on_call: int) -> Iterator[None]:
+    """Call ``act`` before the ``on_call``-th program, from 0, of the functions ``names`` of the JAX engine's bridge."""
+    bridge, calls = import_module("areal.engine.jax.bridge"), 0
+
+    def acting(program: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == on_call + 1:
+                act()
+            return program(*args)
+
+        return run
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(bridge, name, acting(getattr(bridge, name))))
+        yield
 
 
 def global_batch(seed: int = 0) -> list[Sample]:
