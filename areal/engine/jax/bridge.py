@@ -19,12 +19,12 @@ from jax import Array, lax
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal.engine.jax.attention import Visibility
 from areal.engine.jax.lora.factors import StackedFactors, factor_sharding
 from areal.engine.jax.mesh import to_numpy
-from areal.engine.jax.model import Stream
-from areal.engine.jax.outputs import Outputs, Rows, Wanted, compute_outputs
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.model.attention import Visibility
+from areal.engine.jax.model.decoder import Stream
+from areal.engine.jax.model.outputs import Outputs, Rows, Wanted, compute_outputs
+from areal.engine.jax.model.spec import ModelSpec, Params
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])

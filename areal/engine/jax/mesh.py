@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import EMBEDDING, EXPERTS, HEAD
+from areal.engine.jax.model.architecture import EMBEDDING, EXPERTS, HEAD
 from areal.utils.dtensor import Box
 
 AXES = ("r", "dp", "ep", "cp", "tp")

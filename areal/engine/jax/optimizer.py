@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from areal.api.config import OptimizerConfig
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.model.spec import ModelSpec, Params
 from areal.engine.jax.state import ModelState, consuming
 
 

@@ -14,10 +14,10 @@ import torch
 from jax import Array
 
 from areal.api.config import torch_dtype
-from areal.engine.jax.architecture import ParameterInfo
 from areal.engine.jax.lora.factors import FactorStacks
 from areal.engine.jax.mesh import to_numpy
-from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.model.architecture import ParameterInfo
+from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.optimizer import GradientState
 from areal.utils.distributed import StateLostError
 from areal.utils.dtensor import Box

@@ -21,7 +21,7 @@ from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, M
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined
 from areal.engine.jax.mesh import host_view, local_boxes, to_torch
-from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.state import ModelState
 from areal.engine.model.random_init import draw
 from areal.utils.dtensor import Box, full_box

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from areal.engine.jax.experts import grouped_linear
+from areal.engine.jax.model.experts import grouped_linear
 
 ROWS, EXPERTS, IN, OUT = 215, 6, 7, 5
 COUNTS = {

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax.architecture import LAYER, ExpertSizes
 from areal.engine.jax.mesh import STREAMS, expert_axes
-from areal.engine.jax.products import linear
-from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.model.architecture import LAYER, ExpertSizes
+from areal.engine.jax.model.products import linear
+from areal.engine.jax.model.spec import ModelSpec
 
 _ROWS = 64
 """Rows of one expert that are computed together on a CPU."""
