@@ -51,6 +51,8 @@ class OptaxOptimizer:
             model.params, self.moments = _update(
                 model.spec, self._type, params, grads, moments, jnp.asarray(self.count, jnp.int32), numbers
             )
+        # The program runs in the background: an error in it, and its time, belong to this step.
+        jax.block_until_ready(model.params)
         self.count += 1
 
     def set_moments(self, arrays: dict[str, Array]) -> None:
