@@ -174,6 +174,8 @@ class ForwardCall:
         state.grads = None
         with spec.numbers.enabled():
             state.grads = dict(_pull(spec, residuals, arguments, cotangents, state.params, pending))
+        # Programs run in the background: an error of this one, and its time, belong to this micro-batch.
+        jax.block_until_ready(state.grads)
         return ()
 
 

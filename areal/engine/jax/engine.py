@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +29,7 @@ from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.runtime import world
 from areal.engine.jax.runtime.compilation import CompileWatch, use_cache
+from areal.engine.jax.runtime.tracing import traced
 from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.weights import JAXWeights
 from areal.engine.lora.adapter_set import AdapterSet
@@ -120,6 +123,13 @@ class JAXEngine(BaseTrainEngine):
         best, ids = (values.pop(name, None) for name in ("topk", "topk_ids"))
         topk = None if best is None or ids is None else TopKOutput(best, ids.long())
         return TokenOutputs(**values, topk=topk)
+
+    def profile(
+        self, folder: str | Path, *, memory: bool = True, stacks: bool = False
+    ) -> AbstractContextManager[dict[int, Path]]:
+        """Profile as every engine does, with a trace of JAX's programs in addition."""
+        profile = super().profile(folder, memory=memory, stacks=stacks)
+        return traced(profile, self.control.rank, stacks=stacks)
 
     def _finalize_grads(self) -> None:
         """Do nothing: each backward has added a sum over ranks."""

@@ -23,9 +23,8 @@ def use_cache(directory: str | None) -> None:
     """Keep compiled programs in a directory, for this process and its engines. ``None`` leaves JAX's own setting."""
     if directory is None:
         return
-    if jax.config.values["jax_compilation_cache_dir"] != directory:
-        jax.config.update("jax_compilation_cache_dir", directory)
-        reset_cache()  # the first program of a process decides whether there is a cache
+    jax.config.update("jax_compilation_cache_dir", directory)
+    reset_cache()  # otherwise, the first program of a process has decided whether there is a cache
     # All programs: a second start compiles none.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -56,18 +55,18 @@ class CompileWatch:
         with contextlib.suppress(ValueError):
             jax.monitoring.unregister_event_time_span_listener(self._listen)
 
-    def _listen(self, event: str, start_time: float, end_time: float, **kwargs: str | int) -> None:
+    def _listen(self, event: str, start_time: float, end_time: float, **about: str | int) -> None:
         if not event.startswith(_PREFIX):
             return
         # A function may be traced within another: the inner one has been counted.
-        inner = sum(b - a for a, b in self._spans if a >= start_time)
+        inner = sum(end - start for start, end in self._spans if start >= start_time)
         self._spans = [*(span for span in self._spans if span[0] < start_time), (start_time, end_time)]
         self._spent(max(end_time - start_time - inner, 0.0))
         if event == _PROGRAM:
             self.n_programs += 1
-            name = str(kwargs.get("fun_name", "a program"))
+            name = str(about.get("fun_name", "a program"))
             if self.logs and any(shown in name for shown in SHOWN):
-                total = sum(b - a for a, b in self._spans)
+                total = sum(end - start for start, end in self._spans)
                 logger.info("JAX: compiled %s (%s) in %.1f s, program %d", name, self.shapes, total, self.n_programs)
             self._spans.clear()
 
@@ -77,12 +76,12 @@ def counted() -> Iterator[dict[str, int]]:
     """Count the programs that JAX needs inside: ``programs``, and of them ``compiled``, the others being read from the cache on disk."""
     counts = {"programs": 0, "compiled": 0}
 
-    def listen_seconds(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def listen_seconds(event: str, duration_secs: float, **_: str | int) -> None:
         if event == _PROGRAM:
             counts["programs"] += 1
             counts["compiled"] += 1
 
-    def listen(event: str, **kwargs: str | int) -> None:
+    def listen(event: str, **_: str | int) -> None:
         if event == "/jax/compilation_cache/cache_hits":
             counts["compiled"] -= 1
 

@@ -85,6 +85,13 @@ def join(control: ControlPlane, address: str | None, device: torch.device, heart
     control.attempt(jax.devices)
     for listeners in control.gather(listening() - before):
         _memberships[-1].listeners |= listeners
+    unused = len(jax.local_devices()) - 1
+    if unused:
+        logger.warning(
+            "JAX: rank %d uses one of its %d devices: start a process for each device, such as with resources={'TPU': 1} on Ray",
+            control.rank,
+            unused + 1,
+        )
     if control.rank == 0:
         logger.info("JAX: a world of %d processes, coordinated at %s:%d", control.size, host, started.port)
 
