@@ -73,7 +73,7 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
 
 def jax_layout(backend: str, *marks: Any, thorough: bool = True) -> Any:
     """Return the parameter of a test on a layout of the JAX engine. Compiling takes most of its time: few are not thorough."""
-    world = pytest.mark.world(ParallelDims.parse(backend).world_size)
+    world = pytest.mark.world(ParallelDims.parse(backend).world_size, timeout=400)
     return pytest.param(backend, id=backend, marks=[world, *marks, *([pytest.mark.thorough] if thorough else [])])
 
 

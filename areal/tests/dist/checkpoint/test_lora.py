@@ -247,7 +247,7 @@ def scores(model: Any, sample: dict[str, Tensor]) -> Tensor:
         pytest.param("megatron:p2", "fsdp:c2", marks=pytest.mark.world(2)),
         pytest.param("fsdp:d2t2", "fsdp:d4", marks=FOUR),
         *(
-            pytest.param(write, read, marks=[pytest.mark.world(2), pytest.mark.thorough])
+            pytest.param(write, read, marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough])
             for write, read in (("fsdp:t2", "jax:d2"), ("jax:d2", "jax:t2"), ("jax:t2", "megatron:p2"))
         ),
         pytest.param("jax:d1", "jax:d1", marks=[pytest.mark.world(1), pytest.mark.thorough]),

@@ -171,7 +171,7 @@ def infinite(out: TokenOutputs, batch: Batch) -> Tensor:
             for wrong in (raising, infinite)
         ),
         *(
-            pytest.param("jax:d2", wrong, marks=[pytest.mark.world(2), pytest.mark.thorough])
+            pytest.param("jax:d2", wrong, marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough])
             for wrong in (raising, infinite)
         ),
     ],

@@ -117,14 +117,15 @@ def test_head_adapter_trains_and_leaves_others_alone(backend: str) -> None:
     with started(backend, path=path) as engine:
         plain = logprobs(engine)
     with started(backend, path=path, lora=WITH_HEAD) as engine:
-        if backend.startswith("jax"):
-            # XLA fuses the programs with and without adapters differently.
-            assert max((a - b).abs().max() for a, b in zip(logprobs(engine), plain, strict=True)) < 1e-5
-            plain = logprobs(engine)
-        # ``B`` is zero: a new adapter does not change a bit.
-        assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True))
         engine.adapters.add("other", LORA, seed=7)
+        # ``B`` is zero: a new adapter does not change a bit, except in JAX, where adapters of other layers are another program.
+        same = torch.allclose if backend.startswith("jax") else torch.equal
+        new = logprobs(engine)
+        assert all(same(a, b) for a, b in zip(new, plain, strict=True))
+        engine.adapters.select("other")
         other = logprobs(engine)
+        assert all(same(a, b) for a, b in zip(other, plain, strict=True))
+        engine.adapters.select("default")
         train(engine, 1, 2)
         trained = of(engine)
         assert trained[HEAD.format("B")].any()
@@ -136,9 +137,11 @@ def test_head_adapter_trains_and_leaves_others_alone(backend: str) -> None:
         engine.adapters.select("other")
         assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), other, strict=True))
         with engine.reference():
-            assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), plain, strict=True))
-        # Logits have the update, too.
+            assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), other, strict=True))
         engine.adapters.select("default")
+        with engine.reference():
+            assert all(torch.equal(a, b) for a, b in zip(logprobs(engine), new, strict=True))
+        # Logits have the update, too.
         batch = local_batch(engine, global_batch())
         both = engine.forward_batch(batch, outputs=("logprobs", "logits"))
         for sample, row, logits in zip(batch, both["logprobs"], both["logits"], strict=True):
