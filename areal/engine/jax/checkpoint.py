@@ -78,7 +78,7 @@ class JAXCheckpointer(EngineCheckpointer):
         model, optimizer = self._model, self._optimizer if with_optim else None
         for name, array in model.params.items():
             yield from ((f"{MODEL}{key}", box) for key, box in self._boxes(name, array))
-            # As in torch, a weight without a step has no state.
+            # As in torch, state begins with the first step.
             if optimizer is None or (optimizer.counted and not optimizer.counts[name]):
                 continue
             for kind, moments in optimizer.moments.items():
@@ -148,7 +148,7 @@ class JAXCheckpointer(EngineCheckpointer):
         Raises:
             ValueError: weights of one array have different numbers of steps; names file and key.
         """
-        # Weights without the entry had no step yet. SGD has none of these entries, and needs none.
+        # State begins with the first step. SGD does not count steps.
         keys = {
             weight: f"{OPTIM}{weight_key(weight)}.{_STEP}"
             for info in self._model.arrays.values()
