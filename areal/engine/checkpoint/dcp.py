@@ -7,7 +7,7 @@ plane in the calling thread. Writing needs no communication, so that it can run 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,32 +47,44 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 @dataclass(frozen=True)
-class TensorBox:
-    """A box of a tensor in a checkpoint, for engines whose tensors are not torch's distributed ones.
+class TensorBoxes:
+    """Boxes of a tensor in a checkpoint, for engines whose tensors are not torch's distributed ones.
 
     Attributes:
-        values: values of the box, to write or to fill. On the CPU.
-        box: bounds within the full tensor. Ranks may have equal boxes: one of them is written.
+        boxes: bounds within the full tensor, each with its values, to write or to fill. On the CPU. Ranks may have equal boxes:
+            one of them is written.
         shape: shape of the full tensor.
     """
 
-    values: Tensor
-    box: Box
+    boxes: Sequence[tuple[Box, Tensor]]
     shape: tuple[int, ...]
 
     def size(self) -> torch.Size:
         """Return the shape of the full tensor."""
         return torch.Size(self.shape)
 
+    def at(self, offsets: torch.Size | None) -> Tensor:
+        """Return the values of the box that begins at some offsets."""
+        return next(values for box, values in self.boxes if _offsets(box) == offsets)
+
     # Names of torch's protocol for objects that its planners divide into files.
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(s.start for s in self.box), torch.Size(self.values.shape))]
+        return [ChunkStorageMetadata(_offsets(box), torch.Size(values.shape)) for box, values in self.boxes]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        (chunk,) = self.__create_chunk_list__()
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.values), self.size())
-        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(values), self.size()),
+            )
+            for chunk, (_, values) in zip(self.__create_chunk_list__(), self.boxes, strict=True)
+        ]
+
+
+def _offsets(box: Box) -> torch.Size:
+    return torch.Size(s.start for s in box)
 
 
 class BoxSavePlanner(StagedPlanner):
@@ -80,7 +92,7 @@ class BoxSavePlanner(StagedPlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.values if isinstance(value, TensorBox) else value
+        return value.at(index.offset) if isinstance(value, TensorBoxes) else value
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
@@ -98,7 +110,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.values if isinstance(value, TensorBox) else value
+        return value.at(index.offset) if isinstance(value, TensorBoxes) else value
 
 
 def prepare_files(

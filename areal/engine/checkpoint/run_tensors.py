@@ -7,12 +7,13 @@ A weight is ``model.hf.NAME``, with its name in transformers, or ``model.value_h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from areal.engine.checkpoint.dcp import METADATA
+from areal.engine.checkpoint.dcp import METADATA, BoxLoadPlanner, TensorBoxes, read_tensors
+from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
 
 MODEL, OPTIM = "model.", "optim."
@@ -50,3 +51,24 @@ def check_weights(path: Path, metadata: Metadata, shapes: Mapping[str, tuple[int
     extra = sorted(set(saved) - set(shapes))
     if extra:
         raise ValueError(f"{path / METADATA} has {extra[0]!r}, which the model has not: it is of another model")
+
+
+def read_slices(path: Path, metadata: Metadata, key: str, slices: Iterable[Slice]) -> None:
+    """Fill slices of tensors, in host memory, that are named as in transformers. Not collective.
+
+    Args:
+        path: directory of the checkpoint.
+        metadata: metadata of the checkpoint.
+        key: key of the tensors in the checkpoint, with ``{}`` for the key of a weight. Slices of others are left as they are.
+        slices: slices to fill. Their dtypes may differ from those of the checkpoint.
+    """
+    by_key: dict[str, list[Slice]] = {}
+    for each in slices:
+        by_key.setdefault(key.format(weight_key(each.name)), []).append(each)
+    saved = metadata.state_dict_metadata
+    tensors = {
+        full: TensorBoxes([(each.box, each.values) for each in own], tuple(entry.size))
+        for full, own in by_key.items()
+        if isinstance(entry := saved.get(full), TensorStorageMetadata)
+    }
+    read_tensors(path, metadata, tensors, BoxLoadPlanner())

@@ -17,7 +17,7 @@ from areal.engine.checkpoint.dcp import (
     METADATA,
     BoxLoadPlanner,
     BoxSavePlanner,
-    TensorBox,
+    TensorBoxes,
     prepare_files,
     read_metadata,
     read_tensors,
@@ -73,12 +73,12 @@ class JAXCheckpointer(EngineCheckpointer):
             tensors, files, BoxSavePlanner(), self._control, draft, asynchronous=asynchronous, about=about
         )
 
-    def _tensors(self, *, with_optim: bool) -> Iterator[tuple[str, TensorBox | Tensor]]:
+    def _tensors(self, *, with_optim: bool) -> Iterator[tuple[str, TensorBoxes | Tensor]]:
         """Yield the tensors of this rank by their keys: one for each weight of transformers."""
         model, optimizer = self._model, self._optimizer if with_optim else None
         for name, array in model.params.items():
             yield from ((f"{MODEL}{key}", box) for key, box in self._boxes(name, array))
-            # As in torch, a weight without a step has no state.
+            # As in torch, state begins with the first step.
             if optimizer is None or (optimizer.counted and not optimizer.counts[name]):
                 continue
             for kind, moments in optimizer.moments.items():
@@ -87,11 +87,11 @@ class JAXCheckpointer(EngineCheckpointer):
                 step = torch.tensor(float(optimizer.counts[name]))
                 yield from ((f"{OPTIM}{weight_key(weight)}.{_STEP}", step) for weight in model.arrays[name].names)
 
-    def _boxes(self, name: str, array: Array) -> Iterator[tuple[str, TensorBox]]:
+    def _boxes(self, name: str, array: Array) -> Iterator[tuple[str, TensorBoxes]]:
         """Yield the weights in this rank's box of an array by their keys, in the memory of the array on a CPU."""
         yield from self._divided(name, host_view(array.addressable_data(0)))
 
-    def _divided(self, name: str, values: Tensor) -> Iterator[tuple[str, TensorBox]]:
+    def _divided(self, name: str, values: Tensor) -> Iterator[tuple[str, TensorBoxes]]:
         """Yield the weights in this rank's box of an array of parameters.
 
         Args:
@@ -100,7 +100,7 @@ class JAXCheckpointer(EngineCheckpointer):
         """
         info = self._model.arrays[name]
         for weight, box, part in self._model.weights_in(name, values):
-            yield weight_key(weight), TensorBox(part, box, info.shape[1:] if info.stacked else info.shape)
+            yield weight_key(weight), TensorBoxes([(box, part)], info.shape[1:] if info.stacked else info.shape)
 
     # ---- loading
 
@@ -148,7 +148,7 @@ class JAXCheckpointer(EngineCheckpointer):
         Raises:
             ValueError: weights of one array have different numbers of steps; names file and key.
         """
-        # Weights without the entry had no step yet. SGD has none of these entries, and needs none.
+        # State begins with the first step. SGD does not count steps.
         keys = {
             weight: f"{OPTIM}{weight_key(weight)}.{_STEP}"
             for info in self._model.arrays.values()

@@ -127,7 +127,7 @@ def host_view(array: Array) -> torch.Tensor:
     """Return an array of this process in host memory: on a CPU its own memory, which must not be written to."""
     if next(iter(array.devices())).platform == "cpu":
         return torch.from_dlpack(array)
-    values = np.asarray(array)
+    values = np.array(array)
     if values.dtype == jax.numpy.bfloat16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)

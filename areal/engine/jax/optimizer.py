@@ -58,7 +58,7 @@ class OptaxOptimizer:
             numbers = {name: jnp.asarray(value, model.spec.numbers.master) for name, value in _scalars(group).items()}
             counts = {name: np.int32(count) for name, count in self.counts.items()}
             before = moments or self._zeros()
-            # Donated: the results take the memory of parameters and moments, which has no other reference.
+            # Donated: the results take the memory of parameters and moments, so that no other reference may exist.
             model.params, model.grads, self.moments = {}, None, {}
             model.params, self.moments = jax.block_until_ready(
                 _update(model.spec, self._type, params, grads, before, counts, numbers)
@@ -79,7 +79,7 @@ class OptaxOptimizer:
 
     @property
     def counted(self) -> bool:
-        """Whether the formulas need the number of steps."""
+        """True if the formulas need the number of steps."""
         return self._type == "adamw"
 
     @property

@@ -188,8 +188,11 @@ def run(chain: list[str], folder: Path, meta: dict[str, Any], **options: Any) ->
     ("weight_format", "optimizer", "chain"),
     [
         pytest.param("hf", PLAIN_SGD, ["fsdp:d2", "jax:d2", "megatron:t2"], id="weights"),
-        pytest.param("dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "fsdp:d2"], id="moments"),
-        pytest.param("dcp", SGD, ["jax:d2", "fsdp:d2", "jax:t2"], id="momentum", marks=pytest.mark.thorough),
+        pytest.param(
+            "dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "fsdp:d2"], id="there-and-back", marks=pytest.mark.thorough
+        ),
+        pytest.param("dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "megatron:d2"], id="moments"),
+        pytest.param("dcp", SGD, ["jax:d2", "fsdp:d2", "megatron:t2"], id="momentum", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.world(2)

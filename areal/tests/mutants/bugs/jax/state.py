@@ -62,6 +62,10 @@ def usable_without_weights(right: Function) -> Function:
 
     @contextlib.contextmanager
     def wrong(given: Any, what: str, restore: Any) -> Iterator[None]:
-        yield
+        try:
+            yield
+        except Exception as error:
+            restore()
+            raise RuntimeError(f"the optimizer step failed: {error}") from error
 
     return wrong
