@@ -181,5 +181,6 @@ def test_jax_runs_on_tpu_hosts_and_a_dead_rank_is_replaced(cluster: Any, tmp_pat
                 group.train_batch(global_batch(), loss)
             assert time.monotonic() - begin < 20
             group.restart()
+            group.load(SaveLoadMeta(tmp_path / "first", weight_format="hf"))
             again = untimed(group.train_batch(global_batch(1), loss))
             assert (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
