@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from areal.api import ParallelDims, TrainEngine, TrainEngineConfig
 from areal.engine.fsdp.parallelize import transformer_layers
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import family_dir, global_batch, local_batch, loss, started
+from areal.tests.harness.tiny import NEEDS_JAX, family_dir, global_batch, local_batch, loss, started
 from areal.tests.mutants.finding import TESTS, collect_files, find_test
 
-ENGINES = ("fsdp", "megatron")
+ENGINES = ("fsdp", "megatron", "jax")
 
 # ---- what can be seen of an engine
 
@@ -80,6 +80,8 @@ def depth(engine: TrainEngine) -> list[Any]:
 
 def recomputed(engine: TrainEngine) -> list[Any]:
     """How often the feed-forward of each layer runs in a step of one micro-batch."""
+    if engine.dims.backend == "jax":
+        return [engine._spec.recompute]
     counts, all_layers = dict[int, int](), layers(engine)
 
     def count(number: int) -> Callable[..., None]:
@@ -92,6 +94,8 @@ def recomputed(engine: TrainEngine) -> list[Any]:
 
 
 def kept_logits(engine: TrainEngine) -> list[Any]:
+    if engine.dims.backend == "jax":
+        return [engine._spec.keep_bytes]
     model: Any = engine._require_components().model
     return [module._keep_bytes for module in model.modules() if hasattr(module, "_keep_bytes")]
 
@@ -263,14 +267,24 @@ OPTIONS: dict[str, Option] = {
     ),
     "megatron.bucket_size": Option(1000, buckets, OVERLAP),
     "megatron.optimizer_state_dtype": Option("bfloat16", optimizers),
+    "jax.coordinator": Option(
+        "localhost:1234", "dist/jax/test_world.py::test_coordinator_listens_where_the_configuration_says"
+    ),
+    "jax.compilation_cache": Option("<folder>", "dist/jax/test_programs.py::test_second_start_compiles_nothing*"),
 }
 
 REFUSED = {
     ("megatron", "grad_sync"),
     ("megatron", "master_dtype"),
     ("megatron", "megatron.optimizer_state_dtype"),  # without Transformer Engine on a GPU
-    *(("megatron", option) for option in OPTIONS if option.startswith("fsdp.")),
-    *(("fsdp", option) for option in OPTIONS if option.startswith("megatron.")),
+    ("jax", "grad_sync"),
+    *(("jax", option) for option in OPTIONS if option.startswith("moe.")),
+    *(
+        (engine, option)
+        for engine in ENGINES
+        for option in OPTIONS
+        if option.partition(".")[0] in {*ENGINES} - {engine}
+    ),
 }
 """Options that an engine refuses. It honours all others."""
 
@@ -332,7 +346,12 @@ def cases(*, refused: bool) -> list[Any]:
             engine,
             name,
             id=f"{engine}-{name}",
-            marks=pytest.mark.world(ParallelDims.parse(f"x:{option.layout}").world_size),
+            marks=[
+                pytest.mark.world(ParallelDims.parse(f"x:{option.layout}").world_size),
+                *([NEEDS_JAX] if engine == "jax" else []),
+                # Each of them compiles, and reads the same field.
+                *([pytest.mark.thorough] if engine == "jax" and not refused else []),
+            ],
         )
         for engine in ENGINES
         for name, option in OPTIONS.items()

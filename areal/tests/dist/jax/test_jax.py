@@ -102,7 +102,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"family": "llama", "hidden_act": "gelu"}, r"hidden_act = 'gelu'"),
     "selective": ({"activation_checkpointing": "selective"}, "the JAX engine has 'none' and 'full'"),
     "sync": ({"grad_sync": "micro_batch"}, r"grad_sync = 'micro_batch' .* does not support"),
-    "files": ({"offload_dir": "/tmp"}, r"offload_dir = '/tmp' .* does not support"),
 }
 
 
