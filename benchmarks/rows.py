@@ -101,6 +101,7 @@ ROWS: tuple[RowSpec, ...] = (
     RowSpec("areal fsdp:d{ranks}", "benchmarks.engine_row", scales=True),
     RowSpec("areal fsdp:d{ranks}, prefixes shared", "benchmarks.engine_row", {"share_prefixes": True}, scales=True),
     RowSpec("areal megatron:d{ranks}", "benchmarks.engine_row", {"engine": "megatron"}, scales=True),
+    RowSpec("areal jax:d{ranks}", "benchmarks.engine_row", {"engine": "jax"}, scales=True),
     RowSpec(CEILING, "benchmarks.loops", {"loop": "packed"}, scales=True),
     RowSpec("hand-written, head where trained", "benchmarks.loops", {"loop": "packed, trained"}, scales=True),
     RowSpec("transformers, 8 padded a micro-batch", "benchmarks.loops", {"loop": "padded"}),
