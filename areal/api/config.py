@@ -222,6 +222,10 @@ class JAXConfig(BackendConfig):
     coordinator: str | None = Field(
         default=None, description="`host:port` of JAX's coordinator; None takes a free port of the first rank's host."
     )
+    compilation_cache: str | None = Field(
+        default=None,
+        description="Directory in which compiled programs are kept for later starts; None leaves JAX's own setting.",
+    )
 
     def check_combination(self, config: TrainEngineConfig) -> None:
         """Refuse values that the engine does not have."""

@@ -25,7 +25,7 @@ from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
 from areal.tests.harness.selection import mark_thorough, world_size
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
-from areal.tests.harness.world import World, enter, take_records
+from areal.tests.harness.world import World, enter, share_programs, take_records
 from areal.tests.mutants.run import keep_passed, planted_bugs
 
 pytest.register_assert_rewrite(*REWRITTEN)
@@ -58,8 +58,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[scratch_key] = scratch
     if UNDER_TORCHRUN:
         ranks = session.config.stash[torchrun_key] = TorchrunWorld()
-        enter(World(ranks.rank, ranks.size, ranks.gather(scratch, timeout=60.0)[0]))
+        scratch = ranks.gather(scratch, timeout=60.0)[0]
+        share_programs(scratch / "programs")
+        enter(World(ranks.rank, ranks.size, scratch))
         return
+    share_programs(scratch / "programs")
     enter(World(0, 1, scratch))
     session.config.stash[pools_key] = Pools(scratch, scratch / "logs" / workerinput.get("workerid", "main"))
 

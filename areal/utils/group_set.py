@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,11 @@ class GroupSet:
         self._sockets: dict[int, int] = {}  # inodes of the groups' sockets, by file descriptor
         self._lock = threading.Lock()
         self._aborted = False
+        self._on_abort: list[Callable[[], None]] = []
+
+    def on_abort(self, wake: Callable[[], None]) -> None:
+        """Let :meth:`abort` call a function that wakes the threads of another runtime. It raises nothing."""
+        self._on_abort.append(wake)
 
     @contextlib.contextmanager
     def creating(self) -> Iterator[None]:
@@ -71,6 +76,8 @@ class GroupSet:
             for connection in self._connections():
                 with connection, contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+        for wake in self._on_abort:
+            wake()
 
     def close(self) -> None:
         """Close the groups: destroy them, which waits for pending collectives, or forget them after :meth:`abort`."""

@@ -47,6 +47,17 @@ def local_rank() -> int | None:
     return None if value is None else int(value)
 
 
+def local_gpu(device: torch.device) -> int | None:
+    """Return the index of this process's GPU among those that it sees, also where torch is a build for CPUs.
+
+    ``None`` if the process sees one GPU only, or the launcher does not set ``LOCAL_RANK``.
+    """
+    if device.type == "cuda":
+        return torch.cuda.current_device() if device.index is None else device.index
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if visible is not None and "," not in visible else local_rank()
+
+
 def current_device() -> torch.device:
     """Return the device of this process: the GPU of its local rank, else the current GPU, or the CPU.
 
@@ -133,7 +144,8 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that the device or the host ran out of memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    texts = ("DefaultCPUAllocator: can't allocate memory", "RESOURCE_EXHAUSTED")  # of torch on a CPU, and of XLA
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
 
 def is_device_lost(error: BaseException | None) -> bool:

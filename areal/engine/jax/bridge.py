@@ -19,12 +19,12 @@ from jax import Array, lax
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal.engine.jax.attention import Visibility
 from areal.engine.jax.lora.factors import StackedFactors, factor_sharding
 from areal.engine.jax.mesh import to_numpy
-from areal.engine.jax.model import Stream
-from areal.engine.jax.outputs import Outputs, Rows, Wanted, compute_outputs
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.model.attention import Visibility
+from areal.engine.jax.model.decoder import Stream
+from areal.engine.jax.model.outputs import Outputs, Rows, Wanted, compute_outputs
+from areal.engine.jax.model.spec import ModelSpec, Params
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
@@ -174,6 +174,8 @@ class ForwardCall:
         state.grads = None
         with spec.numbers.enabled():
             state.grads = dict(_pull(spec, residuals, arguments, cotangents, state.params, pending))
+        # Programs run in the background: an error of this one, and its time, belong to this micro-batch.
+        jax.block_until_ready(state.grads)
         return ()
 
 

@@ -13,8 +13,8 @@ from areal.api.batch import IGNORE_INDEX
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch, PrefixTree
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.jax.attention import BLOCK
-from areal.engine.jax.outputs import Wanted
+from areal.engine.jax.model.attention import BLOCK
+from areal.engine.jax.model.outputs import Wanted
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.layout import layout_of
 
@@ -160,7 +160,7 @@ class StreamInputs:
 
 
 def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int, block: int) -> dict[str, np.ndarray]:
-    """Return the fields of :class:`~areal.engine.jax.attention.Visibility`, padded to a length, for blocks of a size.
+    """Return the fields of :class:`~areal.engine.jax.model.attention.Visibility`, padded to a length, for blocks of a size.
 
     Padding sees itself only.
     """

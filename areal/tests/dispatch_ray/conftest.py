@@ -17,7 +17,7 @@ import pytest
 START = {
     "address": "local",  # also where a cluster runs on this machine
     "num_cpus": 4,
-    "resources": {"chip": 2},
+    "resources": {"chip": 2, "TPU": 8},
     "include_dashboard": False,
     "log_to_driver": False,
     "object_store_memory": 256 * 2**20,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
+from areal.api import FinetuneSpec, OptimizerConfig, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
@@ -134,3 +135,52 @@ def test_processes_end_with_the_driver(cluster: Any) -> None:
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     wait_until_ended(pids)
+
+
+def runtime_of_jax(workplace: Workplace, _: Any) -> tuple[str, int, int, str]:
+    """Return the platform, the number of processes, the number of devices of this one, and a variable that it was started with."""
+    jax = importlib.import_module("jax")
+    return jax.default_backend(), jax.process_count(), len(jax.local_devices()), os.environ["XLA_FLAGS"]
+
+
+def killed_in_a_program(engine: Any, shard: Any) -> None:
+    """Prepare rank 1 to be killed where the other rank waits for it in a program."""
+    if os.environ["RANK"] == "1":
+        importlib.import_module("areal.engine.jax.bridge")._pull = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(580)
+def test_jax_runs_on_tpu_hosts_and_a_dead_rank_is_replaced(cluster: Any, tmp_path: Path) -> None:
+    """The hosts have chips by name only: JAX is told to use the CPU."""
+    pytest.importorskip("jax")
+    # Several devices of a CPU would be taken for several chips: each process has one.
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "OMP_NUM_THREADS": "1",
+    }
+    optimizer = OptimizerConfig(type="sgd", lr=0.1, momentum=0.0)
+    with RayWorkers(2, resources={"TPU": 4}, environment=variables) as workers:
+        # Each process has its own chips, and is alone with them.
+        assert len({station.devices for station in workers.stations}) == 2
+        assert all(len(station.devices) == 4 for station in workers.stations)
+        with pytest.raises(ValueError, match=r"jax:d4.* 2"):
+            WorkerGroup(config("jax:d4"), workers)
+        with WorkerGroup(config("jax:d2", optimizer=optimizer), workers) as group:
+            group.initialize(FinetuneSpec(total_train_steps=1000))
+            assert run(workers, runtime_of_jax) == [("cpu", 2, 1, variables["XLA_FLAGS"])] * 2
+            group.train_batch(global_batch(), loss)
+            group.save(SaveLoadMeta(tmp_path / "first", weight_format="hf"))
+            expected = untimed(group.train_batch(global_batch(1), loss))
+
+            # The loss is named, and the new processes join a world of their own.
+            pid = workers.stations[1].pid
+            group.run(killed_in_a_program)
+            begin = time.monotonic()
+            with pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
+                group.train_batch(global_batch(), loss)
+            assert time.monotonic() - begin < 20
+            group.restart()
+            group.load(SaveLoadMeta(tmp_path / "first", weight_format="hf"))
+            again = untimed(group.train_batch(global_batch(1), loss))
+            assert (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)

@@ -44,7 +44,12 @@ def loss_that_fails_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("backend", "coordinates"), [("fsdp:d2", 2), pytest.param("megatron:t2", 1, marks=pytest.mark.thorough)]
+    ("backend", "coordinates"),
+    [
+        ("fsdp:d2", 2),
+        pytest.param("megatron:t2", 1, marks=pytest.mark.thorough),
+        pytest.param("jax:d2", 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coordinates: int, tmp_path: Path) -> None:
     settings = config(backend)

@@ -160,6 +160,8 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout("jax:c2", refuses=_NOT_JAX),
         Layout("jax:d2t2", refuses=_NOT_JAX),
         Layout("jax:r2c2", refuses=_NOT_JAX),
+        Layout("jax:e2", refuses=(*_DENSE, "deepseek_v3")),
+        Layout("jax:(attn:d1t2|ffn:d1e2)", refuses=(*_DENSE, "deepseek_v3")),
     ),
 }
 

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from areal.api.microbatch import MicroBatch
 from areal.utils import platform
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "compile")
 """Phases of a call. ``data`` is the time outside of the others."""
 
 
@@ -69,6 +69,11 @@ class PhaseTimer:
         finally:
             self._phase = outer
             self._mark(outer)
+
+    def move(self, name: str, seconds: float) -> None:
+        """Count seconds that have just passed as the phase ``name`` instead of the active one. Without a call, does nothing."""
+        if self._call is not None:
+            self._call.move(self._phase, name, seconds)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function of a micro-batch, ``function(value, mb, ...)``, so that its time counts as the phase ``name``."""
@@ -128,6 +133,7 @@ class TimedCall:
         self._watch = watch
         self._names: list[str] = []
         self._marks: list[object] = []
+        self._moves: list[tuple[str, str, float]] = []
         self.mark(PHASES[0])
 
     def mark(self, name: str) -> None:
@@ -136,11 +142,21 @@ class TimedCall:
             self._names.append(name)
             self._marks.append(self._watch.mark())
 
+    def move(self, source: str, name: str, seconds: float) -> None:
+        """Record that seconds of the phase ``source`` belong to the phase ``name``."""
+        self._moves.append((source, name, seconds))
+
     def read(self) -> tuple[float, dict[str, float]]:
         """Return the seconds since the start of the call, and those of each phase that was entered. Waits for the device."""
         laps = [] if self._watch is None else self._watch.laps([*self._marks, self._watch.mark()])
         total = time.perf_counter() - self._start
-        timings = dict.fromkeys((name for name in PHASES if name in self._names), 0.0)
+        entered = {*self._names, *(name for _, name, _ in self._moves)}
+        timings = dict.fromkeys((name for name in PHASES if name in entered), 0.0)
         for name, seconds in zip(self._names, laps, strict=True):
             timings[name] += seconds
+        # A device may have computed meanwhile, so that the phase was shorter.
+        for source, name, seconds in self._moves:
+            moved = min(seconds, timings.get(source, 0.0))
+            timings[name] += moved
+            timings[source] -= moved
         return total, timings

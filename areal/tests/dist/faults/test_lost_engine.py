@@ -22,7 +22,16 @@ from areal.engine.checkpoint.safetensors import TensorWriter
 from areal.engine.checkpoint.tensor_layout import DiskTensor
 from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.registry import create_engine
-from areal.tests.harness.tiny import config, global_batch, layouts, local_batch, loss, process_groups, started
+from areal.tests.harness.tiny import (
+    config,
+    global_batch,
+    jax_layouts,
+    layouts,
+    local_batch,
+    loss,
+    process_groups,
+    started,
+)
 from areal.tests.harness.world import world
 from areal.utils import fault_watch, group_set, platform
 from areal.utils.data import BatchPlan
@@ -106,7 +115,11 @@ def test_ranks_agree_after_the_model_failed_in_a_forward_on_one_rank(backend: st
 
 
 @pytest.mark.parametrize(
-    "backend", layouts(1, 2, but=("fsdp:c2", "fsdp:p2", "megatron:p2"), also=("fsdp:r2", "megatron:d2"))
+    "backend",
+    [
+        *layouts(1, 2, but=("fsdp:c2", "fsdp:p2", "megatron:p2"), also=("fsdp:r2", "megatron:d2")),
+        *jax_layouts(thorough=("jax:d1", "jax:d2")),
+    ],
 )
 def test_lost_device_is_final_for_the_process(backend: str) -> None:
     """A sticky error comes again with each later call to the device, also in the clean-up."""
@@ -163,7 +176,13 @@ def test_model_that_cannot_be_reset_ends_the_engine() -> None:
 # ---- other work of one rank, for which the others wait
 
 
-@pytest.mark.parametrize("backend", layouts(2, but=("fsdp:c2", "megatron:p2"), also=("fsdp:d2", "megatron:d2")))
+@pytest.mark.parametrize(
+    "backend",
+    [
+        *layouts(2, but=("fsdp:c2", "megatron:p2"), also=("fsdp:d2", "megatron:d2")),
+        *jax_layouts(thorough=("jax:d2",)),
+    ],
+)
 @pytest.mark.parametrize("where", ["batch", "gradients", "optimizer"])
 def test_error_outside_of_the_model_ends_the_engine_on_every_rank(backend: str, where: str) -> None:
     with started(backend) as engine:
@@ -251,7 +270,7 @@ def test_error_of_the_disk_leaves_the_engine_usable(tmp_path: Path) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2"])
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2", pytest.param("jax:d2", marks=pytest.mark.thorough)])
 def test_error_while_building_on_one_rank_raises_on_every_rank(backend: str) -> None:
     """The other rank waits for the first in a collective."""
     engine = create_engine(config(backend))

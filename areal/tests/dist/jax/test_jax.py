@@ -96,7 +96,7 @@ def test_losses_use_outputs_as_tensors_of_torch() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "letter": ({"backend": "jax:c2"}, "jax"),
+    "letter": ({"backend": "jax:p2"}, r"the jax engine has no p \(pipeline parallel\)"),
     "family": ({"family": "gemma3_text"}, r"model_type = 'gemma3_text' .* choose 'fsdp'"),
     "dropout": ({"family": "llama", "attention_dropout": 0.1}, r"attention_dropout = 0.1 .* set it to 0"),
     "activation": ({"family": "llama", "hidden_act": "gelu"}, r"hidden_act = 'gelu'"),

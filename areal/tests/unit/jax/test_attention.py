@@ -13,8 +13,8 @@ import torch
 from jax import Array
 
 from areal.api import MicroBatchSpec
-from areal.engine.jax.attention import BLOCK, Visibility, attention
 from areal.engine.jax.inputs import bucket, walk
+from areal.engine.jax.model.attention import BLOCK, Visibility, attention
 from areal.utils.data import plan_batch
 
 

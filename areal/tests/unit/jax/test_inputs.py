@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.api import MicroBatchSpec
-from areal.engine.jax.attention import BLOCK
 from areal.engine.jax.inputs import bucket, row_bucket, walk
+from areal.engine.jax.model.attention import BLOCK
 from areal.utils.data import plan_batch
 
 SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)

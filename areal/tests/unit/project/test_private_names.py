@@ -84,6 +84,20 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("torch:ops.aten", _OLD),
 }
 
+# Names of JAX, read in 0.10.2. They are used in `engine/jax/runtime` only, to run the coordination service in a process of its own.
+JAX_NAMES: dict[str, str] = {
+    "_src": "jax",
+    "_jax": "jaxlib",
+    "global_state": "jax._src.distributed",
+    "backends_are_initialized": "jax._src.xla_bridge",
+    "process_id": "jax._src.distributed:State",
+    "num_processes": "jax._src.distributed:State",
+    "coordinator_address": "jax._src.distributed:State",
+    "client": "jax._src.distributed:State",
+    "get_distributed_runtime_service": "jaxlib._jax",
+    "get_distributed_runtime_client": "jaxlib._jax",
+}
+
 # Names that the CPU build of torch lacks.
 GPU_NAMES = {"_group_start", "_group_end"}
 
@@ -100,11 +114,13 @@ OTHER_NAMES = {
 
 def test_private_names_of_other_packages_are_listed() -> None:
     used = _private_names()
-    listed = {name for name in TORCH_NAMES if name.startswith("_")} | OTHER_NAMES | GPU_NAMES
+    listed = {name for name in (*TORCH_NAMES, *JAX_NAMES) if name.startswith("_")} | OTHER_NAMES | GPU_NAMES
     undeclared = {name: files for name, files in used.items() if name not in listed}
     assert not undeclared, f"list these names with their releases: {undeclared}"
     sources = "\n".join(path.read_text() for path in _sources())
-    unused = [name for name in (*TORCH_NAMES, *OTHER_NAMES, *GPU_NAMES) if not re.search(rf"\b{name}\b", sources)]
+    unused = [
+        name for name in (*TORCH_NAMES, *JAX_NAMES, *OTHER_NAMES, *GPU_NAMES) if not re.search(rf"\b{name}\b", sources)
+    ]
     assert not unused, f"no source uses these names any more: {unused}"
 
 
@@ -112,6 +128,21 @@ def test_private_names_of_other_packages_are_listed() -> None:
 def test_listed_names_of_torch_exist_in_their_releases(name: str) -> None:
     where, first = TORCH_NAMES[name]
     assert _defines(where, name) == (first <= TORCH), f"torch {torch.__version__}: {where}.{name}"
+
+
+@pytest.mark.parametrize("name", JAX_NAMES)
+def test_listed_names_of_jax_exist(name: str) -> None:
+    pytest.importorskip("jax")
+    assert _defines(JAX_NAMES[name], name), f"{JAX_NAMES[name]}.{name}"
+
+
+def test_private_names_of_jax_are_used_in_one_folder() -> None:
+    files = {
+        str(path.relative_to(PACKAGE))
+        for path in _sources()
+        if re.search(r"\bjax\._src\b|\bjaxlib\b", path.read_text())
+    }
+    assert files == {f"engine/jax/runtime/{name}.py" for name in ("coordinator", "world")}
 
 
 def _defines(where: str, name: str) -> bool:

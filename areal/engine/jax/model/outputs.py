@@ -13,11 +13,11 @@ from jax import Array, lax
 
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import HEAD, NORM
 from areal.engine.jax.lora.low_rank import add_adapters
-from areal.engine.jax.model import Stream, decode, norm
-from areal.engine.jax.products import linear
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.model.architecture import HEAD, NORM
+from areal.engine.jax.model.decoder import Stream, decode, norm
+from areal.engine.jax.model.products import linear
+from areal.engine.jax.model.spec import ModelSpec, Params
 
 _CHUNK = 512
 """Most rows whose logits exist at a time, where they are not kept for the backward."""

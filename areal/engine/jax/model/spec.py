@@ -12,10 +12,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from areal.engine.jax.architecture import LAYER, Architecture
 from areal.engine.jax.lora.low_rank import FactorUse
 from areal.engine.jax.mesh import STREAMS, gathered_spec, row_spec, stored_spec, ways
-from areal.engine.jax.products import Numbers, WeightUse
+from areal.engine.jax.model.architecture import LAYER, Architecture
+from areal.engine.jax.model.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]
 

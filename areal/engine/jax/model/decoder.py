@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
-from areal.engine.jax.attention import Visibility, attention
-from areal.engine.jax.experts import routed_feed_forward
 from areal.engine.jax.lora.low_rank import add_adapters
 from areal.engine.jax.mesh import STREAMS
-from areal.engine.jax.products import linear, lookup, scaled, shifted
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.model.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
+from areal.engine.jax.model.attention import Visibility, attention
+from areal.engine.jax.model.experts import routed_feed_forward
+from areal.engine.jax.model.products import linear, lookup, scaled, shifted
+from areal.engine.jax.model.spec import ModelSpec, Params
 
 
 class Stream(NamedTuple):

@@ -1,7 +1,7 @@
 """The feed-forward of a mixture of experts: every token is computed by the experts that its router chose; none is dropped.
 
-Tokens are sorted by expert, so that each expert multiplies consecutive rows (Gale et al., 2023). With ``tp``, a rank holds some of the
-experts, computes the tokens that chose them, and the results of the ranks are summed.
+Tokens are sorted by expert, so that each expert multiplies consecutive rows (Gale et al., 2023). With ``ep`` and ``tp``, a rank holds
+some of the experts, computes the tokens that chose them, and the results of the ranks are summed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax.architecture import LAYER, ExpertSizes
-from areal.engine.jax.mesh import STREAMS
-from areal.engine.jax.products import linear
-from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.mesh import STREAMS, expert_axes
+from areal.engine.jax.model.architecture import LAYER, ExpertSizes
+from areal.engine.jax.model.products import linear
+from areal.engine.jax.model.spec import ModelSpec
 
 _ROWS = 64
 """Rows of one expert that are computed together on a CPU."""
@@ -32,15 +32,18 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
     scores, chosen = lax.top_k(jax.nn.softmax(logits.astype(spec.numbers.stats)), sizes.per_token)
     if sizes.normalized:
         scores /= scores.sum(-1, keepdims=True)
-    axis = "tp" if sizes.n_experts % spec.mesh.shape["tp"] == 0 else None
+    axes = expert_axes(spec.mesh, sizes.n_experts)
     reduce = spec.numbers.reduce if spec.trained else None
 
     def of_device(x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
-        first = 0 if axis is None else lax.axis_index("tp") * len(gate_up)
-        out = _experts(reduce, x[0], chosen[0] - first, scores[0], gate_up, down)
-        return (out if axis is None else lax.psum(out, "tp"))[None]
+        # The tokens of all ranks that share the experts, then of each rank its own again.
+        x, chosen, scores = (lax.all_gather(each[0], "ep", tiled=True) for each in (x, chosen, scores))
+        first = lax.axis_index(axes) * len(gate_up)
+        out = _experts(reduce, x, chosen - first, scores, gate_up, down)
+        out = lax.psum_scatter(out, "ep", tiled=True)
+        return (lax.psum(out, "tp") if "tp" in axes else out)[None]
 
-    streams, stacked = PartitionSpec(STREAMS, "cp"), PartitionSpec(axis)
+    streams, stacked = PartitionSpec(STREAMS, "cp"), PartitionSpec(axes)
     run = jax.shard_map(
         of_device,
         mesh=spec.mesh,
