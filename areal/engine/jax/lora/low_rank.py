@@ -1,7 +1,7 @@
 """The contribution of adapters to the output of a linear layer, as a JAX function.
 
-The factors of all adapters of a forward are side by side, one slot for each adapter. A token has the products of its own slot: the
-others are zero, in the forward and in the backward. So the gradient of each adapter is that of its tokens.
+The factors of all adapters of a forward are stacked, with a slot for each adapter. Products of a token with the factors of other
+slots are set to zero, in the forward and in the backward. So the gradient of each adapter is the sum over its own tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 DOWN, UP = "lora_A", "lora_B"
-"""Names of the two factors of a layer, after the name of the layer."""
+"""Suffixes of the names of the factors ``A`` and ``B``, after the name of the layer."""
 
 
 @dataclass(frozen=True)
