@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine import state
 from areal.engine.registry import create_engine
+from areal.tests.harness.engine_bytes import bytes_on_device, optimizer_tensors_of
 from areal.tests.harness.tiny import (
     config,
     family_dir,
@@ -188,46 +188,6 @@ def test_default_reduction_of_gradients_is_once_per_call_on_one_rank() -> None:
 
 
 # ---- offload
-
-
-def optimizer_tensors_of(engine: TrainEngine) -> list[Tensor]:
-    """Return the optimizer state of this rank, without scalars."""
-    inner = engine._components.optimizer.inner  # not exposed by the public interface
-    chained = getattr(inner, "chained", None)
-    optimizers = [inner] if chained is None else [wrapper.optimizer for wrapper in chained.chained_optimizers]
-    tensors = [x for each in optimizers for values in each.state.values() for x in values.values() if x.dim()]
-    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-
-
-def jax_bytes_on_device(engine: TrainEngine) -> dict[str, int]:
-    """Return the bytes in the shards of a JAX engine."""
-    model: Any = engine._components.model
-    moments: Any = engine._components.optimizer.inner.moments
-    kinds = {
-        "params": list(model.params.values()),
-        "grads": list((model.grads or {}).values()),
-        "optimizer": [x for arrays in moments.values() for x in arrays.values()],
-    }
-    return {
-        kind: sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards) for kind, arrays in kinds.items()
-    }
-
-
-def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
-    """Return the bytes in storages of weights, gradients and optimizer state."""
-    if engine.dims.backend == "jax":
-        return jax_bytes_on_device(engine)
-    params = list(engine._components.model.parameters())
-    # Megatron-Core's gradient buffers are main_grad.
-    grads = [getattr(p, "main_grad", p.grad) for p in params]
-    tensors = {
-        "params": params,
-        "grads": [x for x in grads if x is not None],
-        "optimizer": optimizer_tensors_of(engine),
-    }
-    local = {kind: [x.to_local() if isinstance(x, DTensor) else x for x in values] for kind, values in tensors.items()}
-    storages = {kind: {s._cdata: s for s in (x.untyped_storage() for x in values)} for kind, values in local.items()}
-    return {kind: sum(storage.nbytes() for storage in unique.values()) for kind, unique in storages.items()}
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2, also=JAX))

@@ -11,7 +11,7 @@ from areal.dispatch.placement.residency import UsedParts
 from areal.tests.mutants.planting import Function, mutant
 
 _PLACEMENT = "unit/dispatch/test_placement.py::"
-_SHARED = "dist/dispatch/test_shared_devices.py::test_bytes_agree_with_the_placement_after_each_use[*{}]"
+_SHARED = "dist/dispatch/test_shared_devices.py::test_bytes_agree_with_the_placement_after_each_use[{}]"
 _EXAMPLE = f"{_PLACEMENT}test_ppo_moves_only_what_each_use_needs"
 _REPORT = "dist/step/test_memory_report.py::test_{}[*{}]"
 
@@ -69,7 +69,7 @@ def announced_uses_are_ignored(right: Function) -> Function:
     return lambda self, request, upcoming=(), pinned=frozenset(): right(self, request, (), pinned)
 
 
-@mutant("areal.dispatch.placement.placement:Placement.release", _EXAMPLE, _SHARED.format("-announced-fsdp:d1"))
+@mutant("areal.dispatch.placement.placement:Placement.release", _EXAMPLE, _SHARED.format("announced-fsdp:d1"))
 def gradients_stay_after_a_step(right: Function) -> Function:
     """Gradients that a step has freed still count."""
 
@@ -79,7 +79,7 @@ def gradients_stay_after_a_step(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.dispatch.placement.shared_devices:SharedDevices._move", _SHARED.format("-announced-fsdp:d1"))
+@mutant("areal.dispatch.placement.shared_devices:SharedDevices._move", _SHARED.format("announced-fsdp:d1"))
 def first_move_of_an_engine_is_not_executed(right: Function) -> Function:
     """The first planned move of each use is left to the verb."""
     return lambda self, moves: right(self, moves[1:])
