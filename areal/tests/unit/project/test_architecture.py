@@ -96,6 +96,7 @@ def test_optional_dependencies_are_imported_only_in_their_folder() -> None:
         "jax": "engine/jax",
         "optax": "engine/jax",
         "ray": "dispatch/ray",
+        "jaxlib": "engine/jax",
         "fastapi": "tinker/api",
         "starlette": "tinker/api",
         "uvicorn": "cli",
