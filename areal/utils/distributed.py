@@ -33,6 +33,10 @@ class RankLostError(EngineLostError):
     """A rank died or does not answer."""
 
 
+class StateLostError(RuntimeError):
+    """Work failed after it had destroyed state of the engine. It ends the engine also on a single rank."""
+
+
 def init_default_group() -> None:
     """Start the default process group, unless it runs: from torchrun's variables, or else with this process alone.
 
@@ -148,7 +152,8 @@ class ControlPlane:
     def ending_on_error(self, note: str = "", *, unless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Context of work that other ranks wait for: an error inside ends the engine on every rank.
 
-        Errors that all ranks raise together are raised as they are. On a single rank this holds for all errors, unless the device is lost.
+        Errors that all ranks raise together are raised as they are. On a single rank this holds for all errors, unless the device or the
+        engine's state is lost.
 
         Args:
             note: text to add to the error.
@@ -160,7 +165,8 @@ class ControlPlane:
             raise
         except Exception as error:
             final = platform.is_device_lost(error)
-            if getattr(error, _TOGETHER, False) or isinstance(error, unless) or (self.size == 1 and not final):
+            lost = final or isinstance(error, StateLostError)
+            if getattr(error, _TOGETHER, False) or isinstance(error, unless) or (self.size == 1 and not lost):
                 raise
             raise self.fail(error, final=final, note=note) from error
 
@@ -308,7 +314,7 @@ def as_fault(error: BaseException | None) -> Fault | None:
 
 
 def _text(error: BaseException) -> str:
-    plain = isinstance(error, ValueError) or type(error) is RuntimeError
+    plain = isinstance(error, ValueError) or type(error) in (RuntimeError, StateLostError)
     return str(error) if plain else f"{type(error).__name__}: {error}"
 
 

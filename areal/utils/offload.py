@@ -53,16 +53,7 @@ class HostMemory:
         self._tensors, self._expected = tensors, expected or {}
         self._backups: dict[str, list[tuple[torch.UntypedStorage, _Backup]]] = {}
         self._blocks: dict[str, _HostBlocks] = defaultdict(_HostBlocks)
-        self._folder: Path | None = None
-        if folder is not None:
-            try:
-                self._folder = Path(tempfile.mkdtemp(prefix="offload-", dir=folder))
-            except OSError as error:
-                raise ValueError(
-                    f"offload_dir = {folder!r}: {error}; name a directory that can be written to"
-                ) from error
-            # Also removed if this object is never closed.
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = None if folder is None else backup_folder(self, folder)
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> int:
         """Move the named kinds of tensors out. Kinds that are offloaded already are left as they are.
@@ -126,12 +117,27 @@ class HostMemory:
         copied = {storage.data_ptr() for storage in but}
         storages = [x for x in _storages(self._tensors[kind]()) if x.data_ptr() not in copied]
         if self._folder is not None:
-            return [(storage, _FileBackup(storage, self._folder)) for storage in storages]
+            return [(storage, FileBackup(storage, self._folder)) for storage in storages]
         if not storages:
             return []
         sizes = [storage.nbytes() for storage in storages]
         pieces = self._blocks[kind].split(sizes, storages[0].device)
         return [(storage, _HostBackup(storage, each)) for storage, each in zip(storages, pieces, strict=True)]
+
+
+def backup_folder(owner: object, folder: str) -> Path:
+    """Create a directory for the files of this rank in ``offload_dir``. It is removed with its owner.
+
+    Raises:
+        ValueError: the directory does not exist or is not writable.
+    """
+    try:
+        created = Path(tempfile.mkdtemp(prefix="offload-", dir=folder))
+    except OSError as error:
+        raise ValueError(f"offload_dir = {folder!r}: {error}; name a directory that can be written to") from error
+    # Also removed if the owner is never closed.
+    weakref.finalize(owner, shutil.rmtree, created, ignore_errors=True)
+    return created
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -242,7 +248,7 @@ class _HostBackup:
         return zip(self._pieces, values.split([len(piece) for piece in self._pieces]), strict=True)
 
 
-class _FileBackup:
+class FileBackup:
     """Backup in a file. The file is memory-mapped only during copies, so that it takes no memory of the process."""
 
     def __init__(self, storage: torch.UntypedStorage, folder: Path) -> None:

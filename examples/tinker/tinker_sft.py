@@ -3,7 +3,7 @@
     areal serve --model runs/SmolLM2-135M-Instruct
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/tinker/tinker_sft.py
 
-The run is saved every few steps. ``--resume PATH`` continues a saved one, with its optimizer.
+The run is saved every few steps. ``--resume PATH`` continues a saved one at its next step, with its optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--save-every", type=int, default=6)
     parser.add_argument("--eval-size", type=int, default=100)
-    parser.add_argument("--resume", help="path of a saved state, such as tinker://RUN/weights/step-6")
+    parser.add_argument("--resume", help="path that this recipe has printed, such as tinker://RUN/weights/step-6")
     parser.add_argument("--min-rise", type=float, help="fail unless the accuracy on held-out sums rises by this")
     return parser.parse_args()
 
@@ -30,7 +30,9 @@ def parse() -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     # 1. A model with an adapter: a new one, or a saved one.
     service = tinker.ServiceClient(user_metadata={"recipe": "sft"})
+    done = 0
     if args.resume:
+        done = int(args.resume.rpartition("-")[2])
         training = service.create_training_client_from_state_with_optimizer(args.resume).result()
     else:
         training = service.create_lora_training_client(served_model(), rank=args.rank, seed=0).result()
@@ -41,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
 
     # 2. Steps. Both requests of a step are sent before the first result is read, so that the server does not wait.
     adam = tinker.AdamParams(learning_rate=args.lr, beta2=0.95, eps=1e-8)
-    for step in range(1, args.steps + 1):
+    for step in range(done + 1, args.steps + 1):
         batch = []
         for question in questions(args.batch_size, seed=100 + step):
             answer = answer_ids(tokenizer, question)

@@ -62,7 +62,10 @@ class EngineCheckpointer(ABC):
     """
 
     engine: ClassVar[str]
-    """Name of the engine, written to ``"dcp"`` checkpoints: each engine has its own names for tensors."""
+    """Name of the engine, written to ``"dcp"`` checkpoints."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Engines whose ``"dcp"`` checkpoints can be loaded, because they have the same names for tensors. Empty: this engine only."""
 
     same_state: ClassVar[Mapping[str, str]] = {}
     """Optimizers by class name, each with another optimizer whose state has the same names and shapes."""
@@ -192,9 +195,9 @@ class EngineCheckpointer(ABC):
         path = Path(meta.path).resolve()
         # Files, engine and optimizer.
         about = self._verify(path, "dcp").about
-        if about.get("engine", "fsdp") != self.engine:
+        if (saved_by := about.get("engine", "fsdp")) not in (self.reads or {self.engine}):
             raise ValueError(
-                f"{path} was saved with weight_format='dcp' by the engine {about.get('engine', 'fsdp')!r}, which names its tensors "
+                f"{path} was saved with weight_format='dcp' by the engine {saved_by!r}, which names its tensors "
                 f"otherwise than {self.engine!r}: save with weight_format='hf' there, and load that"
             )
         with_optim, saved = meta.with_optim and self._optimizer_kind is not None, about["optimizer"]

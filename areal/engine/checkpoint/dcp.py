@@ -7,18 +7,22 @@ plane in the calling thread. Writing needs no communication, so that it can run 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from areal.engine.checkpoint.async_save import SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
 from areal.utils.distributed import ControlPlane
+from areal.utils.dtensor import Box
 
 METADATA = ".metadata"
 
@@ -34,10 +38,79 @@ class StagedPlanner(DefaultSavePlanner):
         """Copy all items of ``plan`` to host memory."""
         resolve = super().resolve_data
         self._staged = {item.index: _copy_to_host(resolve(item)) for item in plan.items}
+        # References to the tensors would keep memory that their owner replaces in the next step.
+        self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = super().resolve_data(write_item) if self._staged is None else self._staged[write_item.index]
         return data.detach() if isinstance(data, Tensor) else data
+
+
+@dataclass(frozen=True)
+class TensorBoxes:
+    """Boxes of a tensor in a checkpoint, for engines whose tensors are not torch's distributed ones.
+
+    Attributes:
+        boxes: bounds within the full tensor, each with its values, to write or to fill. On the CPU. Ranks may have equal boxes:
+            one of them is written.
+        shape: shape of the full tensor.
+    """
+
+    boxes: Sequence[tuple[Box, Tensor]]
+    shape: tuple[int, ...]
+
+    def size(self) -> torch.Size:
+        """Return the shape of the full tensor."""
+        return torch.Size(self.shape)
+
+    def at(self, offsets: torch.Size | None) -> Tensor:
+        """Return the values of the box that begins at some offsets."""
+        return next(values for box, values in self.boxes if _offsets(box) == offsets)
+
+    # Names of torch's protocol for objects that its planners divide into files.
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(_offsets(box), torch.Size(values.shape)) for box, values in self.boxes]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(values), self.size()),
+            )
+            for chunk, (_, values) in zip(self.__create_chunk_list__(), self.boxes, strict=True)
+        ]
+
+
+def _offsets(box: Box) -> torch.Size:
+    return torch.Size(s.start for s in box)
+
+
+class BoxSavePlanner(StagedPlanner):
+    """A planner that writes boxes, and plain tensors."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.at(index.offset) if isinstance(value, TensorBoxes) else value
+
+
+class BoxLoadPlanner(DefaultLoadPlanner):
+    """A planner that fills boxes, and plain tensors."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        if self.metadata is None:
+            raise ValueError("metadata = None: set up the planner with those of a checkpoint")
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        return value.at(index.offset) if isinstance(value, TensorBoxes) else value
 
 
 def prepare_files(

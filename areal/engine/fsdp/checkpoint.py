@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from areal.engine.checkpoint.async_save import SaveTask
 from areal.engine.checkpoint.checkpointer import EngineCheckpointer, RunInfo
 from areal.engine.checkpoint.dcp import StagedPlanner, prepare_files, read_metadata
+from areal.engine.checkpoint.run_tensors import check_weights
 from areal.engine.checkpoint.tensor_layout import stored_tensors
 from areal.engine.fsdp.dist_checkpoint import (
     CheckpointedOptimizer,
-    check_tensors,
     checkpoint_tensors,
     read_model,
     read_optimizer,
@@ -32,6 +32,7 @@ class FSDPCheckpointer(EngineCheckpointer):
     """
 
     engine: ClassVar[str] = "fsdp"
+    reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "jax"})
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class FSDPCheckpointer(EngineCheckpointer):
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
         # Every rank compares the full model, so that all agree; only its own shards are read.
         metadata = read_metadata(path)
-        check_tensors(path, metadata, checkpoint_tensors(list(stored_tensors(self._chunks.full_model)), None))
+        check_weights(path, metadata, {name: x.shape for name, x in stored_tensors(self._chunks.full_model)})
 
         def read() -> None:
             stored = self._chunks.stored()

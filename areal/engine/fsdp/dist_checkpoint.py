@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from areal.engine.checkpoint.dcp import METADATA, read_tensors
+from areal.engine.checkpoint.dcp import read_tensors
+from areal.engine.checkpoint.run_tensors import MODEL, OPTIM
 from areal.utils.dtensor import empty_like
-
-_MODEL, _OPTIM = "model.", "optim."
 
 
 class CheckpointedOptimizer(Protocol):
@@ -35,48 +34,18 @@ def checkpoint_tensors(
         stored: pairs of name and tensor of the model, each name once.
         optimizer: optimizer to include, or ``None``.
     """
-    tensors = {_MODEL + name: tensor.detach() for name, tensor in stored}
+    tensors = {MODEL + name: tensor.detach() for name, tensor in stored}
     if optimizer is not None:
         for name, parameter in _optimized(stored, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{_OPTIM}{name}.{key}"] = value
+                    tensors[f"{OPTIM}{name}.{key}"] = value
                 # Silently dropping a state would change the run after loading.
                 elif value is not None:
                     raise ValueError(
                         f"optimizer state {key!r} of {name} is a {type(value).__name__}; only tensors are saved"
                     )
     return tensors
-
-
-def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Compare a checkpoint with the tensors of a model, without reading values.
-
-    Args:
-        path: directory of the checkpoint.
-        metadata: metadata of the checkpoint.
-        tensors: tensors of the full model, from :func:`checkpoint_tensors` without an optimizer.
-
-    Raises:
-        ValueError: the checkpoint is of another model; names file and key.
-    """
-    saved = {key: value for key, value in metadata.state_dict_metadata.items() if key.startswith(_MODEL)}
-    for key, tensor in tensors.items():
-        entry = saved.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(
-                f"{path / METADATA} has no {key.removeprefix(_MODEL)!r}, which the model needs: it is of another model"
-            )
-        if entry.size != tensor.shape:
-            raise ValueError(
-                f"{path / METADATA}: {key.removeprefix(_MODEL)!r} has shape {list(entry.size)}, but the model needs {list(tensor.shape)}"
-            )
-    # Tensors that the model does not need are an error, too.
-    extra = sorted(set(saved) - set(tensors))
-    if extra:
-        raise ValueError(
-            f"{path / METADATA} has {extra[0].removeprefix(_MODEL)!r}, which the model has not: it is of another model"
-        )
 
 
 def read_model(path: Path, metadata: Metadata, stored: Iterable[tuple[str, Tensor]]) -> None:
@@ -103,7 +72,7 @@ def _empty_optimizer_state(
     state: dict[Tensor, dict[str, Tensor]] = {}
     saved = metadata.state_dict_metadata
     for name, parameter in optimized:
-        prefix = f"{_OPTIM}{name}."
+        prefix = f"{OPTIM}{name}."
         for key, entry in saved.items():
             if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
                 dtype = entry.properties.dtype
@@ -123,7 +92,7 @@ def read_optimizer(
         # Read into empty tensors: before its first step an optimizer does not have any.
         empty = _empty_optimizer_state(metadata, optimized)
         names = {parameter: name for name, parameter in optimized}
-        flat = {f"{_OPTIM}{names[p]}.{key}": value for p, values in empty.items() for key, value in values.items()}
+        flat = {f"{OPTIM}{names[p]}.{key}": value for p, values in empty.items() for key, value in values.items()}
         read_tensors(path, metadata, flat)
         state |= empty
     # torch's optimizers store state by the index of the parameter.

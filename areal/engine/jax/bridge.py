@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import Array
+from jax import Array, lax
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal.engine.jax.attention import Visibility
+from areal.engine.jax.lora.factors import StackedFactors, factor_sharding
 from areal.engine.jax.mesh import to_numpy
-from areal.engine.jax.model import Stream
-from areal.engine.jax.outputs import Outputs, Rows, Wanted, compute_outputs
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.model.attention import Visibility
+from areal.engine.jax.model.decoder import Stream
+from areal.engine.jax.model.outputs import Outputs, Rows, Wanted, compute_outputs
+from areal.engine.jax.model.spec import ModelSpec, Params
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
@@ -62,15 +63,16 @@ def _evaluate(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, r
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _forward(
-    spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows
+    spec: ModelSpec, wanted: Wanted, params: Params, factors: Params, stream: Stream, rows: Rows
 ) -> tuple[Outputs, Outputs, Residuals]:
-    def run(params: Params) -> tuple[Outputs, Outputs]:
-        out = compute_outputs(spec, wanted, params, stream, rows)
+    def run(trained: Params) -> tuple[Outputs, Outputs]:
+        out = compute_outputs(spec, wanted, {**params, **trained}, stream, rows)
         integers = {name: value for name, value in out.items() if not jnp.issubdtype(value.dtype, jnp.floating)}
         return {name: value for name, value in out.items() if name not in integers}, integers
 
-    out, pull, integers = jax.vjp(run, params, has_aux=True)
-    return out, integers, Residuals.of(pull, (params, stream, rows))
+    # With adapters, the parameters are constants.
+    out, pull, integers = jax.vjp(run, params if spec.trained else factors, has_aux=True)
+    return out, integers, Residuals.of(pull, (params, factors, stream, rows))
 
 
 @functools.partial(jax.jit, static_argnums=(0,), donate_argnums=(5,))
@@ -79,6 +81,14 @@ def _pull(
 ) -> Params:
     (new,) = residuals.restore((params, *arguments))(cotangents)
     return {name: spec.place(name, grads[name] + new[name]) for name in grads}
+
+
+@functools.partial(jax.jit, static_argnums=(0,))
+def _pull_factors(
+    spec: ModelSpec, residuals: Residuals, arguments: Any, cotangents: Outputs, params: Params
+) -> dict[str, Array]:
+    (new,) = residuals.restore((params, *arguments))(cotangents)
+    return {name: lax.with_sharding_constraint(x, factor_sharding(spec, x.ndim)) for name, x in new.items()}
 
 
 class TrainedState(Protocol):
@@ -100,33 +110,46 @@ class ForwardCall:
         wanted: outputs to compute.
         state: arrays of the model.
         arrays: inputs of all ranks, by name.
+        factors: factors of the adapters, if the forward has any.
     """
 
-    def __init__(self, spec: ModelSpec, wanted: Wanted, state: TrainedState, arrays: Mapping[str, Array]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        wanted: Wanted,
+        state: TrainedState,
+        arrays: Mapping[str, Array],
+        factors: StackedFactors | None = None,
+    ) -> None:
         self._spec, self._wanted, self._state = spec, wanted, state
+        self._factors = StackedFactors({}, []) if factors is None else factors
         visibility = Visibility(*(arrays[name] for name in Visibility._fields))
-        self._inputs = (Stream(arrays["ids"], visibility), Rows(*(arrays[name] for name in Rows._fields)))
+        stream = Stream(arrays["ids"], visibility, arrays.get("slots"))
+        self._inputs = (stream, Rows(*(arrays[name] for name in Rows._fields)))
         self._residuals: Residuals | None = None
         self._like: dict[str, Array] = {}
 
     def evaluate(self) -> dict[str, Tensor]:
         """Return this rank's outputs, without a graph."""
         with self._spec.numbers.enabled():
-            out = _evaluate(self._spec, self._wanted, self._state.params, *self._inputs)
+            params = {**self._state.params, **self._factors.arrays}
+            out = _evaluate(self._spec, self._wanted, params, *self._inputs)
         return {name: _local(value) for name, value in out.items()}
 
     def differentiable(self) -> dict[str, Tensor]:
-        """Return this rank's outputs, whose backward adds to the gradients of the model."""
+        """Return this rank's outputs, whose backward adds to the gradients of the model or of the factors."""
         with self._spec.numbers.enabled():
-            out, integers, self._residuals = _forward(self._spec, self._wanted, self._state.params, *self._inputs)
+            out, integers, self._residuals = _forward(
+                self._spec, self._wanted, self._state.params, self._factors.arrays, *self._inputs
+            )
         self._like = out
         # Autograd needs an input that requires a gradient: its own is never computed.
         anchor = torch.zeros((), requires_grad=True)
-        tensors = _Bridge.apply(anchor, self, list(out.values()))
+        tensors = _Bridge.apply(anchor, self, list(out.values()), *self._factors.parameters)
         return {**dict(zip(out, tensors, strict=True)), **{name: _local(value) for name, value in integers.items()}}
 
-    def pull(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradient of the model for the gradients of the outputs.
+    def pull(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Add the gradient of the model for the gradients of the outputs, or return the gradients of the factors.
 
         Raises:
             RuntimeError: there was a backward already.
@@ -141,27 +164,34 @@ class ForwardCall:
             name: spec.from_local(np.zeros(value.shape[1:], value.dtype) if grad is None else to_numpy(grad))
             for (name, value), grad in zip(self._like.items(), grads, strict=True)
         }
+        arguments = (self._factors.arrays, *self._inputs)
+        if not spec.trained:
+            with spec.numbers.enabled():
+                new = _pull_factors(spec, residuals, arguments, cotangents, state.params)
+            return self._factors.gradients(new)
         pending = state.require_grads()
         # Donated: until the program returns, there are no gradients.
         state.grads = None
         with spec.numbers.enabled():
-            state.grads = dict(_pull(spec, residuals, self._inputs, cotangents, state.params, pending))
+            state.grads = dict(_pull(spec, residuals, arguments, cotangents, state.params, pending))
         # Programs run in the background: an error of this one, and its time, belong to this micro-batch.
         jax.block_until_ready(state.grads)
+        return ()
 
 
 class _Bridge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: ForwardCall, outputs: list[Array]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, call: ForwardCall, outputs: list[Array], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(_local(x) for x in outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ctx.call.pull(grads)
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.call.pull(grads)
 
 
 def _local(array: Array) -> Tensor:

@@ -17,20 +17,23 @@ from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
-from areal.engine.jax.architecture import Architecture, meta_model, parameters_of
 from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
-from areal.engine.jax.inputs import Sizes, StreamInputs, bucket
+from areal.engine.jax.inputs import Sizes, StreamInputs
+from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.memory import JAXMemory
-from areal.engine.jax.mesh import build_mesh
+from areal.engine.jax.mesh import build_mesh, check_experts_of
+from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
+from areal.engine.jax.model.products import Numbers
+from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.optimizer import OptaxOptimizer
-from areal.engine.jax.products import Numbers
 from areal.engine.jax.runtime import world
 from areal.engine.jax.runtime.compilation import CompileWatch, use_cache
 from areal.engine.jax.runtime.tracing import traced
-from areal.engine.jax.spec import ModelSpec
 from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
-from areal.engine.jax.weights import JAXWeights, init_weights
+from areal.engine.jax.weights import JAXWeights
+from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.lora.components import with_adapters
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.options import TEMPLATE_OPTIONS
@@ -41,13 +44,14 @@ from areal.utils.functional.logprobs import default_keep_bytes
 class JAXEngine(BaseTrainEngine):
     """Training of Hugging Face decoders in JAX: one compiled program for each shape of a micro-batch.
 
-    Sharded data (``d``) and tensor parallelism (``t``), by the partitioner of XLA.
+    Sharded data (``d``), replicated data (``r``), context parallelism (``c``), tensor parallelism (``t``) and expert parallelism (``e``), by
+    the partitioner of XLA.
     """
 
-    layout_letters: ClassVar[frozenset[str]] = frozenset("dt")
+    layout_letters: ClassVar[frozenset[str]] = frozenset("drcte")
     supported_options: ClassVar[frozenset[str]] = TEMPLATE_OPTIONS | {
         *("dtype", "master_dtype", "grad_reduce_dtype", "init_from_scratch", "value_head", "temperature", "fp32_head"),
-        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing"),
+        *("kept_logits_mb", "mb_spec", "optimizer", "activation_checkpointing", "offload_dir", "lora"),
     }
     config_class: ClassVar[type[JAXConfig]] = JAXConfig
 
@@ -59,38 +63,34 @@ class JAXEngine(BaseTrainEngine):
         self._join(config.jax.coordinator)
         hf = meta_model(read_config(config.path), torch_dtype(config.master_dtype))
         arrays = parameters_of(hf, value_head=config.value_head)
+        architecture = Architecture.of(hf)
+        check_experts_of(self.dims, architecture.experts.n_experts if architecture.experts else None)
         keep = config.kept_logits_bytes
         self._spec = ModelSpec(
-            Architecture.of(hf),
+            architecture,
             Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype),
             build_mesh(self.dims),
             recompute=config.activation_checkpointing == "full",
             fp32_head=config.fp32_head,
             keep_bytes=default_keep_bytes(self.device) if keep is None else keep,
+            trained=config.lora is None,
         )
         model = ModelState(self._spec, arrays)
         weights = JAXWeights(model, hf)
         if config.init_from_scratch:
-            init_weights(weights, hf, config.seed)
+            weights.draw(config.seed)
         else:
             folder = model_folder(config.path)
             weights.check(folder)
             weights.read(folder)
-        optimizer = self._build_optimizer(model, spec)
-        memory = JAXMemory(model, optimizer.inner if optimizer else None)
-        return EngineComponents(
+        optimizer = self._build_optimizer(model, spec) if config.lora is None else None
+        memory = JAXMemory(model, optimizer.inner if optimizer else None, config.offload_dir)
+        components = EngineComponents(
             model=model,
             schedule=SequentialSchedule(model, timer=self.timer),
             context_parallel=ContextParallel(None),
             optimizer=optimizer,
-            checkpointer=JAXCheckpointer(
-                optimizer,
-                type(optimizer.inner).__name__ if optimizer else None,
-                weights,
-                self,
-                self.control,
-                config.path,
-            ),
+            checkpointer=JAXCheckpointer(model, optimizer, weights, self, self.control, config.path),
             weights=weights,
             memory=memory,
             gradients=ModelGradients(memory.discard_grads),
@@ -99,16 +99,25 @@ class JAXEngine(BaseTrainEngine):
             n_parameters=model.n_parameters,
             n_local_parameters=model.n_local,
         )
+        # Adapters replace what trains, saves and streams the model.
+        if config.lora is None:
+            return components
+        layout = jax_adapter_layout(hf, self.dp_group, self.device, torch_dtype(config.master_dtype))
+        adapters = AdapterSet(hf.config, layout, config, spec, self.control)
+        model.factors = FactorStacks(self._spec, hf, adapters)
+        return with_adapters(components, weights, adapters, self)
 
     def _forward_compute_mb(
         self, model: ModelState, mb: MicroBatch, *, outputs: Outputs, hidden: Tensor | None = None
     ) -> TokenOutputs:
         inputs = StreamInputs(mb, outputs, self.config.temperature)
-        sizes = self._largest(inputs.sizes)
-        arrays = inputs.arrays(sizes, self._spec.numbers.stats)
-        self._compiles.shapes = f"{bucket(sizes.tokens)} tokens, {len(arrays['places'])} rows"
+        # All ranks run the same program.
+        sizes = Sizes.largest(self.control.gather(inputs.sizes)) if self.dims.world_size > 1 else inputs.sizes
+        arrays = inputs.arrays(sizes, self._spec.numbers.stats, self.dims.cp)
+        self._compiles.shapes = f"{len(arrays['ids'])} tokens, {len(arrays['places'])} rows"
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
-        call = ForwardCall(self._spec, inputs.wanted, model, placed)
+        factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)
+        call = ForwardCall(self._spec, inputs.wanted, model, placed, factors)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
         values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
         best, ids = (values.pop(name, None) for name in ("topk", "topk_ids"))
@@ -134,13 +143,6 @@ class JAXEngine(BaseTrainEngine):
         world.join_world(self.control, coordinator, self.device, self.config.heartbeat_timeout)
         self._compiles = CompileWatch(functools.partial(self.timer.move, "compile"), logs=self.control.rank == 0)
         self._closers.append(self._compiles.close)
-
-    def _largest(self, sizes: Sizes) -> Sizes:
-        """Return the largest sizes of all ranks, so that all run the same program."""
-        if self.dims.world_size == 1:
-            return sizes
-        everyone = self.control.gather((sizes.tokens, sizes.rows, sizes.targets))
-        return Sizes(*(max(each) for each in zip(*everyone, strict=True)))
 
     def _build_optimizer(self, model: ModelState, spec: FinetuneSpec) -> ClippingOptimizer[OptaxOptimizer] | None:
         config = self.config.optimizer

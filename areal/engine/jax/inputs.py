@@ -13,8 +13,8 @@ from areal.api.batch import IGNORE_INDEX
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch, PrefixTree
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.jax.attention import BLOCK
-from areal.engine.jax.outputs import Wanted
+from areal.engine.jax.model.attention import BLOCK
+from areal.engine.jax.model.outputs import Wanted
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.layout import layout_of
 
@@ -24,10 +24,15 @@ _OF_WANTED_TOKENS = frozenset({"logprobs", "entropy", "topk", "topk_ids"})
 _SMALLEST = 32
 
 
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not less than ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
 def bucket(tokens: int) -> int:
     """Return the padded length of a stream: powers of two up to a block, then at most eight an octave, in whole blocks."""
     if tokens <= BLOCK:
-        return max(_SMALLEST, 1 << (tokens - 1).bit_length())
+        return max(_SMALLEST, power_of_two(tokens))
     step = max(BLOCK, 1 << ((tokens - 1).bit_length() - 4))
     return -(-tokens // step) * step
 
@@ -50,11 +55,26 @@ class Sizes:
         tokens: of the stream.
         rows: with outputs.
         targets: targets of a row, or 0 for one without a dimension.
+        slots: adapters, rounded up to a power of two.
+        adapters: names of the adapters; of all ranks in the largest sizes. Empty for the selected adapter.
     """
 
     tokens: int
     rows: int
     targets: int
+    slots: int
+    adapters: frozenset[str]
+
+    @classmethod
+    def largest(cls, sizes: Sequence[Sizes]) -> Sizes:
+        """Return the largest of each size, and the names of all adapters."""
+        return cls(
+            tokens=max(each.tokens for each in sizes),
+            rows=max(each.rows for each in sizes),
+            targets=max(each.targets for each in sizes),
+            slots=max(each.slots for each in sizes),
+            adapters=frozenset[str]().union(*(each.adapters for each in sizes)),
+        )
 
 
 class StreamInputs:
@@ -64,6 +84,10 @@ class StreamInputs:
         mb: the micro-batch.
         outputs: per-token outputs to compute.
         temperature: for all tokens, unless the batch has a per-sequence key ``temperature``.
+
+    Attributes:
+        wanted: the outputs.
+        adapters: runs of tokens with one adapter; ``None`` for the selected adapter.
     """
 
     def __init__(self, mb: MicroBatch, outputs: Outputs, temperature: float) -> None:
@@ -71,6 +95,7 @@ class StreamInputs:
         self.wanted = Wanted(frozenset(names), top.k if top else 0)
         self._mb, self._temperature = mb, temperature
         layout = layout_of(mb, ContextParallel(None), rows=False)
+        self.adapters = layout.adapters
         shared = layout.shared
         # Rows of the result: one for each packed token, or with shared prefixes one for each distinct target.
         if shared is None:
@@ -89,12 +114,16 @@ class StreamInputs:
         """Sizes of this micro-batch, unpadded."""
         targets = self._mb.data["target_ids"]
         n_stream = self._mb.n_tokens if self._mb.tree is None else len(self._mb.tree)
-        return Sizes(n_stream, len(self._packed), targets.shape[1] if targets.dim() == 2 else 0)
+        n_targets = targets.shape[1] if targets.dim() == 2 else 0
+        names = () if self.adapters is None else self.adapters.names
+        return Sizes(n_stream, len(self._packed), n_targets, power_of_two(len(names) or 1), frozenset(names))
 
-    def arrays(self, sizes: Sizes, dtype: np.dtype) -> dict[str, np.ndarray]:
-        """Return the arrays of this rank, padded to ``sizes``; temperatures are of ``dtype``."""
+    def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1) -> dict[str, np.ndarray]:
+        """Return the arrays of this rank, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``."""
         mb = self._mb
-        length = bucket(sizes.tokens)
+        # Every part has the length of a stream.
+        part = bucket(-(-sizes.tokens // parts))
+        length = parts * part
         n_rows = row_bucket(sizes.rows, length)
         ids = mb.data["input_ids"].cpu()
         ids = ids if mb.tree is None else ids[mb.tree.tokens]
@@ -105,11 +134,21 @@ class StreamInputs:
             temperature = per_token[self._packed].double().numpy()
         return {
             "ids": _padded(ids.numpy(), length, 0, np.int32),
-            **walk(mb.seqlens, mb.tree, length),
+            **walk(mb.seqlens, mb.tree, length, min(part, BLOCK)),
             "places": _padded(self._place.numpy(), n_rows, 0, np.int32),
             "targets": _padded(targets.numpy(), n_rows, IGNORE_INDEX, np.int32),
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
+            # One adapter needs no slots.
+            **({"slots": self._slots(length)} if sizes.slots > 1 else {}),
         }
+
+    def _slots(self, length: int) -> np.ndarray:
+        """Return the slot of each token's adapter: its index in the names of :attr:`adapters`."""
+        if self.adapters is None:
+            return np.zeros(length, np.int32)
+        names, lengths = zip(*self.adapters.layers, strict=True)
+        of_rows = np.repeat([self.adapters.names.index(name) for name in names], lengths)
+        return _padded(of_rows[:length], length, 0, np.int32)
 
     def result(self, name: str, rows: Tensor) -> Tensor:
         """Return an output of all rows ``[n, ...]`` from the computed ones, which are padded. Differentiable."""
@@ -120,8 +159,11 @@ class StreamInputs:
         return kept.new_zeros(self._n_results, *kept.shape[1:]).index_copy(0, self._mask, kept)
 
 
-def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int) -> dict[str, np.ndarray]:
-    """Return the fields of :class:`~areal.engine.jax.attention.Visibility`, padded to a length. Padding sees itself only."""
+def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int, block: int) -> dict[str, np.ndarray]:
+    """Return the fields of :class:`~areal.engine.jax.model.attention.Visibility`, padded to a length, for blocks of a size.
+
+    Padding sees itself only.
+    """
     places = np.arange(length, dtype=np.int32)
     leave, positions, root = places + 1, np.zeros(length, np.int32), places.copy()
     if tree is None:
@@ -132,7 +174,6 @@ def walk(seqlens: Sequence[int], tree: PrefixTree | None, length: int) -> dict[s
         positions[:total] = places[:total] - root[:total]
     else:
         _walk_tree(tree, leave, positions, root)
-    block = min(length, BLOCK)
     first = root.reshape(-1, block).min(1) // block
     return {"leave": leave, "positions": positions, "first": first.astype(np.int32)}
 

@@ -1,11 +1,13 @@
 """The devices of all ranks as one JAX mesh, and where each array lies on it.
 
-Axes: ``dp``, over which streams and the shards of parameters are divided, and ``tp``, over which matrix products are. An array is a
-global value: a rank holds its shards of it, and the partitioner inserts the collectives.
+Axes: ``r``, ``dp`` and ``ep``, over which streams are divided; ``cp``, over which the tokens of a stream are; and ``tp``, over which
+matrix products are. Parameters are divided over ``dp``, ``ep`` and ``cp``; experts are spread over ``ep`` and ``tp``. An array is a global
+value: a rank holds its shards of it, and the partitioner inserts the collectives.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -16,8 +18,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import EMBEDDING, EXPERTS, HEAD
+from areal.engine.jax.model.architecture import EMBEDDING, EXPERTS, HEAD
 from areal.utils.dtensor import Box
+
+AXES = ("r", "dp", "ep", "cp", "tp")
+STREAMS = ("r", "dp", "ep")
+"""Axes of the first dimension of ``[D, ...]`` arrays."""
+
+SHARDS = ("dp", "ep", "cp")
+"""Axes over which parameters, gradients and optimizer state are sharded."""
 
 _BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
@@ -25,37 +34,76 @@ _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 def build_mesh(dims: ParallelDims) -> Mesh:
     """Return the mesh of this world: one device of each rank, in the order of the ranks of :mod:`areal.utils.mesh`."""
+    # With a layout of experts apart, whole experts are spread over tensor-parallel ranks, too.
+    spread = dims.ep if dims.expert_tp == dims.tp else dims.ep // dims.tp
     if dims.world_size == 1:
         devices = [jax.local_devices()[0]]
     else:
         by_rank = {device.process_index: device for device in reversed(jax.devices())}
         devices = [by_rank[rank] for rank in range(dims.world_size)]
-    return Mesh(np.array(devices, dtype=object).reshape(dims.dp, dims.tp), ("dp", "tp"))
+    return Mesh(
+        np.array(devices, dtype=object).reshape(dims.dp_replicate, dims.dp_shard // spread, spread, dims.cp, dims.tp),
+        AXES,
+    )
 
 
 def stored_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Return how an array of parameters is divided.
 
-    Matrices are divided over ``tp`` as their product is (Shoeybi et al., 2019), and over ``dp`` along the other dimension. An axis that
-    does not divide its dimension is left out.
+    Matrices are divided over ``tp`` as their product is (Shoeybi et al., 2019), and in shards along the other dimension. Axes that do not
+    divide their dimension are left out.
     """
-    spec: list[str | None] = [None] * len(shape)
+    spec: list[str | tuple[str, ...] | None] = [None] * len(shape)
     if name in (EMBEDDING, HEAD) or name.endswith(_BY_ROWS):
-        spec[-2:] = "tp", "dp"
+        spec[-2:] = "tp", SHARDS
     elif name.endswith(_BY_COLUMNS):
-        spec[-2:] = "dp", "tp"
+        spec[-2:] = SHARDS, "tp"
     elif name.endswith(EXPERTS):
-        spec[-3:] = "tp", None, "dp"
+        spec[-3:] = expert_axes(mesh, shape[-3]), None, ("dp", "cp")
     elif name == VALUE_HEAD:
-        spec[-1] = "dp"
+        spec[-1] = SHARDS
     return PartitionSpec(
-        *(axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(spec, shape, strict=True))
+        *(axes if axes and size % ways(mesh, axes) == 0 else None for axes, size in zip(spec, shape, strict=True))
     )
 
 
+def ways(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    """Return into how many parts a dimension over these axes is divided."""
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+
+
+def expert_axes(mesh: Mesh, n_experts: int) -> tuple[str, ...]:
+    """Return the axes over which experts are spread: ``tp`` among them, if it divides them."""
+    return ("ep", "tp") if n_experts % ways(mesh, ("ep", "tp")) == 0 else ("ep",)
+
+
+def check_experts_of(dims: ParallelDims, n_experts: int | None) -> None:
+    """Raise if experts cannot be spread as a layout says.
+
+    Args:
+        n_experts: experts of a layer; ``None`` for a dense model.
+
+    Raises:
+        ValueError: names the layout and the way out.
+    """
+    if dims.expert_tp != dims.tp and (dims.expert_tp > 1 or dims.ep % dims.tp):
+        raise ValueError(
+            f"backend = '{dims}': the JAX engine has whole experts on the ffn side, over a multiple of the tensor-parallel ranks: "
+            "write t1 there, and an e that t divides"
+        )
+    if dims.ep == 1:
+        return
+    if n_experts is None:
+        raise ValueError(f"backend = '{dims}': the model has no experts; use d for e")
+    if n_experts % dims.ep:
+        raise ValueError(
+            f"backend = '{dims}': {n_experts} experts cannot be spread over {dims.ep} ranks; choose an e that divides"
+        )
+
+
 def gathered_spec(spec: PartitionSpec) -> PartitionSpec:
-    """Return the placement of the array in a product: gathered over ``dp``."""
-    return PartitionSpec(*(None if axis == "dp" else axis for axis in spec))
+    """Return the placement of the array in a product: its shards gathered."""
+    return PartitionSpec(*(None if axes == SHARDS else axes for axes in spec))
 
 
 def row_spec(spec: PartitionSpec) -> PartitionSpec:
@@ -73,6 +121,16 @@ def local_boxes(array: Array) -> list[tuple[Box, Any]]:
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]
+
+
+def host_view(array: Array) -> torch.Tensor:
+    """Return an array of this process in host memory: on a CPU its own memory, which must not be written to."""
+    if next(iter(array.devices())).platform == "cpu":
+        return torch.from_dlpack(array)
+    values = np.array(array)
+    if values.dtype == jax.numpy.bfloat16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 def to_torch(array: Array) -> torch.Tensor:

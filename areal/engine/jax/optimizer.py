@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
 from areal.api.config import OptimizerConfig
-from areal.engine.jax.spec import ModelSpec, Params
-from areal.engine.jax.state import ModelState
+from areal.engine.jax.model.spec import ModelSpec, Params
+from areal.engine.jax.state import ModelState, consuming
 
 
 class OptaxOptimizer:
@@ -25,7 +27,7 @@ class OptaxOptimizer:
     Attributes:
         param_groups: the settings of the next step, as in torch; one group.
         moments: arrays of the optimizer by kind, each by name of the parameter. Empty before the first step.
-        count: steps so far.
+        counts: steps of each parameter so far.
     """
 
     def __init__(self, model: ModelState, config: OptimizerConfig) -> None:
@@ -37,23 +39,31 @@ class OptaxOptimizer:
             settings["momentum"] = config.momentum
         self.param_groups = [settings]
         self.moments: dict[str, dict[str, Array]] = {}
-        self.count = 0
+        self.counts = dict.fromkeys(model.arrays, 0)
 
     def step(self) -> None:
-        """Update the parameters. Their gradients, and the arrays before the step, are released."""
+        """Update the parameters. Their gradients, and the arrays before the step, are released.
+
+        Raises:
+            StateLostError: the step failed, and has destroyed the parameters.
+            RuntimeError: the step failed, and nothing was changed.
+        """
         model, group = self._model, self.param_groups[0]
-        grads, model.grads = model.require_grads(), None
-        with model.spec.numbers.enabled():
+        grads, params, moments = model.require_grads(), model.params, self.moments
+
+        def restore() -> None:
+            model.params, model.grads, self.moments = params, grads, moments
+
+        with model.spec.numbers.enabled(), consuming((params, moments), "weights and optimizer state", restore):
             numbers = {name: jnp.asarray(value, model.spec.numbers.master) for name, value in _scalars(group).items()}
-            params, moments = model.params, self.moments or self._zeros()
-            # Donated: an error in the step leaves neither parameters nor moments.
-            model.params, self.moments = {}, {}
-            model.params, self.moments = _update(
-                model.spec, self._type, params, grads, moments, jnp.asarray(self.count, jnp.int32), numbers
+            counts = {name: np.int32(count) for name, count in self.counts.items()}
+            before = moments or self._zeros()
+            # Donated: the results take the memory of parameters and moments, so that no other reference may exist.
+            model.params, model.grads, self.moments = {}, None, {}
+            model.params, self.moments = jax.block_until_ready(
+                _update(model.spec, self._type, params, grads, before, counts, numbers)
             )
-        # The program runs in the background: an error in it, and its time, belong to this step.
-        jax.block_until_ready(model.params)
-        self.count += 1
+        self.counts = {name: count + 1 for name, count in self.counts.items()}
 
     def set_moments(self, arrays: dict[str, Array]) -> None:
         """Replace all moments: arrays by kind and name, such as ``"exp_avg model.norm.weight"``; ``{}`` while they are in host memory."""
@@ -61,6 +71,16 @@ class OptaxOptimizer:
         for key, value in arrays.items():
             kind, _, name = key.partition(" ")
             self.moments.setdefault(kind, {})[name] = value
+
+    @property
+    def torch_name(self) -> str:
+        """Name of the class of torch with the same state."""
+        return "AdamW" if self._type == "adamw" else "SGD"
+
+    @property
+    def counted(self) -> bool:
+        """True if the formulas need the number of steps."""
+        return self._type == "adamw"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -86,14 +106,17 @@ def _update(
     params: Params,
     grads: Params,
     moments: dict[str, dict[str, Array]],
-    count: Array,
+    counts: Mapping[str, Any],
     numbers: dict[str, Array],
 ) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
     if kind == "adamw":
         rule = optax.scale_by_adam(numbers["beta1"], numbers["beta2"], numbers["eps"])
-        state = optax.ScaleByAdamState(count, moments["exp_avg"], moments["exp_avg_sq"])
-        updates, state = rule.update(grads, state, params)
-        new = {"exp_avg": state.mu, "exp_avg_sq": state.nu}
+        updates: dict[str, Array] = {}
+        new: dict[str, dict[str, Array]] = {"exp_avg": {}, "exp_avg_sq": {}}
+        for name, grad in grads.items():
+            state = optax.ScaleByAdamState(counts[name], moments["exp_avg"][name], moments["exp_avg_sq"][name])
+            updates[name], state = rule.update(grad, state)
+            new["exp_avg"][name], new["exp_avg_sq"][name] = state.mu, state.nu
         updates = {name: update + numbers["weight_decay"] * params[name] for name, update in updates.items()}
     else:
         updates = {name: grad + numbers["weight_decay"] * params[name] for name, grad in grads.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,9 +13,13 @@ import numpy as np
 import torch
 from jax import Array
 
-from areal.engine.jax.architecture import ParameterInfo
-from areal.engine.jax.spec import ModelSpec
+from areal.api.config import torch_dtype
+from areal.engine.jax.lora.factors import FactorStacks
+from areal.engine.jax.mesh import to_numpy
+from areal.engine.jax.model.architecture import ParameterInfo
+from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.optimizer import GradientState
+from areal.utils.distributed import StateLostError
 from areal.utils.dtensor import Box
 
 
@@ -28,6 +33,7 @@ class ModelState:
         params: the parameters.
         grads: sums of gradients; ``None`` without any.
         training: mode of the model, as of a torch module. The engine's families have no dropout.
+        factors: the factors of adapters, if there are adapters.
     """
 
     def __init__(self, spec: ModelSpec, arrays: Mapping[str, ParameterInfo]) -> None:
@@ -35,6 +41,7 @@ class ModelState:
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] | None = None
         self.training = True
+        self.factors: FactorStacks | None = None
 
     def train(self, mode: bool = True) -> None:
         """Set the mode."""
@@ -63,17 +70,38 @@ class ModelState:
         """Replace all gradients; ``{}`` for none."""
         self.grads = grads or None
 
-    def fill(self, name: str, read: Any) -> None:
-        """Replace one array of parameters by values that each rank reads for its shards.
+    def box(self, name: str) -> Box:
+        """Return the box of an array of parameters that this rank has."""
+        shape = self.arrays[name].shape
+        (index,) = self.spec.stored(name, shape).addressable_devices_indices_map(shape).values()
+        return _bounds(index or (), shape)
+
+    def host_buffer(self, name: str) -> torch.Tensor:
+        """Return zeros in host memory for this rank's box of an array of parameters."""
+        return torch.zeros([s.stop - s.start for s in self.box(name)], dtype=torch_dtype(self.spec.numbers.master))
+
+    def weights_in(self, name: str, values: torch.Tensor) -> list[tuple[str, Box, torch.Tensor]]:
+        """Return the weights of transformers in this rank's box of an array: for each its name, the box of it, and a view.
 
         Args:
-            read: function from a box of the array to its values, a numpy array.
+            name: name of the array.
+            values: values of this rank's box.
         """
-        shape = self.arrays[name].shape
+        info, box = self.arrays[name], self.box(name)
+        if not info.stacked:
+            return [(info.names[0], box, values)]
+        return [(weight, box[1:], row) for weight, row in zip(info.names[box[0]], values, strict=True)]
+
+    def assembled(self, name: str, values: torch.Tensor) -> Array:
+        """Return an array that is placed as parameters are, of the values of all ranks in their boxes.
+
+        Args:
+            name: name of the parameters.
+            values: values in this rank's box, in host memory. They must not be changed later.
+        """
+        shape, local = self.arrays[name].shape, to_numpy(values)
         with self.spec.numbers.enabled():
-            self.params[name] = jax.make_array_from_callback(
-                shape, self.spec.stored(name, shape), lambda index: read(_bounds(index or (), shape))
-            )
+            return jax.make_array_from_callback(shape, self.spec.stored(name, shape), lambda _: local)
 
     @property
     def n_parameters(self) -> int:
@@ -106,6 +134,30 @@ class ModelGradients:
         self._discard()
 
 
+@contextlib.contextmanager
+def consuming(given: Any, what: str, restore: Callable[[], None]) -> Iterator[None]:
+    """Context of a program that consumes arrays: its results take their memory.
+
+    Args:
+        given: the arrays, in any structure.
+        what: their name, for the error.
+        restore: called after an error that has left the arrays as they were.
+
+    Raises:
+        StateLostError: the program failed, and the arrays are lost.
+        RuntimeError: the program failed, and the arrays are unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if any(x.is_deleted() for x in jax.tree.leaves(given)):
+            raise StateLostError(f"the optimizer step failed, and the {what} are lost: {text}") from error
+        restore()
+        # Errors of JAX may be of type ValueError, which would mean an argument of the caller.
+        raise RuntimeError(f"the optimizer step failed, and left the {what} as they were: {text}") from error
+
+
 def norm_of_gradients(model: ModelState) -> torch.Tensor:
     """Return the L2 norm of all gradients, a float64 scalar that is equal on every rank."""
     with jax.enable_x64(True):
@@ -115,8 +167,8 @@ def norm_of_gradients(model: ModelState) -> torch.Tensor:
 def scale_grads(model: ModelState, factor: float) -> None:
     """Multiply all gradients by a factor."""
     grads, model.grads = model.require_grads(), None
-    with model.spec.numbers.enabled():
-        model.grads = _scaled(model.spec, grads, jnp.asarray(factor, model.spec.numbers.master))
+    with model.spec.numbers.enabled(), consuming(grads, "gradients", lambda: model.set_grads(grads)):
+        model.grads = jax.block_until_ready(_scaled(model.spec, grads, jnp.asarray(factor, model.spec.numbers.master)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -135,4 +187,5 @@ def _scaled(spec: ModelSpec, grads: dict[str, Array], factor: Array) -> dict[str
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """Return an index with explicit bounds."""
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import torch
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from torch import Tensor
@@ -21,8 +20,8 @@ from areal.engine.checkpoint.gather_slices import ComputedSlice
 from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined
-from areal.engine.jax.mesh import local_boxes, to_numpy, to_torch
-from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.mesh import host_view, local_boxes, to_torch
+from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.state import ModelState
 from areal.engine.model.random_init import draw
 from areal.utils.dtensor import Box, full_box
@@ -124,22 +123,40 @@ class JAXWeights:
         with self._files(folder) as files:
             self.fill(lambda name, box: self._read_box(files, name, box))
 
-    def fill(self, read: Any) -> None:
+    def fill(self, read: Callable[[str, Box], Tensor]) -> None:
         """Fill the arrays. Collective.
 
         Args:
-            read: function from the name of a weight and a box of it to its values, a tensor.
+            read: function from the name of a weight and a box of it to its values.
         """
-        dtype = torch_dtype(self._model.spec.numbers.master)
+        model = self._model
+        for array in model.arrays:
+            buffer = model.host_buffer(array)
+            for name, box, values in model.weights_in(array, buffer):
+                values.copy_(read(name, box))
+            model.params[array] = model.assembled(array, buffer)
 
-        def values(info_names: tuple[str, ...], stacked: bool, box: Box) -> np.ndarray:
-            if not stacked:
-                return to_numpy(read(info_names[0], box).to(dtype))
-            rows = [read(info_names[row], box[1:]).to(dtype) for row in range(box[0].start, box[0].stop)]
-            return to_numpy(torch.stack(rows))
+    def draw(self, seed: int) -> None:
+        """Fill the arrays with random weights of transformers. A value head is zero.
 
-        for array, info in self._model.arrays.items():
-            self._model.fill(array, functools.partial(values, info.names, info.stacked))
+        Weights are drawn in full, one layer at a time, and each rank keeps its shards.
+        """
+        model = self._model
+        buffers = {array: model.host_buffer(array) for array in model.arrays}
+        parts = {
+            name: (box, values)
+            for array, buffer in buffers.items()
+            for name, box, values in model.weights_in(array, buffer)
+        }
+
+        def keep(block: dict[str, Tensor]) -> None:
+            for name, full in block.items():
+                box, values = parts[name]
+                values.copy_(full[box])
+
+        draw(self._hf, seed, keep)
+        for array, buffer in buffers.items():
+            model.params[array] = model.assembled(array, buffer)
 
     def _read_box(self, files: HFWeights, name: str, box: Box) -> Tensor:
         """Read a box of a weight from the tensors on disk that it consists of."""
@@ -164,25 +181,8 @@ class JAXWeights:
         return HFWeights(folder, tied, value_head=VALUE_HEAD in self._shapes)
 
 
-def init_weights(weights: JAXWeights, hf: PreTrainedModel, seed: int) -> None:
-    """Fill the arrays with random weights of transformers, equal on every layout and engine. A value head is zero.
-
-    Raises:
-        ValueError: transformers does not initialize a parameter of this model.
-    """
-    drawn: dict[str, Tensor] = {}
-    draw(hf, seed, drawn.update)
-    width = hf.config.hidden_size
-
-    def read(name: str, box: Box) -> Tensor:
-        return torch.zeros(1, width)[box] if name == VALUE_HEAD else drawn[name][box]
-
-    weights.fill(read)
-
-
 def _cut(values: Any, row: int | None, inside: Box, on_disk: Box) -> Tensor:
-    local = torch.from_dlpack(values)
-    local = local if row is None else local[row]
+    local = host_view(values) if row is None else host_view(values)[row]
     return local[inside].reshape([len(range(s.start, s.stop, s.step or 1)) for s in on_disk])
 
 

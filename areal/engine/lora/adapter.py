@@ -103,6 +103,13 @@ class Adapter:
 
     # ---- values
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Counts of changes: the same tuple means the same values."""
+        # Fused optimizers do not count as changes of a tensor.
+        steps = 0 if self.optimizer is None else self.optimizer.steps
+        return (steps, *(parameter._version for parameter in self.parameters))
+
     def draw(self, seed: int) -> None:
         """Initialize as peft does: ``A`` uniform, ``B`` zero.
 

@@ -139,13 +139,15 @@ class AdapterSet:
         Args:
             runs: runs of rows with one adapter; ``None`` for the selected adapter.
         """
-        if not self._on:
-            return {}
-        if runs is None:
-            return self._adapters[self._selected].pairs
-        if len(runs.names) == 1:
-            return self[runs.names[0]].pairs
-        return mixed_pairs({name: self[name].pairs for name in runs.names}, runs)
+        pairs = {name: adapter.pairs for name, adapter in self.active(runs).items()}
+        if runs is not None and len(pairs) > 1:
+            return mixed_pairs(pairs, runs)
+        return next(iter(pairs.values()), {})
+
+    def active(self, runs: AdapterRuns | None) -> dict[str, Adapter]:
+        """Return the adapters of a forward by name; none inside :meth:`off`. Arguments as for :meth:`applied`."""
+        names = (self._selected,) if runs is None else runs.names
+        return {name: self[name] for name in names} if self._on else {}
 
     def head_update(self, layer: str, name: str | None = None) -> HeadUpdate | None:
         """Return the update of the output head ``layer`` by an adapter, by default the selected one; ``None`` without one."""

@@ -23,6 +23,7 @@ from areal.engine.checkpoint.async_save import SaveTask
 from areal.engine.checkpoint.checkpointer import EngineCheckpointer, RunInfo
 from areal.engine.checkpoint.dcp import METADATA, prepare_files, read_metadata, read_tensors
 from areal.engine.checkpoint.run_state import to_bytes
+from areal.engine.checkpoint.run_tensors import MODEL, OPTIM, check_weights, read_slices, weight_key
 from areal.engine.megatron import gradients as grad
 from areal.engine.megatron.dist_checkpoint import (
     FORMAT,
@@ -53,7 +54,8 @@ class MegatronCheckpointer(EngineCheckpointer):
 
     ``"dcp"`` checkpoints have Megatron-Core's ``torch_dist`` format, which
     ``megatron.core.dist_checkpointing.load`` can read. Any layout can load them. Engines with and without a
-    distributed optimizer, and of different dtypes, can load each other's.
+    distributed optimizer, and of different dtypes, can load each other's. Those of other engines are read in their form, see
+    :mod:`areal.engine.checkpoint.run_tensors`.
 
     Args:
         chunks: model chunks of this rank.
@@ -66,6 +68,7 @@ class MegatronCheckpointer(EngineCheckpointer):
     """
 
     engine: ClassVar[str] = "megatron"
+    reads: ClassVar[frozenset[str]] = frozenset({"megatron", "fsdp", "jax"})
     # With Transformer Engine or Apex, Megatron-Core takes their optimizers. They keep the same moments.
     same_state: ClassVar[Mapping[str, str]] = {"FusedAdam": "AdamW", "FusedSGD": "SGD"}
 
@@ -144,6 +147,8 @@ class MegatronCheckpointer(EngineCheckpointer):
     def _check_dcp(self, path: Path, about: Mapping[str, Any], *, with_optim: bool) -> Callable[[], None]:
         # Compare everything that will be read, before anything changes.
         metadata = read_metadata(path)
+        if about.get("engine", "fsdp") != self.engine:
+            return self._check_run_tensors(path, metadata, with_optim=with_optim)
         tensors = self._model_tensors()
         saved = _Saved(path, metadata, about["vocab_size"])
         saved.check_model(tensors, self._keys, self._vocab_size)
@@ -165,6 +170,34 @@ class MegatronCheckpointer(EngineCheckpointer):
                 self._weights.update_mains()
 
         return read
+
+    def _check_run_tensors(self, path: Path, metadata: Metadata, *, with_optim: bool) -> Callable[[], None]:
+        """Compare a checkpoint of another engine with the model. Returns the function that reads it."""
+        check_weights(path, metadata, {weight_key(name): shape for name, shape in self._weights.shapes.items()})
+
+        def read() -> None:
+            self._weights.fill(lambda slices: read_slices(path, metadata, f"{MODEL}{{}}", slices))
+            if with_optim and self._chained is not None:
+                self._read_run_moments(path, metadata, self._chained)
+
+        return read
+
+    @torch.no_grad()
+    def _read_run_moments(self, path: Path, metadata: Metadata, chained: ChainedOptimizer) -> None:
+        """Read moments of another engine. Those that the checkpoint does not have are zero."""
+        local_params = {local_param.parameter: local_param for local_param in self._weights.local_params}
+        optimizers = sub_optimizers(chained)
+        for optimizer in optimizers:
+            for state in optimizer_states(optimizer):
+                # Main parameters were read as weights.
+                for name in state.states.keys() - set(MAINS):
+                    moment = state.states[name]
+                    buffer = torch.zeros(moment.numel(), dtype=torch.promote_types(moment.dtype, torch.float32))
+                    slices = local_params[state.parameter].slices(buffer, state.start)
+                    read_slices(path, metadata, f"{OPTIM}{{}}.{name}", slices)
+                    moment.copy_(buffer.view(moment.shape))
+                write_back(optimizer, state)
+        set_step(optimizers, self._clipping.steps if self._clipping else 0)
 
     @torch.no_grad()
     def _read_optimizer(self, saved: _Saved, tensors: ModelTensors) -> None:

@@ -5,7 +5,7 @@ slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -33,8 +33,8 @@ from areal.utils.dtensor import Box
 BUCKET_BYTES = 256 * 2**20
 """Maximum size of the full tensors that are streamed at once, unless one tensor is larger."""
 
-Values = Callable[[str, Box], Tensor]
-"""Function that returns a box of a Hugging Face tensor, by name."""
+Fill = Callable[[Iterable[Slice]], None]
+"""Function that fills slices of Hugging Face tensors."""
 
 
 class MegatronWeights:
@@ -150,10 +150,25 @@ class MegatronWeights:
         self._finish_gather()
         self._read(folder)
 
+    def fill(self, fill: Fill) -> None:
+        """Fill this rank's parameters, and main parameters without rounding.
+
+        Args:
+            fill: function that fills slices, in host memory in float32 or wider.
+        """
+        self._finish_gather()
+        for local_param in self.local_params:
+            self._fill_parameter(local_param, fill)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the full model's tensors, by name."""
+        return {spec.name: tuple(spec.shape) for spec in self._specs}
+
     def _read(self, folder: Path) -> None:
         with self._files(folder) as files:
             for local_param in self.local_params:
-                self._fill_parameter(local_param, files.read)
+                self._fill_parameter(local_param, _filled_with(files.read))
 
     @torch.no_grad()
     def update_mains(self) -> None:
@@ -165,7 +180,7 @@ class MegatronWeights:
         def fill_block(block: dict[str, Tensor]) -> None:
             for local_param in self.local_params:
                 if local_param.names[0] in block:
-                    self._fill_parameter(local_param, lambda name, box: block[name][box])
+                    self._fill_parameter(local_param, _filled_with(lambda name, box: block[name][box]))
 
         draw_weights(self._hf, seed, dtype, fill_block)
         # transformers does not know the value head: it is zero.
@@ -177,13 +192,12 @@ class MegatronWeights:
                 self._mains[parameter][0].zero_()
 
     @torch.no_grad()
-    def _fill_parameter(self, local_param: LocalParameter, values: Values) -> None:
+    def _fill_parameter(self, local_param: LocalParameter, fill: Fill) -> None:
         parameter = local_param.parameter
         # Assemble the local tensor in float32 or wider, so that main parameters are not rounded. Padding stays
         # zero.
         local = torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for piece in local_param.slices(local.view(-1)):
-            piece.values.copy_(values(piece.name, piece.box))
+        fill(local_param.slices(local.view(-1)))
         parameter.copy_(local)
         if parameter in self._mains:
             # A distributed optimizer has a range of the flattened parameter.
@@ -277,6 +291,16 @@ class MegatronWeights:
             size += spec.nbytes
         if bucket:
             yield bucket
+
+
+def _filled_with(values: Callable[[str, Box], Tensor]) -> Fill:
+    """Return a function that fills slices with boxes of tensors by name."""
+
+    def fill(slices: Iterable[Slice]) -> None:
+        for piece in slices:
+            piece.values.copy_(values(piece.name, piece.box))
+
+    return fill
 
 
 def _main_parameters(optimizer: ChainedOptimizer | None) -> dict[nn.Parameter, tuple[Tensor, int]]:

@@ -157,7 +157,11 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
         Layout("jax:d1", refuses=_NOT_JAX),
         Layout("jax:d2", refuses=_NOT_JAX),
         Layout("jax:t2", refuses=_NOT_JAX),
+        Layout("jax:c2", refuses=_NOT_JAX),
         Layout("jax:d2t2", refuses=_NOT_JAX),
+        Layout("jax:r2c2", refuses=_NOT_JAX),
+        Layout("jax:e2", refuses=(*_DENSE, "deepseek_v3")),
+        Layout("jax:(attn:d1t2|ffn:d1e2)", refuses=(*_DENSE, "deepseek_v3")),
     ),
 }
 
@@ -186,6 +190,7 @@ OPTIONS: dict[str, dict[str, Mapping[str, Any]]] = {
     "jax": {
         "plain": {},
         "recompute": {"activation_checkpointing": "full"},
+        "lora": {"lora": LORA, "activation_checkpointing": "full"},
     },
 }
 

@@ -3,8 +3,8 @@
 1. Four ranks run three training steps on products of two kinds of parallelism in which each kind occurs. Further layouts of four ranks
    (:data:`FOUR_RANKS`) and other properties of a step (:data:`PRODUCTS`) are shown on two ranks.
 2. A further mode of a kind of parallelism (:data:`MODES`) runs the three steps, and cells of the grid unless it is a pipeline schedule.
-3. Of the grid, :data:`CELLS` cells for each layout, at most one of them in a lower precision: rounding differs by layout, errors show in
-   float64. Each value of each factor occurs in a cell.
+3. Of the grid, two cells for each layout (of some engines :data:`CELLS`), at most one of them in a lower precision: rounding differs
+   by layout, errors show in float64. Each value of each factor occurs in a cell.
 4. Of a test on ranks with several parametrizations, combinations in which each value occurs. The others are their product.
 5. Of any other test on ranks, :data:`CASES` cases.
 6. Never a test that a planted bug names: the run plants them all.
@@ -39,6 +39,7 @@ FOUR_RANKS = (
     *("fsdp:r2c2", "fsdp:r2e2"),  # replicas of what ``r2d2`` and the layouts of two ranks show
     *("fsdp:d2e2", "fsdp:c2e2", "fsdp:d2p2", "fsdp:c2p2", "fsdp:p2t2"),  # each kind meets others in what is left
     *("megatron:c2p2", "megatron:d2p2"),
+    *("jax:d2t2", "jax:r2c2"),
 )
 """Layouts of four ranks whose three training steps are thorough."""
 
@@ -51,8 +52,11 @@ SCHEDULES = ("fsdp:p2-GPipe", "fsdp:p2v2-Interleaved1F1B")
 MODES = (*SCHEDULES, "fsdp:p2v2-InterleavedZeroBubble", "c2-gather_kv", "t2-no_sp", "(attn:d1t2|ffn:d1e2)")
 """Modes that are thorough except in the three steps and the grid: beside each, another mode runs the same code of a test."""
 
-CELLS = 2
-"""Cells of the grid for each layout that are not thorough."""
+CELLS = {"jax": 1}
+"""Cells of the grid for each layout of an engine that are not thorough, where they are not two: JAX compiles for each of them."""
+
+COMPILED = ("jax:d2", "jax:c2", "jax:e2", "jax:(attn")
+"""Layouts of JAX whose three training steps are thorough: those of ``d1`` and ``t2`` compile the same functions."""
 
 CASES = 3
 """Cases of a test on ranks that are not thorough, unless each is about something else (:data:`EACH`)."""
@@ -121,7 +125,7 @@ def _is_further_layout(item: pytest.Item) -> bool:
     if size in marker.kwargs.get("thorough", ()):
         return True
     if STEPS in name:
-        return any(each in name for each in FOUR_RANKS)
+        return any(each in name for each in (*FOUR_RANKS, *COMPILED))
     modes = SCHEDULES if name.startswith(GRID) else MODES
     return any(each in name for each in modes) or (size == 4 and any(each in name for each in PRODUCTS))
 
@@ -132,9 +136,10 @@ def _unmark(item: pytest.Item) -> None:
 
 
 def _further_cells(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item]:
-    """Return the cells of the grid beyond :data:`CELLS` for each layout, and those in a lower precision beyond one."""
+    """Return the cells of the grid beyond two, or :data:`CELLS`, for each layout, and those in a lower precision beyond one."""
     cells = [item for item in items if short_id(item).startswith(GRID) and not item.get_closest_marker("thorough")]
-    cells.sort(key=lambda item: id(item) not in named)  # what a planted bug names counts first
+    # What a planted bug names counts first. A cell with adapters trains no weight of the model.
+    cells.sort(key=lambda item: (id(item) not in named, item.callspec.params["cell"].options == "lora"))  # type: ignore[attr-defined]
     chosen: defaultdict[str, list[bool]] = defaultdict(list)
     seen: set[tuple[str, str]] = set()
     further = []
@@ -142,7 +147,7 @@ def _further_cells(items: Iterable[pytest.Item], named: set[int]) -> list[pytest
         cell = item.callspec.params["cell"]  # type: ignore[attr-defined]
         values, rounded = {(name, str(value)) for name, value in vars(cell).items()}, cell.dtype != "float64"
         others = chosen[cell.layout.name]
-        if values <= seen and (len(others) >= CELLS or (rounded and any(others))):
+        if values <= seen and (len(others) >= CELLS.get(cell.layout.engine, 2) or (rounded and any(others))):
             further.append(item)
             continue
         others.append(rounded)

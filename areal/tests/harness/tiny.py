@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from areal.api import (
     TrainEngine,
     TrainEngineConfig,
 )
+from areal.engine.checkpoint.checkpointer import EngineCheckpointer
 from areal.engine.registry import create_engine
 from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.models import VOCAB, model_dir, tiny_model
@@ -42,6 +44,9 @@ LAYOUTS = {
 
 THOROUGH = ("fsdp:c2", "fsdp:p2")
 """Layouts that only the thorough set runs, unless a test lists them in ``also``."""
+
+NEEDS_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="the extra jax is not installed")
+"""Mark of tests of the JAX engine."""
 
 OPTIMIZER = OptimizerConfig(lr=0.01, lr_scheduler="linear", gradient_clipping=0.5)
 
@@ -66,26 +71,48 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
         yield engine
 
 
+def jax_layout(backend: str, *marks: Any, thorough: bool = True) -> Any:
+    """Return the parameter of a test on a layout of the JAX engine. Compiling takes most of its time: few are not thorough."""
+    world = pytest.mark.world(ParallelDims.parse(backend).world_size, timeout=400)
+    return pytest.param(backend, id=backend, marks=[world, *marks, *([pytest.mark.thorough] if thorough else [])])
+
+
 def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:
     """Return the layouts of these world sizes (of one engine, without ``but``, and with ``also``), each marked with its size."""
     known = [backend for size in sizes for backend in LAYOUTS[size] if backend.startswith(engine)]
     chosen = [*(backend for backend in known if backend not in (*but, *also)), *also]
 
-    def marks(backend: str) -> list[Any]:
-        thorough = [pytest.mark.thorough] if backend in THOROUGH and backend not in also else []
-        return [pytest.mark.world(ParallelDims.parse(backend).world_size), *thorough]
+    thorough = [backend for backend in THOROUGH if backend not in also]
+    return [layout(backend, thorough=backend in thorough) for backend in chosen]
 
-    return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in chosen]
+
+def layout(backend: str, *values: Any, thorough: bool = False) -> Any:
+    """Return a layout, and further values, as a parameter: marked with its world size, and skipped without the packages of its engine."""
+    jax = backend.startswith("jax:")
+    # On a busy machine, compiling takes minutes.
+    marks = [pytest.mark.world(ParallelDims.parse(backend).world_size, **({"timeout": 240} if jax else {}))]
+    marks += [NEEDS_JAX] if jax else []
+    marks += [pytest.mark.thorough] if thorough else []
+    return pytest.param(backend, *values, id="-".join([backend, *map(str, values)]), marks=marks)
+
+
+def checkpointer_of(engine: TrainEngine, source: str, **options: Any) -> EngineCheckpointer:
+    """Return a checkpointer for an engine, with options that the engine does not expose."""
+    components = engine._components
+    kind: Any = type(components.checkpointer)
+    run = (engine, engine.control, source)
+    if kind.engine == "fsdp":
+        return kind(components.model, components.optimizer, *run, **options)
+    if kind.engine == "jax":
+        return kind(components.model, components.optimizer, components.weights, *run, **options)
+    own = components.checkpointer
+    parts = (own._chunks, own._chained, components.optimizer, components.weights, own._groups, components.vocab_size)
+    return kind(*parts, *run, **options)
 
 
 def jax_layouts(*backends: str, thorough: tuple[str, ...] = ()) -> list[Any]:
     """Return layouts of the JAX engine, each marked with its size."""
-
-    def marks(backend: str) -> list[Any]:
-        size = ParallelDims.parse(backend).world_size
-        return [pytest.mark.world(size, timeout=240), *([pytest.mark.thorough] if backend in thorough else [])]
-
-    return [pytest.param(backend, id=backend, marks=marks(backend)) for backend in (*backends, *thorough)]
+    return [layout(backend, thorough=backend in thorough) for backend in (*backends, *thorough)]
 
 
 @contextmanager

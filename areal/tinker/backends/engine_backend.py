@@ -1,4 +1,4 @@
-"""The training backend on an engine: one process, or ranks of FSDP or Megatron in Ray."""
+"""The training backend on an engine: one process, or ranks of an engine in Ray."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class EngineBackend:
         """Return the most tokens of a request that shares a call with those of other models."""
         if self._config.max_shared_tokens is not None:
             return self._config.max_shared_tokens
-        same = rounds_alike(self._base.name, dtype, self.group.dims.world_size, self.group.run(threads)[0])
+        same = rounds_alike(self._base.name, dtype, self.group.dims, self.group.run(threads)[0])
         return SHORT if same else 0
 
     # ---- capabilities

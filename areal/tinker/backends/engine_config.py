@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from areal.api import FSDPConfig, LoRAConfig, MegatronConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from areal.api.config import ActivationCheckpointing, DType
+from areal.api.config import ActivationCheckpointing, DType, JAXConfig
 from areal.api.config_sections import StrictConfig
 from areal.dispatch import Executor, InProcess
 
@@ -77,6 +77,7 @@ class EngineBackendConfig(StrictConfig):
     heartbeat_timeout: float = Field(default=20.0, ge=2, description="Seconds after which a stopped rank is lost.")
     fsdp: FSDPConfig = FSDPConfig()
     megatron: MegatronConfig = MegatronConfig()
+    jax: JAXConfig = JAXConfig()
     ray: RayConfig | None = Field(
         default=None,
         description="Processes in Ray; the default with several ranks. One rank runs in the server without it.",
@@ -126,6 +127,7 @@ class EngineBackendConfig(StrictConfig):
             lora=LoRAConfig(rank=1, alpha=self.alpha),
             fsdp=self.fsdp,
             megatron=self.megatron,
+            jax=self.jax,
         )
 
     def executor(self, ranks: int) -> Executor:

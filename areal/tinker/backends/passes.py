@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal.api import ParallelDims
 from areal.dispatch import WorkerGroup
 from areal.engine.model.hub import read_config
 from areal.tinker.backends.losses.by_model import LossByModel
@@ -23,6 +24,9 @@ FEWEST_TOKENS = 4
 
 SHORT = 200
 """Tokens of a request up to which a call of eight models was measured to be at least 1.5 times as fast as eight calls."""
+
+_RUNS = ("fsdp", "megatron")
+"""Engines that compute each adapter of a call as in a call with it alone."""
 
 _MULTIPLE = 32
 """Widths that are multiples of this have products whose rows do not depend on the number of rows."""
@@ -111,10 +115,11 @@ def run_passes(group: WorkerGroup, names: Sequence[str], passes: Sequence[Pass],
     return results
 
 
-def rounds_alike(model: str, dtype: str, ranks: int, threads: int) -> bool:
+def rounds_alike(model: str, dtype: str, dims: ParallelDims, threads: int) -> bool:
     """Return whether requests that share a call have the bits of separate calls, as far as that was measured.
 
-    That is so on one CPU process with one thread, in float32, for a model without experts whose widths are multiples of 32.
+    That is so on one CPU process with one thread, in float32, for a model without experts whose widths are multiples of 32. On JAX, several
+    adapters are another program than one.
     """
     config = read_config(model).get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
@@ -124,5 +129,5 @@ def rounds_alike(model: str, dtype: str, ranks: int, threads: int) -> bool:
         getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
     experts = any("expert" in name and value for name, value in config.to_dict().items())
-    plain = ranks == threads == 1 and dtype == "float32" and not torch.cuda.is_available()
-    return plain and not experts and all(width % _MULTIPLE == 0 for width in widths)
+    plain = dims.world_size == threads == 1 and dtype == "float32" and not torch.cuda.is_available()
+    return plain and dims.backend in _RUNS and not experts and all(width % _MULTIPLE == 0 for width in widths)

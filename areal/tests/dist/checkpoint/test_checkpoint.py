@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, SaveLoadMeta, TrainEngine
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
-from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import (
     OPTIMIZER,
+    checkpointer_of,
     global_batch,
     gpt2_dir,
+    layout,
     layouts,
     local_batch,
     loss,
@@ -59,8 +60,18 @@ class Counter:
 # ---- the Hugging Face format
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, 4, but=("megatron:d1", "megatron:t2p2")))
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_tied"])
+HF_CASES = [
+    *(
+        layout(backend, family)
+        for family in ("qwen3", "qwen3_moe", "qwen3_tied")
+        for backend in ("fsdp:d1", "fsdp:d2", "fsdp:c2", "fsdp:p2", "megatron:p2", "fsdp:d2c2")
+    ),
+    layout("jax:d2", "qwen3"),
+    *(layout(*case, thorough=True) for case in (("jax:d1", "qwen3_tied"), ("jax:t2", "qwen3_tied"))),
+]
+
+
+@pytest.mark.parametrize(("backend", "family"), HF_CASES)
 def test_hf_checkpoint_loads_in_transformers(backend: str, family: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     with started(backend, path=model_dir(family), optimizer=SGD) as engine:
@@ -82,18 +93,18 @@ def test_hf_checkpoint_loads_in_transformers(backend: str, family: str, tmp_path
         assert same_bits(weights_of(engine), trained)
 
 
-@pytest.mark.world(1, 2)
+@pytest.mark.parametrize("backend", [layout(backend) for backend in ("fsdp:d1", "fsdp:d2", "jax:d2")])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_hf_checkpoint_in_several_files_with_tokenizer(world_size: int, asynchronous: bool, tmp_path: Path) -> None:
+def test_hf_checkpoint_in_several_files_with_tokenizer(backend: str, asynchronous: bool, tmp_path: Path) -> None:
     source, path = tmp_path / "source", tmp_path / "saved"
-    with started(f"fsdp:d{world_size}", value_head=True) as engine:
+    with started(backend, value_head=True) as engine:
         if world().rank == 0:
-            engine._components.model.full_model.hf.config.save_pretrained(source)
+            AutoConfig.from_pretrained(engine.config.path).save_pretrained(source)
             (source / "tokenizer_config.json").write_text("{}")
             (source / "chat_template.jinja").write_text("{{ messages }}")
             (source / "optimizer.pt").write_text("not part of a model")
         dist.barrier()
-        checkpointer = by_hand(engine, source=str(source), max_file_bytes=12_000)
+        checkpointer = checkpointer_of(engine, str(source), max_file_bytes=12_000)
         checkpointer.save(SaveLoadMeta(path, asynchronous=asynchronous))
         checkpointer.wait()
         expected = weights_of(engine)
@@ -206,11 +217,11 @@ def test_dcp_checkpoint_without_optimizer(tmp_path: Path) -> None:
 # ---- asynchronous saves
 
 
-@pytest.mark.world(1, 2)
+@pytest.mark.parametrize("backend", [layout(backend) for backend in ("fsdp:d1", "fsdp:d2", "jax:d1", "jax:d2")])
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_async_save_contains_state_at_the_call(weight_format: Any, world_size: int, tmp_path: Path) -> None:
+def test_async_save_contains_state_at_the_call(weight_format: Any, backend: str, tmp_path: Path) -> None:
     meta = SaveLoadMeta(tmp_path / "saved", weight_format=weight_format, asynchronous=True)
-    with started(f"fsdp:d{world_size}") as engine:
+    with started(backend) as engine:
         step(engine, 1)
         expected = weights_of(engine)
         engine.save(meta)
@@ -275,13 +286,6 @@ def unharmed(engine: TrainEngine) -> Iterator[None]:
     step(engine, 9)
 
 
-def by_hand(engine: TrainEngine, **options: Any) -> FSDPCheckpointer:
-    """Return a checkpointer for an engine, with options that the engine does not expose."""
-    components = engine._components
-    options = {"source": model_dir("qwen3"), **options}
-    return FSDPCheckpointer(components.model, components.optimizer, engine, engine.control, **options)
-
-
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 255
@@ -313,19 +317,19 @@ def test_damaged_file_raises_and_loads_nothing(weight_format: Any, damage: str, 
             engine.load(meta)
 
 
-@pytest.mark.world(2)
+@pytest.mark.parametrize("backend", [layout("fsdp:d2"), layout("jax:d2")])
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])
-def test_checkpoint_of_another_model_raises_and_loads_nothing(weight_format: Any, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_raises_and_loads_nothing(weight_format: Any, backend: str, tmp_path: Path) -> None:
     others = {
         "wider": ({"intermediate_size": 64}, r"layers\.0\.mlp\.\w+\.weight' has shape.*but the model needs"),
         "deeper": ({"num_hidden_layers": 3}, r"has '[\w.]*layers\.2\.[\w.]+'.*has not"),
         "shallower": ({"num_hidden_layers": 1}, r"no '[\w.]*layers\.1\.[\w.]+', which the model needs"),
     }
     for name, (changes, _) in others.items():
-        with started("fsdp:d2", path=model_dir("qwen3", **changes)) as engine:
+        with started(backend, path=model_dir("qwen3", **changes)) as engine:
             engine.save(SaveLoadMeta(tmp_path / name, weight_format=weight_format))
     other_format: Any = {"hf": "dcp", "dcp": "hf"}[weight_format]
-    with started("fsdp:d2") as engine:
+    with started(backend) as engine:
         for name, (_, message) in others.items():
             with unharmed(engine), pytest.raises(ValueError, match=message):
                 engine.load(SaveLoadMeta(tmp_path / name, weight_format=weight_format))
@@ -370,7 +374,7 @@ def test_write_error_on_one_rank_raises_on_all_ranks(
         engine.save(SaveLoadMeta(tmp_path / "saved", weight_format=weight_format))
         expected: dict[str, Tensor] = weights_of(engine)
         step(engine, 1)
-        failing = by_hand(engine, observe=full_disk)
+        failing = checkpointer_of(engine, model_dir("qwen3"), observe=full_disk)
         with (
             unharmed(engine),
             pytest.raises(RuntimeError, match=rf"rank {rank}: OSError.*No space left.*nothing was saved"),

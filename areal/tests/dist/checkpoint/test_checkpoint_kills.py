@@ -13,16 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal.api import SaveLoadMeta, TrainEngine
-from areal.engine.checkpoint.async_save import Observe
 from areal.engine.checkpoint.atomic_dir import discard, open_draft, verify
-from areal.engine.checkpoint.checkpointer import EngineCheckpointer
 from areal.engine.checkpoint.dcp import read_metadata, read_tensors
 from areal.engine.checkpoint.run_state import read_state
-from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.registry import engine_names
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, run_world
-from areal.tests.harness.tiny import started
+from areal.tests.harness.tiny import NEEDS_JAX, checkpointer_of, started
 from areal.tests.harness.world import world
 from areal.utils.distributed import RankLostError
 
@@ -40,17 +37,18 @@ KILLS = [
     for i, stage in enumerate(stages)
     for asynchronous in ((False, True) if stage in ("written", "all written") else (i % 2 == 1,))
 ]
+JAX_KILLS = [("jax:d2", "hf", False, "tensor 8"), ("jax:d2", "dcp", True, "written")]
 
 
-def watched(engine: TrainEngine, path: str, observe: Observe) -> EngineCheckpointer:
-    """Return a checkpointer for an engine that reports its stages and writes small files."""
-    components = engine._components
-    made: Any = components.checkpointer
-    options: dict[str, Any] = {"observe": observe, "max_file_bytes": 12_000}
-    if isinstance(made, FSDPCheckpointer):
-        return FSDPCheckpointer(components.model, components.optimizer, engine, engine.control, path, **options)
-    own = (made._chunks, made._chained, components.optimizer, components.weights, made._groups, components.vocab_size)
-    return type(made)(*own, engine, engine.control, path, **options)
+def fill(engine: TrainEngine, value: float) -> None:
+    """Set all weights of this rank to a value."""
+    model: Any = engine._components.model
+    if engine.dims.backend == "jax":
+        model.params = {name: x * 0 + value for name, x in model.params.items()}
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
 
 
 def save_and_be_killed(
@@ -68,11 +66,9 @@ def save_and_be_killed(
     armed: list[bool] = []
     path = model_dir("qwen3")
     with started(backend, path=path) as engine:
-        checkpointer = watched(engine, path, die)
+        checkpointer = checkpointer_of(engine, path, observe=die, max_file_bytes=12_000)
         for value in (1, 2):
-            with torch.no_grad():
-                for parameter in engine._components.model.parameters():
-                    parameter.fill_(value)
+            fill(engine, value)
             engine.set_version(value)
             if value == 2:
                 armed.append(True)
@@ -105,7 +101,10 @@ def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | 
 
 @needs_own_world
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "weight_format", "asynchronous", "stage"), KILLS)
+@pytest.mark.parametrize(
+    ("backend", "weight_format", "asynchronous", "stage"),
+    [*KILLS, *(pytest.param(*case, marks=[NEEDS_JAX, pytest.mark.thorough]) for case in JAX_KILLS)],
+)
 def test_killed_rank_leaves_a_complete_checkpoint(
     backend: str, weight_format: str, asynchronous: bool, stage: str, tmp_path: Path
 ) -> None:
@@ -138,10 +137,7 @@ def save_with_four(folder: str, stage: str) -> None:
 
     path = model_dir("qwen3")
     with started("fsdp:d4", path=path) as engine:
-        components = engine._components
-        checkpointer = FSDPCheckpointer(
-            components.model, components.optimizer, engine, engine.control, path, observe=die
-        )
+        checkpointer = checkpointer_of(engine, path, observe=die)
         start = time.monotonic()
         try:
             checkpointer.save(SaveLoadMeta(Path(folder) / "saved"))

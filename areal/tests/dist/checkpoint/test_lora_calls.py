@@ -16,7 +16,16 @@ from areal.tests.dist.checkpoint.test_lora_mixed import ADAPTERS, named, without
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir
-from areal.tests.harness.tiny import config, global_batch, gradients_of, local_batch, loss, same_bits, started
+from areal.tests.harness.tiny import (
+    config,
+    global_batch,
+    gradients_of,
+    jax_layout,
+    local_batch,
+    loss,
+    same_bits,
+    started,
+)
 
 Sample = dict[str, Tensor]
 
@@ -117,8 +126,9 @@ def test_compiled_layers_have_several_adapters() -> None:
 
 
 @pytest.mark.world(1)
-def test_group_takes_the_key() -> None:
-    group = WorkerGroup(config("fsdp:d1", lora=LORA))
+@pytest.mark.parametrize("backend", ["fsdp:d1", jax_layout("jax:d1")])
+def test_group_takes_the_key(backend: str) -> None:
+    group = WorkerGroup(config(backend, lora=LORA))
     group.initialize(FinetuneSpec(total_train_steps=10))
     with group:
         group.adapters.add("second", LoRAConfig(rank=2), seed=4)
@@ -158,6 +168,10 @@ def infinite(out: TokenOutputs, batch: Batch) -> Tensor:
         *(
             pytest.param(backend, wrong, marks=[pytest.mark.world(2), pytest.mark.thorough])
             for backend in ("fsdp:p2", "megatron:p2", "megatron:t2")
+            for wrong in (raising, infinite)
+        ),
+        *(
+            pytest.param("jax:d2", wrong, marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough])
             for wrong in (raising, infinite)
         ),
     ],

@@ -18,7 +18,7 @@ from areal.engine.lora.plan import layer_kind
 from areal.engine.model.tiny_config import shrink
 from areal.tests.dist.checkpoint.test_lora import logprobs, mine_of, of, scores, train
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import family_dir, started
+from areal.tests.harness.tiny import family_dir, jax_layout, started
 from areal.utils.seeding import mixed
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -27,11 +27,21 @@ LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 EVERYTHING = ("attention", "mlp", "head")
 
 
+def cases(*rows: tuple[str, Any, set[str]]) -> list[Any]:
+    """Return the rows on each engine that has the family."""
+    engines = [(backend, []) for backend in ("fsdp:d1", "megatron:d1")]
+    all_engines = [*engines, ("jax:d1", [pytest.mark.thorough])]
+    return [
+        pytest.param(backend, *row, marks=marks)
+        for row in rows
+        for backend, marks in (all_engines if row[0].startswith("qwen3") else engines)
+    ]
+
+
 @pytest.mark.world(1)
-@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
 @pytest.mark.parametrize(
-    ("family", "kinds", "expected"),
-    [
+    ("backend", "family", "kinds", "expected"),
+    cases(
         ("qwen3", ("attention",), ATTENTION),
         ("qwen3", ("mlp",), MLP),
         ("qwen3", ("head",), {"lm_head"}),
@@ -40,7 +50,7 @@ EVERYTHING = ("attention", "mlp", "head")
         ("qwen3", None, ATTENTION | MLP),
         ("qwen3_moe", ("attention", "head"), ATTENTION | {"lm_head"}),
         ("deepseek_v3", ("attention",), LATENT),
-    ],
+    ),
 )
 def test_kinds_select_layers(backend: str, family: str, kinds: Any, expected: set[str]) -> None:
     with started(backend, path=family_dir(family), lora=LoRAConfig(rank=2, layer_kinds=kinds)) as engine:
@@ -109,11 +119,14 @@ def test_layer_kind(name: str, kind: str) -> None:
 
 SEED, RANK = 20261123, 5
 LAYOUTS = [
-    pytest.param(backend, id=backend, marks=pytest.mark.world(ParallelDims.parse(backend).world_size))
-    for backend in (
-        *("fsdp:d1", "fsdp:d2", "fsdp:t2", "fsdp:p2", "fsdp:c2"),
-        *("megatron:d1", "megatron:d2", "megatron:t2", "megatron:p2", "megatron:c2"),
-    )
+    *(
+        pytest.param(backend, id=backend, marks=pytest.mark.world(ParallelDims.parse(backend).world_size))
+        for backend in (
+            *("fsdp:d1", "fsdp:d2", "fsdp:t2", "fsdp:p2", "fsdp:c2"),
+            *("megatron:d1", "megatron:d2", "megatron:t2", "megatron:p2", "megatron:c2"),
+        )
+    ),
+    *(jax_layout(backend, thorough=False) for backend in ("jax:d1", "jax:d2", "jax:t2")),
 ]
 
 

@@ -60,7 +60,9 @@ def cell_of(backend: str, family: str, how: str = "", schedule: str = "", **fiel
 
 
 def param(backend: str, *, thorough: bool = True, family: str = "qwen3_tied", **fields: Any) -> Any:
-    marks = [pytest.mark.world(ParallelDims.parse(backend).world_size)]
+    jax = backend.startswith("jax")
+    # Compiling takes a minute on a busy machine.
+    marks = [pytest.mark.world(ParallelDims.parse(backend).world_size, **({"timeout": 400} if jax else {}))]
     marks += [pytest.mark.thorough] if thorough else []
     name = "-".join([backend, *([] if family == "qwen3_tied" else [family]), *map(str, fields.values())])
     return pytest.param(backend, family, fields, id=name, marks=marks)
@@ -114,6 +116,12 @@ def expected_of(run: CellEngine, name: str, seeds: tuple[int, ...]) -> tuple[lis
         param("fsdp:c2t2", how="gather_kv"),
         param("megatron:t2p2"),
         param("megatron:c2t2"),
+        param("jax:d2", thorough=False, cut="whole"),
+        param("jax:d2", empty_rank="last"),
+        param("jax:d1", family="qwen3", case_name="family", cut="shared40"),
+        param("jax:t2", cut="whole"),
+        param("jax:d2t2"),
+        param("jax:c2", family="qwen3_moe"),
     ],
 )
 def test_each_adapter_has_the_gradient_of_its_samples(backend: str, family: str, fields: dict[str, Any]) -> None:

@@ -16,7 +16,17 @@ from transformers import AutoModelForCausalLM
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.placement import Kind, Need, Part, SharedDevices, Use, shared_devices
-from areal.tests.harness.tiny import config, family_dir, global_batch, loss, same_bits, started, weights_of
+from areal.tests.harness.tiny import (
+    config,
+    family_dir,
+    global_batch,
+    layout,
+    layouts,
+    loss,
+    same_bits,
+    started,
+    weights_of,
+)
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.protocol import Sampling
 
@@ -75,8 +85,7 @@ def value_loss(out: Any, batch: Any) -> torch.Tensor:
     return (out.values.square() * batch["loss_mask"]).sum()
 
 
-@pytest.mark.world(1)
-@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
+@pytest.mark.parametrize("backend", [*layouts(1), layout("jax:d1", thorough=True)])
 @pytest.mark.parametrize(
     "announced", [pytest.param(False, id="unannounced", marks=pytest.mark.thorough), pytest.param(True, id="announced")]
 )

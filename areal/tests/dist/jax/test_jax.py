@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal.api import Batch, FinetuneSpec, LoRAConfig, TokenOutputs
+from areal.api import Batch, FinetuneSpec, TokenOutputs
 from areal.engine.registry import create_engine
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_step, assert_tensors
@@ -96,14 +96,13 @@ def test_losses_use_outputs_as_tensors_of_torch() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "letter": ({"backend": "jax:c2"}, "jax"),
+    "letter": ({"backend": "jax:p2"}, r"the jax engine has no p \(pipeline parallel\)"),
     "family": ({"family": "gemma3_text"}, r"model_type = 'gemma3_text' .* choose 'fsdp'"),
     "dropout": ({"family": "llama", "attention_dropout": 0.1}, r"attention_dropout = 0.1 .* set it to 0"),
     "activation": ({"family": "llama", "hidden_act": "gelu"}, r"hidden_act = 'gelu'"),
     "selective": ({"activation_checkpointing": "selective"}, "the JAX engine has 'none' and 'full'"),
     "sync": ({"grad_sync": "micro_batch"}, r"grad_sync = 'micro_batch' .* does not support"),
     "files": ({"offload_dir": "/tmp"}, r"offload_dir = '/tmp' .* does not support"),
-    "adapters": ({"lora": LoRAConfig(rank=2)}, r"lora = .* does not support"),
 }
 
 

@@ -277,21 +277,6 @@ def test_checkpoint_loads_in_megatron_core(letters: str, family: str, tmp_path: 
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("letters", ["t2", "p2"])
-def test_megatron_loads_fsdp_checkpoint(letters: str, tmp_path: Path) -> None:
-    with started("fsdp:d2", path=model()) as engine:
-        step(engine, 1)
-        engine.save(SaveLoadMeta(tmp_path / "hf"))
-        engine.save(SaveLoadMeta(tmp_path / "dcp", DCP))
-        expected = weights_of(engine)
-    with started(f"megatron:{letters}", path=model()) as engine:
-        with unharmed(engine), pytest.raises(ValueError, match=r"by the engine 'fsdp'.*weight_format='hf'"):
-            engine.load(SaveLoadMeta(tmp_path / "dcp", DCP))
-        engine.load(SaveLoadMeta(tmp_path / "hf"))
-        assert same_bits(weights_of(engine), expected)
-
-
-@pytest.mark.world(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_megatron_checkpoint_without_optimizer(dtype: str, tmp_path: Path) -> None:
     light, full = SaveLoadMeta(tmp_path / "light", DCP, with_optim=False), SaveLoadMeta(tmp_path / "full", DCP)

@@ -26,6 +26,7 @@ from areal.tests.harness.tiny import (
     family_dir,
     global_batch,
     gradients_of,
+    layout,
     layouts,
     local_batch,
     loss,
@@ -38,6 +39,7 @@ from areal.utils.dtensor import local_part
 from areal.utils.functional.chunked_head import _Chunks
 
 LARGE_VOCAB = 4096
+JAX = ("jax:d1", "jax:d2")
 
 
 class Largest(TorchDispatchMode):
@@ -197,8 +199,24 @@ def optimizer_tensors_of(engine: TrainEngine) -> list[Tensor]:
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
+def jax_bytes_on_device(engine: TrainEngine) -> dict[str, int]:
+    """Return the bytes in the shards of a JAX engine."""
+    model: Any = engine._components.model
+    moments: Any = engine._components.optimizer.inner.moments
+    kinds = {
+        "params": list(model.params.values()),
+        "grads": list((model.grads or {}).values()),
+        "optimizer": [x for arrays in moments.values() for x in arrays.values()],
+    }
+    return {
+        kind: sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards) for kind, arrays in kinds.items()
+    }
+
+
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
     """Return the bytes in storages of weights, gradients and optimizer state."""
+    if engine.dims.backend == "jax":
+        return jax_bytes_on_device(engine)
     params = list(engine._components.model.parameters())
     # Megatron-Core's gradient buffers are main_grad.
     grads = [getattr(p, "main_grad", p.grad) for p in params]
@@ -212,7 +230,7 @@ def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
     return {kind: sum(storage.nbytes() for storage in unique.values()) for kind, unique in storages.items()}
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("backend", layouts(1, 2, also=JAX))
 @pytest.mark.parametrize("after", ["train", "eval", "forward"])
 def test_offload_frees_the_device_and_restores_bitwise(backend: str, after: str) -> None:
     with started(backend) as engine:
@@ -304,7 +322,7 @@ def test_offload_uses_kept_memory_waits_once_and_returns_memory_to_the_device(ba
         assert "offloaded_bytes" not in engine.forward_backward(batch, loss).metrics
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("backend", layouts(1, 2, also=JAX))
 def test_step_reports_onload(backend: str) -> None:
     with started(backend) as engine:
         batch = local_batch(engine, global_batch())
@@ -319,7 +337,7 @@ def test_step_reports_onload(backend: str) -> None:
         assert [params, params + rest] == here.tolist()
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("backend", layouts(1, 2, also=JAX))
 def test_every_verb_onloads_required_tensors(backend: str) -> None:
     with started(backend) as engine, started(backend) as untouched:
         batch = local_batch(engine, global_batch())
@@ -346,7 +364,7 @@ def test_every_verb_onloads_required_tensors(backend: str) -> None:
         assert same_bits(weights_of(engine), weights_of(untouched))
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2))
+@pytest.mark.parametrize("backend", layouts(1, 2, also=JAX))
 def test_each_kind_of_tensor_is_offloaded_separately(backend: str) -> None:
     with started(backend) as engine:
         batch = local_batch(engine, global_batch())
@@ -361,8 +379,7 @@ def test_each_kind_of_tensor_is_offloaded_separately(backend: str) -> None:
             assert bytes_on_device(engine) == before
 
 
-@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
-@pytest.mark.world(1)
+@pytest.mark.parametrize("backend", [*layouts(1), layout("jax:d1", thorough=True)])
 def test_offload_to_files_reduces_resident_memory(backend: str, tmp_path: Path) -> None:
     path = family_dir("qwen3", vocab_size=300_000)  # malloc does not return smaller blocks to the system
     with started(backend, path=path, offload_dir=str(tmp_path)) as engine:
@@ -384,10 +401,10 @@ def test_offload_to_files_reduces_resident_memory(backend: str, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.world(1)
-def test_missing_offload_folder_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [layout("fsdp:d1"), layout("jax:d1")])
+def test_missing_offload_folder_raises(backend: str, tmp_path: Path) -> None:
     refused = pytest.raises(ValueError, match=r"offload_dir = .*missing")
-    with create_engine(config("fsdp:d1", offload_dir=str(tmp_path / "missing"))) as engine, refused:
+    with create_engine(config(backend, offload_dir=str(tmp_path / "missing"))) as engine, refused:
         engine.initialize(FinetuneSpec(total_train_steps=1))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal.api import EngineMemory, KindMemory, LoRAConfig, OptimizerConfig, TrainEngine
-from areal.tests.dist.step.test_memory import bytes_on_device
-from areal.tests.harness.tiny import global_batch, layouts, local_batch, loss, started
+from areal.tests.dist.step.test_memory import JAX, bytes_on_device
+from areal.tests.harness.tiny import NEEDS_JAX, global_batch, layout, layouts, local_batch, loss, started
 from areal.utils import platform
 
 KINDS = ("params", "grads", "optimizer")
@@ -25,11 +25,18 @@ def reported(engine: TrainEngine, place: str) -> dict[str, int]:
     return {kind: getattr(getattr(memory, kind), place) for kind in KINDS}
 
 
+def n_parameters(engine: TrainEngine) -> int:
+    """Return the number of parameters of the full model."""
+    return sum(x.numel() for _, x in engine.named_tensors())
+
+
 def nothing() -> dict[str, int]:
     return dict.fromkeys(KINDS, 0)
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, also=("fsdp:t2", "megatron:d2", "megatron:t2")))
+@pytest.mark.parametrize(
+    "backend", [*layouts(1, 2, also=("fsdp:t2", "megatron:d2", "megatron:t2", *JAX)), layout("jax:t2", thorough=True)]
+)
 def test_report_equals_the_bytes_of_the_tensors(backend: str) -> None:
     with started(backend) as engine:
         batch = local_batch(engine, global_batch())
@@ -64,12 +71,12 @@ def test_report_equals_the_bytes_of_the_tensors(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", layouts(2, engine="fsdp", also=("fsdp:d2", "megatron:d2"), but=("fsdp:c2", "fsdp:p2"))
+    "backend", layouts(2, engine="fsdp", also=("fsdp:d2", "megatron:d2", "jax:d2"), but=("fsdp:c2", "fsdp:p2"))
 )
 def test_report_is_of_the_shard(backend: str) -> None:
     """A rank of two holds half of the optimizer state, and on FSDP half of the weights."""
     with started(backend) as engine:
-        n = sum(x.numel() for x in engine._components.model.parameters())
+        n = n_parameters(engine)
         (memory,) = engine.memory()
         replicated = backend.startswith("megatron")
         # Buffers of Megatron are padded.
@@ -109,15 +116,17 @@ def test_adapters_are_counted_and_stay_on_the_device(backend: str) -> None:
         ("fsdp:d1", {"optimizer": OptimizerConfig(type="sgd", momentum=0.9)}, 4, 0),
         ("fsdp:d1", {"optimizer": OptimizerConfig(type="sgd", momentum=0.0)}, 0, 0),
         ("megatron:d1", {"dtype": "bfloat16"}, 2 * 4, 4),
+        pytest.param("jax:d1", {"dtype": "bfloat16"}, 2 * 4, 0, marks=[NEEDS_JAX, pytest.mark.thorough]),
+        pytest.param("jax:d1", {"optimizer": OptimizerConfig(type="sgd", momentum=0.0)}, 0, 0, marks=NEEDS_JAX),
     ],
-    ids=["bfloat16-moments", "momentum", "plain-sgd", "main-parameters"],
+    ids=["bfloat16-moments", "momentum", "plain-sgd", "main-parameters", "jax-adamw", "jax-sgd"],
 )
 @pytest.mark.world(1)
 def test_optimizer_state_is_counted_for_every_optimizer(
     backend: str, options: dict[str, Any], moment: int, main: int
 ) -> None:
     with started(backend, **options) as engine:
-        n = sum(x.numel() for x in engine._components.model.parameters())
+        n = n_parameters(engine)
         (first,) = engine.memory()
         assert (first.optimizer.on_device, first.optimizer.missing) == (main * n, moment * n)
         engine.train_batch(local_batch(engine, global_batch()), loss)
@@ -127,8 +136,7 @@ def test_optimizer_state_is_counted_for_every_optimizer(
         assert engine.memory()[0].optimizer == KindMemory(offloaded=(moment + main) * n)
 
 
-@pytest.mark.parametrize("backend", ["fsdp:d1", "megatron:d1"])
-@pytest.mark.world(1)
+@pytest.mark.parametrize("backend", layouts(1, also=("jax:d1",)))
 def test_files_count_as_offloaded(backend: str, tmp_path: Path) -> None:
     with started(backend, offload_dir=str(tmp_path)) as engine:
         (before,) = engine.memory()
@@ -140,7 +148,7 @@ def test_files_count_as_offloaded(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", layouts(2, engine="fsdp", also=("fsdp:d2", "megatron:d2"), but=("fsdp:c2", "fsdp:p2"))
+    "backend", layouts(2, engine="fsdp", also=("fsdp:d2", "megatron:d2", "jax:d2"), but=("fsdp:c2", "fsdp:p2"))
 )
 def test_one_rank_alone_reads_its_memory_without_waiting_for_the_device(backend: str) -> None:
     with started(backend) as engine, mock.patch.object(platform, "synchronize", side_effect=AssertionError):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal.tests.mutants.planting import Function, mutant
@@ -201,3 +202,40 @@ def bins_of_an_adapter_are_merged(right: Function) -> Function:
     return lambda bins, sizes, budget, **options: right(
         [[b] for one in bins for b in one], [[n] for one in sizes for n in one], budget, **options
     )
+
+
+# ---- factors in JAX
+
+IN_JAX = EACH.format("jax:d2-whole")
+
+
+@mutant("areal.engine.jax.lora.low_rank:_of_slots", IN_JAX)
+def tokens_have_all_adapters(right: Function) -> Function:
+    """Each token has the contributions of all adapters of its micro-batch."""
+    return lambda low, slots, use: right(low, None, use)
+
+
+@mutant("areal.engine.jax.lora.factors:StackedFactors.gradients", IN_JAX)
+def gradients_without_the_scale(right: Function) -> Function:
+    """The gradient of an adapter's ``B`` is not multiplied by its scale."""
+
+    def wrong(self: Any, arrays: Any) -> Any:
+        self._places = [dataclasses.replace(place, scale=1.0) for place in self._places]
+        return right(self, arrays)
+
+    return wrong
+
+
+@mutant("areal.engine.jax.lora.factors:jax_adapter_layout", IN_JAX)
+def gradients_of_own_samples(right: Function) -> Function:
+    """Gradients are not summed over data-parallel ranks."""
+    return lambda *args: dataclasses.replace(right(*args), replicas=[])
+
+
+@mutant(
+    "areal.engine.lora.adapter:Adapter.draw",
+    KINDS + "test_initial_factors_are_those_of_rank_and_seed_on_every_layout[jax:t2]",
+)
+def factors_drawn_for_the_rank(right: Function) -> Function:
+    """Every rank draws other factors."""
+    return lambda self, seed: right(self, seed + dist.get_rank())

@@ -1,4 +1,5 @@
-"""Recipes of the published cookbook, unmodified and offline, against ``areal serve``: each runs, stops, resumes and goes on.
+"""Recipes of the published cookbook, unmodified and offline, and those of ``examples/tinker``, against ``areal serve``: each runs,
+stops, resumes and goes on.
 
 ``make test-cookbook`` makes their environment and the model, and runs these tests.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from areal.tests.tinker.sdk.server import KEY, ROOT, ServerProcess
 
 PYTHON = ROOT / ".venv-tinker-cookbook" / "bin" / "python"
 MODEL = ROOT / "runs" / "SmolLM2-135M-Instruct"
+EXAMPLES = ROOT / "examples" / "tinker"
 
 pytestmark = [
     pytest.mark.thorough,
@@ -35,9 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     assert process.stop() == 0, process.text
 
 
-def run(server: ServerProcess, log: Path, *command: str, **options: Any) -> list[dict[str, float]]:
-    """Run a recipe as a command, and return its metrics by step, those of earlier runs in the same folder included."""
-    given = {"model_name": str(MODEL), "renderer_name": "role_colon", "log_path": str(log), "eval_every": 0, **options}
+def output_of(server: ServerProcess, *command: str) -> str:
+    """Run a command in the environment of the recipes, and return what it prints."""
     environment = {
         **os.environ,
         "TINKER_BASE_URL": server.url,
@@ -46,7 +48,7 @@ def run(server: ServerProcess, log: Path, *command: str, **options: Any) -> list
         "PYTHONPATH": "",
     }
     done = subprocess.run(
-        [str(PYTHON), "-W", "ignore", *command, *(f"{name}={value}" for name, value in given.items())],
+        [str(PYTHON), "-W", "ignore", *command],
         capture_output=True,
         text=True,
         timeout=1500,
@@ -55,6 +57,13 @@ def run(server: ServerProcess, log: Path, *command: str, **options: Any) -> list
     )
     print(done.stdout[-1500:])
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}\n{server.text[-4000:]}"
+    return done.stdout
+
+
+def run(server: ServerProcess, log: Path, *command: str, **options: Any) -> list[dict[str, float]]:
+    """Run a recipe of the cookbook, and return its metrics by step, those of earlier runs in the same folder included."""
+    given = {"model_name": str(MODEL), "renderer_name": "role_colon", "log_path": str(log), "eval_every": 0, **options}
+    output_of(server, *command, *(f"{name}={value}" for name, value in given.items()))
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -121,3 +130,26 @@ def test_guess_number_runs_several_turns_and_resumes(server: ServerProcess, tmp_
     rows = run(server, tmp_path / "log", *recipe, **options, max_steps=2, behavior_if_log_dir_exists="resume")
     assert [row["step"] for row in rows] == [0, 1]
     assert min(column(rows, "env/all/total_episodes")) == 4
+
+
+@pytest.fixture(scope="module")
+def supervised(server: ServerProcess) -> str:
+    """Output of the supervised example."""
+    return output_of(server, str(EXAMPLES / "tinker_sft.py"), "--min-rise", "0.2")
+
+
+def saved_paths(text: str) -> list[str]:
+    return re.findall(r"^saved (\S+)", text, re.MULTILINE)
+
+
+def test_supervised_example_learns_and_resumes_exactly(server: ServerProcess, supervised: str) -> None:
+    resumed = output_of(
+        server, str(EXAMPLES / "tinker_sft.py"), "--resume", saved_paths(supervised)[0], "--eval-size", "4"
+    )
+    steps = [re.findall(r"^step .*", text, re.MULTILINE) for text in (supervised, resumed)]
+    assert len(steps[1]) == 6
+    assert steps[1] == steps[0][6:]
+
+
+def test_rl_example_learns(server: ServerProcess, supervised: str) -> None:
+    output_of(server, str(EXAMPLES / "tinker_rl.py"), "--from-state", saved_paths(supervised)[-1], "--min-rise", "0.02")

@@ -13,8 +13,8 @@ import torch
 from jax import Array
 
 from areal.api import MicroBatchSpec
-from areal.engine.jax.attention import Visibility, attention
 from areal.engine.jax.inputs import bucket, walk
+from areal.engine.jax.model.attention import BLOCK, Visibility, attention
 from areal.utils.data import plan_batch
 
 
@@ -44,7 +44,7 @@ def test_blocks_equal_attention_with_a_mask(shared: bool, window: int) -> None:
     plan = plan_batch(families(), MicroBatchSpec(share_prefixes=shared))
     (tree,) = plan.trees if shared else (None,)
     lengths = [len(families()[i]["input_ids"]) for i in plan.bins[0]]
-    made = walk(lengths, tree, bucket(sum(lengths) if tree is None else len(tree)))
+    made = walk(lengths, tree, bucket(sum(lengths) if tree is None else len(tree)), BLOCK)
     tokens = len(made["leave"])
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), 4)
@@ -56,7 +56,7 @@ def test_blocks_equal_attention_with_a_mask(shared: bool, window: int) -> None:
         def total(run: object) -> object:
             return jax.jit(jax.value_and_grad(lambda q, k, v: (run(q, k, v) * weight).sum(), (0, 1, 2)))(q, k, v)
 
-        actual = total(lambda q, k, v: attention(q, k, v, visibility, jnp.int32(window)))
+        actual = total(lambda q, k, v: attention(q, k, v, visibility, jnp.int32(window), jnp.int32(0)))
         expected = total(lambda q, k, v: dense(q, k, v, made, window))
         errors = jax.tree.map(lambda a, b: float(abs(a - b).max() / abs(b).max()), actual, expected)
     assert max(jax.tree.leaves(errors)) < 1e-13, errors

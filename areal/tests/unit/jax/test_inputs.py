@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.api import MicroBatchSpec
-from areal.engine.jax.attention import BLOCK
 from areal.engine.jax.inputs import bucket, row_bucket, walk
+from areal.engine.jax.model.attention import BLOCK
 from areal.utils.data import plan_batch
 
 SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -36,7 +36,7 @@ def test_tokens_of_a_tree_see_their_prefixes_only(samples: list[list[int]]) -> N
     prefixes = [tuple(ids[: n + 1]) for ids in ordered for n in range(len(ids))]
     stream = [prefixes[i] for i in tree.tokens]
     length = bucket(len(tree))
-    made = walk([len(ids) for ids in ordered], tree, length)
+    made = walk([len(ids) for ids in ordered], tree, length, min(length, BLOCK))
     expected = np.eye(length, dtype=bool)
     for q, prefix in enumerate(stream):
         expected[q, : len(stream)] = [prefix[: len(other)] == other for other in stream]
@@ -48,7 +48,7 @@ def test_tokens_of_a_tree_see_their_prefixes_only(samples: list[list[int]]) -> N
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 200))
 def test_blocks_of_keys_contain_every_visible_token(lengths: list[int], padding: int) -> None:
     length = bucket(sum(lengths) + padding)
-    made = walk(lengths, None, length)
+    made = walk(lengths, None, length, min(length, BLOCK))
     sees, block = visible(made, length), min(length, BLOCK)
     starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
     total = sum(lengths)

@@ -94,6 +94,7 @@ def test_optional_dependencies_are_imported_only_in_their_folder() -> None:
         "flash_attn": "engine/attention/kernels.py",
         "peft": "engine/lora",
         "jax": "engine/jax",
+        "jaxlib": "engine/jax",
         "optax": "engine/jax",
         "ray": "dispatch/ray",
         "jaxlib": "engine/jax",

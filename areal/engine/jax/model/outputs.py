@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,17 @@ from jax import Array, lax
 
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
-from areal.engine.jax.architecture import NORM
-from areal.engine.jax.model import Stream, decode, norm
-from areal.engine.jax.products import linear
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.lora.low_rank import add_adapters
+from areal.engine.jax.model.architecture import HEAD, NORM
+from areal.engine.jax.model.decoder import Stream, decode, norm
+from areal.engine.jax.model.products import linear
+from areal.engine.jax.model.spec import ModelSpec, Params
 
 _CHUNK = 512
 """Most rows whose logits exist at a time, where they are not kept for the backward."""
+
+
+_HEAD = HEAD.removesuffix(".weight")
 
 
 class Rows(NamedTuple):
@@ -50,8 +54,9 @@ Outputs = dict[str, Array]
 def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
     """Run the model. Returns the outputs by name, each ``[D, R, ...]``; of top-k, ``topk`` are log-probs and ``topk_ids`` tokens."""
     hidden = decode(spec, params, stream)
-    hidden = spec.spread(jnp.take_along_axis(hidden, rows.places[..., None], 1))
+    hidden = spec.spread(jnp.take_along_axis(hidden, rows.places[..., None], 1), "cp")
     hidden = norm(spec, hidden, NORM, params[NORM])
+    slots = None if stream.slots is None else jnp.take_along_axis(stream.slots, rows.places, 1)
     out: Outputs = {}
     if "hidden" in wanted.names:
         out["hidden"] = hidden
@@ -59,34 +64,39 @@ def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Str
         weight = params[VALUE_HEAD]
         out["values"] = linear(hidden, weight, spec.use(VALUE_HEAD, weight.shape))[..., 0].astype(spec.numbers.stats)
     if "logits" in wanted.names:
-        out["logits"] = _logits(spec, params, hidden, rows.temperature)
+        out["logits"] = _logits(spec, params, hidden, rows.temperature, slots)
     if wanted.topk or wanted.names & {"logprobs", "entropy"}:
-        out |= _of_head(spec, wanted, params, hidden, rows)
+        out |= _of_head(spec, wanted, params, hidden, rows, slots)
     return {name: spec.spread(value) for name, value in out.items()}
 
 
-def _logits(spec: ModelSpec, params: Params, hidden: Array, temperature: Array) -> Array:
+def _logits(spec: ModelSpec, params: Params, hidden: Array, temperature: Array, slots: Array | None) -> Array:
     """Return the logits after temperature, in the dtype of the outputs."""
     stats, weight = spec.numbers.stats, params[spec.arch.head]
-    use = spec.use(spec.arch.head, weight.shape, stats if spec.fp32_head else None)
-    return linear(hidden, weight, use).astype(stats) / temperature[..., None]
+    dtype = stats if spec.fp32_head else None
+    logits = linear(hidden, weight, spec.use(spec.arch.head, weight.shape, dtype))
+    # With tied embeddings, too, an adapter of the head is not one of the embedding.
+    logits = add_adapters(logits, hidden, params, _HEAD, slots, spec.use_of_factors(dtype))
+    return logits.astype(stats) / temperature[..., None]
 
 
-def _of_head(spec: ModelSpec, wanted: Wanted, params: Params, hidden: Array, rows: Rows) -> Outputs:
+def _of_head(
+    spec: ModelSpec, wanted: Wanted, params: Params, hidden: Array, rows: Rows, slots: Array | None
+) -> Outputs:
     """Compute the outputs that need the head, all rows at once if their logits may be kept, else in chunks."""
 
-    def of(chunk: tuple[Array, Array, Array]) -> Outputs:
-        states, targets, temperature = chunk
-        return _statistics(_logits(spec, params, states, temperature), targets, wanted)
+    def of(chunk: tuple[Array, Array, Array, Array | None]) -> Outputs:
+        states, targets, temperature, slots = chunk
+        return _statistics(_logits(spec, params, states, temperature, slots), targets, wanted)
 
     n_rows, vocab = hidden.shape[1], params[spec.arch.head].shape[0]
-    chunks = (hidden, rows.targets, rows.temperature)
+    chunks = (hidden, rows.targets, rows.temperature, slots)
     if n_rows * vocab * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes:
         return of(chunks)
     return _by_chunks(jax.checkpoint(of), chunks, math.gcd(n_rows, _CHUNK))
 
 
-def _by_chunks(of: Callable[[tuple[Array, ...]], Outputs], arrays: tuple[Array, ...], size: int) -> Outputs:
+def _by_chunks(of: Callable[[Any], Outputs], arrays: tuple[Array | None, ...], size: int) -> Outputs:
     """Apply a function to chunks of ``[D, R, ...]`` arrays, one after the other."""
 
     def split(x: Array) -> Array:

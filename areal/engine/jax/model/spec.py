@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from areal.engine.jax.architecture import LAYER, Architecture
-from areal.engine.jax.mesh import gathered_spec, row_spec, stored_spec
-from areal.engine.jax.products import Numbers, WeightUse
+from areal.engine.jax.lora.low_rank import FactorUse
+from areal.engine.jax.mesh import STREAMS, gathered_spec, row_spec, stored_spec, ways
+from areal.engine.jax.model.architecture import LAYER, Architecture
+from areal.engine.jax.model.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]
 
@@ -30,6 +31,7 @@ class ModelSpec:
         recompute: compute each layer again in the backward, and keep only its input.
         fp32_head: multiply by the head's weight in float32.
         keep_bytes: memory for logits of one rank that are kept for the backward.
+        trained: the parameters get gradients. With adapters they do not.
     """
 
     arch: Architecture
@@ -38,6 +40,7 @@ class ModelSpec:
     recompute: bool
     fp32_head: bool
     keep_bytes: int
+    trained: bool = True
 
     def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""
@@ -49,7 +52,13 @@ class ModelSpec:
             self.numbers.reduce,
             NamedSharding(self.mesh, stored),
             NamedSharding(self.mesh, gathered_spec(stored)),
+            self.trained,
         )
+
+    def use_of_factors(self, dtype: Any = None) -> FactorUse:
+        """Return how the factors of adapters are used."""
+        by_token = NamedSharding(self.mesh, PartitionSpec(STREAMS, "cp"))
+        return FactorUse(jnp.dtype(dtype or self.numbers.compute).name, self.numbers.reduce, by_token)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Return the placement of a whole array of parameters."""
@@ -61,12 +70,12 @@ class ModelSpec:
 
     def from_local(self, values: np.ndarray) -> Array:
         """Return a ``[D, ...]`` array of which this rank has the row ``values``."""
-        sharding = NamedSharding(self.mesh, PartitionSpec("dp"))
+        sharding = NamedSharding(self.mesh, PartitionSpec(STREAMS))
         with self.numbers.enabled():
             return jax.make_array_from_process_local_data(
-                sharding, values[None], (self.mesh.shape["dp"], *values.shape)
+                sharding, values[None], (ways(self.mesh, STREAMS), *values.shape)
             )
 
     def spread(self, x: Array, *axes: str | None) -> Array:
         """Constrain a ``[D, ...]`` array to one row for each data-parallel rank, and the given axes for the other dimensions."""
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", *axes)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(STREAMS, *axes)))

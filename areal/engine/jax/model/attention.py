@@ -26,7 +26,8 @@ class Visibility(NamedTuple):
     Attributes:
         leave: ``[T]``. Place after the last token that sees this one.
         positions: ``[T]``. Positions of the tokens in their sequences.
-        first: ``[T / block]``. For each block of queries, the first block with a key that one of them sees.
+        first: ``[T / block]``. For each block of queries, the first block with a key that one of them sees. A block has
+            :data:`BLOCK` tokens, or all queries of a device if those are fewer.
     """
 
     leave: Array
@@ -40,32 +41,37 @@ class _Saved(NamedTuple):
     v: Array
     visibility: Visibility
     window: Array
+    first_query: Array
     out: Array
     lse: Array
 
 
 @jax.custom_vjp
-def attention(q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
-    """Return the attention of one stream.
+def attention(q: Array, k: Array, v: Array, visibility: Visibility, window: Array, first_query: Array) -> Array:
+    """Return the attention of some tokens of one stream, consecutive ones, to all of its tokens.
 
     Args:
-        q: ``[T, N, G, d]``. Queries of ``G`` heads for each of ``N`` key heads.
+        q: ``[Q, N, G, d]``. Queries of ``G`` heads for each of ``N`` key heads; ``Q`` is at most a block, or whole blocks.
         k, v: ``[T, N, d]``.
         window: int32 scalar. A token sees at most so many tokens, itself included.
+        first_query: int32 scalar. Place of the first query in the stream.
 
     Returns:
-        ``[T, N, G, d]``, in the dtype of ``q``.
+        ``[Q, N, G, d]``, in the dtype of ``q``.
     """
-    return _forward(q, k, v, visibility, window)[0]
+    return _forward(q, k, v, visibility, window, first_query)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> tuple[Array, _Saved]:
+def _forward(
+    q: Array, k: Array, v: Array, visibility: Visibility, window: Array, first_query: Array
+) -> tuple[Array, _Saved]:
     tokens, n, g, d = q.shape
     block = min(tokens, BLOCK)
+    before = first_query // block
     stats = jnp.promote_types(q.dtype, jnp.float32)
 
-    def of_block(b: Array) -> tuple[Array, Array]:
-        queries = _rows(q, b, block)
+    def of_block(own: Array) -> tuple[Array, Array]:
+        queries, b = _rows(q, own, block), before + own
 
         def add_keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, out = carry
@@ -86,20 +92,20 @@ def _forward(q: Array, k: Array, v: Array, visibility: Visibility, window: Array
 
     out, lse = lax.map(of_block, jnp.arange(tokens // block, dtype=jnp.int32))
     out = out.reshape(q.shape)
-    return out, _Saved(q, k, v, visibility, window, out, lse)
+    return out, _Saved(q, k, v, visibility, window, first_query, out, lse)
 
 
-def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, visibility, window, out, all_lse = saved
+def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array, Array, None, None, None]:
+    q, k, v, visibility, window, first_query, out, all_lse = saved
     tokens, _, _, d = q.shape
     block = min(tokens, BLOCK)
-    stats = all_lse.dtype
+    before, stats = first_query // block, all_lse.dtype
     # The gradient of a softmax subtracts the mean of the gradients of its weights, which is this product.
     means = (grad.astype(stats) * out.astype(stats)).sum(-1)
 
-    def of_block(carry: tuple[Array, Array], b: Array) -> tuple[tuple[Array, Array], Array]:
-        queries, grads, lse = _rows(q, b, block), _rows(grad, b, block), all_lse[b]
-        mean = _rows(means, b, block).transpose(1, 2, 0)
+    def of_block(carry: tuple[Array, Array], own: Array) -> tuple[tuple[Array, Array], Array]:
+        queries, grads, lse = _rows(q, own, block), _rows(grad, own, block), all_lse[own]
+        mean, b = _rows(means, own, block).transpose(1, 2, 0), before + own
 
         def add_keys(j: Array, inner: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             grad_q, grad_k, grad_v = inner
@@ -118,7 +124,7 @@ def _backward(saved: _Saved, grad: Array) -> tuple[Array, Array, Array, None, No
 
     zeros = (jnp.zeros(k.shape, stats), jnp.zeros(v.shape, stats))
     (grad_k, grad_v), grad_q = lax.scan(of_block, zeros, jnp.arange(tokens // block, dtype=jnp.int32))
-    return grad_q.reshape(q.shape), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None, None
+    return grad_q.reshape(q.shape), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None, None, None
 
 
 attention.defvjp(_forward, _backward)

@@ -32,6 +32,11 @@ class Numbers:
     reduce: str
 
     @property
+    def factors(self) -> jnp.dtype:
+        """Dtype of the factors of adapters: float32, or float64 with float64 parameters."""
+        return jnp.promote_types(self.master, jnp.float32)
+
+    @property
     def stats(self) -> jnp.dtype:
         """Dtype of norms, softmax and outputs: float32, or float64 in a float64 model."""
         return jnp.promote_types(self.compute, jnp.float32)
@@ -53,12 +58,14 @@ class WeightUse:
         reduce: dtype of the sum of the gradient, by name.
         stored: placement of the weight and its gradient.
         gathered: placement of the weight in the product.
+        trained: whether the weight gets a gradient. A frozen one does not, and its input is not kept for the backward.
     """
 
     dtype: str
     reduce: str
     stored: NamedSharding
     gathered: NamedSharding
+    trained: bool = True
 
     def gather(self, weight: Array) -> Array:
         """Return the weight in the dtype and the placement of the product."""
@@ -70,14 +77,18 @@ class WeightUse:
         return placed.astype(weight.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear(x: Array, weight: Array, use: WeightUse) -> Array:
     """Return ``x @ weight.T`` for ``x`` ``[D, T, in]`` and ``weight`` ``[out, in]``."""
+    return _trained_linear(x, weight, use) if use.trained else _frozen_linear(x.astype(use.dtype), weight, use)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _trained_linear(x: Array, weight: Array, use: WeightUse) -> Array:
     return jnp.einsum("dti,oi->dto", x.astype(use.dtype), use.gather(weight))
 
 
 def _linear_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tuple[Array, Array]]:
-    return linear(x, weight, use), (x, weight)
+    return _trained_linear(x, weight, use), (x, weight)
 
 
 def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
@@ -87,7 +98,23 @@ def _linear_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) ->
     return grad_x, use.sum(grad_weight, weight)
 
 
-linear.defvjp(_linear_forward, _linear_backward)
+_trained_linear.defvjp(_linear_forward, _linear_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _frozen_linear(x: Array, weight: Array, use: WeightUse) -> Array:
+    return jnp.einsum("dti,oi->dto", x, use.gather(weight))
+
+
+def _frozen_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, Array]:
+    return _frozen_linear(x, weight, use), weight
+
+
+def _frozen_backward(use: WeightUse, weight: Array, grad: Array) -> tuple[Array, None]:
+    return jnp.einsum("dto,oi->dti", grad, use.gather(weight)), None
+
+
+_frozen_linear.defvjp(_frozen_forward, _frozen_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -122,12 +149,14 @@ def scaled(x: Array, weight: Array, use: WeightUse) -> Array:
     return x * use.gather(weight)
 
 
-def _scale_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tuple[Array, Array]]:
-    return scaled(x, weight, use), (x, weight)
+def _scale_forward(x: Array, weight: Array, use: WeightUse) -> tuple[Array, tuple[Array | None, Array]]:
+    return scaled(x, weight, use), (x if use.trained else None, weight)
 
 
-def _scale_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+def _scale_backward(use: WeightUse, saved: tuple[Array | None, Array], grad: Array) -> tuple[Array, Array | None]:
     x, weight = saved
+    if x is None:
+        return grad * use.gather(weight), None
     over = tuple(range(x.ndim - 1))
     return grad * use.gather(weight), use.sum((grad.astype(use.reduce) * x.astype(use.reduce)).sum(over), weight)
 
@@ -145,7 +174,9 @@ def _shift_forward(x: Array, bias: Array, use: WeightUse) -> tuple[Array, Array]
     return shifted(x, bias, use), bias
 
 
-def _shift_backward(use: WeightUse, bias: Array, grad: Array) -> tuple[Array, Array]:
+def _shift_backward(use: WeightUse, bias: Array, grad: Array) -> tuple[Array, Array | None]:
+    if not use.trained:
+        return grad, None
     return grad, use.sum(grad.astype(use.reduce).sum(tuple(range(grad.ndim - 1))), bias)
 
 

@@ -15,18 +15,24 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
-from areal.engine.jax.attention import Visibility, attention
-from areal.engine.jax.experts import routed_feed_forward
-from areal.engine.jax.products import linear, lookup, scaled, shifted
-from areal.engine.jax.spec import ModelSpec, Params
+from areal.engine.jax.lora.low_rank import add_adapters
+from areal.engine.jax.mesh import STREAMS
+from areal.engine.jax.model.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
+from areal.engine.jax.model.attention import Visibility, attention
+from areal.engine.jax.model.experts import routed_feed_forward
+from areal.engine.jax.model.products import linear, lookup, scaled, shifted
+from areal.engine.jax.model.spec import ModelSpec, Params
 
 
 class Stream(NamedTuple):
-    """The tokens of ``D`` streams: ``ids`` int32 ``[D, T]``, and which of them see which."""
+    """The tokens of ``D`` streams: ``ids`` int32 ``[D, T]``, which of them see which, and the slot of each token's adapter.
+
+    ``slots`` is int32 ``[D, T]``, or ``None`` if all tokens have the same adapter, or none.
+    """
 
     ids: Array
     visibility: Visibility
+    slots: Array | None = None
 
 
 def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
@@ -37,11 +43,11 @@ def decode(spec: ModelSpec, params: Params, stream: Stream) -> Array:
     rotate = _rotation(arch, stream.visibility.positions, dtype)
 
     def layer(hidden: Array, row: tuple[Mapping[str, Array], Array]) -> tuple[Array, None]:
-        return _layer(spec, row[0], hidden, stream.visibility, rotate, row[1]), None
+        return _layer(spec, row[0], hidden, stream, rotate, row[1]), None
 
     body: Any = jax.checkpoint(layer) if spec.recompute else layer
     rows = (layer_arrays(params), jnp.asarray(arch.windows, jnp.int32))
-    return lax.scan(body, spec.spread(hidden), rows)[0]
+    return lax.scan(body, spec.spread(hidden, "cp"), rows)[0]
 
 
 def norm(spec: ModelSpec, x: Array, name: str, weight: Array) -> Array:
@@ -55,12 +61,12 @@ def _layer(
     spec: ModelSpec,
     weights: Mapping[str, Array],
     hidden: Array,
-    visibility: Visibility,
+    stream: Stream,
     rotate: Callable[[Array], Array],
     window: Array,
 ) -> Array:
     """Compute one layer: attention and feed-forward network, each on normalized states, each added to its input."""
-    project = functools.partial(_project, spec, weights)
+    project = functools.partial(_project, spec, weights, stream.slots)
     normed = functools.partial(_normed, spec, weights)
     heads, groups = spec.arch.n_kv_heads, spec.arch.n_heads // spec.arch.n_kv_heads
     shape = (*hidden.shape[:2], -1, spec.arch.head_dim)
@@ -69,19 +75,20 @@ def _layer(
     q, k, v = (project(f"self_attn.{name}_proj", x).reshape(shape) for name in "qkv")
     q, k = (rotate(normed(f"self_attn.{name}_norm", each)) for name, each in (("q", q), ("k", k)))
     q = q.reshape(*q.shape[:2], heads, groups, -1)
-    out = _attend(spec, q, k, v, visibility, window)
-    hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)))
+    out = _attend(spec, q, k, v, stream.visibility, window)
+    hidden = spec.spread(hidden + project("self_attn.o_proj", out.reshape(*out.shape[:2], -1)), "cp")
 
     x = normed("post_attention_layernorm", hidden)
     if spec.arch.experts is not None:
-        return spec.spread(hidden + routed_feed_forward(spec, spec.arch.experts, weights, x))
+        return spec.spread(hidden + routed_feed_forward(spec, spec.arch.experts, weights, x), "cp")
     x = jax.nn.silu(project("mlp.gate_proj", x)) * project("mlp.up_proj", x)
-    return spec.spread(hidden + project("mlp.down_proj", x))
+    return spec.spread(hidden + project("mlp.down_proj", x), "cp")
 
 
-def _project(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) -> Array:
+def _project(spec: ModelSpec, weights: Mapping[str, Array], slots: Array | None, name: str, x: Array) -> Array:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     y = linear(x, weight, spec.use(f"{LAYER}{name}.weight", weight.shape))
+    y = add_adapters(y, x, weights, name, slots, spec.use_of_factors())
     return y if bias is None else shifted(y, bias, spec.use(f"{LAYER}{name}.bias", bias.shape))
 
 
@@ -92,16 +99,17 @@ def _normed(spec: ModelSpec, weights: Mapping[str, Array], name: str, x: Array) 
 
 
 def _attend(spec: ModelSpec, q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
-    """Run attention on each device for its stream and, if they divide, its share of the heads."""
+    """Run attention on each device for its queries and, if they divide, its share of the heads. Keys are gathered over ``cp``."""
 
     def of_device(q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
-        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window)[None]
+        first_query = lax.axis_index("cp") * q.shape[1]
+        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window, first_query)[None]
 
     axis = "tp" if k.shape[2] % spec.mesh.shape["tp"] == 0 else None
-    heads, tokens = PartitionSpec("dp", None, axis), PartitionSpec("dp")
-    in_specs = (heads, heads, heads, tokens, PartitionSpec())
+    queries, keys = PartitionSpec(STREAMS, "cp", axis), PartitionSpec(STREAMS, None, axis)
+    in_specs = (queries, keys, keys, PartitionSpec(STREAMS), PartitionSpec())
     # The trips of its loops differ between devices, which is not an error: nothing in it is a collective.
-    run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    run = jax.shard_map(of_device, mesh=spec.mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
     return run(q, k, v, visibility, window)
 
 

@@ -1,7 +1,7 @@
 """The feed-forward of a mixture of experts: every token is computed by the experts that its router chose; none is dropped.
 
-Tokens are sorted by expert, so that each expert multiplies consecutive rows (Gale et al., 2023). With ``tp``, a rank holds some of the
-experts, computes the tokens that chose them, and the results of the ranks are summed.
+Tokens are sorted by expert, so that each expert multiplies consecutive rows (Gale et al., 2023). With ``ep`` and ``tp``, a rank holds
+some of the experts, computes the tokens that chose them, and the results of the ranks are summed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax.architecture import LAYER, ExpertSizes
-from areal.engine.jax.products import linear
-from areal.engine.jax.spec import ModelSpec
+from areal.engine.jax.mesh import STREAMS, expert_axes
+from areal.engine.jax.model.architecture import LAYER, ExpertSizes
+from areal.engine.jax.model.products import linear
+from areal.engine.jax.model.spec import ModelSpec
 
 _ROWS = 64
 """Rows of one expert that are computed together on a CPU."""
@@ -31,14 +32,18 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
     scores, chosen = lax.top_k(jax.nn.softmax(logits.astype(spec.numbers.stats)), sizes.per_token)
     if sizes.normalized:
         scores /= scores.sum(-1, keepdims=True)
-    axis = "tp" if sizes.n_experts % spec.mesh.shape["tp"] == 0 else None
+    axes = expert_axes(spec.mesh, sizes.n_experts)
+    reduce = spec.numbers.reduce if spec.trained else None
 
     def of_device(x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
-        first = 0 if axis is None else lax.axis_index("tp") * len(gate_up)
-        out = _experts(spec.numbers.reduce, x[0], chosen[0] - first, scores[0], gate_up, down)
-        return (out if axis is None else lax.psum(out, "tp"))[None]
+        # The tokens of all ranks that share the experts, then of each rank its own again.
+        x, chosen, scores = (lax.all_gather(each[0], "ep", tiled=True) for each in (x, chosen, scores))
+        first = lax.axis_index(axes) * len(gate_up)
+        out = _experts(reduce, x, chosen - first, scores, gate_up, down)
+        out = lax.psum_scatter(out, "ep", tiled=True)
+        return (lax.psum(out, "tp") if "tp" in axes else out)[None]
 
-    streams, stacked = PartitionSpec("dp"), PartitionSpec(axis)
+    streams, stacked = PartitionSpec(STREAMS, "cp"), PartitionSpec(axes)
     run = jax.shard_map(
         of_device,
         mesh=spec.mesh,
@@ -49,7 +54,7 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
     return run(x, chosen, scores.astype(x.dtype), gate_up, down)
 
 
-def _experts(reduce: str, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
+def _experts(reduce: str | None, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:
     """Compute the experts ``0 <= chosen < E`` of a device for tokens ``[T, H]``; others belong to another device."""
     n_experts, per_token = len(gate_up), chosen.shape[1]
     expert = jnp.where((chosen >= 0) & (chosen < n_experts), chosen, n_experts).reshape(-1)
@@ -61,14 +66,14 @@ def _experts(reduce: str, x: Array, chosen: Array, scores: Array, gate_up: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str) -> Array:
+def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str | None) -> Array:
     """Multiply consecutive groups of rows by one weight each.
 
     Args:
         x: ``[N, in]``, sorted by group.
         weight: ``[E, out, in]``, in the master dtype.
         counts: int32 ``[E]``. Rows of each group. Rows after the last group give zeros.
-        reduce: dtype of the sum of the gradient of ``weight``, by name.
+        reduce: dtype of the sum of the gradient of ``weight``, by name; ``None`` for a frozen weight, which gets none.
 
     Returns:
         ``[N, out]`` in the dtype of ``x``.
@@ -76,14 +81,20 @@ def grouped_linear(x: Array, weight: Array, counts: Array, reduce: str) -> Array
     return lax.platform_dependent(x, weight.astype(x.dtype), counts, cpu=_product_by_blocks, default=_product)
 
 
-def _grouped_forward(x: Array, weight: Array, counts: Array, reduce: str) -> tuple[Array, tuple[Array, ...]]:
-    return grouped_linear(x, weight, counts, reduce), (x, weight, counts)
+def _grouped_forward(
+    x: Array, weight: Array, counts: Array, reduce: str | None
+) -> tuple[Array, tuple[Array | None, Array, Array]]:
+    return grouped_linear(x, weight, counts, reduce), (None if reduce is None else x, weight, counts)
 
 
-def _grouped_backward(reduce: str, saved: tuple[Array, ...], grad: Array) -> tuple[Array, Array, None]:
+def _grouped_backward(
+    reduce: str | None, saved: tuple[Array | None, Array, Array], grad: Array
+) -> tuple[Array, Array | None, None]:
     x, weight, counts = saved
-    transposed = weight.astype(x.dtype).swapaxes(1, 2)
+    transposed = weight.astype(grad.dtype).swapaxes(1, 2)
     grad_x = lax.platform_dependent(grad, transposed, counts, cpu=_product_by_blocks, default=_product)
+    if x is None or reduce is None:
+        return grad_x, None, None
     by_blocks, at_once = (functools.partial(f, dtype=reduce) for f in (_outer_by_blocks, _outer))
     grad_weight = lax.platform_dependent(grad, x, counts, cpu=by_blocks, default=at_once)
     return grad_x, grad_weight.astype(weight.dtype), None

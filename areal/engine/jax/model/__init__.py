@@ -1,0 +1,1 @@
+"""The model of the JAX engine: pure functions over arrays."""

@@ -1,0 +1,1 @@
+"""Bugs of the JAX engine that the suite must catch."""
