@@ -97,7 +97,6 @@ def test_optional_dependencies_are_imported_only_in_their_folder() -> None:
         "jaxlib": "engine/jax",
         "optax": "engine/jax",
         "ray": "dispatch/ray",
-        "jaxlib": "engine/jax",
         "fastapi": "tinker/api",
         "starlette": "tinker/api",
         "uvicorn": "cli",
