@@ -140,7 +140,7 @@ class JAXEngine(BaseTrainEngine):
         """Join the other ranks in JAX. A fault that ends the engine wakes them, and ends their world."""
         self._groups.on_abort(world.abort)
         self._closers.append(functools.partial(world.leave_after_fault, self.control))
-        world.join(self.control, coordinator, self.device, self.config.heartbeat_timeout)
+        world.join_world(self.control, coordinator, self.device, self.config.heartbeat_timeout)
         self._compiles = CompileWatch(functools.partial(self.timer.move, "compile"), logs=self.control.rank == 0)
         self._closers.append(self._compiles.close)
 

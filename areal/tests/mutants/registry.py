@@ -25,6 +25,7 @@ if find_spec("megatron") is not None:
     import areal.tests.mutants.bugs.megatron  # after those that it repeats
 
 if find_spec("jax") is not None:
+    import areal.tests.mutants.bugs.jax.runtime
     import areal.tests.mutants.bugs.jax.state
 
 import areal.tests.mutants.bugs.gpu  # noqa: F401  # after Megatron's, which would repeat them

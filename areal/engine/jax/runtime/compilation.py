@@ -1,4 +1,4 @@
-"""Compilation of programs: their cache on disk, and who is told of each."""
+"""Compilation of programs: their cache on disk, their number, and their seconds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def use_cache(directory: str | None) -> None:
 
 
 class CompileWatch:
-    """Tells an engine of the seconds that this process spends on compiling.
+    """Reports the seconds that this process spends on compiling to an engine.
 
     Args:
         spent: called with the seconds of each step of a compilation (trace, lowering, compiler), in any thread.

@@ -1,4 +1,4 @@
-"""The coordination service of JAX in a process of its own, which :func:`start` runs as a script.
+"""The coordination service of JAX in a separate process. :func:`start` runs this file as a script.
 
 In a process of a rank, the service would be lost with that rank, and JAX ends every process whose service is lost. This process ends
 when the last rank has closed its connection to it.
@@ -39,14 +39,14 @@ def start(port: int, size: int, heartbeat: int) -> Coordinator:
     """Start the service for a world of ``size`` ranks.
 
     Args:
-        port: int. 0 for a free port, which nobody else gets from its choice on.
+        port: int. 0 chooses a free port, which no other program can take afterwards.
         heartbeat: seconds without a sign of life after which a rank is lost.
 
     Raises:
         RuntimeError: the service did not start; says why.
     """
     command = [sys.executable, "-P", __file__, str(port), str(size), str(heartbeat)]
-    # A session of its own: a signal to the ranks of a terminal or a launcher must not end it.
+    # A separate session: a signal to the ranks of a terminal or a launcher must not end it.
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -89,7 +89,7 @@ def _serve(port: int, size: int, heartbeat: int) -> None:
 def _bound(port: int) -> socket.socket:
     """Return a socket that is bound to a port, in the same way as gRPC's."""
     if port:
-        # Together, the two options below would allow a port on which another process listens.
+        # SO_REUSEPORT, set below, would allow a port on which another service listens.
         with socket.socket(socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))

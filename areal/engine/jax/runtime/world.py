@@ -33,7 +33,7 @@ _SHUTDOWN = 5
 
 @dataclass
 class _Membership:
-    """What this process holds while it is in a world that :func:`join` has made.
+    """Resources of this process in a world that :func:`join_world` has made.
 
     Attributes:
         lifeline: connection to the process of the coordination service, which ends with the last of them.
@@ -48,7 +48,7 @@ _memberships: list[_Membership] = []
 """The membership of this process, if there is one."""
 
 
-def join(control: ControlPlane, address: str | None, device: torch.device, heartbeat: float) -> None:
+def join_world(control: ControlPlane, address: str | None, device: torch.device, heartbeat: float) -> None:
     """Make one JAX world of the ranks of an engine, unless they are one already. Collective over the ranks.
 
     Args:
@@ -150,7 +150,7 @@ def _configure(device: torch.device) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     # Without this, JAX ends the processes that survive the loss of another one.
     jax.config.update("jax_enable_recoverability", True)
-    # On CPUs: one device in each process, whatever XLA_FLAGS say.
+    # On CPUs: one device in each process, also if XLA_FLAGS ask for more.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
     # On GPUs: the one of this rank. On TPUs, the runtime has distributed them.

@@ -16,7 +16,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax import outputs
+from areal.engine.jax.model import outputs
 from areal.tests.dist.faults.test_lost_engine import everywhere, raised
 from areal.tests.harness.tiny import (
     global_batch,

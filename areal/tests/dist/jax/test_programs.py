@@ -64,7 +64,7 @@ def train_and_count(folder: Path, backend: str, expected: str) -> None:
     print(counts, step.timings, again.timings)
     assert counts["programs"] > 4
     assert (counts["compiled"] == 0) == (expected == "none"), counts
-    # A new program takes time of its own, which counts in no other phase. Later calls need none.
+    # The seconds of new programs count in no other phase. Later calls need none.
     assert step.timings["compile"] > 0
     assert step.timings["compile"] + step.timings["forward"] <= step.seconds
     assert sum(step.timings.values()) == pytest.approx(step.seconds, rel=0.1)
@@ -202,7 +202,7 @@ def test_programs_gather_weights_and_no_activations(backend: str) -> None:
             assert not in_full or each.kind == "all-gather", f"{name}: {each}"
     forward = {each.kind for each in found["_forward"]}
     assert forward == {kind for kind, used in (("all-gather", dp > 1), ("all-reduce", tp > 1)) if used}
-    # What is kept for the backward: no weight, and of the streams this rank's own.
+    # Residuals contain no gathered weight, and only this rank's streams.
     for leaf in residuals:
         local = leaf.addressable_data(0).shape
         print("residual", leaf.dtype, leaf.shape, local)

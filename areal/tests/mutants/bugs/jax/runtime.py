@@ -1,0 +1,25 @@
+"""Bugs in the processes and the placement of the JAX engine."""
+
+from __future__ import annotations
+
+from areal.tests.mutants.planting import Function, mutant
+
+
+@mutant(
+    "areal.engine.jax.runtime.world:leave_after_fault",
+    "dist/jax/test_faults.py::test_error_inside_of_a_program[jax:d2]",
+)
+def world_kept_after_a_fault(right: Function) -> Function:
+    """The next engine computes in a world whose connections are shut down."""
+    return lambda control: None
+
+
+@mutant(
+    "areal.engine.jax.mesh:stored_spec",
+    "dist/jax/test_programs.py::test_arrays_are_divided_over_ranks[jax:d2]",
+)
+def every_rank_has_everything(right: Function) -> Function:
+    """Parameters are not divided over data-parallel ranks."""
+    return lambda name, shape, mesh: type(right(name, shape, mesh))(
+        *(axis if axis == "tp" else None for axis in right(name, shape, mesh))
+    )
