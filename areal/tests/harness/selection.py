@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from areal.tests.grid.layouts import Cell
 from areal.tests.mutants.finding import GRID, named_tests, short_id
 from areal.tests.mutants.registry import MUTANTS
 
@@ -136,10 +137,12 @@ def _unmark(item: pytest.Item) -> None:
 
 
 def _further_cells(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item]:
-    """Return the cells of the grid beyond two, or :data:`CELLS`, for each layout, and those in a lower precision beyond one."""
+    """Return the cells of the grid beyond two, or :data:`CELLS`, for each layout, and those in a lower precision beyond one.
+
+    What a planted bug names counts first.
+    """
     cells = [item for item in items if short_id(item).startswith(GRID) and not item.get_closest_marker("thorough")]
-    # What a planted bug names counts first. A cell with adapters trains no weight of the model.
-    cells.sort(key=lambda item: (id(item) not in named, item.callspec.params["cell"].options == "lora"))  # type: ignore[attr-defined]
+    cells.sort(key=lambda item: (id(item) not in named, *_rank(item.callspec.params["cell"])))  # type: ignore[attr-defined]
     chosen: defaultdict[str, list[bool]] = defaultdict(list)
     seen: set[tuple[str, str]] = set()
     further = []
@@ -153,6 +156,12 @@ def _further_cells(items: Iterable[pytest.Item], named: set[int]) -> list[pytest
         others.append(rounded)
         seen |= values
     return further
+
+
+def _rank(cell: Cell) -> tuple[bool, bool]:
+    """Order the cells of an engine with few of them: those that train the model's weights in float64 come first."""
+    few = cell.layout.engine in CELLS
+    return few and cell.options == "lora", few and cell.dtype != "float64"
 
 
 def _products(items: Iterable[pytest.Item], named: set[int]) -> list[pytest.Item]:
