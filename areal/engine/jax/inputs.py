@@ -127,7 +127,7 @@ class StreamInputs:
         n_rows = row_bucket(sizes.rows, length)
         ids = mb.data["input_ids"].cpu()
         ids = ids if mb.tree is None else ids[mb.tree.tokens]
-        targets = mb.data["target_ids"].cpu()[self._packed]
+        targets = _columns(mb.data["target_ids"].cpu()[self._packed].numpy(), sizes.targets)
         temperature = np.full(len(self._packed), self._temperature)
         if "temperature" in mb.data:
             per_token = mb.data["temperature"].cpu().repeat_interleave(torch.tensor(mb.seqlens))
@@ -136,7 +136,7 @@ class StreamInputs:
             "ids": _padded(ids.numpy(), length, 0, np.int32),
             **walk(mb.seqlens, mb.tree, length, min(part, BLOCK)),
             "places": _padded(self._place.numpy(), n_rows, 0, np.int32),
-            "targets": _padded(targets.numpy(), n_rows, IGNORE_INDEX, np.int32),
+            "targets": _padded(targets, n_rows, IGNORE_INDEX, np.int32),
             "temperature": _padded(temperature, n_rows, 1.0, dtype),
             # One adapter needs no slots.
             **({"slots": self._slots(length)} if sizes.slots > 1 else {}),
@@ -153,6 +153,10 @@ class StreamInputs:
     def result(self, name: str, rows: Tensor) -> Tensor:
         """Return an output of all rows ``[n, ...]`` from the computed ones, which are padded. Differentiable."""
         rows = rows[: len(self._packed)]
+        # Another rank may have more targets for each token.
+        if name == "logprobs" and rows.dim() == 2:
+            n_targets = self.sizes.targets
+            rows = rows[:, :n_targets] if n_targets else rows[:, 0]
         if self._mask is None or name not in _OF_WANTED_TOKENS:
             return rows
         kept = rows if self._only_mask else rows.index_select(0, self._mask)
@@ -192,6 +196,14 @@ def _walk_tree(tree: PrefixTree, leave: np.ndarray, positions: np.ndarray, root:
         root[branch] = context[0]
         if len(context) > n:
             below[context[-n - 1]] += sizes[0]
+
+
+def _columns(targets: np.ndarray, n: int) -> np.ndarray:
+    """Return targets ``[R]`` or ``[R, K]`` as ``[R, n]``; for ``n = 0`` as they are."""
+    if n == 0:
+        return targets
+    columns = targets.reshape(len(targets), -1)
+    return np.pad(columns, ((0, 0), (0, n - columns.shape[1])), constant_values=IGNORE_INDEX)
 
 
 def _padded(values: np.ndarray, length: int, filling: float, dtype: np.dtype | type) -> np.ndarray:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal.api import MicroBatchSpec
-from areal.engine.jax.inputs import bucket, row_bucket, walk
+from areal.engine.jax.inputs import Sizes, StreamInputs, bucket, row_bucket, walk
 from areal.engine.jax.model.attention import BLOCK
 from areal.utils.data import plan_batch
 
@@ -79,3 +79,20 @@ def test_lengths_fall_into_few_buckets() -> None:
 )
 def test_rows_are_a_power_of_two_of_the_stream(rows: int, length: int, padded: int) -> None:
     assert row_bucket(rows, length) == padded
+
+
+def test_ranks_with_fewer_targets_get_as_many_as_the_others() -> None:
+    def inputs(targets: torch.Tensor) -> StreamInputs:
+        batch = [{"input_ids": torch.arange(5), "target_ids": targets}]
+        plan = plan_batch(batch, MicroBatchSpec())
+        (mb,) = plan.build(n_mbs=1, device=torch.device("cpu"), padded_length=None, layout=None, adapters=()).mbs
+        return StreamInputs(mb, ("logprobs",), 1.0)
+
+    one, three = inputs(torch.arange(5)), inputs(torch.arange(15).view(5, 3))
+    sizes = Sizes.largest([one.sizes, three.sizes])
+    shapes = [{name: x.shape for name, x in each.arrays(sizes, np.dtype("float32")).items()} for each in (one, three)]
+    assert shapes[0] == shapes[1]
+    assert shapes[0]["targets"] == (32, 3)
+    computed = torch.arange(96.0).view(32, 3)
+    assert torch.equal(one.result("logprobs", computed), computed[:5, 0])
+    assert torch.equal(three.result("logprobs", computed), computed[:5])
