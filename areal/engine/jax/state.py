@@ -29,6 +29,7 @@ class ModelState:
     Args:
         spec: the model.
         arrays: its arrays by name.
+
     Attributes:
         params: the parameters.
         grads: sums of gradients; ``None`` without any.

@@ -270,7 +270,7 @@ OPTIONS: dict[str, Option] = {
     "jax.coordinator": Option(
         "localhost:1234", "dist/jax/test_world.py::test_coordinator_listens_where_the_configuration_says"
     ),
-    "jax.compilation_cache": Option("<folder>", "dist/jax/test_programs.py::test_second_start_compiles_nothing*"),
+    "jax.compilation_cache": Option("<folder>", "dist/jax/test_programs.py::test_second_start_compiles_nothing"),
 }
 
 REFUSED = {

@@ -19,7 +19,7 @@ pytest.importorskip("jax")
 
 import jax
 
-from areal.api import MicroBatchSpec, ParallelDims, TrainEngine
+from areal.api import MicroBatchSpec, TrainEngine
 from areal.engine.jax import bridge
 from areal.engine.jax.runtime.compilation import counted
 from areal.tests.harness.processes import needs_own_world, succeed
@@ -72,11 +72,9 @@ def train_and_count(folder: Path, backend: str, expected: str) -> None:
 
 
 @needs_own_world
-@pytest.mark.parametrize("backend", [pytest.param("jax:d1", marks=pytest.mark.thorough), "jax:d2"])
-def test_second_start_compiles_nothing(backend: str, tmp_path: Path) -> None:
-    size = ParallelDims.parse(backend).world_size
+def test_second_start_compiles_nothing(tmp_path: Path) -> None:
     for expected in ("some", "none"):
-        succeed(size, train_and_count, tmp_path, backend, expected, timeout=240)
+        succeed(1, train_and_count, tmp_path, "jax:d1", expected, timeout=240)
 
 
 @pytest.mark.world(1)
@@ -146,7 +144,7 @@ def compiled(engine: TrainEngine) -> tuple[dict[str, list[Collective]], list[jax
     return found, residuals
 
 
-@pytest.mark.parametrize("backend", jax_layouts("jax:d2", "jax:t2", thorough=("jax:d2t2",)))
+@pytest.mark.parametrize("backend", jax_layouts("jax:d2", thorough=("jax:t2", "jax:d2t2")))
 def test_arrays_are_divided_over_ranks(backend: str) -> None:
     """Parameters, gradients and moments: all matrices are divided over all ranks, and only norms are on each rank in full."""
     with started(backend) as engine:

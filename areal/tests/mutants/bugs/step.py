@@ -206,7 +206,9 @@ def zigzag_not_undone(right: Function) -> Function:
     return lambda x, size: x
 
 
-@mutant("areal.engine.model.inputs:model_inputs", {"objective_name": "policy", "case_name": "starved"})
+@mutant(
+    "areal.engine.model.inputs:model_inputs", {"layout": "fsdp:*", "objective_name": "policy", "case_name": "starved"}
+)
 def temperature_ignored_in_evaluation(right: Function) -> Function:
     """Temperature is applied in training only."""
 

@@ -165,7 +165,7 @@ def test_unsupported_degrees_raise() -> None:
         (TrainEngineConfig, {}, "path\n.*required"),
         (TrainEngineConfig, {"path": ""}, "path\n"),
         (TrainEngineConfig, {"path": "m", "temperature": 0.0}, "temperature\n"),
-        (TrainEngineConfig, {"path": "m", "optim": {}}, "optim = {}: Extra inputs.*engines are fsdp, megatron"),
+        (TrainEngineConfig, {"path": "m", "optim": {}}, "optim = {}: Extra inputs.*engines are fsdp, jax, megatron"),
         (
             TrainEngineConfig,
             {"path": "m", "optimizer": {"learning_rate": 1}},
@@ -332,8 +332,8 @@ def test_options_of_the_template_exist() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mine": {}}, "mine = {}: Extra inputs are not permitted.*engines are fsdp, megatron"),
-        ({"backend": "other:d1", "mine": {}}, "engines are fsdp, megatron, other"),
+        ({"mine": {}}, "mine = {}: Extra inputs are not permitted.*engines are fsdp, jax, megatron"),
+        ({"backend": "other:d1", "mine": {}}, "engines are fsdp, jax, megatron, other"),
         ({"backend": "mine:d1", "mine": 3}, "mine = 3: the section of an engine is a mapping"),
         ({"fsdp": {"compil": True}}, "fsdp.compil\n.*Extra inputs"),
         ({"fsdp": {"compile_backend": "eager"}}, "compile_backend = 'eager' without fsdp.compile"),

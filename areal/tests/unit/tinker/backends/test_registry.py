@@ -86,7 +86,7 @@ def test_unknown_names_are_refused() -> None:
 def test_own_backends_are_declared() -> None:
     """Both engines have the same factory."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert set(declared[TRAINING_GROUP]) == set(declared["areal.engines"]) == {"fsdp", "megatron"}
+    assert set(declared[TRAINING_GROUP]) == set(declared["areal.engines"]) == {"fsdp", "jax", "megatron"}
     for name, value in declared[TRAINING_GROUP].items():
         assert EntryPoint(name, value, TRAINING_GROUP).load() is create
     assert SAMPLING_GROUP in declared
