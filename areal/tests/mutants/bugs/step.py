@@ -207,7 +207,7 @@ def zigzag_not_undone(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.model.inputs:model_inputs", {"layout": "fsdp:*", "objective_name": "policy", "case_name": "starved"}
+    "areal.engine.model.inputs:model_inputs", {"layout": "fsdp:d1", "objective_name": "nll", "case_name": "starved"}
 )
 def temperature_ignored_in_evaluation(right: Function) -> Function:
     """Temperature is applied in training only."""
