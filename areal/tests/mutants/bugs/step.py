@@ -206,9 +206,7 @@ def zigzag_not_undone(right: Function) -> Function:
     return lambda x, size: x
 
 
-@mutant(
-    "areal.engine.model.inputs:model_inputs", {"layout": "fsdp:d1", "objective_name": "nll", "case_name": "starved"}
-)
+@mutant("areal.engine.model.inputs:model_inputs", {"layout": "fsdp:d1", "case_name": "starved", "dtype": "float64"})
 def temperature_ignored_in_evaluation(right: Function) -> Function:
     """Temperature is applied in training only."""
 
