@@ -150,13 +150,5 @@ class Sdk:
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = process.communicate()
-        # SDK 0.24.1 may abort when the interpreter ends, after the last line.
-        ended = process.returncode == 0 or (process.returncode == -signal.SIGABRT and _is_json(output))
-        assert ended, f"{output[-4000:]}\n{errors[-6000:]}\n{server.text[-6000:]}"
+        assert process.returncode == 0, f"{output[-4000:]}\n{errors[-6000:]}\n{server.text[-6000:]}"
         return json.loads(output.splitlines()[-1])
-
-
-def _is_json(output: str) -> bool:
-    """Return whether a script has printed its result."""
-    lines = output.splitlines()
-    return bool(lines) and lines[-1].startswith("{") and lines[-1].endswith("}")
