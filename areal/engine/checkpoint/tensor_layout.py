@@ -118,6 +118,14 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in transient)
 
 
+def tied_names(module: nn.Module) -> dict[str, list[str]]:
+    """Map the first name of each parameter with several names to the others."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
 def transient_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and buffers that are not saved, because a module computes them from its configuration."""
     for prefix, owner in module.named_modules():

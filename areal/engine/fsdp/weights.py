@@ -16,7 +16,14 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined, stored_tensors
+from areal.engine.checkpoint.tensor_layout import (
+    DiskTensor,
+    disk_layout,
+    divided_as,
+    joined,
+    stored_tensors,
+    tied_names,
+)
 from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.random_init import init_weights, materialize
 from areal.engine.model.hub import model_folder
@@ -163,7 +170,7 @@ class FSDPWeights:
 
     def _files(self, folder: Path) -> HFWeights:
         model = self._chunks.full_model
-        return HFWeights(folder, _tied_names(model), value_head=model.value_head is not None)
+        return HFWeights(folder, tied_names(model.hf), value_head=model.value_head is not None)
 
 
 def _stored_tensors(model: PackedCausalLM) -> dict[str, StoredTensor]:
@@ -182,11 +189,3 @@ def _full_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is not None:
         return full_tensor(parameter.grad)
     return torch.zeros(parameter.shape, dtype=parameter.dtype, device=collective_device(parameter))
-
-
-def _tied_names(model: PackedCausalLM) -> dict[str, list[str]]:
-    """Map the first name of each parameter with several names to the others."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.hf.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: others for first, *others in names.values() if others}

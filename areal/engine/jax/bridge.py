@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from areal.engine.jax.model.attention import Visibility
 from areal.engine.jax.model.decoder import Stream
 from areal.engine.jax.model.outputs import Outputs, Rows, Wanted, compute_outputs
 from areal.engine.jax.model.spec import ModelSpec, Params
+from areal.engine.jax.state import ModelState
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])
@@ -91,17 +92,6 @@ def _pull_factors(
     return {name: lax.with_sharding_constraint(x, factor_sharding(spec, x.ndim)) for name, x in new.items()}
 
 
-class TrainedState(Protocol):
-    """The arrays of a model: its parameters, and the sum of their gradients that backwards add to."""
-
-    params: dict[str, Array]
-    grads: dict[str, Array] | None
-
-    def require_grads(self) -> dict[str, Array]:
-        """Return the gradients, zeros if there are none yet."""
-        ...
-
-
 class ForwardCall:
     """One forward of one micro-batch, with at most one backward.
 
@@ -117,7 +107,7 @@ class ForwardCall:
         self,
         spec: ModelSpec,
         wanted: Wanted,
-        state: TrainedState,
+        state: ModelState,
         arrays: Mapping[str, Array],
         factors: StackedFactors | None = None,
     ) -> None:

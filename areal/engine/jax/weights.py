@@ -19,7 +19,7 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import ComputedSlice
 from areal.engine.checkpoint.huggingface import VALUE_HEAD, Export, HFWeights, ModelCard
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined
+from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined, tied_names
 from areal.engine.jax.mesh import host_view, local_boxes, to_torch
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.state import ModelState
@@ -174,11 +174,7 @@ class JAXWeights:
         return out
 
     def _files(self, folder: Path) -> HFWeights:
-        names: dict[int, list[str]] = {}
-        for name, parameter in self._hf.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        tied = {first: others for first, *others in names.values() if others}
-        return HFWeights(folder, tied, value_head=VALUE_HEAD in self._shapes)
+        return HFWeights(folder, tied_names(self._hf), value_head=VALUE_HEAD in self._shapes)
 
 
 def _cut(values: Any, row: int | None, inside: Box, on_disk: Box) -> Tensor:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
-from areal.tests.grid.layouts import Cell
 from areal.tests.mutants.finding import GRID, named_tests, short_id
 from areal.tests.mutants.registry import MUTANTS
+
+if TYPE_CHECKING:  # every session would import the grid's models
+    from areal.tests.grid.layouts import Cell
 
 PRODUCTS = (
     "megatron",
