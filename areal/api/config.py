@@ -226,6 +226,10 @@ class JAXConfig(BackendConfig):
         default=None,
         description="Directory in which compiled programs are kept for later starts; None leaves JAX's own setting.",
     )
+    attention_kernel: bool = Field(
+        default=True,
+        description="Compute attention with the kernel of the platform, where it has one for the model; False computes blocks everywhere.",
+    )
 
     def check_combination(self, config: TrainEngineConfig) -> None:
         """Refuse values that the engine does not have."""

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from areal.api import Finished, Metric, Pending, SaveLoadMeta, TensorSource, TrainEngine
+from areal.api import Finished, Metric, Pending, SaveLoadMeta, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import Estimator, GroupRelative, Sample, check_estimator, group_tokens
 from areal.trainer.losses import Objective
@@ -22,7 +22,7 @@ from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sampling_check import SamplingCheck
 from areal.utils.seeding import mixed
 
-Sync = Callable[[TensorSource, int], object]
+Sync = Callable[[TrainEngine, int], object]
 """Sends weights, with their version, to the rollout engine; ``transport.send`` is one. Collective."""
 
 
@@ -95,7 +95,8 @@ class PPOTrainer:
     Args:
         engine: the policy, initialized.
         objective: loss to minimise, such as :func:`~areal.trainer.losses.grpo_objective`.
-        runner: runs episodes. Every rank runs some of the groups of a batch; the trainer sets the runner's ``rank`` and ``size``.
+        runner: runs episodes. Every rank with a client runs some of the groups of a batch; the trainer sets the runner's ``rank`` and
+            ``size``. A rank without a client trains on groups of others.
         sync: sends weights to the runner's rollout engine.
         estimator: computes advantages. Default :class:`~areal.trainer.estimators.GroupRelative`.
         reference: adds ``ref_logprobs``, for objectives and estimators that read them. On the policy's data-parallel layout. With adapters it
@@ -111,7 +112,7 @@ class PPOTrainer:
 
     Raises:
         ValueError: engines are on different data-parallel layouts, the objective needs log-probs that ``updates`` does not compute, the
-            estimator is none, or the runners' ``rank`` and ``size`` do not fit the world.
+            estimator is none, the runners' ``rank`` and ``size`` do not fit the world, or no runner has a client.
     """
 
     def __init__(

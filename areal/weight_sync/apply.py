@@ -278,6 +278,17 @@ class ModuleSource:
             yield NamedTensor(name, self._replica.view(name))
 
 
+class StreamSource:
+    """An existing stream as a source of weights, which can be read once."""
+
+    def __init__(self, tensors: Iterator[NamedTensor]) -> None:
+        self._tensors = tensors
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        """Return the stream."""
+        return self._tensors
+
+
 _FACTOR = re.compile(r"(.*\.lora_[AB])(?:\.[^.]+)?\.weight")
 
 

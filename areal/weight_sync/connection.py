@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import stat
 import struct
@@ -24,6 +25,8 @@ Message = dict[str, Any]
 
 _LONGEST_PATH = 100
 _RETRY_SECONDS = 0.05
+_BACKLOG = 128
+"""Receivers that may connect while an update runs."""
 
 
 class PeerLostError(RuntimeError):
@@ -150,14 +153,10 @@ class Listener:
             _check_socket_path(address)
         self._socket = socket.socket(_family(address))
         try:
-            if not isinstance(address, str):
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(address)
+            _listen(self._socket, address)
         except OSError as error:
             self._socket.close()
             raise ValueError(f"address = {address!r} cannot be listened at: {error}") from error
-        # The backlog holds receivers that connect while an update runs.
-        self._socket.listen(128)
         self.address: Address = address if isinstance(address, str) else self._socket.getsockname()[:2]
 
     def wait_for(self, n: int, timeout: float) -> list[Connection]:
@@ -214,6 +213,28 @@ class Listener:
             timeout = 0.0
 
 
+def _listen(sock: socket.socket, address: Address) -> None:
+    """Listen at an address, which becomes visible when a connection would be accepted."""
+    if not isinstance(address, str):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        return
+    # A socket that is bound and does not listen yet would be taken for that of a dead process.
+    own = _own_path(address)
+    sock.bind(own)
+    try:
+        sock.listen(_BACKLOG)
+        os.link(own, address)
+    finally:
+        os.unlink(own)
+
+
+def _own_path(path: str) -> str:
+    """Return a path next to another, which no other process uses."""
+    return os.path.join(os.path.dirname(path), f".{secrets.token_hex(4)}")
+
+
 def _family(address: Address) -> socket.AddressFamily:
     return socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
 
@@ -230,7 +251,7 @@ def _pipe_over(sock: socket.socket, timeout: float) -> PipeConnection:
 
 def _check_socket_path(path: str) -> None:
     """Check that a socket can be created at a path, and remove the socket of a dead process."""
-    if len(os.fsencode(path)) > _LONGEST_PATH:
+    if max(len(os.fsencode(each)) for each in (path, _own_path(path))) > _LONGEST_PATH:
         raise ValueError(f"address = {path!r} is too long for a socket: give a path of at most {_LONGEST_PATH} bytes")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -43,6 +43,11 @@ writing.
 _POLL_SECONDS = 0.1
 
 
+def version_name(version: int) -> str:
+    """Return the name of the directory of a version."""
+    return f"version-{version:08d}"
+
+
 class DiskTransport(Transport):
     """Writes each version to ``folder/version-00000007``: safetensors files, an index and a manifest.
 
@@ -94,7 +99,7 @@ class _DiskSender:
         self._records: list[FileRecord] = []
 
     def prepare(self, version: int, kind: UpdateKind) -> None:
-        self._path = self._folder / f"version-{version:08d}"
+        self._path = self._folder / version_name(version)
         self._draft, self._records = open_draft(self._path), []
         self._observe("draft opened")
 

@@ -86,6 +86,9 @@ class Transport:
             of each weight.
     """
 
+    unsent_note = "version {version} was not sent; receivers keep what they have"
+    """Added to an error before the commit."""
+
     def __init__(self, control: Control, sender: Sender | None, *, cast: torch.dtype | None = None) -> None:
         self._control, self._sender, self._cast = control, sender, cast
 
@@ -96,7 +99,7 @@ class Transport:
         left waiting in a collective of the source.
         """
         WeightUpdateMeta(version, _kind(select), 0, 0)  # validates the version
-        note = f"version {version} was not sent; receivers keep what they have"
+        note = self.unsent_note.format(version=version)
         # Step 1, prepare: fails before the expensive part.
         self._on_sender(lambda sender: sender.prepare(version, _kind(select)), note)
         # Steps 2 and 3: after a failed transfer no receiver has changed, after a failed commit some may have.

@@ -91,6 +91,16 @@ class SharedRollout:
             for _ in tensors:
                 pass
 
+    def sync(self, engine: Any, version: int) -> None:
+        """Send an engine's weights, for a rollout that takes them of an engine.
+
+        Args:
+            engine: as for the rollout's own ``sync``.
+            version: version of these weights.
+        """
+        with self._place.use(Use.GENERATE):
+            self._rollout.sync(engine, version)
+
     def load(self, folder: str | Path, version: int) -> None:
         """Load weights from a directory, for a rollout that does.
 

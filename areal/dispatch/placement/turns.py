@@ -189,6 +189,9 @@ class Turns:
         try:
             self._observe_ended()
             with self._changed:
+                # Its task may have been cancelled meanwhile: nobody would end the use.
+                if turn.ended:
+                    return True
                 if not self._fits(turn):
                     return False
                 moves = self._plan(turn)

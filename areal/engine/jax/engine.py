@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
 from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
+from areal.engine.jax.model.kernels import kernel_for
 from areal.engine.jax.model.products import Numbers
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.jax.optimizer import OptaxOptimizer
@@ -66,14 +68,17 @@ class JAXEngine(BaseTrainEngine):
         architecture = Architecture.of(hf)
         check_experts_of(self.dims, architecture.experts.n_experts if architecture.experts else None)
         keep = config.kept_logits_bytes
+        numbers, mesh = Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype), build_mesh(self.dims)
+        platform = mesh.devices.flat[0].platform
         self._spec = ModelSpec(
             architecture,
-            Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype),
-            build_mesh(self.dims),
+            numbers,
+            mesh,
             recompute=config.activation_checkpointing == "full",
             fp32_head=config.fp32_head,
             keep_bytes=default_keep_bytes(self.device) if keep is None else keep,
             trained=config.lora is None,
+            kernel=kernel_for(platform, architecture, numbers, self.dims.cp) if config.jax.attention_kernel else None,
         )
         model = ModelState(self._spec, arrays)
         weights = JAXWeights(model, hf)
@@ -117,7 +122,8 @@ class JAXEngine(BaseTrainEngine):
         self._compiles.shapes = f"{len(arrays['ids'])} tokens, {len(arrays['places'])} rows"
         placed = {name: self._spec.from_local(values) for name, values in arrays.items()}
         factors = None if model.factors is None else model.factors.stack(inputs.adapters, sizes)
-        call = ForwardCall(self._spec, inputs.wanted, model, placed, factors)
+        spec = replace(self._spec, kernel=None) if sizes.shared else self._spec
+        call = ForwardCall(spec, inputs.wanted, model, placed, factors)
         rows = call.differentiable() if torch.is_grad_enabled() else call.evaluate()
         values = {name: inputs.result(name, value.to(self.device)) for name, value in rows.items()}
         best, ids = (values.pop(name, None) for name in ("topk", "topk_ids"))
@@ -161,7 +167,7 @@ class JAXEngine(BaseTrainEngine):
         platform = self._spec.mesh.devices.flat[0].platform
         return {
             "sharding": f"GSPMD, mesh {dict(self._spec.mesh.shape)} of {platform}",
-            "attention kernel": "blocks of packed sequences",
+            "attention kernel": self._spec.kernel.name if self._spec.kernel else "blocks of packed sequences",
             "activation checkpointing": self.config.activation_checkpointing,
             "compile": "each shape of a micro-batch",
             "gradient reduction": "on each micro-batch",

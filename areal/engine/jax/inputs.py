@@ -57,6 +57,7 @@ class Sizes:
         targets: targets of a row, or 0 for one without a dimension.
         slots: adapters, rounded up to a power of two.
         adapters: names of the adapters; of all ranks in the largest sizes. Empty for the selected adapter.
+        shared: sequences of the stream share prefixes; of any rank in the largest sizes.
     """
 
     tokens: int
@@ -64,6 +65,7 @@ class Sizes:
     targets: int
     slots: int
     adapters: frozenset[str]
+    shared: bool
 
     @classmethod
     def largest(cls, sizes: Sequence[Sizes]) -> Sizes:
@@ -74,6 +76,7 @@ class Sizes:
             targets=max(each.targets for each in sizes),
             slots=max(each.slots for each in sizes),
             adapters=frozenset[str]().union(*(each.adapters for each in sizes)),
+            shared=any(each.shared for each in sizes),
         )
 
 
@@ -116,7 +119,8 @@ class StreamInputs:
         n_stream = self._mb.n_tokens if self._mb.tree is None else len(self._mb.tree)
         n_targets = targets.shape[1] if targets.dim() == 2 else 0
         names = () if self.adapters is None else self.adapters.names
-        return Sizes(n_stream, len(self._packed), n_targets, power_of_two(len(names) or 1), frozenset(names))
+        slots, shared = power_of_two(len(names) or 1), self._mb.tree is not None
+        return Sizes(n_stream, len(self._packed), n_targets, slots, frozenset(names), shared)
 
     def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1) -> dict[str, np.ndarray]:
         """Return the arrays of this rank, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``."""

@@ -36,6 +36,14 @@ def on_the_ranks(workplace: Workplace, handle: Any) -> tuple[list[Any], Any, dic
         return steps, engine.forward_batch(shards[-1]), weights_of(engine)
 
 
+def assert_outputs(actual: Any, expected: Any, *, exact: bool) -> None:
+    """Compare outputs of a training pass with those of a forward. In JAX, two programs compute them."""
+    if exact:
+        assert same(actual, expected)
+    else:
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
 def loss_that_fails_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
     if os.environ["RANK"] == "1":
         raise ValueError("a bad loss")
@@ -52,7 +60,7 @@ def loss_that_fails_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
     ],
 )
 def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coordinates: int, tmp_path: Path) -> None:
-    settings = config(backend)
+    settings, exact = config(backend), not backend.startswith("jax")
     batches = [global_batch(seed) for seed in range(3)]
     plans = [plan_shards(batch, settings.mb_spec, coordinates) for batch in batches]
     shards = [pair.put((settings, [plan.shards[rank % coordinates] for plan in plans])) for rank in range(2)]
@@ -80,13 +88,13 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
         for folder in folders:
             assert same(weights_in(folder / "version-00000001"), expected[0][2])
         step = group.forward_backward(batches[2], loss, returns=("logprobs",))
-        assert same(step.outputs, {"logprobs": outputs})
+        assert_outputs(step.outputs["logprobs"], outputs, exact=exact)
         group.zero_grad()
 
         # A loop of the caller's: micro-batches stay on the ranks.
         mbs = group.microbatches(batches[2])
         results = group.forward_backward_batch(mbs, half_of_the_loss)
-        assert same(mbs.restore(results), outputs)
+        assert_outputs(mbs.restore(results), outputs, exact=exact)
         assert group.global_weight(mbs) > 0
         group.zero_grad()
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from areal.tests.harness.tiny import NEEDS_JAX
+from areal.tests.tinker.sdk.server import VERSIONS, ServerProcess, check_sdk, model_with_tokenizer
 from areal.tests.unit.project.test_examples import EXAMPLES, character_tokenizer
 
 pytestmark = [
@@ -27,12 +29,14 @@ pytestmark = [
 ]
 
 HEAD = """
-import sys
+import socket, sys
 from ray.cluster_utils import Cluster
-cluster = Cluster(
-    initialize_head=True,
-    head_node_args={"num_cpus": 4, "object_store_memory": 150 * 2**20, "include_dashboard": True},
-)
+# Jobs are started by an agent, which has a port of its own also where another cluster runs on this machine.
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+options = {"num_cpus": 4, "object_store_memory": 150 * 2**20, "include_dashboard": True}
+cluster = Cluster(initialize_head=True, head_node_args={**options, "dashboard_agent_listen_port": port})
 print(cluster.head_node.address_info["webui_url"], flush=True)
 sys.stdin.read()
 cluster.shutdown()
@@ -125,3 +129,33 @@ def test_job_goes_on_after_the_loss_of_a_process(
     assert set(results["accuracy"]) == {"0", str(STEPS)}
     assert os.listdir(output / "checkpoints" / "policy") == [f"step-{STEPS:06d}"]
     assert (output / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d2", pytest.param("jax:d2", marks=NEEDS_JAX)])
+def test_job_brings_up_the_tinker_server_and_its_ranks(
+    backend: str, head: tuple[psutil.Process, dict[str, str]], tmp_path: Path
+) -> None:
+    cluster, environment = head
+    model = model_with_tokenizer(tmp_path / "model")
+    ray = {"environment": {"OMP_NUM_THREADS": "1"}, "hang_seconds": 60.0}
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--", "python"]
+
+    def submitted(attempt: int) -> ServerProcess:
+        folder = tmp_path / f"server-{attempt}"
+        return ServerProcess(
+            folder, model, backend=backend, settings={"ray": ray}, environment=environment, python=submit
+        )
+
+    server = submitted(0)
+    for attempt in range(1, 20):
+        server.wait()
+        # The job server answers before the agent that starts jobs does.
+        if "No available agent to submit job" not in server.text:
+            break
+        server = submitted(attempt)
+    try:
+        check_sdk(VERSIONS[0], server, complete=False)
+        ranks = [each for each in cluster.children(recursive=True) if "RankProcess" in "".join(each.cmdline())]
+        assert len(ranks) == 2
+    finally:
+        server.stop()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +15,21 @@ from typing import Any
 
 import pytest
 
-from areal.api import ParallelDims, TrainEngine, TrainEngineConfig
+from areal.api import ParallelDims, TensorSource, TrainEngine, TrainEngineConfig
 from areal.dispatch import WorkerGroup
 from areal.dispatch.ray import RayWorkers
 from areal.tests.dist.dispatch.test_overlap import check_overlap
 from areal.tests.dist.dispatch.trainer_runs import RUNS, SAVED, TIMES, Make, Steps, alone, engines, ppo, rest_of_ppo
 from areal.tests.dist.trainer.test_ppo import GOLDEN, PLAN, STEPS, run
 from areal.tests.grid.models import model_dir
-from areal.trainer.ppo import Updates
+from areal.tests.harness.rl import EPISODE, Curve, Prompts
+from areal.tests.harness.servers.rollout_http import Process
+from areal.trainer.grpo import grpo_trainer
+from areal.trainer.ppo import Sync, Updates
+from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
+from areal.trainer.rollout.plan import Plan
+from areal.trainer.rollout.runner import Runner
+from areal.weight_sync.disk import DiskTransport
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(580)]
 
@@ -151,3 +160,72 @@ def test_models_in_processes_of_their_own_score_and_train_together(cluster: Any,
             for name in ("policy", "reference", "critic")
         }
         check_overlap(executors, tmp_path, seconds=60.0)
+
+
+# ---- servers of the driver
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Process]]:
+    processes = [Process(), Process()]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+LOADS: dict[type[Dialect], tuple[str, str]] = {
+    VLLM: ("/pause", "/collective_rpc"),
+    SGLang: ("/pause_generation", "/update_weights_from_disk"),
+}
+"""Routes of a pause and of a load."""
+
+
+def through_the_driver(group: WorkerGroup, rollout: HTTPRollout, folder: Path) -> Sync:
+    """Return a function that writes the weights in the driver, which gets them as a stream."""
+    return rollout.sync
+
+
+def from_the_ranks(group: WorkerGroup, rollout: HTTPRollout, folder: Path) -> Sync:
+    """Return a function that lets rank 0 write the weights, so that they do not travel through the driver."""
+    model = group.config.path
+    transport = group.transport(lambda engine: DiskTransport(engine.control, folder, model=model))
+
+    def sync(source: TensorSource, version: int) -> None:
+        transport.send(source, version)
+        rollout.load(folder / f"version-{version:08d}", version)
+
+    return sync
+
+
+@pytest.mark.parametrize("dialect", LOADS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_driver_owns_the_servers(
+    pair: RayWorkers, servers: list[Process], backend: str, dialect: type[Dialect], tmp_path: Path
+) -> None:
+    """Two ranks train; the driver generates. For each update, a server gets one pause and one load, and there is one set of files."""
+    curves, updates = [], 3 + 1  # the first is that of the start
+    for send in (through_the_driver, from_the_ranks):
+        folder, curve = tmp_path / send.__name__, Curve()
+        with (
+            groups(backend, pair) as make,
+            HTTPRollout(
+                [server.url for server in servers], dialect(), folder=folder, model=model_dir("qwen3"), deadline=60
+            ) as rollout,
+            contextlib.closing(Runner(rollout, EPISODE, Prompts(), Plan(groups=4, group_size=3, seed=11))) as runner,
+        ):
+            group = make("policy")
+            assert isinstance(group, WorkerGroup)
+            for server in servers:
+                server.tell(reset=True)
+            grpo_trainer(group, runner, send(group, rollout, folder), tracker=curve).train(3)
+        calls = [[server.calls(route) for route in LOADS[dialect]] for server in servers]
+        assert calls == [[updates, updates]] * 2
+        # The batch after the last one has begun.
+        generated = [len(server.told()["seen"]) for server in servers]
+        assert all(generated)
+        assert 3 * 4 * 3 <= sum(generated) <= 4 * 4 * 3
+        assert sorted(path.name for path in folder.iterdir()) == ["version-00000002", "version-00000003"]
+        assert max(curve["rollout/logprob_error"]) < 1e-5
+        assert (curve["rollout/sequences"], curve["rollout/staleness"]) == ([12.0] * 3, [0.0] * 3)
+        curves.append(curve.steps)
+    assert error_of(curves[1], curves[0]) == 0.0

@@ -270,6 +270,9 @@ OPTIONS: dict[str, Option] = {
     "jax.coordinator": Option(
         "localhost:1234", "dist/jax/test_world.py::test_coordinator_listens_where_the_configuration_says"
     ),
+    "jax.attention_kernel": Option(
+        False, "dist/jax/test_jax.py::test_kernel_computes_packed_sequences_and_blocks_shared_prefixes[w1]"
+    ),
     "jax.compilation_cache": Option("<folder>", "dist/jax/test_programs.py::test_second_start_compiles_nothing"),
 }
 

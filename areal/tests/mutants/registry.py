@@ -10,12 +10,12 @@ import areal.tests.mutants.bugs.empty_ranks
 import areal.tests.mutants.bugs.faults
 import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
-import areal.tests.mutants.bugs.pipeline
+import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollout
+import areal.tests.mutants.bugs.servers
 import areal.tests.mutants.bugs.shared_devices
 import areal.tests.mutants.bugs.step
-import areal.tests.mutants.bugs.tensor_parallel
 import areal.tests.mutants.bugs.tinker.backend
 import areal.tests.mutants.bugs.tinker.http
 import areal.tests.mutants.bugs.zoo
@@ -25,6 +25,7 @@ if find_spec("megatron") is not None:
     import areal.tests.mutants.bugs.megatron  # after those that it repeats
 
 if find_spec("jax") is not None:
+    import areal.tests.mutants.bugs.jax.model
     import areal.tests.mutants.bugs.jax.runtime
     import areal.tests.mutants.bugs.jax.state
 

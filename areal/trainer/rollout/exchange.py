@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from areal.utils.distributed import ControlPlane
 class RolloutExchange:
     """Exchange of rollouts between the ranks of a trainer. Groups go only to the ranks that train on them.
 
-    Every rank runs some of the groups of a batch. Ranks of one data-parallel coordinate train on the groups of all of them. The constructor
-    and the methods are collective over the world.
+    Ranks whose runner has a client run the groups of a batch: all ranks, some, or a single one. Ranks of one data-parallel coordinate train
+    on the same groups. The coordinate depends on the position of a group in the batch, and not on the rank that ran the group. The
+    constructor and the methods are collective over the world.
 
     Args:
         runner: runner of this rank. Without a rank and size it gets them here, such that consecutive groups go to different data-parallel
@@ -26,28 +28,42 @@ class RolloutExchange:
         dp_rank: data-parallel coordinate of this rank.
 
     Raises:
-        ValueError: the runners of all ranks together do not run every group once.
+        ValueError: the runners of all ranks together do not run every group once, or no rank has a client.
     """
 
     def __init__(self, runner: Runner, dp_rank: int) -> None:
-        self._runner = runner
+        self._runner, self._dp_rank = runner, dp_rank
         self._control = ControlPlane(alone=not dist.is_initialized())
         runner.at_close(self._close)
-        coordinates, places = zip(*self._control.gather((dp_rank, runner.place)), strict=True)
-        self._peers = [
-            rank for rank, other in enumerate(coordinates) if other == dp_rank and rank != self._control.rank
-        ]
-        if any(place is not None for place in places):
-            _check_places(places)
-            return
+        coordinates, plays, places = zip(*self._control.gather((dp_rank, runner.plays, runner.place)), strict=True)
         # The first rank of every coordinate, then the second of every one, and so on.
         order = sorted(
             range(len(coordinates)), key=lambda rank: (coordinates[:rank].count(coordinates[rank]), coordinates[rank])
         )
-        runner.set_place(order.index(self._control.rank), len(order))
+        players = [rank for rank in order if plays[rank]]
+        if not players:
+            raise ValueError(
+                f"Runner: client = None on all {len(order)} ranks of the trainer, so that no rank would run episodes: pass the rollout on at "
+                "least one rank"
+            )
+        # Places that were passed are kept. A rank without a client needs to know the number of those with one.
+        if any(place is not None for place in places):
+            _check_places(places, plays)
+            order = sorted(order, key=lambda rank: places[rank]) if all(plays) else order
+        elif runner.plays:
+            runner.set_place(players.index(self._control.rank), len(players))
+        if not runner.plays:
+            runner.set_place(-1, len(players))
+        # Coordinates that train on consecutive positions of a batch: those of the ranks that would run them if all ranks had a client.
+        self._coordinates = [coordinates[rank] for rank in order]
+        # Other ranks of each coordinate.
+        self._receivers: defaultdict[int, list[int]] = defaultdict(list)
+        for rank, coordinate in enumerate(coordinates):
+            if rank != self._control.rank:
+                self._receivers[coordinate].append(rank)
 
     def next_groups(self, timeout: float | None = None) -> list[Group]:
-        """Return the next batch of this data-parallel coordinate: the groups of all its ranks, ordered by index.
+        """Return the next batch of this data-parallel coordinate, ordered by index.
 
         Args:
             timeout: seconds to wait; ``None`` waits without limit.
@@ -61,19 +77,32 @@ class RolloutExchange:
             groups = self._runner.next_batch(timeout)
         except (TimeoutError, RuntimeError) as error:
             fault = error
+        by_coordinate: defaultdict[int, list[Group]] = defaultdict(list)
+        for group in groups:
+            by_coordinate[self._coordinates[group.position % len(self._coordinates)]].append(group)
         # 1. All ranks learn sizes and errors, so that all raise and none waits.
-        packed = pickle.dumps(groups)
-        heads = self._control.gather((len(packed), fault))
+        packed = {
+            coordinate: pickle.dumps(its) for coordinate, its in by_coordinate.items() if self._receivers[coordinate]
+        }
+        heads = self._control.gather(({coordinate: len(data) for coordinate, data in packed.items()}, fault))
         for rank, (_, its_fault) in enumerate(heads):
             if its_fault is not None:
                 raise type(its_fault)(f"rank {rank}: {its_fault}") from fault
-        # 2. Groups travel between the ranks of one coordinate only.
-        mine = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        theirs = [(torch.empty(heads[rank][0], dtype=torch.uint8), rank) for rank in self._peers]
-        self._control.exchange([(mine, rank) for rank in self._peers], theirs)
-        for buffer, _ in theirs:
-            groups += pickle.loads(buffer.numpy().tobytes())
-        return sorted(groups, key=lambda group: group.index)
+        # 2. Every rank receives only the groups of its coordinate.
+        sends = []
+        for coordinate, data in packed.items():
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            sends += [(tensor, rank) for rank in self._receivers[coordinate]]
+        receives = [
+            (torch.empty(sizes[self._dp_rank], dtype=torch.uint8), rank)
+            for rank, (sizes, _) in enumerate(heads)
+            if self._dp_rank in sizes and rank != self._control.rank
+        ]
+        self._control.exchange(sends, receives)
+        mine = by_coordinate[self._dp_rank]
+        for buffer, _ in receives:
+            mine += pickle.loads(buffer.numpy().tobytes())
+        return sorted(mine, key=lambda group: group.index)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks of the world, in rank order. Collective."""
@@ -85,44 +114,51 @@ class RolloutExchange:
             self._control.close()
 
     def runner_state(self) -> list[dict[str, Any]]:
-        """Return the states of all runners, in the order of their ranks among the runners; equal on all ranks."""
-        states = self._control.gather((self._runner.rank, self._runner.state_dict()))
-        return [state for _, state in sorted(states, key=lambda item: item[0])]
+        """Return the states of all runners with a client, in the order of their ranks among these; equal on all ranks."""
+        states = self._control.gather((self._runner.rank, self._runner.state_dict()) if self._runner.plays else None)
+        return [state for _, state in sorted(filter(None, states), key=lambda item: item[0])]
 
 
-def _check_places(places: Sequence[tuple[int, int] | None]) -> None:
-    """Raise unless the places of all ranks' runners are ``(0, n)`` to ``(n - 1, n)``, for ``n`` ranks."""
-    world = len(places)
-    if sorted(place for place in places if place is not None) != [(rank, world) for rank in range(world)]:
+def _check_places(places: Sequence[tuple[int, int] | None], plays: Sequence[bool]) -> None:
+    """Raise unless the places of the ranks with a client are ``(0, n)`` to ``(n - 1, n)``. On other ranks: ``None`` or ``(-1, n)``."""
+    size = sum(plays)
+    wanted = [(rank, size) for rank in range(size)]
+    of_players = [place for place, played in zip(places, plays, strict=True) if played]
+    of_others = {place for place, played in zip(places, plays, strict=True) if not played}
+    if sorted(place or (-1, 0) for place in of_players) != wanted or not of_others <= {None, (-1, size)}:
         given = ", ".join("none" if place is None else f"{place[0]} of {place[1]}" for place in places)
         raise ValueError(
-            f"Runner.rank and Runner.size are {given} on the {world} ranks of the trainer, so that groups would be played several times or "
-            "not at all: leave both out, and the trainer sets them"
+            f"Runner.rank and Runner.size are {given} on the {len(places)} ranks of the trainer, so that groups would be played several times "
+            "or not at all: leave both out, and the trainer sets them"
         )
 
 
 def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
     """Restore this rank's runner from the result of :meth:`RolloutExchange.runner_state`.
 
-    On another number of ranks, groups not trained on yet are assigned to the ranks that own their index now. That is impossible if groups
-    were replaced, because indices then differ between ranks.
+    On another number of ranks that run episodes, groups not trained on yet are assigned to the ranks that own their index now. That is
+    impossible if groups were replaced, because indices then differ between ranks.
 
     Args:
         runner: runner of this rank.
-        states: one state per rank of the run that saved them.
+        states: one state per rank that ran episodes in the run that saved them.
 
     Raises:
-        ValueError: groups were replaced, and the number of ranks differs.
+        ValueError: groups were replaced, and the number of ranks that run episodes differs.
     """
+    same = len(states) == runner.size
+    if not same and any(state["rejected"] for state in states):
+        raise ValueError(
+            f"the run was saved with {len(states)} ranks that run episodes, which had replaced groups that were not kept, and this one has "
+            f"{runner.size}: go on with {len(states)} ranks"
+        )
+    if not runner.plays:
+        runner.load_state_dict(Runner.NOTHING_PLAYED | {"trained": states[0]["trained"]})
+        return
     # The same number of ranks: every rank continues with its state.
-    if len(states) == runner.size:
+    if same:
         runner.load_state_dict(states[runner.rank])
         return
-    if any(state["rejected"] for state in states):
-        raise ValueError(
-            f"the run was saved on {len(states)} ranks, which had replaced groups that were not kept, and this one has {runner.size}: "
-            f"go on with {len(states)} ranks"
-        )
     # Otherwise, by index in the run: every rank takes the groups that it would have run.
     played = {group["index"]: group for state in states for group in state["waiting"]}
     runner.load_state_dict(runner.resharded_state(states[0]["trained"], played))

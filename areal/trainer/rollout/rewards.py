@@ -28,6 +28,9 @@ class RewardPool:
     A call that exceeds its time limit, or whose episode is cancelled, does not occupy the pool any more: its process is killed; its thread
     is replaced, and ends when the function returns. A coroutine function runs on the event loop of the caller.
 
+    Each rank that generates computes the rewards of its episodes. If one rank generates for all, it computes all rewards of the run:
+    ``processes=True`` distributes them over the cores of its host.
+
     Args:
         reward: function from an item and an answer to a number. Several threads call it at the same time.
         workers: maximum number of concurrent calls.

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,15 +40,22 @@ class Runner:
     This rank runs every ``size``-th group of a batch, starting with number ``rank``. A batch has the same items and seeds on any number of
     ranks, unless ``keep`` replaces groups.
 
+    One rank can run all groups, for example if it owns all inference servers. On this rank, ``max_concurrent`` limits the episodes of the
+    whole run, and all rewards are computed there: see :class:`~areal.trainer.rollout.rewards.RewardPool`.
+
     Args:
-        client: generates the answers.
+        client: generates the answers. ``None`` if other ranks generate: this rank runs no episode, and its batches are empty.
         episode: run ``group_size`` times per item.
-        items: data set, iterated epoch after epoch.
+        items: data set, iterated epoch after epoch. Not read without a client.
         plan: size of a batch, limits and seeds.
         keep: returns False for groups to replace, at most ``Plan.max_rejected`` for each group of a batch. A group without sequences is
             always kept, and counted as failed.
-        rank: index of this rank among those that run episodes. By default a trainer sets it; without a trainer it is the rank in the world.
+        rank: index of this rank among those that run episodes; -1 without a client. By default a trainer sets it; without a trainer it is
+            the rank in the world.
         size: number of ranks that run episodes, by default those of the world. Pass both or neither.
+
+    Attributes:
+        plays: True if this rank runs episodes, because it has a client.
 
     Raises:
         ValueError: ``items`` is empty, or ``rank`` is not one of ``size``.
@@ -59,7 +66,7 @@ class Runner:
 
     def __init__(
         self,
-        client: RolloutClient,
+        client: RolloutClient | None,
         episode: Episode,
         items: Items,
         plan: Plan,
@@ -68,9 +75,11 @@ class Runner:
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        if not len(items):
+        self.plays = client is not None
+        if self.plays and not len(items):
             raise ValueError("items is empty: pass at least one")
-        self._client, self._episode, self._items, self.plan, self._keep = client, episode, items, plan, keep
+        self._client = cast(RolloutClient, client)  # used to play a group, which a rank without a client never does
+        self._episode, self._items, self.plan, self._keep = episode, items, plan, keep
         self._place: tuple[int, int] | None = None
         if rank is not None or size is not None:
             self.set_place(rank, size)
@@ -96,7 +105,8 @@ class Runner:
         self._lost: Counter[str] = Counter()
         self._logged: dict[str, float] = {}
         self._thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
-        self._thread.start()
+        if self.plays:
+            self._thread.start()
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -109,14 +119,15 @@ class Runner:
         Raises:
             ValueError: ``rank`` is not one of ``size``.
         """
-        if rank is None or size is None or not 0 <= rank < size:
+        # Without a client, a trainer compares any rank with those of the other runners, so that the error is raised on all ranks.
+        if rank is None or size is None or not (0 if self.plays else -1) <= rank < size:
             raise ValueError(f"Runner: rank = {rank}, size = {size}: pass both, with 0 <= rank < size, or neither")
         self._place = (rank, size)
 
     @property
     def rank(self) -> int:
-        """Index of this rank among those that run episodes."""
-        return (self._place or _place_in_world())[0]
+        """Index of this rank among those that run episodes; -1 without a client."""
+        return (self._place or _place_in_world())[0] if self.plays else -1
 
     @property
     def size(self) -> int:
@@ -126,7 +137,7 @@ class Runner:
     @property
     def per_batch(self) -> int:
         """Number of groups that this rank runs for each batch."""
-        return len(range(self.rank, self.plan.groups, self.size))
+        return len(range(self.rank, self.plan.groups, self.size)) if self.plays else 0
 
     # ---- called by the trainer's thread
 
@@ -140,10 +151,10 @@ class Runner:
         self._place = (self.rank, self.size)
         with self._changed:
             self._trained, self._waits = trained, False
-        self._loop.call_soon_threadsafe(self._start_allowed)
+        self._soon(self._start_allowed)
 
     def next_batch(self, timeout: float | None = None) -> list[Group]:
-        """Wait for this rank's groups of the next batch, and return them in order.
+        """Wait for this rank's groups of the next batch, and return them in order. Without a client, there are none.
 
         Args:
             timeout: seconds to wait; ``None`` waits without limit.
@@ -199,8 +210,9 @@ class Runner:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._soon(self._loop.stop)
+        if self.plays:
+            self._thread.join()
         self._loop.close()
         getattr(self._episode, "close", lambda: None)()
         self._at_close.close()
@@ -216,7 +228,7 @@ class Runner:
             waiting = [self._finished[number] for number in sorted(self._finished)]
             counts = {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected}
             self._draining = False
-        self._loop.call_soon_threadsafe(self._start_allowed)
+        self._soon(self._start_allowed)
         return counts | {"waiting": [group.state() if isinstance(group, Group) else group for group in waiting]}
 
     def resharded_state(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
@@ -250,7 +262,12 @@ class Runner:
             self._finished = dict(enumerate(waiting, start=self._consumed))
             self._next = self._consumed + len(waiting)
         # Before any that advance starts: the event loop runs its callbacks in order.
-        self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
+        self._soon(lambda: [task.cancel() for task in self._tasks])
+
+    def _soon(self, callback: Callable[[], object]) -> None:
+        """Call a function on the event loop, if this rank has episodes to run on it."""
+        if self.plays:
+            self._loop.call_soon_threadsafe(callback)
 
     # ---- run by the event loop
 

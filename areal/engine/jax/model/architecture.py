@@ -35,7 +35,7 @@ _IN_A_LAYER = frozenset(
         *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
     }
 )
-_UNLIMITED = 2**30
+UNLIMITED = 2**30
 """Window of a layer without one: more tokens than a sequence has."""
 
 
@@ -90,8 +90,8 @@ class Architecture:
             rotary = type(decoder.rotary_emb)(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         # Mistral has no list of kinds: all of its layers have the window.
-        window = int(getattr(config, "sliding_window", None) or _UNLIMITED)
-        if getattr(config, "layer_types", None) is None and window < _UNLIMITED:
+        window = int(getattr(config, "sliding_window", None) or UNLIMITED)
+        if getattr(config, "layer_types", None) is None and window < UNLIMITED:
             kinds = ["sliding_attention"] * config.num_hidden_layers
         return cls(
             n_layers=config.num_hidden_layers,
@@ -99,7 +99,7 @@ class Architecture:
             n_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             eps=config.rms_norm_eps,
-            windows=tuple(window if kind == "sliding_attention" else _UNLIMITED for kind in kinds),
+            windows=tuple(window if kind == "sliding_attention" else UNLIMITED for kind in kinds),
             inv_freq=tuple(rotary.inv_freq.double().tolist()),
             rope_scale=float(rotary.attention_scaling),
             pad_token_id=decoder.embed_tokens.padding_idx,

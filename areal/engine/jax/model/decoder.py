@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec
 from areal.engine.jax.lora.low_rank import add_adapters
 from areal.engine.jax.mesh import STREAMS
 from areal.engine.jax.model.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
-from areal.engine.jax.model.attention import Visibility, attention
+from areal.engine.jax.model.attention import BLOCK, Visibility, attention
 from areal.engine.jax.model.experts import routed_feed_forward
+from areal.engine.jax.model.kernels import kernel_attention
 from areal.engine.jax.model.products import linear, lookup, scaled, shifted
 from areal.engine.jax.model.spec import ModelSpec, Params
 
@@ -102,8 +103,11 @@ def _attend(spec: ModelSpec, q: Array, k: Array, v: Array, visibility: Visibilit
     """Run attention on each device for its queries and, if they divide, its share of the heads. Keys are gathered over ``cp``."""
 
     def of_device(q: Array, k: Array, v: Array, visibility: Visibility, window: Array) -> Array:
+        own = jax.tree.map(lambda x: x[0], visibility)
+        if spec.kernel is not None and q.shape[1] % BLOCK == 0:
+            return kernel_attention(spec.kernel, q[0], k[0], v[0], own)[None]
         first_query = lax.axis_index("cp") * q.shape[1]
-        return attention(q[0], k[0], v[0], jax.tree.map(lambda x: x[0], visibility), window, first_query)[None]
+        return attention(q[0], k[0], v[0], own, window, first_query)[None]
 
     axis = "tp" if k.shape[2] % spec.mesh.shape["tp"] == 0 else None
     queries, keys = PartitionSpec(STREAMS, "cp", axis), PartitionSpec(STREAMS, None, axis)

@@ -41,11 +41,15 @@ class Numbers:
         """Dtype of norms, softmax and outputs: float32, or float64 in a float64 model."""
         return jnp.promote_types(self.compute, jnp.float32)
 
+    @property
+    def wide(self) -> bool:
+        """Whether a dtype is float64."""
+        return "float64" in (self.compute, self.master, self.reduce)
+
     @contextmanager
     def enabled(self) -> Iterator[None]:
         """Allow float64 inside if a dtype is float64, and compute float32 in float32. Both settings are of a thread."""
-        wide = "float64" in (self.compute, self.master, self.reduce)
-        with jax.enable_x64(wide), jax.default_matmul_precision("highest"):
+        with jax.enable_x64(self.wide), jax.default_matmul_precision("highest"):
             yield
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from areal.engine.jax.lora.low_rank import FactorUse
 from areal.engine.jax.mesh import STREAMS, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.model.architecture import LAYER, Architecture
+from areal.engine.jax.model.kernels import Kernel
 from areal.engine.jax.model.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]
@@ -32,6 +33,7 @@ class ModelSpec:
         fp32_head: multiply by the head's weight in float32.
         keep_bytes: memory for logits of one rank that are kept for the backward.
         trained: the parameters get gradients. With adapters they do not.
+        kernel: computes the attention of streams in whole blocks without shared prefixes. ``None`` for blocks.
     """
 
     arch: Architecture
@@ -41,6 +43,7 @@ class ModelSpec:
     fp32_head: bool
     keep_bytes: int
     trained: bool = True
+    kernel: Kernel | None = None
 
     def use(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> WeightUse:
         """Return how a weight is used, of which ``shape`` is the shape: of a whole array, or of a row of an array over layers."""

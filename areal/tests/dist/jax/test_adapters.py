@@ -1,4 +1,4 @@
-"""Adapters of the JAX engine: how many programs are compiled, and that none computes a gradient of the model."""
+"""Adapters of the JAX engine: their steps on several ranks, how many programs are compiled, and what these compute."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from areal.api import LoRAConfig, MicroBatchSpec
-from areal.tests.harness.tiny import loss, started
+from areal.tests.harness.tiny import global_batch, local_batch, loss, started
 
 pytest.importorskip("jax")
 
 from areal.engine.jax import bridge
-
-pytestmark = pytest.mark.world(1)
 
 QUERIES = LoRAConfig(rank=3, target_modules=("q_proj",))
 
@@ -34,6 +33,7 @@ def samples(adapters: list[int]) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+@pytest.mark.world(1)
 def test_programs_do_not_depend_on_which_adapters_a_call_names() -> None:
     rng, before = random.Random(0), bridge._evaluate._cache_size()
     with started("jax:d1", lora=QUERIES, mb_spec=MicroBatchSpec()) as engine:
@@ -51,6 +51,17 @@ def test_programs_do_not_depend_on_which_adapters_a_call_names() -> None:
         assert bridge._evaluate._cache_size() - before == 3
 
 
+@pytest.mark.world(2)
+def test_step_of_all_samples_is_the_same_on_every_rank() -> None:
+    with started("jax:d2", lora=QUERIES) as engine:
+        engine.train_batch(local_batch(engine, global_batch()), loss)
+        own = torch.cat([factor.parameter.detach().flatten() for factor in engine.adapters["default"].factors])
+    of_first = own.clone()
+    dist.broadcast(of_first, 0)
+    assert torch.equal(own, of_first)
+
+
+@pytest.mark.world(1)
 @pytest.mark.thorough
 def test_no_program_computes_a_gradient_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of activations have a first dimension for data-parallel ranks. Gradients of a layer's weight do not."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from areal.api import Batch, FinetuneSpec, TokenOutputs
+from areal.api import Batch, FinetuneSpec, MicroBatchSpec, TokenOutputs
 from areal.engine.registry import create_engine
+from areal.tests.grid.cases import CASES, samples
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_step, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout
-from areal.tests.harness.tiny import config, family_dir, global_batch, gradients_of, loss, started
+from areal.tests.harness.tiny import config, family_dir, global_batch, gradients_of, loss, same_bits, started
 from areal.tests.harness.world import record
 
 pytest.importorskip("jax")
+
+from areal.engine.jax import engine as engine_module
+from areal.engine.jax.model.kernels import Kernel
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -115,3 +120,18 @@ def test_what_the_engine_has_not_is_refused_by_name(what: str) -> None:
         fields["path"] = family_dir(fields.pop("family"), **changes)
     with pytest.raises(ValueError, match=message), create_engine(config(**fields)) as engine:
         engine.initialize(FinetuneSpec(total_train_steps=1))
+
+
+@pytest.mark.world(1)
+def test_kernel_computes_packed_sequences_and_blocks_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "kernel_for", lambda *_: Kernel("splash", interpret=True))
+    batch, results = samples(CASES["family"]), {}
+    for shared, kernel in itertools.product((False, True), repeat=2):
+        mb_spec = MicroBatchSpec(max_tokens_per_mb=512, share_prefixes=shared)
+        with started("jax:d1", mb_spec=mb_spec, jax={"attention_kernel": kernel}) as engine:
+            engine.forward_backward(batch, loss)
+            results[shared, kernel] = gradients_of(engine)
+    assert not same_bits(results[False, True], results[False, False])
+    error = assert_tensors(results[False, True].items(), results[False, False], 2e-5)
+    record("attention kernels of JAX", "splash, interpreted", gradients=f"{error:.0e}")
+    assert same_bits(results[True, True], results[True, False])

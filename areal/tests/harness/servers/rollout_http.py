@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal.api.weights import NamedTensor
 from areal.tests.grid.models import FAMILIES, VOCAB, model_dir, tiny_model
+from areal.tests.harness.pool import PRELOADED
+from areal.tests.harness.servers.rollout_server import serve
 from areal.trainer.rollout.protocol import Completion
 from areal.weight_sync.apply import ModuleSource
 
@@ -25,25 +29,53 @@ PROMPT = [(7 * i + 3) % VOCAB for i in range(23)]
 
 
 class Process:
-    """A server process."""
+    """A server process.
 
-    def __init__(self) -> None:
-        self.started = subprocess.Popen(
-            [sys.executable, "-m", "areal.tests.harness.servers.rollout_server", model_dir("qwen3")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    Args:
+        model: directory of its model.
+        modern: with the routes of a current vLLM.
+    """
+
+    def __init__(self, model: str | None = None, *, modern: bool = False) -> None:
+        self.model, self.modern = model or model_dir("qwen3"), modern
+        self._start()
+
+    def _start(self, port: int = 0) -> None:
+        # Forked where that is possible, because the imports take seconds. A rank of a test's world cannot fork.
+        if multiprocessing.current_process().daemon:
+            command = [sys.executable, "-m", "areal.tests.harness.servers.rollout_server", self.model, str(port)]
+            self.started: Any = subprocess.Popen(
+                [*command, *(["modern"] if self.modern else [])], stdout=subprocess.PIPE, text=True
+            )
+            return
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._ports, ours = context.Pipe(duplex=False)
+        self.started = context.Process(target=serve, args=(self.model, port, self.modern, ours), daemon=True)
+        self.started.start()
+        ours.close()
+
+    def restart(self) -> None:
+        """Kill the process, and start another one on the same port, with the weights of the start. Waits until it answers."""
+        port = int(self.url.rpartition(":")[2])
+        self.kill()
+        del self.port
+        self._start(port)
+        assert self.url.endswith(f":{port}")
 
     @property
     def url(self) -> str:
         if not hasattr(self, "port"):
-            assert self.started.stdout is not None
-            self.port = int(self.started.stdout.readline())
+            forked = isinstance(self.started, BaseProcess)
+            self.port = self._ports.recv() if forked else int(self.started.stdout.readline())
         return f"http://127.0.0.1:{self.port}"
 
     def tell(self, **what: Any) -> None:
-        data = json.dumps(what).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/test", data), timeout=30).read()
+        self.post("/test", **what)
+
+    def post(self, route: str, /, **body: Any) -> None:
+        data = json.dumps(body).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}{route}", data), timeout=30).read()
 
     def can(self, route: str, *, status: int = 200, body: Any = "", times: int = 1, delay: float = 0.0) -> None:
         """Set the response of the next ``times`` requests, sent after ``delay`` seconds."""
@@ -53,13 +85,25 @@ class Process:
     def told(self) -> dict[str, Any]:
         return json.loads(urllib.request.urlopen(f"{self.url}/test", timeout=30).read())
 
+    def drawn(self) -> int:
+        """Return the number of tokens that the server has generated."""
+        return self.told()["drawn"]
+
     def calls(self, route: str) -> int:
         return self.told()["calls"].get(route, 0)
 
+    def ends(self, seconds: float) -> bool:
+        """Wait for the process to end by itself. Returns False if it does not."""
+        self.started.join(seconds)
+        return not self.started.is_alive()
+
     def kill(self) -> None:
         self.started.kill()
-        self.started.wait()
-        if self.started.stdout is not None:
+        if isinstance(self.started, BaseProcess):
+            self.started.join()
+            self._ports.close()
+        else:
+            self.started.wait()
             self.started.stdout.close()
 
 

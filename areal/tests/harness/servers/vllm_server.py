@@ -1,12 +1,11 @@
 """Test server in a thread, with the routes of vLLM that sample from a model and from adapters: one plain forward for each token.
 
-Adapters are merged into a copy of the model, by this module's own arithmetic.
+Adapters are merged into a copy of the model, by the tests' own arithmetic.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import socket
 import threading
@@ -22,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from areal.tests.harness.servers.rollout_server import load
-from areal.trainer.rollout.http import schemas
+from areal.tests.harness.servers.generation import load, merged
+from areal.trainer.rollout.http.dialects import vllm_schemas
 
 KEY = "secret"
 
@@ -89,7 +88,7 @@ class VLLMServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def load_adapter(self, asked: schemas.VLLMLoadAdapter) -> str:
+    def load_adapter(self, asked: vllm_schemas.VLLMLoadAdapter) -> str:
         folder = Path(asked.lora_path)
         if asked.lora_name in self.models:
             raise Refused(400, f"The lora adapter '{asked.lora_name}' has already been loaded.")
@@ -99,17 +98,19 @@ class VLLMServer:
         if config["r"] > 8:
             raise Refused(400, f"LoRA rank {config['r']} is greater than max_lora_rank 8.")
         try:
-            self.models[asked.lora_name] = merged(self.models[self.path], folder, config)
+            self.models[asked.lora_name] = merged(
+                self.models[self.path], load_file(folder / "adapter_model.safetensors"), config
+            )
         except RuntimeError as error:
             raise Refused(500, f"Call to add_lora method failed: {error}") from error
         return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
 
-    def unload_adapter(self, asked: schemas.VLLMUnloadAdapter) -> str:
+    def unload_adapter(self, asked: vllm_schemas.VLLMUnloadAdapter) -> str:
         if self.models.pop(asked.lora_name, None) is None:
             raise Refused(404, f"The lora adapter '{asked.lora_name}' cannot be found.")
         return "Success"
 
-    def complete(self, asked: schemas.VLLMCompletion, gone: Any) -> dict[str, Any]:
+    def complete(self, asked: vllm_schemas.VLLMCompletion, gone: Any) -> dict[str, Any]:
         """Generate one answer."""
         self._check(asked)
         model = self.models[str(asked.model)]
@@ -155,7 +156,7 @@ class VLLMServer:
             raise Refused(400, "Out of range float values are not JSON compliant: nan")
         return {"id": f"cmpl-{asked.request_id}", "object": "text_completion", "choices": [choice]}
 
-    def _check(self, asked: schemas.VLLMCompletion) -> None:
+    def _check(self, asked: vllm_schemas.VLLMCompletion) -> None:
         if asked.model not in self.models:
             raise Refused(404, f"The model `{asked.model}` does not exist.")
         if self.canned:
@@ -169,7 +170,7 @@ class VLLMServer:
             raise Refused(400, f"This model's maximum context length is {self.context} tokens.")
 
     @torch.no_grad()
-    def _of_prompt(self, model: PreTrainedModel, asked: schemas.VLLMCompletion) -> list[dict[int, Any] | None]:
+    def _of_prompt(self, model: PreTrainedModel, asked: vllm_schemas.VLLMCompletion) -> list[dict[int, Any] | None]:
         """Log-probs of the prompt at temperature 1, as vLLM computes them."""
         with self.forward:
             logprobs = model(torch.tensor([asked.prompt])).logits[0].float().log_softmax(-1)
@@ -182,20 +183,8 @@ class VLLMServer:
         return rows
 
 
-def merged(model: PreTrainedModel, folder: Path, config: dict[str, Any]) -> PreTrainedModel:
-    """Return a copy of the model whose weights have the adapter's product added."""
-    result = copy.deepcopy(model)
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for name in [each for each in tensors if each.endswith(".lora_A.weight")]:
-        stem = name.removesuffix(".lora_A.weight")
-        layer: Any = result.get_submodule(stem.removeprefix("base_model.model."))
-        product = tensors[f"{stem}.lora_B.weight"].float() @ tensors[name].float()
-        layer.weight = torch.nn.Parameter(layer.weight.data + config["lora_alpha"] / config["r"] * product)
-    return result.eval()
-
-
 @torch.no_grad()
-def distributions(model: PreTrainedModel, text: list[int], asked: schemas.VLLMCompletion) -> tuple[Tensor, Tensor]:
+def distributions(model: PreTrainedModel, text: list[int], asked: vllm_schemas.VLLMCompletion) -> tuple[Tensor, Tensor]:
     """Return the log-probs of the next token at temperature 1, and those of the distribution that is drawn from."""
     logits: Tensor = model(torch.tensor([text]), use_cache=False).logits[0, -1].float()
     raw = logits.log_softmax(-1)
@@ -260,11 +249,11 @@ class Handler(BaseHTTPRequestHandler):
                 raise Refused(401, "Unauthorized")
             match self.path:
                 case "/v1/completions":
-                    self._reply(state.complete(schemas.VLLMCompletion.model_validate(body), self._gone))
+                    self._reply(state.complete(vllm_schemas.VLLMCompletion.model_validate(body), self._gone))
                 case "/v1/load_lora_adapter":
-                    self._reply(state.load_adapter(schemas.VLLMLoadAdapter.model_validate(body)))
+                    self._reply(state.load_adapter(vllm_schemas.VLLMLoadAdapter.model_validate(body)))
                 case "/v1/unload_lora_adapter":
-                    self._reply(state.unload_adapter(schemas.VLLMUnloadAdapter.model_validate(body)))
+                    self._reply(state.unload_adapter(vllm_schemas.VLLMUnloadAdapter.model_validate(body)))
         except (Refused, ValidationError) as error:
             status = error.status if isinstance(error, Refused) else 422
             self._reply({"error": {"message": str(error), "type": "BadRequestError", "code": status}}, status)

@@ -11,12 +11,15 @@ from areal.trainer.rollout import exchange
 
 SAMPLING = "dist/trainer/test_sampling.py::{}"
 EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
+ONE_OWNER = "dist/trainer/test_one_owner.py::{}"
 RUNNER = "unit/rollout/test_runner.py::{}"
 ADAPTERS = "unit/rollout/test_adapters.py::{}"
 SAMPLER = "unit/tinker/backends/test_local_sampler.py::{}"
 HTTP_SAMPLER = "unit/tinker/backends/test_http_sampler.py::{}"
 SNAPSHOTS = "unit/tinker/backends/test_sampler_snapshots.py::{}"
 REWARDS = "unit/rollout/test_rewards.py::{}"
+GROUP = "unit/rollout/group/test_updates.py::{}"
+NCCL = "unit/weight_sync/test_nccl.py::{}"
 
 
 @mutant(
@@ -44,7 +47,7 @@ def temperature_of_the_engine_ignored(right: Function) -> Function:
 )
 def rank_0_of_1_accepted(right: Function) -> Function:
     """Runners that all play the groups of rank 0 of 1 are accepted."""
-    return lambda places: None
+    return lambda places, plays: None
 
 
 @mutant(
@@ -58,7 +61,7 @@ def runner_alone_by_default(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.exchange:RolloutExchange.next_groups",
-    EXCHANGE.format("test_groups_go_to_their_coordinate_only[*apart*]"),
+    EXCHANGE.format("test_groups_go_to_their_coordinate_only[*apart*all ranks]"),
 )
 def groups_gathered_to_all(right: Function) -> Function:
     """Every rank receives the groups of all ranks."""
@@ -69,6 +72,61 @@ def groups_gathered_to_all(right: Function) -> Function:
         return groups
 
     return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.exchange:RolloutExchange.__init__",
+    ONE_OWNER.format("test_groups_are_those_of_a_run_in_which_all_ranks_generate[w2-apart-first]"),
+)
+def positions_in_blocks(right: Function) -> Function:
+    """A coordinate trains on consecutive positions of a batch, and not on those that its ranks would run."""
+
+    def wrong(self: Any, runner: Any, dp_rank: int) -> None:
+        right(self, runner, dp_rank)
+        self._coordinates = sorted(self._coordinates * runner.plan.groups)
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.exchange:RolloutExchange.next_groups",
+    EXCHANGE.format("test_groups_go_to_their_coordinate_only[*apart*one owner]"),
+)
+def owner_sends_all_groups(right: Function) -> Function:
+    """Every rank receives all groups of an owner, and keeps those of its coordinate."""
+
+    def wrong(self: Any, timeout: float | None = None) -> Any:
+        coordinates, dp_rank, receivers = self._coordinates, self._dp_rank, self._receivers
+        self._coordinates, self._dp_rank = [0], 0
+        self._receivers = {0: [rank for rank in range(self._control.size) if rank != self._control.rank]}
+        groups = right(self, timeout)
+        self._coordinates, self._dp_rank, self._receivers = coordinates, dp_rank, receivers
+        return [group for group in groups if coordinates[group.position % len(coordinates)] == dp_rank]
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.runner:Runner.resharded_state",
+    ONE_OWNER.format("test_run_resumes_with_other_ranks_that_generate[w2-all-first]"),
+)
+def waiting_groups_lost_by_a_new_owner(right: Function) -> Function:
+    """A run that resumes with another number of ranks that generate skips the groups that wait."""
+
+    def wrong(self: Any, trained: int, played: Any) -> Any:
+        state = right(self, trained, played)
+        return state | {"consumed": state["consumed"] + len(state["waiting"]), "waiting": []}
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.exchange:_check_places",
+    ONE_OWNER.format("test_places_that_leave_out_groups_are_refused[*of two*]"),
+)
+def owner_that_plays_half(right: Function) -> Function:
+    """An owner that is rank 0 of 2 is accepted: half of the groups are never played."""
+    return lambda places, plays: None
 
 
 @mutant(
@@ -200,7 +258,7 @@ def removed_adapter_keeps_its_memory(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.batching.manager:_WakeUp.wait",
-    SNAPSHOTS.format("test_sampling_costs_little_over_the_generator"),
+    SNAPSHOTS.format("test_idle_generator_does_nothing"),
 )
 def idle_generator_polls(right: Function) -> Function:
     """An idle generator looks for requests ten times per second."""
@@ -271,3 +329,55 @@ def released_adapters_kept_on_the_server(right: Function) -> Function:
 def prompt_scored_at_another_temperature(right: Function) -> Function:
     """Log-probs of a prompt at temperature 1 are returned for any temperature."""
     return lambda request: None
+
+
+@mutant(
+    "areal.trainer.rollout.http.group.sender:GroupSender._recover",
+    GROUP.format("test_next_update_heals_servers_that_were_interrupted_by_the_source[*q_proj*]"),
+    GROUP.format("test_next_update_heals_servers_of_which_one_refused_a_tensor"),
+)
+def interrupted_servers_start_again(right: Function) -> Function:
+    """The next update goes to a server with the tensors of an interrupted one."""
+    return lambda self, urls: None
+
+
+@mutant(
+    "areal.trainer.rollout.http.group.chunk:_Builder.add",
+    GROUP.format("test_packed_buffers_end_after_the_tensor_that_exceeds_their_size"),
+)
+def packed_buffer_cut_before_the_tensor(right: Function) -> Function:
+    """A packed buffer ends before the tensor that exceeds its size, where the receiver expects the end after it."""
+
+    def wrong(self: Any, name: str, tensor: Any) -> None:
+        if self._packed_bytes is not None and self.open_bytes and self.open_bytes + tensor.nbytes > self._packed_bytes:
+            self.close()
+        right(self, name, tensor)
+
+    return wrong
+
+
+@mutant(
+    "areal.trainer.rollout.http.group.chunk:cut_chunks",
+    GROUP.format("test_all_workers_of_all_servers_have_the_weights_of_each_update[500-None]"),
+)
+def tensors_taken_before_they_are_copied(right: Function) -> Function:
+    """Tensors are copied into a chunk after the source has yielded the next ones."""
+    return lambda tensors, *arguments: right(list(tensors), *arguments)
+
+
+@mutant(
+    "areal.trainer.rollout.http.group.standalone:StandaloneServers.release",
+    GROUP.format("test_next_update_heals_servers_that_were_interrupted_by_the_source[*norm*]"),
+)
+def interrupted_servers_go_on(right: Function) -> Function:
+    """Servers whose update was interrupted continue to generate."""
+    return lambda self, version, faults: right(self, version, {})
+
+
+@mutant(
+    "areal.weight_sync.nccl:NCCLCommunicator._give_up",
+    NCCL.format("test_hanging_broadcast_is_aborted_in_time"),
+)
+def hanging_communicator_left_alone(right: Function) -> Function:
+    """A communicator whose time limit has passed is not aborted, so that its kernel stays on the device."""
+    return lambda self: None

@@ -203,9 +203,9 @@ def sleeping_servers_get_weights(right: Function) -> Function:
 def lost_weights_of_a_server_are_used(right: Function) -> Function:
     """A server whose weights did not survive its sleep generates."""
 
-    async def wrong(self: Any, dialect: Any, seconds: float) -> str:
+    async def wrong(self: Any, seconds: float) -> str:
         version = self.version
-        fault = await right(self, dialect, seconds)
+        fault = await right(self, seconds)
         self.version = version
         return fault
 

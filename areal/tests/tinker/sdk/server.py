@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ ROOT = Path(areal.__file__).parents[1]
 SCRIPTS = Path(__file__).parent / "scripts"
 VERSIONS = ("0.38.0", "0.24.1")
 KEY = "tml-key-of-the-tests"
+CURVE = [-72.02117, -61.43531, -60.98556, -65.69525, -62.1725, -68.56596, -64.19545, -55.52173, -69.4694, -61.35426]
+"""Sums of log-probs in ten steps of ``training.py``. The same with every version, and in the protobuf and the JSON form."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -52,6 +55,7 @@ class ServerProcess:
         settings: those of the backend, in addition to float32.
         threads: threads of a product on the CPU.
         environment: variables of the process; by default those of the tests.
+        python: command that runs a module of Python.
     """
 
     def __init__(
@@ -65,11 +69,12 @@ class ServerProcess:
         threads: int = 1,
         settings: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        python: Sequence[str] = (sys.executable,),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "keys").write_text(f"tml-another-key-0000\n{KEY}\n")
         exact = {"dtype": "float32"}
-        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", backend]
+        command = [*python, "-m", "areal.cli", "serve", "--model", model, "--backend", backend]
         command += [
             "--backend-config",
             json.dumps({**exact, **(settings or {})}),
@@ -98,10 +103,14 @@ class ServerProcess:
         """Output of the process."""
         return "".join(self.log)
 
+    def wait(self) -> None:
+        """Wait until the server answers, or has ended."""
+        assert self._ready.wait(120), self.text
+
     @property
     def url(self) -> str:
         """Address of the server, once it is there."""
-        assert self._ready.wait(120), self.text
+        self.wait()
         found = re.search(r"TINKER_BASE_URL\s+(\S+)", self.text)
         assert found, self.text
         return found[1]
@@ -135,7 +144,7 @@ class Sdk:
         changes = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [str(self.python), "-W", "ignore", str(SCRIPTS / f"{script}.py"), json.dumps(given)],
+            [str(self.python), "-X", "faulthandler", "-W", "ignore", str(SCRIPTS / f"{script}.py"), json.dumps(given)],
             **{"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "env": {**os.environ, **changes}},
         )
 
@@ -152,3 +161,10 @@ class Sdk:
             output, errors = process.communicate()
         assert process.returncode == 0, f"{output[-4000:]}\n{errors[-6000:]}\n{server.text[-6000:]}"
         return json.loads(output.splitlines()[-1])
+
+
+def check_sdk(version: str, server: ServerProcess, *, complete: bool) -> None:
+    """Run the acceptance script. What needs torch or a tokenizer in the client, which takes seconds to import, is left out unless complete."""
+    results = Sdk(version).run(server, "acceptance", complete=complete)
+    assert results["curve"] == pytest.approx(CURVE, abs=1e-3)
+    assert len(results["tokens"]) == 8

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from areal.dispatch.placement import Kind, Move, Need, Part, Placement, Use
-from areal.dispatch.placement.history import History
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.shared_rollout import SharedRollout
 from areal.dispatch.placement.turns import Turn, Turns
@@ -345,30 +344,27 @@ def test_cancelled_answer_leaves_no_thread_and_no_use() -> None:
     result(begun(device.turn("b", Use.STEP)))
 
 
+def test_use_that_ends_during_a_measurement_does_not_begin() -> None:
+    device = Device()
+
+    def observe(ended: Mapping[str, Any]) -> list[str]:
+        cancelled.end()
+        return []
+
+    device.turns = Turns(device.placement, device.move, observe)
+    cancelled = device.turn("rollout", Use.GENERATE, background=True)
+    with device.using("a"):
+        pass
+    cancelled.begin()
+    result(begun(device.turn("b", Use.STEP)))
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.005)
 
 
 # ---- prediction
-
-
-def test_uses_of_a_cycle_are_predicted_from_its_second_round() -> None:
-    cycle = [Need("rollout", Use.GENERATE), Need("a", Use.FORWARD), Need("a", Use.STEP), Need("b", Use.STEP)]
-    cycle += [*cycle[2:4], Need("a", Use.SYNC)]
-    history, right = History(), 0
-    for number, need in enumerate(cycle * 4):
-        expected = (cycle * 8)[number + 1 : number + 17]
-        predicted = history.following(need)
-        if number < 2:
-            assert predicted == []
-        if number >= len(cycle) + 2:
-            assert predicted == expected
-            right += 1
-        # Several answers are one use.
-        for _ in range(3):
-            history.add(need)
-    assert right == 3 * len(cycle) - 2
 
 
 def test_a_repeated_cycle_moves_less_than_by_the_least_recently_used_rule() -> None:
@@ -383,13 +379,3 @@ def test_a_repeated_cycle_moves_less_than_by_the_least_recently_used_rule() -> N
             pass
     # Every second use finds its model on the device.
     assert device.placement.moved - before == 12 // 2 * 8
-
-
-def test_prediction_follows_a_change_of_the_cycle() -> None:
-    a, b, c = (Need(name, Use.FORWARD) for name in "abc")
-    history = History()
-    for need in [a, b] * 5 + [a, c] * 3:
-        history.add(need)
-    assert history.following(a)[:4] == [c, a, c, a]
-    history.forget("c")
-    assert c not in history.following(a)

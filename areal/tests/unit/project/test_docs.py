@@ -24,6 +24,7 @@ from areal.api import FinetuneSpec
 from areal.engine.base import BaseTrainEngine
 from areal.engine.registry import GROUP
 from areal.tests.grid.models import model_dir
+from areal.tests.harness.tiny import NEEDS_JAX
 from areal.tinker.backends.registry import SAMPLING_GROUP, TRAINING_GROUP
 
 GROUPS = (GROUP, SAMPLING_GROUP, TRAINING_GROUP)
@@ -84,7 +85,12 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=NEEDS_JAX if page.stem == "jax" else ())
+        for page in PAGES
+        if blocks(page, "python")
+    ],
 )
 def test_code_blocks_run(page: Path, one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("page")

@@ -49,6 +49,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     ),  # 2.11 has _validate_fwd_outputs, which refuses hidden states
     # process groups and tensors
     "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", _OLD),
+    "_new_process_group_helper": (_C10D, _OLD),
     "_world": (_C10D, _OLD),
     "_set_pg_timeout": (_C10D, _OLD),
     "_abort_process_group": (_C10D, _OLD),

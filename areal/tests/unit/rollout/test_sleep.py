@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from areal import FinetuneSpec, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
 from areal.dispatch import SharedDevices, Use
 from areal.tests.dist.dispatch.test_shared_devices import FakeRollout
 from areal.tests.grid.models import model_dir
+from areal.tests.harness.engine_bytes import bytes_on_device
 from areal.tests.harness.servers import rollout_http as http
+from areal.tests.harness.tiny import global_batch, loss
 from areal.tests.unit.rollout.rollouts import PROMPT, Reading, endless, model, rollout, run, weights
 from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
 
@@ -179,6 +183,83 @@ def test_servers_on_shared_devices_wake_for_answers_and_weights(
         rollout.load(tmp_path / "version-00000003", 4)
         assert rollout.version == 4
         assert server.calls(WAKE[kind]) == 3
+
+
+NAMES = {
+    "/pause": "pause",
+    "/sleep": "sleep",
+    "/wake_up": "wake",
+    "/collective_rpc": "load",
+    "/resume": "resume",
+    "/v1/completions": "generate",
+    "/pause_generation": "pause",
+    "/release_memory_occupation": "sleep",
+    "/resume_memory_occupation": "wake",
+    "/update_weights_from_disk": "load",
+    "/continue_generation": "resume",
+    "/generate": "generate",
+}
+
+
+class Timeline:
+    """What a server was asked and which state of an engine moved, in order."""
+
+    def __init__(self, server: http.Process, engine: TrainEngine) -> None:
+        self._server, self._engine, self._seen = server, engine, 0
+        self._moves = {name: getattr(engine, name) for name in ("offload", "onload")}
+        self._events: list[str] = []
+        for name in self._moves:
+            setattr(engine, name, partial(self._move, name))
+
+    def note(self, event: str) -> None:
+        order = self._server.told()["order"]
+        self._events += [NAMES[route] for route in order[self._seen :]]
+        self._seen = len(order)
+        self._events.append(event)
+
+    def take(self) -> list[str]:
+        """Return what happened since the last call."""
+        self.note("")
+        events, self._events = self._events, []
+        return [event for event in events if event]
+
+    def _move(self, name: str, **kinds: bool) -> None:
+        # In another order than the server's requests it would not fit on the device.
+        before = self._engine.memory()[0]
+        self._moves[name](**kinds)
+        after = self._engine.memory()[0]
+        for kind in ("params", "grads", "optimizer"):
+            if getattr(before, kind).on_device != getattr(after, kind).on_device:
+                self.note(f"{name} {kind}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_server_and_engine_on_one_device_take_turns(kind: str, server: http.Process, tmp_path: Path) -> None:
+    """Nothing comes to the device before what it replaces has left."""
+    settings = TrainEngineConfig(path=model_dir("qwen3"), dtype="float32", optimizer=OptimizerConfig(lr=1e-3))
+    with create_engine(settings) as trained, client(server, DIALECTS[kind], tmp_path) as served:
+        trained.initialize(FinetuneSpec(total_train_steps=4))
+        trained.train_batch(global_batch(), loss)
+        weights = bytes_on_device(trained)["params"]
+        # Weights, gradients and two moments. Next to the server there is room for the engine's weights.
+        shared = SharedDevices({"gpu": 4 * weights})
+        shared.add("policy", trained)
+        rollout = shared.add_rollout("rollout", served, 3 * weights)
+        timeline = Timeline(server, trained)
+        steps = []
+        for version in (3, 4):
+            run(rollout.generate(http.PROMPT, endless(2)))
+            with shared.use("policy", Use.STEP):
+                trained.train_batch(global_batch(), loss)
+            with shared.use("rollout", Use.GENERATE), shared.use("policy", Use.SYNC):
+                rollout.sync(trained, version)
+            steps.append(timeline.take())
+        (answer,) = run(rollout.generate(http.PROMPT, endless(2)))
+    assert answer.versions == (4, 4)
+    added = ["pause", "sleep", "offload optimizer", "wake", "resume"]
+    training = ["generate", "pause", "sleep", "onload optimizer"]
+    update = ["offload optimizer", "wake", "resume", "pause", "load", "resume"]
+    assert steps == [added + training + update, training + update]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, TopLogprobs
-from areal.trainer.rollout.http.dialects import HTTPCall
-from areal.trainer.rollout.http.schemas import VLLMChoice, VLLMCompleted, VLLMCompletion
+from areal.trainer.rollout.http.dialects.call import HTTPCall
+from areal.trainer.rollout.http.dialects.vllm_schemas import VLLMChoice, VLLMCompleted, VLLMCompletion
 from areal.trainer.rollout.protocol import Sampling
 
 MIN_TEMPERATURE = 0.01

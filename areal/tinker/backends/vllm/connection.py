@@ -1,4 +1,4 @@
-"""Connection to a vLLM server: the check of the server at the start, adapters as it reads them, and its errors."""
+"""ServerConnection to a vLLM server: the check of the server at the start, adapters as it reads them, and its errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest
 from areal.tinker.backends.sampler_config import VLLMSamplerConfig, check_adapter_base
 from areal.tinker.backends.vllm.completions import completion_call
-from areal.trainer.rollout.http.dialects import HTTPCall
-from areal.trainer.rollout.http.schemas import Empty, VLLMCard, VLLMModels
-from areal.trainer.rollout.http.server import RejectedCall, Server, StatusError, Unavailable
+from areal.trainer.rollout.http.connection import RejectedCall, ServerConnection, StatusError, Unavailable
+from areal.trainer.rollout.http.dialects.call import HTTPCall
+from areal.trainer.rollout.http.dialects.vllm_schemas import VLLMCard, VLLMModels
 from areal.trainer.rollout.protocol import Sampling
 
 _START_SECONDS = 30.0
@@ -27,7 +27,7 @@ _RAW = 1e-4
 """With one token left to draw, a log-prob further from 0 is one before ``top_k``."""
 
 
-def connect(settings: VLLMSamplerConfig) -> Server:
+def connect(settings: VLLMSamplerConfig) -> ServerConnection:
     """Return a connection with the key of the settings."""
     headers = {}
     if settings.api_key_file is not None:
@@ -37,7 +37,7 @@ def connect(settings: VLLMSamplerConfig) -> Server:
             raise ValueError(
                 f"sampler_config.api_key_file = {settings.api_key_file!r} cannot be read: {error}"
             ) from error
-    return Server(settings.url, 0, headers)
+    return ServerConnection(settings.url, headers)
 
 
 async def first_contact(settings: VLLMSamplerConfig, model: str) -> VLLMCard:
@@ -48,7 +48,7 @@ async def first_contact(settings: VLLMSamplerConfig, model: str) -> VLLMCard:
     """
     server = connect(settings)
     try:
-        listed = await server.send(HTTPCall("/v1/models", Empty(), VLLMModels, method="GET"), _START_SECONDS)
+        listed = await server.send(HTTPCall.get("/v1/models", VLLMModels), _START_SECONDS)
         card = _base_card(listed, settings, model)
         # With one token left to draw, its log-prob is 0.
         call = completion_call(card.id, _PROBE, Sampling(1, top_k=1, stop_token_ids=()), scored=False)

@@ -34,16 +34,10 @@ from areal.tinker.backends.vllm.completions import (
     read_prompt,
 )
 from areal.tinker.backends.vllm.connection import as_error, connect, copy_adapter, first_contact, reason_of
-from areal.trainer.rollout.http.dialects import HTTPCall
-from areal.trainer.rollout.http.schemas import (
-    Anything,
-    Empty,
-    ReplyBody,
-    VLLMChoice,
-    VLLMLoadAdapter,
-    VLLMUnloadAdapter,
-)
-from areal.trainer.rollout.http.server import RejectedCall, StatusError, Unavailable
+from areal.trainer.rollout.http.connection import RejectedCall, StatusError, Unavailable
+from areal.trainer.rollout.http.dialects.call import HTTPCall
+from areal.trainer.rollout.http.dialects.schemas import Anything, ReplyBody
+from areal.trainer.rollout.http.dialects.vllm_schemas import VLLMChoice, VLLMLoadAdapter, VLLMUnloadAdapter
 from areal.trainer.rollout.protocol import Sampling
 
 R = TypeVar("R", bound=ReplyBody)
@@ -309,7 +303,7 @@ class VLLMSampler:
     async def _look(self) -> None:
         """Ask the server for its health."""
         try:
-            await self._server.send(HTTPCall("/health", Empty(), Anything, method="GET"), _HEALTH_SECONDS)
+            await self._server.send(HTTPCall.get("/health", Anything), _HEALTH_SECONDS)
             self._alive = True
         except (RuntimeError, ValueError):
             self._alive = False

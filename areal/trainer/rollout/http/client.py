@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections.abc
-import contextlib
 import threading
 import time
 import uuid
@@ -15,38 +14,57 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from areal.api.control import Control
+from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.trainer.rollout.http.answer import Answer
-from areal.trainer.rollout.http.dialects import Dialect, ReplyPart
-from areal.trainer.rollout.http.schemas import ReplyBody
-from areal.trainer.rollout.http.server import Server, Unavailable
+from areal.trainer.rollout.http.connection import ServerConnection, Unavailable
+from areal.trainer.rollout.http.dialects.dialect import Dialect, ReplyPart
+from areal.trainer.rollout.http.fleet import Fleet
+from areal.trainer.rollout.http.group.carrier import Carrier
+from areal.trainer.rollout.http.loop_thread import LoopThread
+from areal.trainer.rollout.http.members import Members
+from areal.trainer.rollout.http.owner import Owner
+from areal.trainer.rollout.http.server import Server
+from areal.trainer.rollout.http.update_times import UpdateTimes
+from areal.trainer.rollout.http.updates import WeightUpdates
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.utils.distributed import ControlPlane
-from areal.weight_sync.disk import DiskTransport
 
 T = TypeVar("T")
+
+_GROUP_SECONDS = 120.0
+"""Maximum seconds of a step of an update over a process group. The other ranks wait in a collective of the engine meanwhile."""
 
 
 class HTTPRollout:
     """Rollout engine on one or more servers. Each server has a complete copy of the model and is used by this engine only.
 
-    A request goes to the server with the fewest running requests. It is retried, on another server if there is one, after a failed
-    connection, a timeout, or a status of 500 and above. A request that the server rejects (status 400 to 499) is not retried.
+    A request goes to the server that has the longest prefix of its prompt, or that has the fewest requests. It is retried, on another server
+    if there is one, after a failed connection, a timeout, or a status of 500 and above. A request that the server rejects (status 400 to
+    499) is not retried.
 
-    An update writes the weights to ``folder``. Every server then pauses, loads them and resumes. Interrupted requests return the tokens
-    generated so far, and are continued with these tokens as part of the prompt. Earlier tokens therefore have exactly the previous version
-    and later ones the new version, and the new weights recompute all keys and values. Requests that do not return within ``drain_seconds`` of
-    the pause are discarded and repeated. The tokens of one request always have one version, because no request spans an update.
+    An update writes the weights to ``folder``. Every server then pauses, loads them and resumes, and every token has the version that
+    generated it. Servers that keep requests (vLLM with ``--enable-scale-out``) continue them with the new weights. Others return the tokens
+    generated so far, and the request is continued with these tokens as part of the prompt; requests that do not return within
+    ``drain_seconds`` of the pause are discarded and repeated. The new weights recompute all keys and values.
 
-    If a server reports a name of its weights (SGLang, from the first update on) and it differs from that of the last update, the server was
-    restarted. It is excluded until the next update.
+    Servers with labels of weights are given one that names this engine. A server of another engine that lives is refused. A server that was
+    started anew is noticed before its next token counts, and gets the current weights first. A server that cannot be reached gets no requests
+    until it answers; its requests go to the others.
+
+    With ``control``, all ranks make this engine, and the first one owns the servers. ``sync``, ``update`` and ``load`` are collective then.
+    The other ranks have no :attr:`client`, make no connection and generate nothing.
 
     ``generate`` may be awaited on any number of event loops. Requests are sent from an event loop in a thread of this engine.
 
     Args:
         urls: base URLs of the servers, such as ``http://host:30000``.
         dialect: kind of server; see its docstring for the options with which the servers must be started.
-        folder: directory for weights only, which the servers can read under the same path.
+        folder: directory for weights only, which the servers can read under the same path. May be left out with a carrier.
+        carrier: sends weights over a process group with the servers' workers, such as
+            :class:`~areal.trainer.rollout.http.group.NCCLCarrier`; adapters still go by ``folder``. ``None`` writes them to ``folder``.
+        control: control plane over the ranks of the trainer (``engine.control``); ``None`` if this process alone has the engine.
         model: directory or hub name of the model, whose configuration is written with the weights. Needed only if servers are started from a
             version's directory.
         version: version of the weights that the servers have now.
@@ -56,9 +74,12 @@ class HTTPRollout:
             server goes undetected.
         update_seconds: seconds for each step of an update on a server.
         drain_seconds: seconds for interrupted requests to return.
+        api_key: key of the servers, sent as ``Authorization: Bearer``.
+        take_over: use servers of another engine that may live. An engine whose process has ended needs no permission.
 
     Raises:
-        ValueError: ``urls`` is empty or has duplicates, or a time is not above 0.
+        ValueError: ``urls`` is empty or has duplicates, a time is not above 0, or a server that can be reached is not started as the dialect
+            needs it, or belongs to another engine. Raised on all ranks.
     """
 
     def __init__(
@@ -66,7 +87,9 @@ class HTTPRollout:
         urls: str | Sequence[str],
         dialect: Dialect,
         *,
-        folder: str | Path,
+        folder: str | Path | None = None,
+        carrier: Carrier | None = None,
+        control: Control | None = None,
         model: str | None = None,
         version: int = 0,
         cast: torch.dtype | None = None,
@@ -74,6 +97,8 @@ class HTTPRollout:
         deadline: float = 1200.0,
         update_seconds: float = 600.0,
         drain_seconds: float = 10.0,
+        api_key: str | None = None,
+        take_over: bool = False,
     ) -> None:
         server_urls = [urls] if isinstance(urls, str) else list(urls)
         if not server_urls or len(set(server_urls)) < len(server_urls):
@@ -88,36 +113,67 @@ class HTTPRollout:
             if not value > 0:
                 raise ValueError(f"{name} = {value}: it must be above 0 seconds")
         self._dialect, self._timeout, self._deadline = dialect, timeout, deadline
-        self._update_seconds, self._drain_seconds = update_seconds, drain_seconds
-        self._folder = Path(folder).resolve()
-        self._transport = DiskTransport(ControlPlane(alone=True), self._folder, model=model, cast=cast)
-        self._servers = [Server(url, version) for url in server_urls]
+        self._control: Control = ControlPlane(alone=True) if control is None else control
+        self._owner = Owner(take_over=take_over)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # Other ranks make no connection.
+        urls_here = server_urls if self.owns_servers else []
+        servers = [Server(ServerConnection(url, headers), dialect, self._owner, version) for url in urls_here]
+        self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds))
         self._version = version
-        self._changed = asyncio.Condition()  # notified when a server ends an update
         self._updating = threading.RLock()
         self._closed = self._asleep = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-http", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("rollout-http")
+        path = None if folder is None else Path(folder).resolve()
+        self._updates = WeightUpdates(self._control, self._fleet, self._run, dialect, path, model, cast)
+        if carrier is not None:
+            members = Members(self._fleet, self._loop, self._owner)
+            self._updates.send_by(carrier, members, cast, min(update_seconds, _GROUP_SECONDS))
+        try:
+            self._control.attempt(lambda: self._run(self._fleet.open()))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def owns_servers(self) -> bool:
+        """True on the rank that has the servers."""
+        return self._control.rank == 0
+
+    @property
+    def client(self) -> HTTPRollout | None:
+        """This engine on the rank that owns the servers, ``None`` on others: what a runner takes."""
+        return self if self.owns_servers else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of events since the start.
+
+        ``failed``: attempts without a reply. ``discarded``: replies that were thrown away, because an update cancelled them or the weights were
+        not those of the last update. ``away``: times that a server could not be reached. ``restarted``: servers that were started anew.
+        """
+        return dict(self._fleet.counts)
 
     @property
     def version(self) -> int:
         """Oldest version among the servers. If no server's version is known, the last known one."""
-        versions = [server.version for server in self._servers if server.version is not None]
+        versions = [server.version for server in self._fleet.servers if server.version is not None]
         return min(versions, default=self._version)
 
     async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
         """Generate an answer to a prompt. Cancelling the task aborts the request on the server.
 
         Raises:
-            ValueError: the prompt is empty, the dialect does not support the sampling parameters, or the server rejects the request (for
-                example, because it is too long).
-            RuntimeError: the engine is closed or asleep, no attempt succeeded within ``deadline``, or a reply does not have the documented
-                form. Names the server.
+            ValueError: the prompt is empty, prompt and ``max_new_tokens`` together exceed the context, the dialect does not support the
+                sampling parameters, or the server rejects the request.
+            RuntimeError: the engine is closed or asleep, or another rank has the servers. No attempt succeeded within ``deadline``, a reply
+                does not have the documented form, or the weights of a server give log-probs that are not finite; names the server.
         """
         # Checked here, before a request is queued.
         self._check_awake()
+        if not self.owns_servers:
+            raise RuntimeError("the first rank owns the servers, and this is another: give a runner rollout.client")
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
@@ -127,6 +183,23 @@ class HTTPRollout:
         self._dialect.check(sampling)
         return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling))))
 
+    def sync(self, engine: TrainEngine, version: int) -> None:
+        """Send an engine's weights, or with ``VLLM(adapter=...)`` its selected adapter alone, to all servers. Collective over ``control``.
+
+        Args:
+            engine: its ranks are those of ``control``.
+            version: version of these weights.
+
+        Raises:
+            ValueError: the weights cannot be written, or a server answers with an adapter that they would not replace. The old weights stay in
+                use.
+            RuntimeError: see :meth:`load`.
+        """
+        with self._updating:
+            self._check_awake()
+            self._updates.sync(engine, version)
+            self._version = version
+
     def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
         """Write new weights to ``folder``, and load them on all servers. The iterator is always exhausted, because it may be collective.
 
@@ -135,43 +208,35 @@ class HTTPRollout:
             version: version of these weights.
 
         Raises:
-            ValueError: the weights cannot be written. The old weights stay in use.
-            RuntimeError: see :meth:`load`.
+            ValueError, RuntimeError: see :meth:`sync`.
         """
         try:
             with self._updating:
                 self._check_awake()
-                self._transport.send(_StreamSource(tensors), version)
+                self._updates.update(tensors, version)
+                self._version = version
         finally:
             for _ in tensors:
                 pass
-        self.load(self._folder / f"version-{version:08d}", version)
 
     def load(self, folder: str | Path, version: int) -> None:
-        """Load weights from a directory on all servers.
+        """Load weights from a directory on all servers. Collective over ``control``.
 
         Args:
-            folder: model directory as written by transformers, at a path that the servers can read.
+            folder: model directory as written by transformers, at a path that the servers can read; that of an adapter with
+                ``VLLM(adapter=...)``.
             version: version of these weights.
 
         Raises:
-            RuntimeError: a server did not load them; lists the version of each server. A server that still has its old version stays in
-                use. One that may have loaded some of the new weights is excluded until the next update. Or the engine is asleep.
+            ValueError: the directory lacks a tensor of ``model``.
+            RuntimeError: a server did not load them; lists the version of each server. A server that has its old version, or has loaded it
+                again, stays in use. One that may have some of the new weights is excluded until the next update. Servers that cannot be
+                reached are no error as long as one server has the weights. Or the engine is asleep.
         """
         with self._updating:
             self._check_awake()
-            faults = self._run(self._load_all(str(Path(folder).resolve()), version))
-            if any(server.version == version for server in self._servers):
-                self._version = version
-        # All servers had their attempt; report what each one serves now.
-        if any(faults):
-            states = [
-                f"{server.url} " + ("is left out" if server.version is None else f"serves version {server.version}")
-                for server in self._servers
-            ]
-            raise RuntimeError(
-                f"version {version} did not reach every server: {'; '.join(filter(None, faults))}. Now {', '.join(states)}"
-            )
+            self._updates.load(folder, version)
+            self._version = version
 
     @property
     def asleep(self) -> bool:
@@ -185,7 +250,7 @@ class HTTPRollout:
             RuntimeError: answers are running, or a server cannot sleep: then all servers are awake.
         """
         with self._updating:
-            if not self._asleep and any(faults := self._run(self._sleep_all())):
+            if not self._asleep and any(faults := self._run(self._sleep())):
                 raise RuntimeError(f"not every server can sleep: {'; '.join(filter(None, faults))}")
 
     def wake(self) -> None:
@@ -195,7 +260,7 @@ class HTTPRollout:
             RuntimeError: a server did not wake up. It is excluded until the next update.
         """
         with self._updating:
-            if self._asleep and any(faults := self._run(self._wake_all(self._servers))):
+            if self._asleep and any(faults := self._run(self._wake())):
                 raise RuntimeError(f"not every server has woken up: {'; '.join(filter(None, faults))}")
 
     def close(self) -> None:
@@ -206,11 +271,10 @@ class HTTPRollout:
         with self._updating:
             if self._closed:
                 return
+            self._updates.close()
             self._run(self._close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            self._owner.retire()
             self._loop.close()
-            self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -227,7 +291,7 @@ class HTTPRollout:
         if self._closed:
             work.close()
             raise RuntimeError("the rollout was closed: make another one")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.submit(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's event loop and wait for its result."""
@@ -252,131 +316,49 @@ class HTTPRollout:
             self._tasks.discard(task)
         return answer.completion()
 
-    async def _next_reply(self, answer: Answer) -> tuple[ReplyPart, int]:
-        """Return the next tokens of an answer and their version. Retries until an attempt returns a token, or the deadline passes."""
+    async def _next_reply(self, answer: Answer) -> tuple[ReplyPart, list[int]]:
+        """Return the next tokens of an answer and their versions. Retries until an attempt returns a token, or the deadline passes."""
         answer.deadline = None
         fault = "no server could be asked"
         while True:
-            server = await self._pick(answer)
-            if answer.deadline is None:
-                answer.deadline = time.monotonic() + self._deadline
-            left = answer.deadline - time.monotonic()
+            server = await self._fleet.pick(answer, self._deadline)
+            left = (answer.deadline or 0.0) - time.monotonic()
             if server is None or left <= 0:
                 raise RuntimeError(f"no answer within {self._deadline:g} s; the last attempt: {fault}")
-            version, label = server.version, server.label
+            answer.check_length(server.routes.max_context if server.routes is not None else None)
             try:
-                reply = await self._send_request(server, answer, min(left, self._timeout))
+                reply = await server.generate(uuid.uuid4().hex, answer, min(left, self._timeout))
             except Unavailable as error:
                 fault = str(error)
+                self._fleet.counts["failed"] += 1
+                self._fleet.report(server)
                 continue
-            # Discarded by an update: ask again.
-            if reply is None or version is None:
+            if reply is None:
+                self._fleet.counts["discarded"] += 1
+                if server.is_new:
+                    self._fleet.report(server)
                 continue
-            # Weights of an unknown version: the server was restarted since the last update.
-            if label is not None and reply.label is not None and reply.label != label:
-                if server.label == label:
-                    server.lose(f"{server.url} has weights {reply.label!r}, not version {version}: it was started anew")
-                continue
-            if reply.tokens or reply.finish == "length":
-                return reply, version
+            if reply[0].tokens or reply[0].finish == "length":
+                return reply
             fault = f"{server.url} breaks off before the first token"
             await asyncio.sleep(0.05)
-
-    async def _pick(self, answer: Answer) -> Server | None:
-        """Return the open server with the fewest requests, preferring servers that are not backing off after a fault.
-
-        Returns ``None`` if all back off beyond the deadline. The deadline is suspended while all servers are in an update.
-        """
-        while True:
-            ready = self._ready()
-            if not ready and self._all_open():
-                raise RuntimeError(f"no server has known weights: {'; '.join(server.why for server in self._servers)}")
-            # All are in an update: wait for the first that ends.
-            if not ready:
-                answer.deadline = None
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._ready() or self._all_open())
-                continue
-            now = time.monotonic()
-            # Prefer servers that do not back off, then those with few requests.
-            best = min(ready, key=lambda server: (max(server.backoff_until - now, 0.0), len(server.requests)))
-            if best.backoff_until <= now:
-                return best
-            if answer.deadline is not None and best.backoff_until >= answer.deadline:
-                return None
-            await asyncio.sleep(best.backoff_until - now)
-
-    def _ready(self) -> list[Server]:
-        """Return the servers that accept requests and have weights of a known version."""
-        return [server for server in self._servers if server.is_open and server.version is not None]
-
-    def _all_open(self) -> bool:
-        """Return True if no server is in an update."""
-        return all(server.is_open for server in self._servers)
-
-    async def _send_request(self, server: Server, answer: Answer, seconds: float) -> ReplyPart | None:
-        """Send one request. Returns ``None`` if an update discarded it."""
-        name = uuid.uuid4().hex
-        call = self._dialect.generate(
-            name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed
-        )
-        # A separate task, so that an update can cancel the request without cancelling the answer.
-        request = self._loop.create_task(server.send(call, seconds))
-        server.requests.add(request)
-        try:
-            await asyncio.wait({request})
-        except asyncio.CancelledError:
-            request.cancel()
-            await asyncio.wait({request})
-            abort = self._dialect.abort(name)
-            if abort is not None:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    await asyncio.shield(server.send(abort, 1.0))
-            raise
-        finally:
-            server.requests.discard(request)
-        if request.cancelled():
-            return None
-        # The reply has the right form (the schema checked it); check that its content is possible.
-        body: ReplyBody = request.result()
-        try:
-            reply = self._dialect.read_reply(body)
-            if len(reply.tokens) > answer.sampling.max_new_tokens - len(answer.tokens):
-                raise ValueError(f"{len(reply.tokens)} tokens came, which is more than were asked for")
-            if reply.finish == "stop" and not reply.tokens:
-                raise ValueError("it stopped at a token, and none came")
-        except ValueError as error:
-            raise RuntimeError(f"{server.url}{call.route}: the reply cannot be: {error}") from error
-        return reply
-
-    async def _load_all(self, folder: str, version: int) -> list[str]:
-        """Load a version on all servers at once. Returns the error of each, or an empty string."""
-        return await asyncio.gather(*(self._load_on(server, folder, version) for server in self._servers))
-
-    async def _load_on(self, server: Server, folder: str, version: int) -> str:
-        """Load a version on one server, and wake the requests that wait for one."""
-        fault = await server.load_version(self._dialect, folder, version, self._update_seconds, self._drain_seconds)
-        async with self._changed:
-            self._changed.notify_all()
-        return fault
 
     def _check_awake(self) -> None:
         if self._asleep:
             raise RuntimeError("the rollout is asleep: call wake() first")
 
-    async def _sleep_all(self) -> list[str]:
+    async def _sleep(self) -> list[str]:
         """Put all servers to sleep, or none. Returns the error of each, or an empty string."""
         if self._tasks:
             raise RuntimeError(f"{len(self._tasks)} answers are running: wait for them before sleep()")
         self._asleep = True
-        faults = await asyncio.gather(*(each.sleep(self._dialect, self._update_seconds) for each in self._servers))
-        if any(faults):
-            await self._wake_all([each for each, fault in zip(self._servers, faults, strict=True) if not fault])
+        faults = await self._fleet.sleep()
+        self._asleep = not any(faults)
         return faults
 
-    async def _wake_all(self, servers: Sequence[Server]) -> list[str]:
-        """Wake servers. Returns the error of each, or an empty string."""
-        faults = await asyncio.gather(*(each.wake(self._dialect, self._update_seconds) for each in servers))
+    async def _wake(self) -> list[str]:
+        """Wake all servers. Returns the error of each, or an empty string."""
+        faults = await self._fleet.wake()
         self._asleep = False
         return faults
 
@@ -387,14 +369,4 @@ class HTTPRollout:
             task.cancel()
         if self._tasks:
             await asyncio.wait(set(self._tasks))
-        await asyncio.gather(*(server.close() for server in self._servers))
-
-
-class _StreamSource:
-    """A :class:`~areal.api.weights.TensorSource` that yields an existing iterator, once."""
-
-    def __init__(self, tensors: Iterator[NamedTensor]) -> None:
-        self._tensors = tensors
-
-    def named_tensors(self) -> Iterator[NamedTensor]:
-        return self._tensors
+        await self._fleet.close()

@@ -1,239 +1,400 @@
-"""Connection to one server: requests, retries with back-off, and the version of its weights."""
+"""One server: the version of its weights, whether it may be asked, and its updates."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import random
+import math
 import time
-from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import httpx2
-from pydantic import ValidationError
-
-from areal.trainer.rollout.http.dialects import Dialect, HTTPCall
-from areal.trainer.rollout.http.schemas import ReplyBody
+from areal.trainer.rollout.http.answer import Answer
+from areal.trainer.rollout.http.connection import ServerConnection, StatusError, Unavailable, UnexpectedStatus
+from areal.trainer.rollout.http.dialects.call import HTTPCall
+from areal.trainer.rollout.http.dialects.dialect import Dialect, ReplyPart, Routes
+from areal.trainer.rollout.http.dialects.schemas import Anything, ReplyBody
+from areal.trainer.rollout.http.owner import Owner
+from areal.trainer.rollout.http.update_times import UpdateTimes
 
 R = TypeVar("R", bound=ReplyBody)
 
-_CONNECT_SECONDS = 10.0
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
-"""Seconds without new requests after the first fault, doubled with each further fault in a row, up to the maximum."""
-_SHOWN = 300
-"""Maximum number of characters of a server's reply in an error message."""
-
-
-class Unavailable(RuntimeError):
-    """The server could not be reached or reports an internal error: another attempt may succeed.
-
-    Attributes:
-        text: body of the answer; empty if there was none.
-    """
-
-    def __init__(self, report: str, text: str = "") -> None:
-        super().__init__(report)
-        self.text = text
-
-
-class StatusError(Exception):
-    """The server answered with a status other than 200, below 500.
-
-    Attributes:
-        status: status of the answer.
-        text: body of the answer.
-    """
-
-    def __init__(self, report: str, status: int, text: str) -> None:
-        super().__init__(report)
-        self.status, self.text = status, text
-
-
-class RejectedCall(StatusError, ValueError):
-    """Status 400, 413 or 422: the request is wrong."""
-
-
-class UnexpectedStatus(StatusError, RuntimeError):
-    """Any other status."""
+_PAUSE_AGAIN = 0.05
+"""Seconds between two pauses of a server while requests are running."""
+_LABEL_SECONDS = 10.0
+"""Time limit of a request for a label."""
 
 
 class Server:
     """One server. All methods run on one event loop.
 
+    Replies of a server that was started anew must not count: its weights are those of its start. The server is given a label with each
+    version. If its replies do not name the label, it is asked for it after each new connection, before a reply of that connection counts.
+
     Args:
-        url: base URL.
+        connection: connection to it.
+        dialect: kind of server.
+        owner: whose labels it gets.
         version: version of the weights that the server has now.
-        headers: headers of each request, such as an API key.
 
     Attributes:
-        url: base URL.
         version: version of its weights; ``None`` if unknown. The server then gets no requests until the next update.
-        label: name of the weights that the server must report; ``None`` before the first update.
-        is_open: True unless an update is running.
-        requests: requests that are not answered yet.
         why: reason for which ``version`` is unknown.
-        backoff_until: time on the monotonic clock until which the server gets no new requests, after a fault.
+        routes: requests that it understands; ``None`` before the first contact.
+        is_open: True unless an update is running.
+        is_away: it could not be reached, and is not asked until it can.
+        is_new: it was started anew, and does not have the current weights yet.
+        restarts: number of times that it was started anew.
+        requests: requests that are not answered yet.
+        turn: lock of updates, and of loads after a restart.
     """
 
-    def __init__(self, url: str, version: int, headers: Mapping[str, str] | None = None) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, connection: ServerConnection, dialect: Dialect, owner: Owner, version: int) -> None:
+        self.connection, self._dialect, self._owner = connection, dialect, owner
+        self.url = connection.url
         self.version: int | None = version
-        self.label: str | None = None
-        self.is_open = True
-        self.requests: set[asyncio.Task[ReplyBody]] = set()
         self.why = ""
-        self.backoff_until = 0.0
-        self._faults = 0
-        self._http = httpx2.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # servers are in the cluster: no proxy
-        )
+        self.routes: Routes | None = None
+        self.is_open, self.is_away, self.is_new, self.restarts = True, False, False, 0
+        self.requests: set[asyncio.Task[Any]] = set()
+        self.turn = asyncio.Lock()
+        self._start_version: int | None = None  # version of the weights with which it starts, if known
+        self._label: str | None = None
+        self._taken = self._is_damaged = False  # by another owner; by a load that failed
+        self._loaded: tuple[str, int] | None = None  # folder and version of the last successful load
+        # Times on the monotonic clock: of the newest connection for generation, and of the start of the last check of the label.
+        self._connected = self._checked = 0.0
+        self._checking = asyncio.Lock()
 
-    async def send(self, call: HTTPCall[R], seconds: float) -> R:
-        """Send one request, without retries. Errors name the server and the route.
+    async def answers(self) -> bool:
+        """Return whether the server can be reached and was examined."""
+        try:
+            await self.examine(_LABEL_SECONDS)
+            await self.connection.send(HTTPCall.get("/health", Anything), _LABEL_SECONDS)
+        except Unavailable as error:
+            return error.status is not None
+        except StatusError:
+            pass  # an answer
+        return True
 
-        Args:
-            call: route, body and type of the reply.
-            seconds: time limit, including generation.
+    # ---- the label
+
+    async def examine(self, seconds: float) -> None:
+        """Choose routes by what the server offers, and claim it. Does nothing if that is done.
 
         Raises:
-            Unavailable: the connection failed, the time limit passed, or the status is 500 or above.
-            RejectedCall: the server rejects the request (400, 413, 422).
-            RuntimeError: any other status (:class:`UnexpectedStatus`), or a reply that does not have the documented form.
+            ValueError: it is not started as needed, or belongs to another owner.
+            RuntimeError: it does not answer as such a server does; :class:`Unavailable`: it cannot be reached.
         """
-        # The pool is unbounded, so waiting for a connection needs no limit.
-        timeout = httpx2.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
-        body = None if call.method == "GET" else call.body.model_dump(mode="json", exclude_none=True)
-        try:
-            async with asyncio.timeout(seconds):
-                answer = await self._http.request(
-                    call.method, call.route, json=body, params=dict(call.query), timeout=timeout
-                )
-        except (TimeoutError, httpx2.TimeoutException) as error:
-            self._back_off()
-            raise Unavailable(f"{self.url}{call.route}: no answer within {seconds:.3g} s") from error
-        except httpx2.TransportError as error:
-            self._back_off()
-            raise Unavailable(f"{self.url}{call.route}: {type(error).__name__}: {error}") from error
-        # Server errors may be retried; rejected requests may not.
-        report = f"{self.url}{call.route}: status {answer.status_code}: {answer.text[:_SHOWN]}"
-        if answer.status_code >= 500:
-            self._back_off()
-            raise Unavailable(report, answer.text)
-        if answer.status_code in (400, 413, 422):
-            raise RejectedCall(report, answer.status_code, answer.text)
-        if answer.status_code != 200:
-            raise UnexpectedStatus(report, answer.status_code, answer.text)
-        self._faults = 0
-        return self._read(call, answer.content)
+        if self.routes is not None:
+            return
 
-    async def insist(self, call: HTTPCall[R], deadline: float) -> R:
-        """Call :meth:`send` until it succeeds or ``deadline``, on the monotonic clock, passes."""
-        while True:
+        async def ask(call: HTTPCall[R]) -> R | None:
             try:
-                return await self.send(call, max(0.05, deadline - time.monotonic()))
-            except Unavailable:
-                if self.backoff_until >= deadline:
-                    raise
-                await asyncio.sleep(max(0.0, self.backoff_until - time.monotonic()))
+                return await self.connection.send(call, seconds)
+            except (UnexpectedStatus, Unavailable) as error:
+                if error.status in (403, 404, 405, 501):
+                    return None
+                raise
 
-    async def load_version(
-        self, dialect: Dialect, folder: str, version: int, seconds: float, drain_seconds: float
-    ) -> str:
-        """Pause the server, load a version and resume, each step within ``seconds``. Returns the error, or an empty string.
+        try:
+            routes = await self._dialect.examine(ask)
+            if routes.label is not None:
+                found = routes.read_label(await self.connection.send(routes.label, seconds))
+                self._owner.check(found)
+        except ValueError as error:
+            raise ValueError(f"{self.url}: {error}") from error
+        if routes.label is not None and self.version is not None:
+            # Without a label of an owner, it has had no update: a restart brings the same weights back.
+            self._start_version = self.version if found in (None, "default") else None
+            await self._set_label(routes, self.version)
+        self.routes = routes
+
+    async def recognise(self, *, anew: bool = False) -> bool:
+        """Return whether the server still has the weights of the last update, as its label says. If not, they are unknown from then on.
 
         Args:
-            dialect: kind of server.
-            folder: model directory, as an absolute path.
-            version: version of its weights.
-            seconds: time limit of each step.
-            drain_seconds: time limit for interrupted requests to return.
+            anew: ask also if no connection is new.
         """
-        self.is_open = False
+        self._connected = time.monotonic() if anew else self._connected
+        if self.routes is None or self.routes.label is None:
+            return self.version is not None
+        async with self._checking:
+            # One check serves all connections that were there when it began.
+            while self._checked <= self._connected and self.version is not None:
+                began = time.monotonic()
+                found = self.routes.read_label(await self.connection.send(self.routes.label, _LABEL_SECONDS))
+                if found != self._label:
+                    self.mistake(found)
+                self._checked = began
+        return self.version is not None
+
+    def mistake(self, found: str | None) -> None:
+        """Note that the server has a label that this owner has not set."""
+        if self.version is None:
+            return
+        other = self._owner.other(found)
+        if other is not None:
+            self._taken = True
+            self.lose(f"{self.url} belongs to another HTTPRollout now, in {other}")
+        else:
+            self.lose(f"{self.url} has weights {found!r}, not version {self.version}: it was started anew")
+            self.is_new = True
+            self.restarts += 1
+            self.routes = None
+
+    async def _set_label(self, routes: Routes, version: int) -> None:
+        """Set the label, and expect it from now on."""
+        self._label = self._owner.label(version)
+        if routes.label is not None:
+            self._checked = time.monotonic()
+            await self.connection.send(routes.set_label(self._label), _LABEL_SECONDS)
+
+    # ---- generation
+
+    async def generate(self, name: str, answer: Answer, seconds: float) -> tuple[ReplyPart, list[int]] | None:
+        """Send one request. Returns tokens and their versions, or ``None`` if an update discarded it or the weights are not known.
+
+        Raises:
+            ValueError: the server rejects the request.
+            RuntimeError: the reply cannot be, or its log-probs are not finite; :class:`Unavailable`: there is none.
+        """
+        routes, version = self.routes, self.version
+        if routes is None or version is None:
+            return None
+        call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
+        # A separate task, so that an update can cancel the request without cancelling the answer.
+        request = asyncio.get_running_loop().create_task(self._ask(routes, call, version, answer, seconds))
+        self.requests.add(request)
+        try:
+            await asyncio.wait({request})
+        except asyncio.CancelledError:
+            request.cancel()
+            await asyncio.wait({request})
+            abort = routes.abort(name)
+            if abort is not None:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    await asyncio.shield(self.connection.send(abort, 1.0))
+            raise
+        finally:
+            self.requests.discard(request)
+        return None if request.cancelled() else request.result()
+
+    async def _ask(
+        self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, seconds: float
+    ) -> tuple[ReplyPart, list[int]] | None:
+        """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
+        try:
+            body = await self.connection.send(call, seconds, self._note_connection)
+        except StatusError as error:
+            if routes.blames_weights(error.text):
+                raise self._not_finite(str(error)) from error
+            raise
+        try:
+            reply = routes.read_reply(body)
+            answer.check(reply)
+        except ValueError as error:
+            raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
+        if not all(map(math.isfinite, reply.logprobs)):
+            raise self._not_finite(f"{self.url}{call.route}: {reply.logprobs}")
+        if reply.labels is None:
+            return (reply, [version] * len(reply.tokens)) if await self.recognise() else None
+        # Before the first update, an unlabelled server names its start.
+        if self._label is None:
+            return reply, [version] * len(reply.tokens)
+        known: list[int] = []
+        for label in reply.labels:
+            each = self._owner.version_of(label)
+            if each is None or not (routes.keeps_requests or each == version):
+                self.mistake(label)
+                return None
+            known.append(each)
+        return reply, known
+
+    def _not_finite(self, what: str) -> RuntimeError:
+        return RuntimeError(f"version {self.version} gives log-probs that are not finite: {what}")
+
+    def _note_connection(self) -> None:
+        self._connected = time.monotonic()
+
+    # ---- updates
+
+    async def update(self, folder: str, version: int, times: UpdateTimes) -> str:
+        """Pause the server, load a version and resume. Returns the error, or an empty string.
+
+        A failed load may leave a server without weights, which would end it at the next request. The version before is loaded again.
+
+        Args:
+            folder: model directory, or that of an adapter, as an absolute path.
+            version: version of its weights.
+            times: time limits.
+        """
+        async with self.turn:
+            self.is_open = False
+            try:
+                return await self._update(folder, version, times)
+            finally:
+                self.is_open = True
+
+    async def _update(self, folder: str, version: int, times: UpdateTimes) -> str:
         fault = ""
         try:
-            await self.insist(dialect.pause, time.monotonic() + seconds)
-            await self._drain(drain_seconds)
-            # Unknown from here until the server confirms: it may have loaded some of the weights.
-            self.lose(f"{self.url} was told to load version {version}, and did not say that it has")
-            loaded = await self.insist(dialect.load(folder, version), time.monotonic() + seconds)
-            dialect.check_loaded(loaded)
-            self.version, self.label, self.why = version, str(version), ""
+            await self.hold(times)
+            await self._load(folder, version, times.step)
         except (RuntimeError, ValueError) as error:
             fault = str(error) if self.url in str(error) else f"{self.url}: {error}"
-        # Resume in any case: the old version is in use again, or the next update needs a running server.
+            if isinstance(error, Unavailable) and error.status is None:
+                self.miss(fault)
+                return fault
+            if self.version is None and self._loaded is not None:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    await self._load(*self._loaded, times.step)
+        return await self.release(fault, times)
+
+    async def hold(self, times: UpdateTimes) -> None:
+        """Pause the server for an update. Running requests have returned, or wait on the server for its end.
+
+        Raises:
+            RuntimeError, ValueError: it cannot be paused.
+        """
+        if self._taken:
+            raise RuntimeError(self.why)
+        deadline = time.monotonic() + times.step
+        routes = await self._known_routes(deadline)
+        await self.connection.insist(routes.pause, deadline)
+        if not routes.keeps_requests:
+            await self._drain(routes, times.drain)
+
+    async def release(self, fault: str, times: UpdateTimes) -> str:
+        """End a pause, after an update that had this error or none. Returns the error."""
+        routes = self.routes
+        if routes is None:
+            return fault
+        # In any case: the old version is in use again, or the next update needs a running server.
         try:
-            await self.insist(dialect.resume, time.monotonic() + (drain_seconds if fault else seconds))
+            if self.version is None:
+                # Requests that wait must not meet weights that are damaged.
+                await self._drain(routes, times.drain)
+            limit = times.drain if fault else times.step
+            await self.connection.insist(routes.resume, time.monotonic() + limit)
         except (RuntimeError, ValueError) as error:
             fault = fault or str(error)
-        self.is_open = True
         return fault
 
-    async def sleep(self, dialect: Dialect, seconds: float) -> str:
-        """Pause the server and free its device memory. Returns the error, after which the server runs on, or an empty string."""
-        try:
-            await self.send(dialect.pause, seconds)
-            await self.send(dialect.sleep, seconds)
-        except (RuntimeError, ValueError) as error:
-            with contextlib.suppress(RuntimeError, ValueError):
-                await self.send(dialect.resume, seconds)
-            return str(error)
-        return ""
+    async def restore(self, current: tuple[str, int] | None, times: UpdateTimes) -> None:
+        """Give a server that was started anew the current weights: the folder of the last update, or those with which it starts.
 
-    async def wake(self, dialect: Dialect, seconds: float) -> str:
-        """Take the device memory back, and resume. Returns the error, after which the weights are unknown, or an empty string."""
-        try:
-            for call in (dialect.wake, dialect.resume):
-                await self.insist(call, time.monotonic() + seconds)
-        except (RuntimeError, ValueError) as error:
-            self.lose(f"{self.url} did not wake up")
-            return str(error)
-        if not dialect.keeps_weights:
-            self.lose(f"{self.url} has slept without a backup of its weights: send an update")
-        return ""
+        Raises:
+            RuntimeError, ValueError: it cannot load them, or they are unknown.
+        """
+        async with self.turn:
+            if not self.is_new:
+                return
+            routes = await self._known_routes(time.monotonic() + times.step)
+            if current is not None:
+                await self._load(*current, times.step)
+            elif self._start_version is not None:
+                await self._set_label(routes, self._start_version)
+                self.version, self.why = self._start_version, ""
+            else:
+                raise RuntimeError(self.why)
+            # It may have been paused when it was lost.
+            await self.connection.insist(routes.resume, time.monotonic() + times.step)
+            self.is_new = False
+
+    async def confirm(self, version: int) -> None:
+        """Note that the server has a version whose weights came by another way than a folder."""
+        if self.routes is not None:
+            await self._set_label(self.routes, version)
+        self.version, self.why, self.is_new = version, "", False
+        self._loaded = self._start_version = None
+
+    def miss(self, why: str) -> None:
+        """Mark the server as gone in the middle of an update. When it is back, it gets the current weights first."""
+        self.lose(why)
+        self.is_away = self.is_new = True
 
     def lose(self, why: str) -> None:
         """Mark the version of the server's weights as unknown."""
         self.version, self.why = None, why
 
-    async def _drain(self, seconds: float) -> None:
-        """Wait for running requests, and cancel late ones: those reached the server after the pause."""
-        if not self.requests:
-            return
-        _, late = await asyncio.wait(set(self.requests), timeout=seconds)
+    async def _known_routes(self, deadline: float) -> Routes:
+        """Return the routes, of a server that may have to be examined first."""
+        while self.routes is None:
+            try:
+                await self.examine(max(0.05, deadline - time.monotonic()))
+            except Unavailable:
+                if self.connection.backoff_until >= deadline:
+                    raise
+                await asyncio.sleep(max(0.0, self.connection.backoff_until - time.monotonic()))
+        return self.routes
+
+    async def _load(self, folder: str, version: int, seconds: float) -> None:
+        """Load a version. Its number is unknown until the server confirms: it may have loaded some of the weights."""
+        routes = await self._known_routes(time.monotonic() + seconds)
+        self.lose(f"{self.url} was told to load version {version}, and did not say that it has")
+        call = routes.load(folder, self._owner.label(version))
+        deadline = time.monotonic() + seconds
+        # After a load of a wrong shape, vLLM refuses the next one too.
+        again, self._is_damaged = self._is_damaged, True
+        try:
+            loaded = await self.connection.insist(call, deadline, fails=True)
+        except Unavailable:
+            if not again:
+                raise
+            loaded = await self.connection.insist(call, deadline, fails=True)
+        routes.check_loaded(loaded)
+        await self._set_label(routes, version)
+        self._is_damaged = False
+        self.version, self.why, self.is_new, self.is_away = version, "", False, False
+        self._loaded = (folder, version)
+
+    async def _drain(self, routes: Routes, seconds: float) -> None:
+        """Wait for running requests, and cancel those that do not return.
+
+        Requests that reach a server after a pause wait there. The next pause sends them back.
+        """
+        deadline = time.monotonic() + seconds
+        while self.requests and time.monotonic() < deadline:
+            _, running = await asyncio.wait(set(self.requests), timeout=min(_PAUSE_AGAIN, seconds))
+            if running:
+                await self.connection.insist(routes.interrupt, deadline)
+        late = set(self.requests)
         for request in late:
             request.cancel()
         if late:
             await asyncio.wait(late)
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
+    # ---- sleep
 
-    def _read(self, call: HTTPCall[R], content: bytes) -> R:
-        """Parse and validate a reply."""
-        # Some routes reply with text or nothing.
-        if not call.reply.model_fields:
-            return call.reply()
+    async def sleep(self, seconds: float) -> str:
+        """Pause the server and free its device memory. Returns the error, after which the server runs on, or an empty string."""
         try:
-            return call.reply.model_validate(json.loads(content))
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(key) for key in first["loc"])
-            raise RuntimeError(
-                f"{self.url}{call.route}: the field {field!r} of the reply does not fit: {first['msg']}. Is it a server of this kind "
-                "and of a release that is supported?"
-            ) from error
-        except ValueError as error:
-            raise RuntimeError(f"{self.url}{call.route}: the reply is no JSON: {content[:_SHOWN]!r}") from error
+            routes = await self._known_routes(time.monotonic() + seconds)
+            await self.connection.send(routes.interrupt, seconds)
+            await self.connection.send(routes.sleep, seconds)
+        except (RuntimeError, ValueError) as error:
+            if self.routes is not None:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    await self.connection.send(self.routes.resume, seconds)
+            return str(error)
+        return ""
 
-    def _back_off(self) -> None:
-        """Send no new requests for a while. Randomised, so that several engines do not retry together."""
-        if time.monotonic() < self.backoff_until:
-            return  # one fault, seen by all requests that were running
-        self._faults += 1
-        seconds = min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** (self._faults - 1))
-        self.backoff_until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
+    async def wake(self, seconds: float) -> str:
+        """Take the device memory back, and resume. Returns the error, after which the weights are unknown, or an empty string."""
+        try:
+            routes = await self._known_routes(time.monotonic() + seconds)
+            for call in (routes.wake, routes.resume):
+                await self.connection.insist(call, time.monotonic() + seconds)
+        except (RuntimeError, ValueError) as error:
+            self.lose(f"{self.url} did not wake up")
+            return str(error)
+        if not routes.keeps_weights:
+            self.lose(f"{self.url} has slept without a backup of its weights: send an update")
+        return ""
+
+    async def close(self) -> None:
+        """Leave the server to others, and close the connections."""
+        if self.routes is not None and self.routes.label is not None and not self.is_away:
+            with contextlib.suppress(RuntimeError, ValueError):
+                await self.connection.send(self.routes.set_label("released"), 2.0)
+        await self.connection.close()

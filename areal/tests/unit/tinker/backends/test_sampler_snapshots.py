@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from areal.tests.unit.tinker.backends.sampling import (
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.local_sampler import LocalSampler
 from areal.tinker.backends.prepared import SamplingRequest
-from areal.trainer.rollout.protocol import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -335,18 +333,9 @@ def test_close_fails_running_requests() -> None:
     serve(work)
 
 
-def test_sampling_costs_little_over_the_generator() -> None:
-    """At most 20 ms for an answer of 16 tokens. An idle sampler does nothing at all."""
-
-    async def work(sampler: LocalSampler) -> tuple[float, float]:
-        own, whole = [], []
-        for _ in range(15):
-            start = time.perf_counter()
-            await sampler.rollout.generate(PROMPT, Sampling(16, seed=1, stop_token_ids=()))
-            middle = time.perf_counter()
-            await sampler.sample("base", scored(max_tokens=16, prompt_logprobs=False))
-            own.append(middle - start)
-            whole.append(time.perf_counter() - middle)
+def test_idle_generator_does_nothing() -> None:
+    async def work(sampler: LocalSampler) -> int:
+        await sampler.sample("base", scored(max_tokens=16, prompt_logprobs=False))
         # Count the turns of the generation loop.
         turns = 0
         processor = sampler.rollout._manager.batch_processor
@@ -361,12 +350,9 @@ def test_sampling_costs_little_over_the_generator() -> None:
         await asyncio.sleep(0.05)
         processor.prepare_next_batch = counted  # type: ignore[method-assign]
         await asyncio.sleep(0.5)
-        # The shortest of each: other processes may take the cores.
-        return min(whole) - min(own), turns
+        return turns
 
-    more, turns = serve(work)
-    assert more < 0.02
-    assert turns == 0
+    assert serve(work) == 0
 
 
 def test_result_without_seed_differs_each_time() -> None:

@@ -1,0 +1,286 @@
+"""State of the test server: its weights, pauses and faults."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from areal.tests.harness.servers.generation import Drawing, Drawn, load, merged, one
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Projections that vLLM keeps in one tensor."""
+
+
+class Dead(Exception):
+    """A forward after a failed load: the engine of the server ends."""
+
+
+class LoadError(ValueError):
+    """Weights that a worker cannot load."""
+
+
+class State:
+    """State of the server.
+
+    Attributes:
+        model: base model.
+        label: name of the weights.
+        adapters: folder, tensors and configuration by name.
+        labels: has the routes of SGLang for labels, if it is not modern.
+        drawn: number of tokens.
+        order: routes of the POST requests, in order.
+        modern: behaves as a current vLLM. A failed load then leaves no weights, and the next forward ends the process.
+        without: routes that a modern server lacks.
+        paused, kept: paused; and the pause keeps what is running.
+    """
+
+    def __init__(self, path: str, *, modern: bool = False) -> None:
+        self.path, self.starts_modern = path, modern
+        self.changed = threading.Condition()
+        self.forward = threading.Lock()
+        self.calls: Counter[str] = Counter()
+        self.seen: list[dict[str, Any]] = []
+        self.keys: set[str] = set()
+        self.order: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        with self.changed:
+            self.model, self.label = load(self.path), "default"
+            self.adapters: dict[str, tuple[str, dict[str, Tensor], dict[str, Any]]] = {}
+            self._merged: dict[str, PreTrainedModel] = {}
+            self.paused, self.kept, self.epoch = False, False, 0
+            self.step_seconds, self.late_seconds, self.load_seconds = 0.0, 0.0, 0.0
+            self.asleep, self.backup = False, False
+            self.broken, self.leftover = "", ""
+            self.running = self.drawn = 0
+            self.modern, self.key = self.starts_modern, ""
+            self.context, self.logprobs_mode = int(self.model.config.max_position_embeddings), "processed_logprobs"
+            self.without: list[str] = []
+            self.labels = False
+            self.aborted: set[str] = set()
+            self.canned: list[dict[str, Any]] = []
+            self.calls.clear()
+            self.seen.clear()
+            self.keys.clear()
+            self.order.clear()
+            self.changed.notify_all()
+
+    def told(self) -> dict[str, Any]:
+        """Return what the server was asked."""
+        with self.changed:
+            return {
+                "calls": dict(self.calls),
+                "seen": list(self.seen),
+                "keys": sorted(self.keys),
+                "order": list(self.order),
+                "drawn": self.drawn,
+            }
+
+    def misbehave(self, body: dict[str, Any]) -> None:
+        """Set attributes, and keep what is left as a reply to give."""
+        if body.pop("reset", False):
+            self.reset()
+        for name in ("step_seconds", "late_seconds", "load_seconds", "label", "backup", "modern", "key", "context"):
+            setattr(self, name, body.pop(name, getattr(self, name)))
+        for name in ("logprobs_mode", "without", "labels"):
+            setattr(self, name, body.pop(name, getattr(self, name)))
+        with self.changed:
+            self.canned += [body] if body else []
+
+    def canned_for(self, route: str) -> dict[str, Any] | None:
+        with self.changed:
+            for entry in self.canned:
+                if entry["route"] == route and entry["times"] > 0:
+                    entry["times"] -= 1
+                    return entry
+        return None
+
+    @property
+    def own_end(self) -> int:
+        """The end-of-sequence token of the model."""
+        return int(self.model.generation_config.eos_token_id)
+
+    # ---- generation
+
+    def draw(self, asked: Drawing) -> Drawn:
+        """Generate tokens.
+
+        Blocks while the server is paused; a pause aborts it, unless the pause keeps what is running. Of vLLM, also what waits for the end of
+        an earlier pause.
+        """
+        time.sleep(self.late_seconds)
+        with self.changed:
+            epoch = self.epoch
+            self.changed.wait_for(lambda: not self.paused or (self.epoch != epoch and not asked.by_position))
+            if self.paused:
+                return Drawn(finish="abort")
+            epoch = self.epoch
+            self.running += 1
+        try:
+            return self._draw(asked, epoch)
+        finally:
+            with self.changed:
+                self.running -= 1
+                self.changed.notify_all()
+
+    def _draw(self, asked: Drawing, epoch: int) -> Drawn:
+        generator = torch.Generator().manual_seed(asked.seed)
+        drawn = Drawn()
+        while len(drawn.tokens) < asked.length:
+            if self.asleep and not self.modern:
+                raise ValueError("a forward without memory")
+            time.sleep(self.step_seconds)
+            with self.changed:
+                self.changed.wait_for(lambda: not self.kept or self.epoch != epoch)
+            if asked.name in self.aborted:
+                drawn.finish = "abort"
+                return drawn
+            with self.forward:
+                if self.epoch != epoch:
+                    drawn.finish = "abort"
+                    return drawn
+                if self.kept:
+                    continue
+                if self.broken:
+                    raise Dead(self.broken)
+                text = [*asked.prompt, *drawn.tokens]
+                if asked.by_position:
+                    generator.manual_seed((asked.seed * 1000003 + len(text)) % 2**63)
+                token, logprob = one(self.served(asked.model), text, asked, generator)
+                drawn.labels.append(self.label)
+                self.drawn += 1
+            drawn.tokens.append(token)
+            drawn.logprobs.append(logprob)
+            if token in asked.stop:
+                drawn.finish = "stop"
+                return drawn
+        return drawn
+
+    def served(self, name: str | None) -> PreTrainedModel:
+        """Return the base model, or the model with an adapter."""
+        if name is None or name not in self.adapters:
+            return self.model
+        if name not in self._merged:
+            _, tensors, config = self.adapters[name]
+            self._merged[name] = merged(self.model, tensors, config)
+        return self._merged[name]
+
+    # ---- pauses
+
+    def pause(self, mode: str = "abort") -> None:
+        """Pause: return what is running and what waits (``abort``), let it finish (``wait``), or freeze it (``keep``)."""
+        if mode == "wait":
+            with self.changed:
+                self.paused = True
+                self.changed.wait_for(lambda: not self.running)
+            return
+        with self.forward, self.changed:
+            self.paused, self.kept = True, mode == "keep"
+            self.epoch += mode == "abort"
+            self.changed.notify_all()
+
+    def resume(self) -> None:
+        with self.changed:
+            self.paused = self.kept = False
+            self.changed.notify_all()
+
+    def sleep(self, *, keep: bool) -> None:
+        """Free the memory. Without a backup, the weights are lost."""
+        with self.forward, self.changed:
+            if not self.paused:
+                raise ValueError("the server is not idle")
+            self.asleep = True
+            if not keep:
+                for parameter in self.model.parameters():
+                    parameter.data.zero_()
+
+    def wake(self) -> None:
+        with self.changed:
+            self.asleep = False
+
+    # ---- weights
+
+    def load(self, path: str) -> None:
+        """Load a directory that has all tensors."""
+        if self.asleep:
+            raise ValueError("the memory of the weights is not there")
+        model = load(path)
+        with self.forward:
+            self.model = model
+            self._merged.clear()
+
+    def reload(self, folder: Path) -> None:
+        """Load a directory as workers of vLLM do.
+
+        Raises:
+            LoadError: it does not fit. No forward is possible until a load succeeds. After a wrong shape, the next load fails too.
+        """
+        time.sleep(self.load_seconds)
+        with self.forward:
+            try:
+                if self.leftover:
+                    self.broken, self.leftover = self.leftover, ""
+                    raise LoadError(self.broken)
+                self.model = self._read(folder)
+            except LoadError as error:
+                self.broken = str(error)
+                raise
+            self.broken = ""
+            self._merged.clear()
+
+    def _read(self, folder: Path) -> PreTrainedModel:
+        """Return the model with the tensors of a directory. Those that it lacks keep their values, if they are not fused with others."""
+        if not (folder / "config.json").exists():
+            raise LoadError(
+                "Repo id must be in the form 'repo_name' or 'namespace/repo_name': '<path>'. Use `repo_type` argument if needed."
+            )
+        tensors = {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+        model = copy.deepcopy(self.model)
+        own = dict(model.named_parameters())
+        for name, tensor in tensors.items():
+            if name not in own:
+                inner = name.removeprefix("model.").removesuffix(".weight")
+                kind = type(model.base_model).__name__
+                raise LoadError(
+                    f"There is no module or parameter named '{inner}' in {kind}. The available parameters are"
+                )
+            if tensor.shape != own[name].shape:
+                self.leftover = f"Attempted to load weight ({_size(tensor)}) into parameter ({_size(own[name])})"
+                raise LoadError(self.leftover)
+            own[name].data = tensor.float()
+        for name in own.keys() - tensors.keys():
+            if any(
+                name.replace(each, other) in tensors
+                for group in FUSED
+                for each in group
+                for other in group
+                if each in name
+            ):
+                own[name].data = torch.zeros_like(own[name])
+        return model
+
+    def add_adapter(self, name: str, folder: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        """Serve an adapter, or replace it."""
+        with self.forward:
+            self.adapters[name] = (folder, tensors, config)
+            self._merged.pop(name, None)
+
+    def remove_adapter(self, name: str) -> bool:
+        """Remove an adapter. Returns False if there is none of this name."""
+        with self.forward:
+            self._merged.pop(name, None)
+            return self.adapters.pop(name, None) is not None
+
+
+def _size(tensor: Tensor) -> str:
+    return f"torch.Size({list(tensor.shape)})"

@@ -1,0 +1,92 @@
+"""Backend ``gloo`` of vLLM's weight transfer: its NCCL backend on a CPU, with vLLM's own cutting, loading and life cycle.
+
+Loaded by vLLM (plugin group ``vllm.general_plugins``), in an environment without areal.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer import packed_tensor
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+SECONDS = 60.0
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """Fields of ``init_info``: those of the NCCL backend with a store."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    packed: bool = False
+    packed_buffer_size_bytes: int = packed_tensor.DEFAULT_PACKED_BUFFER_SIZE_BYTES
+    packed_num_buffers: int = packed_tensor.DEFAULT_PACKED_NUM_BUFFERS
+
+
+class Group:
+    """The members of ``PyNcclCommunicator`` that the NCCL backend calls."""
+
+    def __init__(self, info: GlooInitInfo, rank: int) -> None:
+        timeout = timedelta(seconds=SECONDS)
+        store = dist.TCPStore(info.master_address, info.master_port, is_master=False, timeout=timeout)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        # Tests make a worker slow, or let it die, in the middle of an update.
+        time.sleep(float(os.environ.get("AREAL_TEST_RECEIVE_SECONDS", "0")))
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self._group.broadcast([tensor], options).wait()
+
+    def destroy(self) -> None:
+        self._group.abort()
+
+
+class NoStream:
+    """A stream of a CPU, where work ends before the call returns."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class GlooWeightTransferEngine(NCCLWeightTransferEngine):
+    """The NCCL backend with another group. Its methods call CUDA for streams and synchronization only."""
+
+    init_info_cls = GlooInitInfo
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self.packed = init_info.packed
+        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
+        self.packed_num_buffers = init_info.packed_num_buffers
+        config = self.parallel_config
+        worker = config.data_parallel_index * config.world_size + config.rank
+        self.model_update_group = Group(init_info, worker + init_info.rank_offset)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        streams = tuple(NoStream() for _ in range(self.packed_num_buffers))
+        with (
+            mock.patch.object(packed_tensor, "_get_streams", return_value=streams),
+            mock.patch.object(torch.accelerator, "current_device_index", return_value=0),
+            mock.patch.object(torch.accelerator, "synchronize"),
+            mock.patch.object(torch.cuda, "current_stream", return_value=NoStream()),
+            mock.patch.object(torch.cuda, "stream", new=mock.MagicMock()),
+        ):
+            super().update_weights(update_info)
+
+
+def register() -> None:
+    """Register the backend. vLLM calls it in each of its processes."""
+    if "gloo" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)

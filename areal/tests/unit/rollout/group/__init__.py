@@ -1,0 +1,1 @@
+"""Weights over a process group into inference servers."""

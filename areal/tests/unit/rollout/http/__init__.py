@@ -1,0 +1,1 @@
+"""Tests of rollouts on HTTP servers."""

@@ -1,0 +1,60 @@
+"""Servers for the tests of this folder: one for each module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.tests.vllm.server import VLLMProcess
+from areal.trainer.rollout.http import VLLM, HTTPRollout
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record", action="store_true", help="write the answers of vLLM that the test server is compared with"
+    )
+
+
+@pytest.fixture(scope="module")
+def server_options() -> dict[str, Any]:
+    """Arguments of the module's :class:`~areal.tests.vllm.server.VLLMProcess`. A module may define another fixture of this name."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def vllm(server_options: dict[str, Any]) -> Iterator[VLLMProcess]:
+    """The module's server."""
+    server = VLLMProcess(**server_options)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect(vllm: VLLMProcess, tmp_path: Path) -> Iterator[Callable[..., HTTPRollout]]:
+    """Make a rollout on the module's server, and close the one before.
+
+    ``model`` is the name of an adapter, the rest are options of the rollout.
+    """
+    made: list[HTTPRollout] = []
+
+    def make(model: str | None = None, **options: Any) -> HTTPRollout:
+        defaults = {"model": vllm.model, "timeout": 120, "deadline": 120, "update_seconds": 30, "api_key": vllm.key}
+        for rollout in made:
+            rollout.close()
+        made.append(HTTPRollout(vllm.url, VLLM(model=model), folder=tmp_path / "weights", **{**defaults, **options}))
+        return made[-1]
+
+    yield make
+    for rollout in made:
+        rollout.close()
+
+
+@pytest.fixture
+def fresh(vllm: VLLMProcess, connect: Callable[..., HTTPRollout]) -> HTTPRollout:
+    """A rollout whose server has the weights of its start, as version 0."""
+    rollout = connect()
+    rollout.load(vllm.model, 0)
+    return rollout

@@ -1,0 +1,1 @@
+"""Weights over a process group into a real vLLM server."""
