@@ -152,7 +152,9 @@ class _BroadcastBuffers:
         self._works = [None, None]
         group, self._group = self._group, None
         if group is not None:
-            ignore_errors(group.abort)  # closes its connections, so that waiting receivers fail at once
+            ignore_errors(
+                group.abort
+            )  # its connections close, and waiting receivers fail: at once, or with its last reference (gloo)
 
     def _wait(self, index: int) -> None:
         work, self._works[index] = self._works[index], None

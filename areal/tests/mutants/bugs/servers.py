@@ -34,7 +34,7 @@ def weights_of_the_start_used_again(right: Function) -> Function:
 
     async def wrong(self: Any, current: Any, times: Any) -> None:
         await self._known_routes(1e18)
-        await self._set_label(self.routes, current[1])
+        await self._label.give(self.routes, current[1])
         self.version, self.is_new = current[1], False
 
     return wrong
@@ -46,13 +46,13 @@ def second_owner_accepted(right: Function) -> Function:
     return lambda self, label: None
 
 
-@mutant("areal.trainer.rollout.http.server:Server._set_label", MANY.format("requests_run_on_across_updates[tokens]"))
+@mutant("areal.trainer.rollout.http.label:ServerLabel.give", MANY.format("requests_run_on_across_updates[tokens]"))
 def label_before_the_weights(right: Function) -> Function:
     """The label of a version is set at the end of the pause only for the client: the server keeps the earlier one."""
 
     async def wrong(self: Any, routes: Any, version: int) -> None:
-        if self._loaded is None and version:
-            self._label = self._owner.label(version)
+        if self.given is not None and version:
+            self.given = self._owner.label(version)
             return
         await right(self, routes, version)
 

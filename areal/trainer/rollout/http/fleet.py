@@ -43,7 +43,7 @@ class Fleet:
 
     def __init__(self, servers: Sequence[Server], times: UpdateTimes) -> None:
         self.servers = list(servers)
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter({name: 0 for name in ("failed", "discarded", "away", "restarted")})
         self._times = times
         self._affinity = Affinity()
         self._current: tuple[str, int] | None = None  # folder and version of the last update
@@ -164,7 +164,7 @@ class Fleet:
             return server.why
         finally:
             # The trainer, which waits for the update, goes on before the requests do.
-            asyncio.get_running_loop().call_later(_HANDOVER_SECONDS, self._start, self._notify(), "notify")
+            asyncio.get_running_loop().call_later(_HANDOVER_SECONDS, lambda: self._start(self._notify(), "notify"))
 
     # ---- updates over a process group
 

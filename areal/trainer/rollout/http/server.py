@@ -13,6 +13,7 @@ from areal.trainer.rollout.http.connection import ServerConnection, StatusError,
 from areal.trainer.rollout.http.dialects.call import HTTPCall
 from areal.trainer.rollout.http.dialects.dialect import Dialect, ReplyPart, Routes
 from areal.trainer.rollout.http.dialects.schemas import Anything, ReplyBody
+from areal.trainer.rollout.http.label import LABEL_SECONDS, ServerLabel, WrongLabel
 from areal.trainer.rollout.http.owner import Owner
 from areal.trainer.rollout.http.update_times import UpdateTimes
 
@@ -20,8 +21,6 @@ R = TypeVar("R", bound=ReplyBody)
 
 _PAUSE_AGAIN = 0.05
 """Seconds between two pauses of a server while requests are running."""
-_LABEL_SECONDS = 10.0
-"""Time limit of a request for a label."""
 
 
 class Server:
@@ -58,18 +57,15 @@ class Server:
         self.requests: set[asyncio.Task[Any]] = set()
         self.turn = asyncio.Lock()
         self._start_version: int | None = None  # version of the weights with which it starts, if known
-        self._label: str | None = None
+        self._label = ServerLabel(connection, owner)
         self._taken = self._is_damaged = False  # by another owner; by a load that failed
         self._loaded: tuple[str, int] | None = None  # folder and version of the last successful load
-        # Times on the monotonic clock: of the newest connection for generation, and of the start of the last check of the label.
-        self._connected = self._checked = 0.0
-        self._checking = asyncio.Lock()
 
     async def answers(self) -> bool:
         """Return whether the server can be reached and was examined."""
         try:
-            await self.examine(_LABEL_SECONDS)
-            await self.connection.send(HTTPCall.get("/health", Anything), _LABEL_SECONDS)
+            await self.examine(LABEL_SECONDS)
+            await self.connection.send(HTTPCall.get("/health", Anything), LABEL_SECONDS)
         except Unavailable as error:
             return error.status is not None
         except StatusError:
@@ -87,6 +83,8 @@ class Server:
         """
         if self.routes is not None:
             return
+        if self._taken:
+            raise RuntimeError(self.why)
 
         async def ask(call: HTTPCall[R]) -> R | None:
             try:
@@ -98,15 +96,14 @@ class Server:
 
         try:
             routes = await self._dialect.examine(ask)
-            if routes.label is not None:
-                found = routes.read_label(await self.connection.send(routes.label, seconds))
-                self._owner.check(found)
+            found = await self._label.read(routes, seconds)
+            self._owner.check(found)
         except ValueError as error:
             raise ValueError(f"{self.url}: {error}") from error
         if routes.label is not None and self.version is not None:
             # Without a label of an owner, it has had no update: a restart brings the same weights back.
             self._start_version = self.version if found in (None, "default") else None
-            await self._set_label(routes, self.version)
+            await self._label.give(routes, self.version)
         self.routes = routes
 
     async def recognise(self, *, anew: bool = False) -> bool:
@@ -115,23 +112,20 @@ class Server:
         Args:
             anew: ask also if no connection is new.
         """
-        self._connected = time.monotonic() if anew else self._connected
-        if self.routes is None or self.routes.label is None:
-            return self.version is not None
-        async with self._checking:
-            # One check serves all connections that were there when it began.
-            while self._checked <= self._connected and self.version is not None:
-                began = time.monotonic()
-                found = self.routes.read_label(await self.connection.send(self.routes.label, _LABEL_SECONDS))
-                if found != self._label:
-                    self.mistake(found)
-                self._checked = began
+        if anew:
+            self._label.note_connection()
+        if self.routes is not None and self.version is not None:
+            try:
+                await self._label.check(self.routes)
+            except WrongLabel as error:
+                self.mistake(error.found)
         return self.version is not None
 
     def mistake(self, found: str | None) -> None:
         """Note that the server has a label that this owner has not set."""
         if self.version is None:
             return
+        self.routes = None
         other = self._owner.other(found)
         if other is not None:
             self._taken = True
@@ -140,14 +134,6 @@ class Server:
             self.lose(f"{self.url} has weights {found!r}, not version {self.version}: it was started anew")
             self.is_new = True
             self.restarts += 1
-            self.routes = None
-
-    async def _set_label(self, routes: Routes, version: int) -> None:
-        """Set the label, and expect it from now on."""
-        self._label = self._owner.label(version)
-        if routes.label is not None:
-            self._checked = time.monotonic()
-            await self.connection.send(routes.set_label(self._label), _LABEL_SECONDS)
 
     # ---- generation
 
@@ -184,7 +170,7 @@ class Server:
     ) -> tuple[ReplyPart, list[int]] | None:
         """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
         try:
-            body = await self.connection.send(call, seconds, self._note_connection)
+            body = await self.connection.send(call, seconds, self._label.note_connection)
         except StatusError as error:
             if routes.blames_weights(error.text):
                 raise self._not_finite(str(error)) from error
@@ -198,23 +184,14 @@ class Server:
             raise self._not_finite(f"{self.url}{call.route}: {reply.logprobs}")
         if reply.labels is None:
             return (reply, [version] * len(reply.tokens)) if await self.recognise() else None
-        # Before the first update, an unlabelled server names its start.
-        if self._label is None:
-            return reply, [version] * len(reply.tokens)
-        known: list[int] = []
-        for label in reply.labels:
-            each = self._owner.version_of(label)
-            if each is None or not (routes.keeps_requests or each == version):
-                self.mistake(label)
-                return None
-            known.append(each)
-        return reply, known
+        try:
+            return reply, self._label.versions(reply.labels, version, mixed=routes.keeps_requests)
+        except WrongLabel as error:
+            self.mistake(error.found)
+            return None
 
     def _not_finite(self, what: str) -> RuntimeError:
         return RuntimeError(f"version {self.version} gives log-probs that are not finite: {what}")
-
-    def _note_connection(self) -> None:
-        self._connected = time.monotonic()
 
     # ---- updates
 
@@ -256,8 +233,6 @@ class Server:
         Raises:
             RuntimeError, ValueError: it cannot be paused.
         """
-        if self._taken:
-            raise RuntimeError(self.why)
         deadline = time.monotonic() + times.step
         routes = await self._known_routes(deadline)
         await self.connection.insist(routes.pause, deadline)
@@ -293,7 +268,7 @@ class Server:
             if current is not None:
                 await self._load(*current, times.step)
             elif self._start_version is not None:
-                await self._set_label(routes, self._start_version)
+                await self._label.give(routes, self._start_version)
                 self.version, self.why = self._start_version, ""
             else:
                 raise RuntimeError(self.why)
@@ -304,7 +279,7 @@ class Server:
     async def confirm(self, version: int) -> None:
         """Note that the server has a version whose weights came by another way than a folder."""
         if self.routes is not None:
-            await self._set_label(self.routes, version)
+            await self._label.give(self.routes, version)
         self.version, self.why, self.is_new = version, "", False
         self._loaded = self._start_version = None
 
@@ -343,7 +318,7 @@ class Server:
                 raise
             loaded = await self.connection.insist(call, deadline, fails=True)
         routes.check_loaded(loaded)
-        await self._set_label(routes, version)
+        await self._label.give(routes, version)
         self._is_damaged = False
         self.version, self.why, self.is_new, self.is_away = version, "", False, False
         self._loaded = (folder, version)
@@ -394,7 +369,6 @@ class Server:
 
     async def close(self) -> None:
         """Leave the server to others, and close the connections."""
-        if self.routes is not None and self.routes.label is not None and not self.is_away:
-            with contextlib.suppress(RuntimeError, ValueError):
-                await self.connection.send(self.routes.set_label("released"), 2.0)
+        if self.routes is not None and not self.is_away:
+            await self._label.release(self.routes, 2.0)
         await self.connection.close()

@@ -108,6 +108,10 @@ def test_owner_notices_that_another_has_taken_its_server(make_vllm: Make, either
         run(*(first.generate(PROMPT, endless(3)) for _ in range(2)))
     with pytest.raises(RuntimeError, match="belongs to another HTTPRollout now"):
         first.update(weights(1), 1)
+    # The label of the other stays.
+    first.close()
+    run(*(second.generate(PROMPT, endless(3)) for _ in range(2)))
+    assert second.counts["restarted"] == 0
     assert_drawn_from(replica(), background.result()[0])
 
 

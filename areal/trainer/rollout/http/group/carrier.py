@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -61,6 +62,8 @@ def in_thread(work: Callable[[], None], name: str) -> Future[None]:
         try:
             work()
         except BaseException as error:
+            # Frames hold the group. A gloo group closes its connections with its last reference, and its members wait until then.
+            traceback.clear_frames(error.__traceback__)
             future.set_exception(error)
         else:
             future.set_result(None)

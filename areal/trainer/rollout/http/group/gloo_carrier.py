@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.weight_sync.transport import ignore_errors
-
 
 class GlooCarrier:
     """Implements :class:`~areal.trainer.rollout.http.group.carrier.Carrier` over gloo.
@@ -50,11 +48,8 @@ class GlooCarrier:
             send_buffer(group, buffer, seconds)
 
     def abort(self) -> None:
-        group, self._group = self._group, None
-        self._store = None
-        # Closes the connections, so that waiting workers fail at once.
-        if group is not None:
-            ignore_errors(group.abort)
+        # Closes the connections, so that waiting workers fail at once: ``ProcessGroupGloo.abort`` closes none.
+        self._group = self._store = None
 
 
 def send_buffer(group: Any, buffer: Tensor, seconds: float) -> None:
