@@ -22,6 +22,8 @@ START = {
     "log_to_driver": False,
     "object_store_memory": 256 * 2**20,
 }
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+"""Of clusters. Where the cores are busy, workers of the default niceness (15) take minutes to start."""
 LIMIT = 2**20
 """Bytes of a result of the shared processes."""
 
@@ -39,7 +41,8 @@ def cluster() -> Iterator[Any]:
         pytest.skip("starts processes of its own, which torchrun's ranks would do each")
     import ray
 
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         ray.init(**START)
     except Exception:
@@ -56,7 +59,7 @@ def apart() -> Iterator[dict[str, str]]:
         pytest.skip("starts processes of its own, which torchrun's ranks would do each")
     # A short path, because sockets are in it.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    yield {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+    yield {**os.environ, **ENVIRONMENT, "RAY_TMPDIR": folder}
     # A program that failed has left its nodes, whose command lines name the directory.
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
