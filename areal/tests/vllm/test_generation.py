@@ -17,7 +17,7 @@ from areal.api import MicroBatchSpec, TrainEngine
 from areal.tests.harness.tiny import started
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, prompt, run, until
-from areal.tests.vllm.server import CONTEXT, VLLMProcess, served_model
+from areal.tests.vllm.server import CONTEXT, VLLMProcess, replica, served_model
 from areal.trainer.rollout.http import HTTPRollout
 from areal.trainer.rollout.protocol import Completion, Sampling, Sequence
 from areal.trainer.rollout.sampler import log_probs
@@ -105,6 +105,17 @@ def test_stop_tokens_end_answers_and_are_their_last_token(connect: Callable[...,
     end = full.tokens.index(stop) + 1
     assert (answer.tokens, answer.finish_reason) == (full.tokens[:end], "stop")
     assert answer.logprobs == pytest.approx(full.logprobs[:end], abs=TOLERANCE)
+
+
+def test_the_models_own_end_of_sequence_ends_answers(connect: Callable[..., HTTPRollout]) -> None:
+    rollout, end = connect(), replica().generation_config.eos_token_id
+    answers = run(*(rollout.generate(prompt(i), Sampling(400, 2.0, seed=i)) for i in range(24)))
+    ended = [answer for answer in answers if answer.finish_reason == "stop"]
+    print(f"{len(ended)} of {len(answers)} answers ended at {end}")
+    assert ended
+    for answer in answers:
+        assert (end in answer.tokens) == (answer in ended)
+        assert end not in answer.tokens[:-1]
 
 
 def test_first_tokens_have_the_frequencies_of_the_engine(

@@ -43,7 +43,7 @@ class Fleet:
 
     def __init__(self, servers: Sequence[Server], times: UpdateTimes) -> None:
         self.servers = list(servers)
-        self.counts = Counter({name: 0 for name in ("failed", "discarded", "away", "restarted")})
+        self.counts = Counter(dict.fromkeys(("failed", "discarded", "away", "restarted"), 0))
         self._times = times
         self._affinity = Affinity()
         self._current: tuple[str, int] | None = None  # folder and version of the last update
