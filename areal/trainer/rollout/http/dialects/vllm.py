@@ -47,6 +47,8 @@ class VLLM:
     With ``--enable-scale-out``, requests go to ``/inference/v1/generate`` and run on across updates: nothing is sent twice, and the server
     names the weights of each token. Otherwise they go to ``/v1/completions``, and an update interrupts them.
 
+    With ``Sampling.stop_token_ids=None``, answers also end at the end-of-sequence token of the server's tokenizer.
+
     To sleep, they need ``--enable-sleep-mode``. They use level 1, which keeps the weights in host memory.
 
     Args:

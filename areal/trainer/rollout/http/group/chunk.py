@@ -14,6 +14,9 @@ from areal.engine.checkpoint.safetensors import TensorSpec
 PACKED_BYTES = 2**30
 """Default of vLLM for the size of a packed buffer."""
 
+_FIRST_BYTES = 16 * 2**20
+"""Size up to which chunks are small."""
+
 _ALIGN = 16
 """Alignment of tensors that are not packed: a multiple of the size of every dtype."""
 
@@ -56,6 +59,9 @@ class ChunkMemory:
 def cut_chunks(tensors: Iterable[NamedTensor], memory: ChunkMemory, packed_bytes: int | None = None) -> Iterator[Chunk]:
     """Copy a stream of tensors into chunks. No tensor is split.
 
+    A chunk has at most half of the bytes before it, or 16 MiB: servers load one while the next one is filled, also if a model would fit
+    into one chunk.
+
     Args:
         tensors: full tensors on any device. Each may be overwritten when the next one is taken.
         memory: buffers of the chunks. A chunk is valid until the next but one.
@@ -65,15 +71,18 @@ def cut_chunks(tensors: Iterable[NamedTensor], memory: ChunkMemory, packed_bytes
         Chunks with at least one tensor. Their buffers are complete on the device.
     """
     builder: _Builder | None = None
+    sent, limit = 0, min(_FIRST_BYTES, memory.nbytes)
     for name, tensor in tensors:
-        if builder is not None and not builder.fits(tensor.nbytes, memory.nbytes):
+        if builder is not None and not builder.fits(tensor.nbytes, limit):
             yield builder.build()
             builder = None
         if builder is None:
+            limit = min(max(_FIRST_BYTES, sent // 2), memory.nbytes)
             builder = _Builder(memory.take(tensor.nbytes), packed_bytes)
         builder.add(name, tensor.detach())
+        sent += tensor.nbytes
         # A full chunk does not wait for the next tensor.
-        if not builder.fits(1, memory.nbytes):
+        if not builder.fits(1, limit):
             yield builder.build()
             builder = None
     if builder is not None:
