@@ -29,7 +29,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -98,6 +98,10 @@ bench-overhead: $(VENV)/.test ## Measure the engine's own overhead, on one rank 
 
 bench-gpu: $(VENV)/.test ## Measure training steps of Qwen3 shapes on a GPU.
 	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
+
+bench-servers: $(VENV)/.test $(VENV)-vllm/.ready ## Measure updates and generation of a real vLLM server, on the CPU.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_servers
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.inference_groups
 
 bench-peers: $(VENV)/.test ## Measure TRL, verl and torchtitan too, if they install.
 	$(BIN)/python -m benchmarks.peers.install

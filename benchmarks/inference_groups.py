@@ -1,6 +1,6 @@
 """Updates of one real vLLM server on the CPU over a process group (gloo), against updates through a folder. The model has 100 MB.
 
-python -m benchmarks.inference_groups, after `make test-vllm` has installed the server
+``make bench-servers``
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     if not PYTHON.exists():
-        raise SystemExit(f"{PYTHON} is missing: run `make test-vllm`")
+        raise SystemExit(f"{PYTHON} is missing: run `make bench-servers`")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         tiny_model(FAMILIES["qwen3"](**LARGE), 0).save_pretrained(model)

@@ -1,6 +1,6 @@
 """Costs of the client of inference servers, on one real vLLM server on the CPU: updates under load, and tokens per second.
 
-python -m benchmarks.inference_servers, after `make test-vllm` has installed the server
+``make bench-servers``
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     if not PYTHON.exists():
-        raise SystemExit(f"{PYTHON} is missing: run `make test-vllm`")
+        raise SystemExit(f"{PYTHON} is missing: run `make bench-servers`")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         tiny_model(FAMILIES["qwen3"](**SIZES), 0).save_pretrained(model)

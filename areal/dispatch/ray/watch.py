@@ -30,6 +30,9 @@ SILENT_SECONDS = 5.0
 CALL_SECONDS = 0.5
 """Time for a running call to report the end of a process."""
 
+JOIN_SECONDS = 10.0
+"""Limit for a thread to be done with Ray, which may not reply any more."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -108,8 +111,13 @@ class Watch:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         # Held while a call is submitted to all ranks: all of them get the calls of several threads in one order.
         self._lock = threading.Lock()
-        threading.Thread(target=self._work, name="areal-ray-watch", daemon=True).start()
-        threading.Thread(target=self._guard, name="areal-ray-guard", daemon=True).start()
+        self._over = threading.Event()  # the processes have ended
+        self._threads = [
+            threading.Thread(target=self._work, name="areal-ray-watch", daemon=True),
+            threading.Thread(target=self._guard, name="areal-ray-guard", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         """Send a call to all ranks.
@@ -143,6 +151,12 @@ class Watch:
             self._finish(error)
         self._calls.put(None)
 
+    def join(self) -> None:
+        """Wait until the threads are done with Ray, after :meth:`end`. A thread that calls Ray during its shutdown ends the whole process."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(JOIN_SECONDS)
+
     def lose(self, rank: int, reason: str, cause: BaseException | None = None) -> Exception:
         """End all processes because one is lost. Returns the error to raise.
 
@@ -166,7 +180,7 @@ class Watch:
         with suppress(Exception):  # Ray was shut down
             [ended], _ = ray.wait(list(lives), num_returns=1)
             # A running call reports the loss itself, with its name.
-            time.sleep(CALL_SECONDS)
+            self._over.wait(CALL_SECONDS)
             # Calls to Ray would start it again.
             if ray.is_initialized():
                 self.lose(lives[ended], "died between calls")
@@ -308,6 +322,7 @@ class Watch:
             return self.error
         self.error = error
         self._processes.end()
+        self._over.set()
         # The thread fails the call that it waits for.
         with suppress(queue.Empty):
             while (call := self._calls.get_nowait()) is not None:

@@ -147,6 +147,7 @@ class RayWorkers:
     def close(self) -> None:
         """End all processes. Calls that still run raise an error. May be called twice."""
         self._watch.end(RuntimeError(_CLOSED))
+        self._watch.join()
 
     def __enter__(self) -> RayWorkers:
         return self

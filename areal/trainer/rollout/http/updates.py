@@ -11,6 +11,7 @@ import torch
 from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
+from areal.engine.checkpoint.atomic_dir import prune
 from areal.trainer.rollout.http.completeness import Completeness
 from areal.trainer.rollout.http.dialects.dialect import Dialect
 from areal.trainer.rollout.http.fleet import Fleet
@@ -23,6 +24,9 @@ from areal.weight_sync.disk import DiskTransport, version_name
 from areal.weight_sync.transport import Transport
 
 T = TypeVar("T")
+
+_KEPT = 2
+"""Versions of an adapter that stay in the folder, as of a model."""
 
 
 class Run(Protocol):
@@ -85,6 +89,9 @@ class WeightUpdates:
             path = self._require_folder() / version_name(version)
             engine.adapters.save(engine.adapters.selected, path)
             self.load(path, version)
+            # A server that was started anew loads this version, and one whose next load fails loads it again.
+            if self._control.rank == 0:
+                prune(path.parent, _KEPT)
 
     def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
         """Send a stream of full tensors."""

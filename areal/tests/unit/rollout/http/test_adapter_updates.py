@@ -48,14 +48,15 @@ def test_adapter_is_sent_alone_and_answers_under_its_name(
     (before,) = run(rollout.generate(PROMPT, endless(6, seed=1)))
     assert before.versions == (0,) * 6
     assert error(engine, before) > 1e-3, "the model without the adapter"
-    for version in (1, 2):
+    for version in (1, 2, 3):
         engine.train_batch(global_batch(), loss)
         rollout.sync(engine, version)
         (answer,) = run(rollout.generate(PROMPT, endless(6, seed=version)))
         assert answer.versions == (version,) * 6
         assert error(engine, answer) < 1e-4
-    assert (vllm.calls(LOAD_ADAPTER), vllm.calls(LOAD)) == (2, 0)
-    folder = tmp_path / "weights" / "version-00000002"
+    assert (vllm.calls(LOAD_ADAPTER), vllm.calls(LOAD)) == (3, 0)
+    folder = tmp_path / "weights" / "version-00000003"
+    assert sorted(path.name for path in folder.parent.glob("version-*")) == ["version-00000002", folder.name]
     sent = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     model = sum(x.nbytes for _, x in engine.named_tensors())
     assert sent < model / 5, f"{sent} bytes sent, and the model has {model}"
