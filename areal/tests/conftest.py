@@ -1,7 +1,7 @@
 """pytest hooks: a test marked ``@pytest.mark.world(1, 2, 4)`` is called on every rank of a world of each of these sizes.
 
 In a plain ``pytest`` the worlds are pools of worker processes. Under torchrun there is one world, that of torchrun, and tests
-of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take, ``world(..., thorough=(size,))`` which sizes
+of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take, ``world(..., size,)`` which sizes
 are left to the thorough set. A parameter may carry a mark with one size. A test gets its parameters and ``tmp_path`` (the same
 directory on all ranks), and ``world_size`` if it asks.
 """
@@ -21,8 +21,8 @@ import pytest
 import torch
 from _pytest import outcomes
 
+from areal.tests.harness.everyday import mark_everyday, world_size
 from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
-from areal.tests.harness.selection import mark_thorough, world_size
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
 from areal.tests.harness.world import World, enter, share_programs, take_records
@@ -93,12 +93,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    mark_thorough(items)
+    mark_everyday(items)
     if importlib.util.find_spec("jax") is None:
         for item in items:
             if "jax:" in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason="needs the extra jax"))
     for item in items:
+        if UNDER_TORCHRUN and item.get_closest_marker("own_world"):
+            item.add_marker(pytest.mark.skip(reason="starts worlds of its own, which torchrun's ranks would do each"))
         marker = item.get_closest_marker("world")
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
