@@ -11,9 +11,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 import torch
 from _pytest import outcomes
 
+from areal.tests.harness.costs import COST, spent
 from areal.tests.harness.everyday import mark_everyday, world_size
 from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
@@ -42,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --planted"
     )
+    parser.addoption("--costs", default="", metavar="FILE", help="write the CPU-seconds of each test to a file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -150,6 +154,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Count the CPU-seconds of a test in this process; those of ranks are counted there."""
+    if isinstance(item, pytest.Function) and world_size(item) == 0 and pools_key in item.config.stash:
+        item.config.stash[pools_key].close()
+    before = spent()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append((COST, spent() - before))
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     tables: dict[str, list[tuple[str, dict[str, str]]]] = {}
     reports = [report for group in terminalreporter.stats.values() for report in group]
@@ -161,6 +177,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     if config.getoption("keep") and not config.getoption("planted"):
         keep_passed(report.nodeid for report in reports if getattr(report, "when", None) == "call" and report.passed)
+    if config.getoption("costs"):
+        called = [report for report in reports if getattr(report, "when", None) == "call"]
+        costs = {
+            report.nodeid: sum(seconds for name, seconds in report.user_properties if name == COST) for report in called
+        }
+        Path(config.getoption("costs")).write_text(json.dumps(costs, indent=0))
     for table, rows in tables.items():
         terminalreporter.section(f"{table} ({len(rows)})")
         width = max(len(row) for row, _ in rows)
@@ -185,6 +207,7 @@ def _call_in_pool(item: pytest.Function, size: int, kwargs: dict[str, Any], limi
             item.add_report_section("call", f"output of rank {rank}", pool.output(rank))
         pytest.fail(failure, pytrace=False)
     item.user_properties += [(RECORD, record) for record in answers[0].records]
+    item.user_properties.append((COST, sum(answer.seconds for answer in answers.values())))
     if answers[0].status == "skipped":
         pytest.skip(answers[0].text)
     if answers[0].status == "xfailed":
