@@ -31,7 +31,6 @@ GROWTH = 1 << 30
 """Bytes by which the workers of a pool may grow together: a pool that has grown more is replaced."""
 
 PRELOADED = [
-    "areal.tests.harness.preload",
     "areal.tests.harness.worker",
     "areal.tests.grid.cell_engine",
     "areal.engine.fsdp.engine",
