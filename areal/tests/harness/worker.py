@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 import transformers.models.auto.modeling_auto  # noqa: F401  (imported once, before workers are forked from the fork server)
@@ -130,6 +131,10 @@ def answer(call: Call) -> Answer:
     except (Exception, outcomes.Failed, SystemExit, KeyboardInterrupt):
         return Answer("failed", format_exception(), take_records())
     finally:
+        # The copy of the fixture that patched this process; the session undoes its own.
+        for value in call.kwargs.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
         sys.stdout.flush()
         sys.stderr.flush()
     return Answer("passed", "", take_records())

@@ -139,7 +139,10 @@ def test_group_takes_the_key(backend: str) -> None:
             assert mb.adapters == tuple(mbs.adapters[int(batch[i]["adapter"])] for i in mb.sample_ids)
             assert list(mb.adapters) == sorted(mb.adapters)
         rows = mbs.restore(group.forward_backward_batch(mbs, lambda out, mb: (None, out.logprobs), forward_only=True))
-        assert all(torch.equal(a, b) for a, b in zip(rows, step.outputs["logprobs"], strict=True))
+        # In JAX, a forward and a training pass are two programs, which XLA may round differently.
+        error = 1e-5 if backend.startswith("jax") else 0.0
+        for row, expected in zip(rows, step.outputs["logprobs"], strict=True):
+            torch.testing.assert_close(row, expected, rtol=0.0, atol=error)
         for name in group.adapters.names:
             group.adapters.select(name)
             assert group.optimizer_step().update_successful

@@ -114,3 +114,8 @@ def test_pools_of_one_size_run_at_a_time(tmp_path: Path) -> None:
     assert pools[2].pids
     assert not pools._pools[1].pids
     pools.close()
+
+
+def test_what_a_test_patches_on_its_ranks_is_undone_there(pool: Pool) -> None:
+    pool.run(call("patch", monkeypatch=pytest.MonkeyPatch()), timeout=60)
+    pool.run(call("is_not_patched"), timeout=60)
