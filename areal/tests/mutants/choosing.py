@@ -31,7 +31,7 @@ def choose(selection: str, mutants: Mapping[str, Mutant], root: Path = ROOT) -> 
 
     Args:
         selection: comma-separated: names; ``all``; ``changed``, those that the last commit or an uncommitted change touches, or
-            ``changed:REF``, those that a change since ``REF`` touches; ``K/N``, that part of the others.
+            ``changed:REF``, those that a change since ``REF`` touches; ``K/N``, the ``K``-th of ``N`` parts of the others.
         mutants: all bugs by name.
         root: the checkout. Without its history no bug is touched.
 
@@ -58,9 +58,9 @@ def choose(selection: str, mutants: Mapping[str, Mutant], root: Path = ROOT) -> 
         elif re.fullmatch(r"\d+/\d+", word):
             part, parts = map(int, word.split("/"))
             if not 0 < part <= parts:
-                raise ValueError(f"{word} is no part: K/N needs 0 < K <= N")
+                raise ValueError(f"{word} is no part of the bugs: K/N needs 0 < K <= N")
             others = [name for name in mutants if name not in named | touched]
-            rest |= {name for name in others if _draw(commit, name) % parts < part}
+            rest |= {name for name in others if _draw(commit, name) % parts == part - 1}
             reasons.append(f"{len(rest)} of {len(others)} others, drawn by the commit")
         elif word in mutants:
             named.add(word)

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from _pytest.runner import SetupState, runtestprotocol
 
-from areal.tests.harness.passed import add_passed, passed_tests
 from areal.tests.harness.pool import GRACE, RECORD, Pools, pools_key
 from areal.tests.harness.worker import Answer, Call
 from areal.tests.harness.world import world
 from areal.tests.mutants.choosing import choose
 from areal.tests.mutants.finding import file_of, find_test, short_id
+from areal.tests.mutants.passed import add_passed, passed_tests
 from areal.tests.mutants.planting import Mutant, plant, traces
 from areal.tests.mutants.registry import MUTANTS, plant_in_worker
 
@@ -60,9 +60,7 @@ def pytest_collection_modifyitems(
     items[:] = bugs if config.getoption("only_planted") else [*items, *bugs]
 
 
-def planted_bugs(
-    session: pytest.Session, names: Sequence[str], items: Sequence[pytest.Item]
-) -> list[pytest.Item]:
+def planted_bugs(session: pytest.Session, names: Sequence[str], items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return an item for each mutant. Mutants that name the same tests follow one another, to run them once without a bug.
 
     Args:

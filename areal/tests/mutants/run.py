@@ -46,4 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only the files with the tests that they name are collected.
     files = sorted(files_of(MUTANTS[name] for name in choice.names))
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-n", str(given.n), "--dist", "worksteal"]
-    return int(pytest.main([*options, f"--plant={','.join(choice.names)}", "--only-planted", f"--keep={given.keep}", *files]))
+    return int(
+        pytest.main([*options, f"--plant={','.join(choice.names)}", "--only-planted", f"--keep={given.keep}", *files])
+    )

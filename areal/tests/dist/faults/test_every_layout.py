@@ -29,9 +29,6 @@ from areal.tests.harness.world import world
 SECONDS = 8.0
 """Longest time until all ranks have raised."""
 
-IN_CI = ("fsdp:d2", "fsdp:p2", "megatron:d2", "megatron:t2")
-"""Layouts that are not thorough."""
-
 
 class _FailsInBackward(torch.autograd.Function):
     @staticmethod
@@ -73,7 +70,6 @@ def cases() -> list[Any]:
             id=f"{layout.name}-{'blocks' if blocking else 'returns'}",
             marks=[
                 pytest.mark.world(layout.world, timeout=240),
-                *([] if layout.name in IN_CI or (layout.name == "jax:d2" and not blocking) else [pytest.mark.thorough]),
             ],
         )
         for layout in all_layouts()

@@ -122,9 +122,7 @@ CONTAINED = ("all keys", "windows", "experts", "ulysses")
 """Calls whose paths are those of the other calls."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.thorough if name in CONTAINED else ()) for name in CALLS]
-)
+@pytest.mark.parametrize("case", list(CALLS))
 @pytest.mark.world(1)
 def test_call_copies_to_the_device_once_and_never_waits(case: str) -> None:
     family, cp, changes, keys, outputs = CALLS[case]
