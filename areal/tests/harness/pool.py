@@ -34,8 +34,6 @@ PRELOADED = [
     "areal.tests.harness.worker",
     "areal.tests.grid.cell_engine",
     "areal.engine.fsdp.engine",
-    "areal.engine.megatron.engine",
-    "areal.engine.jax.engine",
     "transformers.models.auto.modeling_auto",
     *(
         f"transformers.models.{name}.modeling_{name}"
