@@ -103,7 +103,7 @@ class PlantedBug(pytest.Item):
             pytest.fail(f"{self._missing}; run all tests, or the files that the bug names", pytrace=False)
         start = time.monotonic()
         if _sound_key not in self.config.stash:
-            # The tests are over, or nearly: their workers need not keep their memory beside those with a bug.
+            # The tests are over, or nearly: their workers would keep their memory while others run with a bug.
             self.config.stash[pools_key].close()
         with _nested(self.session):
             self._require_sound()
