@@ -29,7 +29,7 @@ from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
 from areal.tests.harness.world import World, enter, share_programs, take_records
-from areal.tests.mutants.run import keep_passed, planted_bugs
+from areal.tests.mutants.passed import add_passed
 
 pytest.register_assert_rewrite(*REWRITTEN)
 
@@ -41,10 +41,11 @@ torchrun_key = pytest.StashKey[TorchrunWorld]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--planted", default="", metavar="NAMES", help="bugs to plant, in place of the tests")
     parser.addoption(
-        "--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --planted"
+        "--plant", default="", metavar="BUGS", help="bugs to plant after the tests: all, changed[:REF], K/N, or names"
     )
+    parser.addoption("--only-planted", action="store_true", help="leave out the tests themselves")
+    parser.addoption("--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --plant")
     parser.addoption("--costs", default="", metavar="FILE", help="write the CPU-seconds of each test to a file")
 
 
@@ -52,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # as in the workers: many processes share this machine
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         config.option.verbose = -2  # what fails on any rank is reported by all, so one may speak for them
+    if config.getoption("plant"):
+        if UNDER_TORCHRUN:
+            raise pytest.UsageError("--plant starts workers of its own: run pytest without torchrun")
+        # A session that only hands out the tests need not import the bugs, and with them every engine.
+        if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+            config.pluginmanager.import_plugin("areal.tests.mutants.plugin")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -108,10 +115,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         marker = item.get_closest_marker("world")
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
-    planted = config.getoption("planted")
-    if planted:
-        items[:] = planted_bugs(session, planted.split(","))
-    elif UNDER_TORCHRUN:
+    if UNDER_TORCHRUN:
         _keep_size(config, items, int(os.environ["WORLD_SIZE"]))
     else:
         # Sessions that share the work take runs of tests: with the worlds in order, most need a pool of one size.
@@ -154,10 +158,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # A report with a node comes from a session that shares the work, which has written its id.
+    if report.when == "call" and report.passed and not hasattr(report, "node"):
+        add_passed(report.nodeid)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Count the CPU-seconds of a test in this process; those of ranks are counted there."""
-    if isinstance(item, pytest.Function) and world_size(item) == 0 and pools_key in item.config.stash:
+    if not isinstance(item, pytest.Function):
+        return (yield)  # a planted bug, which runs tests
+    if world_size(item) == 0 and pools_key in item.config.stash:
         item.config.stash[pools_key].close()
     before = spent()
     try:
@@ -175,8 +187,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 tables.setdefault(table, []).append((row, columns))
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         return
-    if config.getoption("keep") and not config.getoption("planted"):
-        keep_passed(report.nodeid for report in reports if getattr(report, "when", None) == "call" and report.passed)
     if config.getoption("costs"):
         called = [report for report in reports if getattr(report, "when", None) == "call"]
         costs = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -24,20 +23,14 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import transformers.models.auto.modeling_auto  # noqa: F401  (imported once, before workers are forked from the fork server)
 from _pytest import outcomes
 from _pytest._code import ExceptionInfo
 from _pytest.assertion import register_assert_rewrite
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config
 
-from areal.engine.registry import engine_class, engine_names
 from areal.tests.harness.costs import spent
 from areal.tests.harness.world import World, enter, take_records
-
-for _name in engine_names():  # imported once as well
-    with contextlib.suppress(ValueError):  # its dependencies are not installed
-        engine_class(_name)
 
 REWRITTEN = ("areal.tests.grid.compare", "areal.tests.dist", "areal.tests.unit")
 """Modules whose ``assert`` shows the compared values, in addition to test modules that pytest collects."""

@@ -72,8 +72,8 @@ class Load(threading.Thread):
                 answer = await self._rollout.generate(prompt, endless(self._tokens, seed=self.asked))
             except Exception as error:
                 self.errors.append(error)
-            else:
-                self.answers.append((prompt, answer))
+                return  # a test that fails closes the rollout, and every further request would fail
+            self.answers.append((prompt, answer))
 
     def end(self) -> set[int]:
         """Return the versions of all answers. None may be missing, and each token must be of its version."""
