@@ -19,7 +19,17 @@ from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 
 ROOT = Path(areal.__file__).parent
-LAYERS = {"api": 0, "utils": 1, "engine": 2, "weight_sync": 3, "trainer": 4, "dispatch": 4, "tinker": 5, "cli": 6}
+LAYERS = {
+    "entry_points": -1,
+    "api": 0,
+    "utils": 1,
+    "engine": 2,
+    "weight_sync": 3,
+    "trainer": 4,
+    "dispatch": 4,
+    "tinker": 5,
+    "cli": 6,
+}
 SOURCES = sorted(p for p in ROOT.rglob("*.py") if "tests" not in p.relative_to(ROOT).parts)
 OPTIONAL = (
     "megatron",
