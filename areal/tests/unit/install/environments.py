@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+import venv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def link_dependencies(folder: Path, without: Sequence[str] = ()) -> Path:
             if not entry.name.startswith(left_out) and not entry.name.endswith(".pth"):
                 (folder / entry.name).symlink_to(entry.path)
     return folder
+
+
+def make_environment(folder: Path) -> Path:
+    """Make a virtual environment without packages, not even pip. Returns its interpreter."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    return folder / "bin" / "python"
 
 
 def run_isolated(

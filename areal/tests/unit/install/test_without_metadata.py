@@ -1,4 +1,7 @@
-"""Engines and backends of a copy of the package that is only on the path: no installer has written metadata for it."""
+"""Names of engines and backends, without metadata of this package and with that of others.
+
+The test of ``areal doctor`` trains with an engine of a copy without metadata.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,7 @@ import areal.entry_points
 from areal.engine.fsdp.engine import FSDPEngine
 from areal.engine.registry import engine_class, engine_names
 from areal.entry_points import BUILT_IN, ENGINE_GROUP, TRAINING_GROUP, registered_entry, registered_names
-from areal.tests.grid.models import model_dir
-from areal.tests.unit.install.environments import ROOT, copy_package, link_dependencies, run_isolated
-
-CREATE = """
-import sys
-from importlib.metadata import PackageNotFoundError, entry_points, version
-
-sys.path[:0] = sys.argv[1:3]
-import areal
-
-assert areal.__file__.startswith(sys.argv[1]), areal.__file__
-try:
-    raise AssertionError(version("areal"))
-except PackageNotFoundError:
-    assert not entry_points(group="areal.engines")
-engine = areal.create_engine(areal.TrainEngineConfig(path=sys.argv[3], backend="fsdp:d1"))
-print(type(engine).__name__)
-"""
+from areal.tests.unit.install.environments import ROOT, copy_package, run_isolated
 
 LIST = """
 import sys
@@ -42,14 +28,6 @@ from areal.entry_points import registered_names
 
 print(registered_names("areal.engines"), registered_names("areal.tinker_samplers"))
 """
-
-
-def test_engine_of_a_copy_without_metadata(tmp_path: Path) -> None:
-    copy_package(tmp_path / "copy")
-    dependencies = link_dependencies(tmp_path / "dependencies")
-    command = [sys.executable, "-I", "-S", "-c", CREATE, tmp_path / "copy", dependencies, model_dir("qwen3")]
-    done = run_isolated(command, tmp_path)
-    assert (done.returncode, done.stdout.strip()) == (0, "FSDPEngine"), done.stderr
 
 
 def test_names_of_a_zip_archive(tmp_path: Path) -> None:
@@ -109,7 +87,9 @@ def test_built_in_target_may_be_repeated(
 def test_different_targets_of_a_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {"fsdp": "mine:Engine", "replica": "mine:Replica"}
     declare(monkeypatch, {"mine": taken, "yours": {"replica": "yours:Replica"}}, ENGINE_GROUP)
-    with pytest.raises(ValueError, match=r"'fsdp' .*'areal.engines'.*'areal.engine.fsdp.*of areal, 'mine:Engine' of mine"):
+    with pytest.raises(
+        ValueError, match=r"'fsdp' .*'areal.engines'.*'areal.engine.fsdp.*of areal, 'mine:Engine' of mine"
+    ):
         engine_class("fsdp")
     with pytest.raises(ValueError, match=r"'replica'.*'mine:Replica' of mine, 'yours:Replica' of yours; .*uninstall"):
         engine_class("replica")
