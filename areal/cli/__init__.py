@@ -12,21 +12,23 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        module: module with a function ``run`` that takes the arguments, and returns the exit code.
+        function: ``module:function``. The function takes the options, and returns the exit code.
         summary: line of the help.
         install: what to install where a module is missing.
     """
 
-    module: str
+    function: str
     summary: str
     install: str
 
 
 COMMANDS = {
     "doctor": Command(
-        "areal.cli.doctor.command", "check this environment, and train one step on two ranks against one", "areal"
+        "areal.cli.doctor.command:run_doctor",
+        "check this environment, and train one step on two ranks against one",
+        "areal",
     ),
-    "serve": Command("areal.cli.serve", "serve a model to clients of the tinker SDK", "areal[tinker]"),
+    "serve": Command("areal.cli.serve:run_serve", "serve a model to clients of the tinker SDK", "areal[tinker]"),
 }
 
 
@@ -44,10 +46,11 @@ def main() -> None:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the command")
     given = parser.parse_args()
     command = COMMANDS[given.command]
+    module_name, _, function = command.function.partition(":")
     try:
-        module = import_module(command.module)
+        module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "areal":
             raise
         sys.exit(f"areal {given.command}: {error.name} is not installed: pip install '{command.install}'")
-    sys.exit(module.run(given.options))
+    sys.exit(getattr(module, function)(given.options))

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 NO_SAMPLER = "none"
 
 
-def run(options: list[str]) -> None:
+def run_serve(options: list[str]) -> None:
     """Run ``areal serve`` with the options of the command line."""
     tyro.cli(run_server, prog="areal serve", args=options)
 

@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 """Largest relative difference between one rank and two: float32 on a CPU gives about 1e-6, kernels of GPUs less exact sums."""
 
 
-def run(options: list[str]) -> int:
+def run_doctor(options: list[str]) -> int:
     """Run ``areal doctor``. Returns 0 if all is well, else 1."""
     parser = argparse.ArgumentParser(
         prog="areal doctor", description="Check this environment, and train one step on two local ranks against one."

@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 _VOCABULARY, _SAMPLES, _STEPS = 64, 4, 2
 
 
-def main(rank: int, folder: Path) -> None:
+def run_rank(rank: int, folder: Path) -> None:
     """Run the process of a rank."""
     torch.set_num_threads(1)
     if rank > 0:
@@ -127,7 +127,7 @@ def train(folder: Path, backend: str, rank: int, size: int) -> list[float]:
         engine.initialize(FinetuneSpec(total_train_steps=10))
         for _ in range(_STEPS):
             step = engine.train_batch(batch, _negative_logprob)
-            numbers += [float(step.loss), float(step.grad_norm)]
+            numbers += [float(step.loss), step.grad_norm or 0.0]
     return numbers
 
 
@@ -148,7 +148,5 @@ def _wait_for(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    # Nothing of this process outlives it: destructors of process groups may wait for the other rank.
-    main(int(sys.argv[1]), Path(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(0)
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    dist.destroy_process_group()

@@ -159,13 +159,13 @@ def test_broken_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_exit_code_counts_faults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fine = Observed(devices=["CPU"], engines={"fsdp": {"letters": "d"}}, one=[1.0], two=[1.0])
     monkeypatch.setattr(command, "observe", lambda timeout: fine)
-    assert command.run([]) == 0
+    assert command.run_doctor([]) == 0
     assert capsys.readouterr().out.endswith("\nfine\n")
     monkeypatch.setattr(command, "observe", lambda timeout: Observed(failure="no result", engines=fine.engines))
-    assert command.run(["--timeout", "5"]) == 1
+    assert command.run_doctor(["--timeout", "5"]) == 1
     assert capsys.readouterr().out.endswith("1 fault: see the lines with FAULT\n")
     with pytest.raises(SystemExit):
-        command.run(["--timeout", "0"])
+        command.run_doctor(["--timeout", "0"])
     assert "--timeout: 0: must be above 0" in capsys.readouterr().err
 
 
