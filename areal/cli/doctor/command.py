@@ -61,7 +61,7 @@ def check_engines(observed: Observed, missing_extras: set[str]) -> list[Finding]
     """Return whether each engine can be imported, and if not, what to install.
 
     Args:
-        observed: result of the two processes.
+        observed: reports of both ranks.
         missing_extras: extras that are not installed.
     """
     findings = []
@@ -102,8 +102,8 @@ def _way_out(observed: Observed) -> str:
     if "importing" in observed.stage:
         return "the engine of that name ends the process: uninstall or reinstall its packages"
     return (
-        "one process trains, two cannot talk: allow connections to 127.0.0.1, and name the interface if the host name has no "
-        "address: GLOO_SOCKET_IFNAME=lo areal doctor. A busy machine needs more time: areal doctor --timeout 300"
+        "one process trains, two cannot talk: allow connections to 127.0.0.1, and name the interface if the host name does not "
+        "resolve: GLOO_SOCKET_IFNAME=lo areal doctor. A busy machine needs more time: areal doctor --timeout 300"
     )
 
 

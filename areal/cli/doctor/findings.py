@@ -17,7 +17,7 @@ class State(Enum):
 
 
 class Finding(NamedTuple):
-    """What was found about one thing, and for a fault the way out."""
+    """A line of the report. For a fault, its text names the way out."""
 
     name: str
     state: State

@@ -54,7 +54,7 @@ def run_rank(rank: int, folder: Path) -> None:
         record.stage(f"importing the engine {name!r}")
         record.write(engine=name, **try_engine(name))
     record.stage("connecting two ranks over the loopback interface")
-    # The store of the two ranks. A port that the other rank learns too early would be of no use.
+    # Rank 1 connects to this store once it can read the complete port.
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     (folder / "port.part").write_text(str(store.port))
     (folder / "port.part").rename(folder / PORT)
@@ -96,7 +96,7 @@ def try_engine(name: str) -> dict[str, Any]:
     """Import an engine. Returns its layouts, or the error."""
     try:
         engine = engine_class(name)
-    except Exception as error:  # whatever the module of another package raises
+    except Exception as error:  # a module of another package may raise anything
         cause = error.__cause__
         missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
         return {"error": f"{type(error).__name__}: {error}", "missing": missing}

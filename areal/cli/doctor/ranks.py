@@ -1,4 +1,4 @@
-"""The two processes of the check: start, a limit of time, and what they report."""
+"""Start the processes of both ranks, limit their time, and read their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass
 class Observed:
-    """What the two processes reported.
+    """Reports of both ranks.
 
     Attributes:
         devices: one line for each device.

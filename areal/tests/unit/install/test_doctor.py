@@ -109,7 +109,7 @@ def test_check_ends_and_says_why(ending: str, stage: str, message: str, stand_in
     finding = compare_ranks(observed)
     assert finding.state is State.FAULT
     assert re.search(message, finding.text, re.DOTALL), finding.text
-    # What came before is reported.
+    # Earlier results are reported.
     assert (observed.devices, list(observed.engines)) == (["CPU"], ["fsdp"])
 
 
