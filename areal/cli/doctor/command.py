@@ -39,7 +39,7 @@ def run_doctor(options: list[str]) -> int:
     missing = {finding.name for finding in sections[1][1] if finding.state is State.ABSENT}
     further = [
         ("devices", [Finding(f"{i}", State.FINE, line) for i, line in enumerate(observed.devices)]),
-        ("engines", check_engines(observed, missing)),
+        ("engines", check_engines(observed, missing, installed=distribution is not None)),
         ("training", [compare_ranks(observed)]),
     ]
     for title, findings in further:
@@ -57,12 +57,13 @@ def check_names() -> list[Finding]:
     ]
 
 
-def check_engines(observed: Observed, missing_extras: set[str]) -> list[Finding]:
+def check_engines(observed: Observed, missing_extras: set[str], *, installed: bool) -> list[Finding]:
     """Return whether each engine can be imported, and if not, what to install.
 
     Args:
         observed: reports of both ranks.
         missing_extras: extras that are not installed.
+        installed: areal has metadata. Without it, pip would fetch the other project that is called areal.
     """
     findings = []
     for name, result in observed.engines.items():
@@ -70,12 +71,11 @@ def check_engines(observed: Observed, missing_extras: set[str]) -> list[Finding]
         if "error" not in result:
             findings.append(Finding(name, State.FINE, f"layouts of {' '.join(result['letters']) or 'its own'}"))
         elif built_in and (name in missing_extras or result["missing"] is not None) and name != "fsdp":
-            findings.append(
-                Finding(name, State.ABSENT, f"pip install 'areal[{name}]'  ({result['missing']} is missing)")
-            )
+            install = f"pip install 'areal[{name}]'" if installed else f"install the extra {name} of pyproject.toml"
+            findings.append(Finding(name, State.ABSENT, f"{install}  ({result['missing']} is missing)"))
         else:
-            way_out = f"reinstall with pip install --force-reinstall 'areal[{name}]'" if built_in else "ask its package"
-            findings.append(Finding(name, State.FAULT, f"{result['error']}\n{way_out}, or uninstall it"))
+            packages = f"the packages of the extra {name}" if built_in else "the package that declares it"
+            findings.append(Finding(name, State.FAULT, f"{result['error']}\nreinstall or uninstall {packages}"))
     return findings or [Finding("engines", State.FAULT, "not reached, see training")]
 
 

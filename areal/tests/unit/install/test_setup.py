@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import venv
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def clone(tmp_path: Path) -> Path:
     """The files of a clone that set-up reads."""
     folder = tmp_path / "clone"
     (folder / ".ci").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", ".ci/venv", ".ci/pip"):
+    for name in ("Makefile", "pyproject.toml", ".ci/venv", ".ci/pip", ".ci/without_compiler.py"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -152,21 +153,27 @@ def test_without_network_the_second_try_goes_on(clone: Path) -> None:
 
 
 def test_without_a_compiler(clone: Path) -> None:
-    """Said before anything is fetched, and again if it was the reason."""
+    """What needs one is left out."""
     tools = clone / "tools"
     tools.mkdir()
     for name in ("bash", "mktemp", "sed", "grep", "sort", "head", "paste", "rm"):
         (tools / name).symlink_to(str(shutil.which(name)))
-    python = script(clone / "python", "#!/bin/sh\necho 'ERROR: Failed building wheel for pycosat' >>\"$5\"\nexit 1\n")
+    text = '#!/bin/sh\nif [ "$1" = -m ]; then printf \'%s\\n\' "$@" >arguments; else exec {python} "$@"; fi\n'
+    python = script(clone / "python", text)
     done = subprocess.run(
-        [clone / ".ci" / "pip", python, "-e", "."],
+        [clone / ".ci" / "pip", python, "-e", ".[demo,test]"],
+        cwd=clone,
         env={"PATH": str(tools)},
         capture_output=True,
         text=True,
         check=False,
     )
-    first, *_, last = done.stderr.splitlines()
-    assert "there is no C compiler" in first
-    assert "pycosat" in first
-    assert "fsdp.compile" in first
-    assert "install a C compiler (apt install gcc g++), then run the same make again" in last
+    assert done.returncode == 0, done.stderr
+    assert "set-up: there is no C compiler (apt install gcc g++). reasoning-gym is left out" in done.stderr
+    assert "fsdp.compile" in done.stderr
+    _, _, _, _, _, editable, project, *requirements = (clone / "arguments").read_text().splitlines()
+    assert (editable, project) == ("-e", ".")
+    extras = tomllib.loads((clone / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = {*extras["demo"], *extras["test"], *extras["tinker"]} - {"areal[tinker]"}
+    assert {line for line in wanted if "reasoning-gym" not in line} == set(requirements)
+    assert len(requirements) > 10
