@@ -26,6 +26,7 @@ NAMES = ("chat", "checks", "curves", "history", "preferences", "significance", "
 @pytest.fixture(scope="module")
 def examples() -> Iterator[dict[str, ModuleType]]:
     """Import the modules next to the example scripts as the scripts do, and remove them afterwards."""
+    pytest.importorskip("reasoning_gym", reason="needs a C compiler to be installed, see docs/installation.md")
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield {name: __import__(name) for name in NAMES}
