@@ -1,9 +1,8 @@
 """pytest hooks: a test marked ``@pytest.mark.world(1, 2, 4)`` is called on every rank of a world of each of these sizes.
 
 In a plain ``pytest`` the worlds are pools of worker processes. Under torchrun there is one world, that of torchrun, and tests
-of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take, ``world(..., size,)`` which sizes
-are left to the thorough set. A parameter may carry a mark with one size. A test gets its parameters and ``tmp_path`` (the same
-directory on all ranks), and ``world_size`` if it asks.
+of other sizes are left out. ``world(..., timeout=seconds)`` limits the time of a test. A parameter may carry a mark with one size.
+A test gets its parameters and ``tmp_path`` (the same directory on all ranks), and ``world_size`` if it asks.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ from _pytest import outcomes
 from areal.tests.harness.costs import COST, spent
 from areal.tests.harness.everyday import mark_everyday, world_size
 from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
+from areal.tests.harness.programs import share_programs
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
-from areal.tests.harness.world import World, enter, share_programs, take_records
+from areal.tests.harness.world import World, enter, take_records
 from areal.tests.mutants.passed import add_passed
 
 pytest.register_assert_rewrite(*REWRITTEN)
