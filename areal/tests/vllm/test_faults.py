@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from areal.tests.harness.limits import promptly, wait_until
 from areal.tests.vllm import server
-from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run, until
+from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
 from areal.tests.vllm.exchanges import folders
 from areal.tests.vllm.server import VLLMProcess, replica, weights
 from areal.trainer.rollout.http import HTTPRollout
@@ -31,10 +31,8 @@ def test_load_that_fails_ends_at_once_and_the_old_version_serves_on(
     fresh: HTTPRollout, vllm: VLLMProcess, tmp_path: Path, fault: str
 ) -> None:
     fresh.update(weights(1), 1)
-    start = time.monotonic()
-    with pytest.raises((RuntimeError, ValueError), match=FAILED[fault]):
+    with promptly(), pytest.raises((RuntimeError, ValueError), match=FAILED[fault]):
         fresh.load(folders(vllm.model, tmp_path / "folders")[fault], 2)
-    assert time.monotonic() - start < 15
     assert fresh.version == 1
     answers = run(*(fresh.generate(prompt(i), endless(12, seed=i)) for i in range(4)))
     assert {version for answer in answers for version in answer.versions} == {1}
@@ -73,7 +71,7 @@ def test_requests_survive_a_server_that_is_killed_and_started_again(
 
     thread = threading.Thread(target=generate)
     thread.start()
-    until(lambda: vllm.metric("vllm:generation_tokens_total") > 100)
+    wait_until(lambda: vllm.metric("vllm:generation_tokens_total") > 100)
     vllm.kill()
     assert thread.is_alive()
     vllm.start()

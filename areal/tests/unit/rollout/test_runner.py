@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from areal.tests.harness.limits import wait_until
 from areal.trainer.rollout import protocol
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.exchange import set_runner_state
@@ -240,10 +241,8 @@ def test_runner_resumes_from_state(staleness: int) -> None:
             runner.advance(trained)
             first.append(tokens(runner.next_batch(timeout=20)))
         runner.advance(3)
-        end = time.monotonic() + 20
-        while len((state := runner.state_dict())["waiting"]) < staleness and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(state["waiting"]) >= staleness
+        wait_until(lambda: len(runner.state_dict()["waiting"]) >= staleness, "groups wait")
+        state = runner.state_dict()
         fourth = tokens(runner.next_batch(timeout=20))
     again = Client()
     with running(again, episode(), plan) as runner:

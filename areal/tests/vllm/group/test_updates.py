@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from areal.api.weights import NamedTensor
+from areal.tests.harness.limits import PROMPTLY, promptly
 from areal.tests.vllm.group.engine import UPDATES
 from areal.tests.vllm.group.generating import Generated, differences, generate, served_error
 from areal.tests.vllm.server import VLLMProcess, marks, replica
@@ -192,10 +193,8 @@ def test_interrupted_server_is_healed_by_the_next_update(
 ) -> None:
     transport = make(packed_bytes=None, chunk_bytes=1)
     transport.send(Weights(0), 20)
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"the source broke|no module or parameter named"):
+    with promptly(), pytest.raises(RuntimeError, match=r"the source broke|no module or parameter named"):
         transport.send(Weights(1, then), 21)
-    assert time.monotonic() - begin < 15
     assert transport.servers is not None
     assert list(transport.servers.faults) == [vllm.url]
     assert vllm.call("/weight_info") == (200, {"weight_version": "interrupted"})
@@ -243,7 +242,7 @@ def test_killed_server_is_named_within_seconds_and_joins_again(vllm: VLLMProcess
 
     with pytest.raises(RuntimeError, match=rf"did not reach every server: {vllm.url}"):
         transport.send(Weights(1, kill), 51)
-    assert time.monotonic() - killed[0] < 10
+    assert time.monotonic() - killed[0] < PROMPTLY
     assert transport.servers is not None
     assert list(transport.servers.faults) == [vllm.url]
     with pytest.raises(RuntimeError, match=vllm.url):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from areal.api.weights import NamedTensor
+from areal.tests.harness.limits import promptly
 from areal.tests.harness.servers.group_server import GroupServer
 from areal.trainer.rollout.http.group import GlooCarrier, SGLangGroupTransport, TorchCarrier, VLLMGroupTransport
 from areal.trainer.rollout.http.group.chunk import ChunkMemory, cut_chunks
@@ -194,10 +194,8 @@ def test_next_update_heals_servers_of_which_one_refused_a_tensor(make: Make, ser
     transport.send(Weights(0), 0)
     wrong = Weights(1)
     wrong.tensors = {("layers.0.x_proj" if "k_proj" in name else name): t for name, t in wrong.tensors.items()}
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"{servers[0].url}/update_weights.*named 'layers.0.x_proj'"):
+    with promptly(), pytest.raises(RuntimeError, match=rf"{servers[0].url}/update_weights.*named 'layers.0.x_proj'"):
         transport.send(wrong, 1)
-    assert time.monotonic() - begin < 40, "it waited for the server"
     transport.send(Weights(2), 2)
     for server in servers:
         assert_has(server, Weights(2))
@@ -211,10 +209,8 @@ def test_server_that_refuses_an_update_is_named_and_keeps_the_others(
     if route != "/init_weight_transfer_engine":
         transport.send(Weights(9), 9)
     servers[1].broken[route] = (500, "not now")
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"{servers[1].url}{route}: status 500.*not now"):
+    with promptly(), pytest.raises(RuntimeError, match=f"{servers[1].url}{route}: status 500.*not now"):
         transport.send(Weights(0), 0)
-    assert time.monotonic() - begin < 40, "it waited for the server"
     assert route == "/start_weight_update" or not any(server.paused for server in servers)
     transport.send(Weights(1), 1)
     for server in servers:
@@ -239,10 +235,8 @@ def test_server_that_did_not_finish_is_refused_alone(make: Make, servers: list[G
 def test_server_that_dies_is_named_within_seconds(make: Make, servers: list[GroupServer], call: int) -> None:
     transport = make(timeout=60)
     servers[0].dies_in["/update_weights"] = call
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"did not reach every server: {servers[0].url}"):
+    with promptly(), pytest.raises(RuntimeError, match=rf"did not reach every server: {servers[0].url}"):
         transport.send(Weights(0), 0)
-    assert time.monotonic() - begin < 40, "it waited for the time limit"
     # The other one is ready for the next update.
     assert not servers[1].workers[0].active
     assert servers[1].paused
@@ -254,10 +248,8 @@ def test_server_that_hangs_is_named_after_the_time_limit(make: Make, servers: li
     transport = make(timeout=1.0)
     transport.send(Weights(0), 0)
     servers[1].late["/update_weights"] = 60.0
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"{servers[1].url}.*no answer within 1 s"):
+    with promptly(), pytest.raises(RuntimeError, match=rf"{servers[1].url}.*no answer within 1 s"):
         transport.send(Weights(1), 1)
-    assert time.monotonic() - begin < 40, "it waited for the server"
 
 
 @pytest.mark.parametrize("active", [True, False])

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
+from areal.tests.harness.limits import PROMPTLY, promptly
 from areal.tests.unit.tinker.engine.fakes import (
     FakeSampling,
     FakeTraining,
@@ -61,9 +62,7 @@ def kill(server: subprocess.Popen[str], lines: int) -> dict[str, list[list[str]]
 
 async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: str | None = None) -> None:
     """Start the next server, and look for everything that the killed one acknowledged."""
-    begin = time.monotonic()
     async with serving(root, FakeTraining(), FakeSampling(), database_url=url, lease_s=1.0) as service:
-        assert time.monotonic() - begin < 30
         (session,), (model,) = told["session"][0], told["model"][0]
         # Results that were acknowledged can be read again.
         for (request_id,) in told.get("done", []):
@@ -164,7 +163,7 @@ def test_results_are_pruned_after_delivery_only(tmp_path: Path) -> None:
             assert (await service.submit(train(model, 1))).request_id == read.request_id
             never_read = await service.submit(train(model, 4))
             await service.finish_session(session)
-            end = time.monotonic() + 20
+            end = time.monotonic() + PROMPTLY
             while not await pruned(never_read.request_id):
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
@@ -185,10 +184,11 @@ def test_a_second_server_refuses_to_start_and_names_the_first(tmp_path: Path) ->
             # The first goes on, undisturbed.
             await done(service, train(model, 1))
             assert service.healthy()
-        # A server that stopped gives up its lease at once.
-        begin = time.monotonic()
-        async with serving(tmp_path, FakeTraining(), lease_s=60.0):
-            assert time.monotonic() - begin < 20
+        # A server that stops gives up its lease.
+        for _ in range(2):
+            with promptly():
+                async with serving(tmp_path, FakeTraining(), lease_s=60.0):
+                    pass
 
     asyncio.run(main())
 
@@ -201,15 +201,15 @@ def test_the_lease_of_a_dead_server_is_taken_at_once_or_when_it_expires(tmp_path
         dead.wait()
         engine = create_engine(f"sqlite:///{tmp_path}/tinker.db")
         row = {"owner": "other", "host": "h", "pid": dead.pid, "space": _pid_space()}
-        for space, expires in ((row["space"], 3600.0), ("elsewhere", 1.0)):
+        for space, lease_s in ((row["space"], 3600.0), ("elsewhere", 1.0)):
+            expires = time.time() + lease_s
             with engine.begin() as connection:
                 statement = "INSERT INTO lease VALUES (1, :owner, :host, :pid, :space, :expires)"
-                connection.execute(text(statement), {**row, "space": space, "expires": time.time() + expires})
-            begin = time.monotonic()
-            async with serving(tmp_path, FakeTraining(), lease_s=60.0) as service:
-                took = time.monotonic() - begin
-                assert service.healthy()
-                assert took >= 0.9 if space == "elsewhere" else took < 20
+                connection.execute(text(statement), {**row, "space": space, "expires": expires})
+            with promptly():
+                async with serving(tmp_path, FakeTraining(), lease_s=60.0) as service:
+                    assert service.healthy()
+                    assert space != "elsewhere" or time.time() >= expires
         engine.dispose()
 
     asyncio.run(main())
