@@ -23,13 +23,16 @@ GRPO := examples/grpo.py --model $(MODEL) --kl-coef 0.01 --skip-flat --plain --s
 # Versions of the published SDK that the tests run against the server, each in an environment without torch.
 TINKER := $(foreach version,0.38.0 0.24.1,$(VENV)-tinker-$(version)/.ready)
 
+# The tests in the virtual environment $(1).
+pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal
+
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
 # Dozens of processes import the tests: each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-lowest test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -60,11 +63,14 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 	$(RUN) 2 $(CURVE) --backend fsdp:p2 --output runs/demo-fsdp-p2 $(SAME)
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
-test: $(VENV)/.test $(TINKER) ## Run the tests.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: $(VENV)/.test $(TINKER) ## Run the everyday tests.
+	$(call pytest,$(VENV)) -m everyday $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test $(TINKER) ## Run all tests.
+	$(call pytest,$(VENV)) $(PYTEST_ARGS)
 
 test-lowest: $(VENV)-lowest/.test $(TINKER) ## Run the tests with the oldest release that pyproject.toml allows of each dependency.
-	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal -m "not thorough" $(PYTEST_ARGS)
+	$(call pytest,$(VENV)-lowest) -m everyday $(PYTEST_ARGS)
 
 lint: $(VENV)/.test ## Check style, format and types.
 	$(BIN)/ruff check .

@@ -28,8 +28,6 @@ from areal.tests.dist.dispatch.test_in_process import same, untimed
 from areal.tests.harness.tiny import config, global_batch, loss
 from areal.weight_sync.disk import DiskTransport
 
-pytestmark = pytest.mark.thorough
-
 DRIVER = """
 import sys, time, ray
 from areal.dispatch.ray import RayWorkers

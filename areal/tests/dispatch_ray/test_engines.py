@@ -55,8 +55,8 @@ def loss_that_fails_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
     ("backend", "coordinates"),
     [
         ("fsdp:d2", 2),
-        pytest.param("megatron:t2", 1, marks=pytest.mark.thorough),
-        pytest.param("jax:d2", 2, marks=pytest.mark.thorough),
+        pytest.param("megatron:t2", 1),
+        pytest.param("jax:d2", 2),
     ],
 )
 def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coordinates: int, tmp_path: Path) -> None:
@@ -124,7 +124,6 @@ def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coord
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.thorough
 def test_adapters_and_reference(pair: RayWorkers) -> None:
     """Two groups share the processes: one with adapters, and one with the weights that these are trained on."""
     with (
@@ -149,7 +148,6 @@ def test_adapters_and_reference(pair: RayWorkers) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.thorough
 def test_profile_gives_the_folder_of_each_rank(pair: RayWorkers, tmp_path: Path) -> None:
     with WorkerGroup(config("fsdp:d2"), pair) as group:
         group.initialize(SPEC)

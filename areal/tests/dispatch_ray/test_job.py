@@ -22,7 +22,6 @@ from areal.tests.tinker.sdk.server import VERSIONS, ServerProcess, check_sdk, mo
 from areal.tests.unit.project.test_examples import EXAMPLES, character_tokenizer
 
 pytestmark = [
-    pytest.mark.thorough,
     pytest.mark.timeout(580),
     pytest.mark.skipif(find_spec("opencensus") is None, reason="job submission needs ray[default]"),
     pytest.mark.skipif(find_spec("matplotlib") is None, reason="the example needs the extra demo"),

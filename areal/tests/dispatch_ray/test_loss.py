@@ -58,7 +58,6 @@ def loss_that_sleeps_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.thorough
 def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
     """While the other rank waits for it in a collective, and another call waits behind. The group goes on to the bit."""
     with RayWorkers(2, environment=ENVIRONMENT) as workers, WorkerGroup(config("fsdp:d2"), workers) as group:
@@ -105,7 +104,6 @@ def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.thorough
 def test_process_that_dies_between_calls(cluster: Any) -> None:
     """Without a call, and without another one that the driver would make to ask."""
     with RayWorkers(2, environment=ENVIRONMENT) as workers, ending(workers) as pids:
@@ -122,7 +120,6 @@ def test_process_that_dies_between_calls(cluster: Any) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.thorough
 def test_two_groups_that_start_at_once_and_hang(cluster: Any) -> None:
     resources: list[dict[str, float]] = [{"CPU": 1}, {"chip": 2}]
     with ThreadPoolExecutor(2) as threads:

@@ -13,7 +13,7 @@ import pytest
 from areal.tests.dispatch_ray.two_nodes import LOST_IN
 from areal.tests.dist.trainer.grpo_program import COMPARED, STEPS
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 
 def test_grpo_on_two_nodes_goes_on_with_another_node(apart: dict[str, str], tmp_path: Path) -> None:

@@ -165,7 +165,6 @@ def assert_agrees(shared: SharedDevices, name: str, group: TrainEngine) -> None:
             assert getattr(memory, attribute).on_device == planned, (part, device)
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(580)
 def test_ppo_has_the_bits_of_a_run_without_a_budget(pair: RayWorkers) -> None:
     expected, _, _ = ppo(pair, False)
@@ -176,7 +175,6 @@ def test_ppo_has_the_bits_of_a_run_without_a_budget(pair: RayWorkers) -> None:
     assert all(0 < most <= budget for most in workers.most)
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(280)
 def test_calls_of_several_threads_take_turns_until_a_process_dies(cluster: Any) -> None:
     """Futures hold their uses on the ranks; after the loss of a process others go on, and the group after its restart."""

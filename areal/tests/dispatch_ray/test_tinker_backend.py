@@ -52,7 +52,6 @@ def history(server: EngineBackend, model: str, steps: int) -> list[Any]:
     return out
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:t2", "megatron:t2", pytest.param("jax:d2", marks=NEEDS_JAX)])
 def test_ranks_in_ray_train_as_one_process(cluster: Any, backend: str, tmp_path: Path) -> None:
@@ -112,7 +111,6 @@ def test_ranks_in_ray_train_as_one_process(cluster: Any, backend: str, tmp_path:
         assert same(weights(ranks, "c"), weights(ranks, "a"))
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_loss_of_a_rank_loses_the_models(cluster: Any, tmp_path: Path) -> None:
     """A killed process is an error of all calls until the restart, and of the health. A checkpoint goes on exactly."""
@@ -141,7 +139,6 @@ def test_loss_of_a_rank_loses_the_models(cluster: Any, tmp_path: Path) -> None:
             ranks.optim_step("a", STEP)
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_one_rank_may_be_in_ray(cluster: Any) -> None:
     """With the bits of one process."""

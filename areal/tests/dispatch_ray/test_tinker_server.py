@@ -41,7 +41,6 @@ def health(server: ServerProcess) -> int:
         return error.code
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["fsdp:d2", pytest.param("jax:d2", marks=NEEDS_JAX)])
 def test_clients_go_on_after_the_loss_of_a_rank(backend: str, apart: dict[str, str], tmp_path: Path) -> None:

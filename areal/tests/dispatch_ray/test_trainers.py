@@ -31,7 +31,7 @@ from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
 from areal.weight_sync.disk import DiskTransport
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.timeout(580)]
 
 BACKENDS = ("fsdp:d2", "megatron:t2")
 SCRIPT = "areal.tests.dist.dispatch.trainer_runs"

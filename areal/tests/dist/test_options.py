@@ -352,8 +352,7 @@ def cases(*, refused: bool) -> list[Any]:
             marks=[
                 pytest.mark.world(ParallelDims.parse(f"x:{option.layout}").world_size),
                 *([NEEDS_JAX] if engine == "jax" else []),
-                # Each of them compiles, and reads the same field.
-                *([pytest.mark.thorough] if engine == "jax" and not refused else []),
+                # Each of them compiles, and reads the same field.,
             ],
         )
         for engine in ENGINES

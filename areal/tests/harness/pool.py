@@ -27,6 +27,9 @@ START_TIMEOUT = 120.0
 GRACE = 10.0
 """Seconds that other ranks still have once one rank has failed or died: mostly they hang in a collective with it."""
 
+GROWTH = 1 << 30
+"""Bytes by which the workers of a pool may grow together: a pool that has grown more is replaced."""
+
 PRELOADED = [
     "areal.tests.harness.worker",
     "areal.tests.grid.cell_engine",
@@ -78,6 +81,7 @@ class Pool:
         self._store: dist.TCPStore | None = None
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._marks = [0] * size
+        self._grown = 0
 
     @property
     def pids(self) -> list[int | None]:
@@ -104,6 +108,8 @@ class Pool:
             raise ValueError(
                 f"{call.qualname} runs in other processes, and its arguments {list(call.kwargs)} do not pickle: {error}"
             ) from None
+        if self._grown > GROWTH:
+            self.close()
         if not self._workers:
             self._start()
         self._marks = [log.stat().st_size for log in self.logs]
@@ -121,6 +127,7 @@ class Pool:
         ):
             self.close()
             raise WorldFailure(answers)
+        self._grown = sum(answer.grown for answer in answers.values())
         return answers
 
     def output(self, rank: int) -> str:
@@ -136,7 +143,7 @@ class Pool:
         for process, connection in self._workers:
             process.join()
             connection.close()
-        self._workers, self._store = [], None
+        self._workers, self._store, self._grown = [], None, 0
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -198,7 +205,7 @@ class Pool:
 
 
 class Pools:
-    """The pools of a session, by world size.
+    """The pools of a session, by world size. At most one is running, because tests of a size follow one another.
 
     Attributes:
         cache, logs, first: those of every pool.
@@ -211,6 +218,8 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def __getitem__(self, size: int) -> Pool:
+        for other in self._pools.keys() - {size}:
+            self._pools[other].close()
         if size not in self._pools:
             self._pools[size] = Pool(size, self.cache, self.logs)
         self._pools[size].first = self.first

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from areal.tests.harness.pool import PRELOADED
 from areal.tests.harness.world import World, enter, world
 
-needs_own_world = pytest.mark.skipif(
-    "WORLD_SIZE" in os.environ, reason="starts worlds of its own, which torchrun's ranks would do each"
-)
+needs_own_world = pytest.mark.own_world
 """For tests that call :func:`run_world`."""
 
 

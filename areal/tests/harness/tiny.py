@@ -42,9 +42,6 @@ LAYOUTS = {
 }
 """Layouts of tests that run on every layout, by world size."""
 
-THOROUGH = ("fsdp:c2", "fsdp:p2")
-"""Layouts that only the thorough set runs, unless a test lists them in ``also``."""
-
 NEEDS_JAX = pytest.mark.skipif(find_spec("jax") is None, reason="the extra jax is not installed")
 """Mark of tests of the JAX engine."""
 
@@ -71,28 +68,23 @@ def started(backend: str, *, total_steps: int = 1000, **changes: Any) -> Iterato
         yield engine
 
 
-def jax_layout(backend: str, *marks: Any, thorough: bool = True) -> Any:
-    """Return the parameter of a test on a layout of the JAX engine. Compiling takes most of its time: few are not thorough."""
-    world = pytest.mark.world(ParallelDims.parse(backend).world_size, timeout=400)
-    return pytest.param(backend, id=backend, marks=[world, *marks, *([pytest.mark.thorough] if thorough else [])])
-
-
 def layouts(*sizes: int, engine: str = "", but: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Any]:
     """Return the layouts of these world sizes (of one engine, without ``but``, and with ``also``), each marked with its size."""
     known = [backend for size in sizes for backend in LAYOUTS[size] if backend.startswith(engine)]
-    chosen = [*(backend for backend in known if backend not in (*but, *also)), *also]
-
-    thorough = [backend for backend in THOROUGH if backend not in also]
-    return [layout(backend, thorough=backend in thorough) for backend in chosen]
+    return chosen(*(backend for backend in known if backend not in (*but, *also)), *also)
 
 
-def layout(backend: str, *values: Any, thorough: bool = False) -> Any:
+def chosen(*backends: str) -> list[Any]:
+    """Return these layouts as parameters; see :func:`layout`."""
+    return [layout(backend) for backend in backends]
+
+
+def layout(backend: str, *values: Any) -> Any:
     """Return a layout, and further values, as a parameter: marked with its world size, and skipped without the packages of its engine."""
     jax = backend.startswith("jax:")
     # On a busy machine, compiling takes minutes.
-    marks = [pytest.mark.world(ParallelDims.parse(backend).world_size, **({"timeout": 240} if jax else {}))]
+    marks = [pytest.mark.world(ParallelDims.parse(backend).world_size, **({"timeout": 400} if jax else {}))]
     marks += [NEEDS_JAX] if jax else []
-    marks += [pytest.mark.thorough] if thorough else []
     return pytest.param(backend, *values, id="-".join([backend, *map(str, values)]), marks=marks)
 
 
@@ -108,11 +100,6 @@ def checkpointer_of(engine: TrainEngine, source: str, **options: Any) -> EngineC
     own = components.checkpointer
     parts = (own._chunks, own._chained, components.optimizer, components.weights, own._groups, components.vocab_size)
     return kind(*parts, *run, **options)
-
-
-def jax_layouts(*backends: str, thorough: tuple[str, ...] = ()) -> list[Any]:
-    """Return layouts of the JAX engine, each marked with its size."""
-    return [layout(backend, thorough=backend in thorough) for backend in (*backends, *thorough)]
 
 
 @contextmanager

@@ -8,11 +8,12 @@ import gc
 import importlib
 import os
 import random
+import resource
 import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection
@@ -30,6 +31,7 @@ from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config
 
 from areal.engine.registry import engine_class, engine_names
+from areal.tests.harness.costs import spent
 from areal.tests.harness.world import World, enter, take_records
 
 for _name in engine_names():  # imported once as well
@@ -57,11 +59,15 @@ class Answer:
         status: ``passed``, ``failed``, ``skipped`` or ``xfailed``; the parent adds ``died`` and ``stuck``.
         text: the traceback, or the reason.
         records: what the test recorded for the tables at the end of the session.
+        seconds: CPU-seconds that the call took on this rank.
+        grown: bytes of memory by which the process has grown since it started.
     """
 
     status: str
     text: str = ""
     records: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    seconds: float = 0.0
+    grown: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,15 +96,23 @@ def serve(connection: Connection, seat: Seat) -> None:
     store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=seat.timeout)
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=seat.timeout)
     connection.send(next((it for it in map(answer, seat.first) if it.status != "passed"), Answer("passed")))
+    at_start = resident()
     while True:
         try:
             call = connection.recv()
         except EOFError:
             os._exit(0)
-        connection.send(answer(call))
+        before = spent()
+        answered = answer(call)
+        connection.send(replace(answered, seconds=spent() - before, grown=resident() - at_start))
         # The objects that outlive a test are caches. destroy() collects twice per engine and need not scan them each time.
         gc.collect()
         gc.freeze()
+
+
+def resident() -> int:
+    """Return the bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def answer(call: Call) -> Answer:

@@ -50,7 +50,7 @@ installed = pytest.mark.skipif(
     not PYTHON.exists() or "PYTEST_XDIST_WORKER" in os.environ,
     reason="needs the environment of `make test-vllm`, and a session without xdist: one server at a time",
 )
-marks = [pytest.mark.thorough, pytest.mark.timeout(600), installed]
+marks = [pytest.mark.timeout(600), installed]
 """Marks of every module that needs the server."""
 
 

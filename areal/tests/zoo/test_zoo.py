@@ -22,13 +22,13 @@ SAMPLE = (
     *("modernbert-decoder", "mllama"),  # decoders under another name; layers that text does not use
     *("cpmant", "gemma4_unified_assistant"),  # refused
 )
-"""Families that every run of the tests examines. The others are thorough."""
+"""Families of every kind; they are examined first."""
 
 
 @pytest.mark.world(1, timeout=150)
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=[] if family in SAMPLE else [pytest.mark.thorough]) for family in FAMILIES],
+    sorted(FAMILIES, key=lambda family: family not in SAMPLE),
 )
 def test_family_is_trained_correctly_or_refused(family: str) -> None:
     finding = examine(family)
@@ -40,7 +40,7 @@ def test_family_is_trained_correctly_or_refused(family: str) -> None:
 
 
 @pytest.mark.world(2, timeout=150)
-@pytest.mark.parametrize("family", ["electra", "mllama", pytest.param("zamba", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", ["electra", "mllama", "zamba"])
 def test_two_ranks_have_the_gradients_of_transformers(family: str, tmp_path: Path) -> None:
     with locked(tmp_path / "model"):
         if not (tmp_path / "config.json").exists():

@@ -25,7 +25,7 @@ def train(engine: TrainEngine, steps: range) -> None:
     "backend",
     [
         pytest.param("fsdp:d1", marks=pytest.mark.world(1)),
-        pytest.param("fsdp:d2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+        pytest.param("fsdp:d2", marks=[pytest.mark.world(2)]),
         pytest.param("fsdp:r2", marks=pytest.mark.world(2)),
         pytest.param("fsdp:t2", marks=pytest.mark.world(2)),
     ],

@@ -99,10 +99,9 @@ def read_back(path: Path, weight_format: str) -> tuple[dict[str, Tensor], int | 
 
 
 @needs_own_world
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "weight_format", "asynchronous", "stage"),
-    [*KILLS, *(pytest.param(*case, marks=[NEEDS_JAX, pytest.mark.thorough]) for case in JAX_KILLS)],
+    [*KILLS, *(pytest.param(*case, marks=[NEEDS_JAX]) for case in JAX_KILLS)],
 )
 def test_killed_rank_leaves_a_complete_checkpoint(
     backend: str, weight_format: str, asynchronous: bool, stage: str, tmp_path: Path
@@ -148,7 +147,6 @@ def save_with_four(folder: str, stage: str) -> None:
 
 
 @needs_own_world
-@pytest.mark.slow
 def test_survivors_of_a_save_raise_independently(tmp_path: Path) -> None:
     ended = run_world(4, save_with_four, str(tmp_path), "tensor 8")
     assert [end.code for end in ended] == [0, 0, -signal.SIGKILL, 0], "\n".join(end.output for end in ended)

@@ -22,7 +22,7 @@ from areal.tests.harness.tiny import (
     config,
     global_batch,
     gradients_of,
-    jax_layout,
+    layout,
     local_batch,
     loss,
     same_bits,
@@ -31,20 +31,20 @@ from areal.tests.harness.tiny import (
 )
 from areal.utils.dtensor import local_part
 
-FOUR = [pytest.mark.world(4), pytest.mark.thorough]
+FOUR = [pytest.mark.world(4)]
 LAYOUTS = [
     pytest.param("fsdp:d1", marks=pytest.mark.world(1)),
     pytest.param("fsdp:d2", marks=pytest.mark.world(2)),
-    pytest.param("fsdp:c2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+    pytest.param("fsdp:c2", marks=[pytest.mark.world(2)]),
     pytest.param("fsdp:t2", marks=pytest.mark.world(2)),
-    pytest.param("fsdp:p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+    pytest.param("fsdp:p2", marks=[pytest.mark.world(2)]),
     pytest.param("fsdp:d2t2", marks=FOUR),
     pytest.param("megatron:d1", marks=pytest.mark.world(1)),
-    pytest.param("megatron:d2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+    pytest.param("megatron:d2", marks=[pytest.mark.world(2)]),
     pytest.param("megatron:t2", marks=pytest.mark.world(2)),
     pytest.param("megatron:p2", marks=pytest.mark.world(2)),
     pytest.param("megatron:t2p2", marks=FOUR),
-    *map(jax_layout, ("jax:d1", "jax:d2", "jax:t2")),
+    *map(layout, ("jax:d1", "jax:d2", "jax:t2")),
 ]
 
 
@@ -247,10 +247,10 @@ def scores(model: Any, sample: dict[str, Tensor]) -> Tensor:
         pytest.param("megatron:p2", "fsdp:c2", marks=pytest.mark.world(2)),
         pytest.param("fsdp:d2t2", "fsdp:d4", marks=FOUR),
         *(
-            pytest.param(write, read, marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough])
+            pytest.param(write, read, marks=[pytest.mark.world(2, timeout=400)])
             for write, read in (("fsdp:t2", "jax:d2"), ("jax:d2", "jax:t2"), ("jax:t2", "megatron:p2"))
         ),
-        pytest.param("jax:d1", "jax:d1", marks=[pytest.mark.world(1), pytest.mark.thorough]),
+        pytest.param("jax:d1", "jax:d1", marks=[pytest.mark.world(1)]),
     ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -368,7 +368,7 @@ def test_adapter_without_optimizer_evaluates() -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2", jax_layout("jax:d2")])
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2", layout("jax:d2")])
 def test_offload_with_adapter_changes_nothing(backend: str) -> None:
     results = []
     for offload in (False, True):

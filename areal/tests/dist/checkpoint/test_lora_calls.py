@@ -20,7 +20,7 @@ from areal.tests.harness.tiny import (
     config,
     global_batch,
     gradients_of,
-    jax_layout,
+    layout,
     local_batch,
     loss,
     same_bits,
@@ -52,12 +52,12 @@ SINGLE = [
     pytest.param(backend, options, id=f"{backend}-{name}", marks=[pytest.mark.world(1), *marks])
     for backend, name, options, marks in (
         ("fsdp:d1", "plain", {}, []),
-        ("megatron:d1", "plain", {}, [pytest.mark.thorough]),
-        ("fsdp:d1", "rows", {"fsdp": {"attention": "rows"}}, [pytest.mark.thorough]),
-        ("fsdp:d1", "recompute", {"activation_checkpointing": "full"}, [pytest.mark.thorough]),
-        ("fsdp:d1", "selective", {"activation_checkpointing": "selective"}, [pytest.mark.thorough]),
-        ("fsdp:d1", "whole", {"mb_spec": MicroBatchSpec()}, [pytest.mark.thorough]),
-        ("megatron:d1", "recompute", {"activation_checkpointing": "full"}, [pytest.mark.thorough]),
+        ("megatron:d1", "plain", {}, []),
+        ("fsdp:d1", "rows", {"fsdp": {"attention": "rows"}}, []),
+        ("fsdp:d1", "recompute", {"activation_checkpointing": "full"}, []),
+        ("fsdp:d1", "selective", {"activation_checkpointing": "selective"}, []),
+        ("fsdp:d1", "whole", {"mb_spec": MicroBatchSpec()}, []),
+        ("megatron:d1", "recompute", {"activation_checkpointing": "full"}, []),
     )
 ]
 
@@ -108,7 +108,6 @@ def forward_backward(engine: TrainEngine, samples: list[Sample], together: bool)
 
 
 @pytest.mark.world(1)
-@pytest.mark.thorough
 def test_compiled_layers_have_several_adapters() -> None:
     path = model_dir("qwen3_tied")
     rows = []
@@ -126,7 +125,7 @@ def test_compiled_layers_have_several_adapters() -> None:
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize("backend", ["fsdp:d1", jax_layout("jax:d1")])
+@pytest.mark.parametrize("backend", ["fsdp:d1", layout("jax:d1")])
 def test_group_takes_the_key(backend: str) -> None:
     group = WorkerGroup(config(backend, lora=LORA))
     group.initialize(FinetuneSpec(total_train_steps=10))
@@ -164,16 +163,13 @@ def infinite(out: TokenOutputs, batch: Batch) -> Tensor:
     ("backend", "wrong"),
     [
         pytest.param("fsdp:d2", infinite, marks=pytest.mark.world(2)),
-        pytest.param("fsdp:d2", raising, marks=[pytest.mark.world(2), pytest.mark.thorough]),
+        pytest.param("fsdp:d2", raising, marks=[pytest.mark.world(2)]),
         *(
-            pytest.param(backend, wrong, marks=[pytest.mark.world(2), pytest.mark.thorough])
+            pytest.param(backend, wrong, marks=[pytest.mark.world(2)])
             for backend in ("fsdp:p2", "megatron:p2", "megatron:t2")
             for wrong in (raising, infinite)
         ),
-        *(
-            pytest.param("jax:d2", wrong, marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough])
-            for wrong in (raising, infinite)
-        ),
+        *(pytest.param("jax:d2", wrong, marks=[pytest.mark.world(2, timeout=400)]) for wrong in (raising, infinite)),
     ],
 )
 def test_failed_call_changes_no_pending_gradient(backend: str, wrong: Any) -> None:
@@ -274,7 +270,6 @@ def test_wrong_adapters_are_refused() -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.thorough
 def test_ranks_of_a_coordinate_name_the_same_adapters() -> None:
     with started("fsdp:t2", lora=LORA) as engine:
         engine.adapters.add("b")

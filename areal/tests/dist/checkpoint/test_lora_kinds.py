@@ -18,7 +18,7 @@ from areal.engine.lora.plan import layer_kind
 from areal.engine.model.tiny_config import shrink
 from areal.tests.dist.checkpoint.test_lora import logprobs, mine_of, of, scores, train
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.tiny import family_dir, jax_layout, started
+from areal.tests.harness.tiny import family_dir, layout, started
 from areal.utils.seeding import mixed
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -30,7 +30,7 @@ EVERYTHING = ("attention", "mlp", "head")
 def cases(*rows: tuple[str, Any, set[str]]) -> list[Any]:
     """Return the rows on each engine that has the family."""
     engines = [(backend, []) for backend in ("fsdp:d1", "megatron:d1")]
-    all_engines = [*engines, ("jax:d1", [pytest.mark.thorough])]
+    all_engines = [*engines, ("jax:d1", [])]
     return [
         pytest.param(backend, *row, marks=marks)
         for row in rows
@@ -126,7 +126,7 @@ LAYOUTS = [
             *("megatron:d1", "megatron:d2", "megatron:t2", "megatron:p2", "megatron:c2"),
         )
     ),
-    *(jax_layout(backend, thorough=False) for backend in ("jax:d1", "jax:d2", "jax:t2")),
+    *(layout(backend) for backend in ("jax:d1", "jax:d2", "jax:t2")),
 ]
 
 

@@ -59,11 +59,10 @@ def cell_of(backend: str, family: str, how: str = "", schedule: str = "", **fiel
     )
 
 
-def param(backend: str, *, thorough: bool = True, family: str = "qwen3_tied", **fields: Any) -> Any:
+def param(backend: str, *, family: str = "qwen3_tied", **fields: Any) -> Any:
     jax = backend.startswith("jax")
     # Compiling takes a minute on a busy machine.
     marks = [pytest.mark.world(ParallelDims.parse(backend).world_size, **({"timeout": 400} if jax else {}))]
-    marks += [pytest.mark.thorough] if thorough else []
     name = "-".join([backend, *([] if family == "qwen3_tied" else [family]), *map(str, fields.values())])
     return pytest.param(backend, family, fields, id=name, marks=marks)
 
@@ -88,10 +87,10 @@ def expected_of(run: CellEngine, name: str, seeds: tuple[int, ...]) -> tuple[lis
 @pytest.mark.parametrize(
     ("backend", "family", "fields"),
     [
-        param("fsdp:t2", thorough=False, cut="whole"),
-        param("megatron:t2", thorough=False, cut="whole"),
-        param("megatron:p2", thorough=False),
-        param("fsdp:d2", thorough=False, empty_rank="last"),
+        param("fsdp:t2", cut="whole"),
+        param("megatron:t2", cut="whole"),
+        param("megatron:p2"),
+        param("fsdp:d2", empty_rank="last"),
         param("fsdp:p2"),
         param("fsdp:d1"),
         param("fsdp:d1", family="qwen3"),
@@ -116,7 +115,7 @@ def expected_of(run: CellEngine, name: str, seeds: tuple[int, ...]) -> tuple[lis
         param("fsdp:c2t2", how="gather_kv"),
         param("megatron:t2p2"),
         param("megatron:c2t2"),
-        param("jax:d1", thorough=False, cut="whole"),
+        param("jax:d1", cut="whole"),
         param("jax:d2", cut="whole"),
         param("jax:d2", empty_rank="last"),
         param("jax:d1", family="qwen3", case_name="family", cut="shared40"),

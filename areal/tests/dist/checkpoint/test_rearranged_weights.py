@@ -48,15 +48,14 @@ def of(family: str, *marks: Any, backend: str = "") -> Any:
 
 
 ONE, TWO, FOUR = (pytest.mark.world(size) for size in (1, 2, 4))
-THOROUGH = pytest.mark.thorough
 LAYOUTS = [
-    *(of(family, ONE, THOROUGH, backend="fsdp:d1") for family in FAMILIES),
+    *(of(family, ONE, backend="fsdp:d1") for family in FAMILIES),
     of("hrm_text", TWO, backend="fsdp:d2"),
     of("olmo_hybrid", TWO, backend="fsdp:d2"),
-    of("inkling2_text", TWO, THOROUGH, backend="fsdp:d2"),
+    of("inkling2_text", TWO, backend="fsdp:d2"),
     of("inkling2_text", TWO, backend="fsdp:e2"),
-    of("inkling2_text", FOUR, THOROUGH, backend="fsdp:d2e2"),
-    of("hrm_text", FOUR, THOROUGH, backend="fsdp:d4"),
+    of("inkling2_text", FOUR, backend="fsdp:d2e2"),
+    of("hrm_text", FOUR, backend="fsdp:d4"),
 ]
 
 
@@ -168,7 +167,6 @@ def test_any_box_is_read_from_its_slices_on_disk(family: str) -> None:
             assert torch.equal(actual, expected), name
 
 
-@pytest.mark.thorough
 def test_layout_on_disk_of_every_family_equals_the_conversion_of_transformers() -> None:
     """Tiny copies of all causal language models that transformers can build."""
     compared = []

@@ -37,13 +37,7 @@ from areal.weight_sync import (
 
 BUCKET = 20_000
 LEARN = OptimizerConfig(lr=0.05)
-EVERY = [
-    pytest.param(
-        it, id=it.name, marks=[pytest.mark.world(it.world), *([pytest.mark.thorough] if it.world == 4 else [])]
-    )
-    for it in all_layouts()
-    if it.world <= 4
-]
+EVERY = [pytest.param(it, id=it.name, marks=[pytest.mark.world(it.world)]) for it in all_layouts() if it.world <= 4]
 
 Found = tuple[dict[str, Tensor], list[Tensor]]
 """Return a replica's weights by their Hugging Face names, and its log-probs of each sequence."""

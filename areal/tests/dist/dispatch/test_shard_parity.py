@@ -53,9 +53,8 @@ def by_coordinate(engine: TrainEngine, result: Any) -> list[Any]:
     return [result for _, result in sorted(filter(None, everyones), key=lambda each: each[0])]
 
 
-def layout(backend: str, *cuts: str, thorough: bool = False) -> list[Any]:
+def layout(backend: str, *cuts: str) -> list[Any]:
     marks = [pytest.mark.world(ParallelDims.parse(backend).world_size)]
-    marks += [pytest.mark.thorough] if thorough else []
     return [pytest.param(backend, cut, id=f"{backend}-{cut}", marks=marks) for cut in cuts]
 
 
@@ -66,9 +65,9 @@ def layout(backend: str, *cuts: str, thorough: bool = False) -> list[Any]:
         *layout("megatron:d2", "tokens64"),
         *layout("fsdp:d4", "shared40"),
         *layout("megatron:d4", "tokens64"),
-        *layout("fsdp:d4", "tokens64", thorough=True),
-        *layout("fsdp:d2c2", "tokens64", thorough=True),
-        *layout("megatron:d2p2", "tokens64", thorough=True),
+        *layout("fsdp:d4", "tokens64"),
+        *layout("fsdp:d2c2", "tokens64"),
+        *layout("megatron:d2p2", "tokens64"),
     ],
 )
 def test_step_of_all_shards_is_that_of_the_batch(backend: str, cut: str) -> None:

@@ -210,7 +210,7 @@ def cycle(stage: Stage, updates: int) -> list[tuple[set[str], int]]:
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize("minibatches", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("minibatches", [1, pytest.param(2)])
 def test_ppo_has_the_bits_of_a_run_without_a_budget(minibatches: int) -> None:
     """On a device for the largest step alone, with the least moves that are possible."""
     expected, _ = ppo(False, 4, minibatches=minibatches)

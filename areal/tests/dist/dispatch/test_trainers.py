@@ -34,14 +34,11 @@ def assert_same(engine: Steps, group: Steps) -> None:
 
 
 @pytest.mark.world(1)
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=() if name in FAST else pytest.mark.thorough) for name, run in RUNS.items()]
-)
+@pytest.mark.parametrize("run", list(RUNS.values()))
 def test_trainer_on_a_group_has_the_curve_of_the_engine(run: Callable[[Make], Curve]) -> None:
     assert_same(*curves(lambda make, _: run(make).steps))
 
 
-@pytest.mark.thorough
 @pytest.mark.world(1)
 def test_run_resumes_on_an_engine_and_on_a_group(tmp_path: Path) -> None:
     engine, group = curves(lambda make, name: ppo(make, tmp_path / name).steps)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areal.api import Batch, LossFn, Metric, TokenOutputs
 from areal.tests.dist.faults.test_faults import DISCARDED, explode, raised, twins
-from areal.tests.harness.tiny import gradients_of, jax_layouts, layouts, loss, same_bits, weights_of
+from areal.tests.harness.tiny import chosen, gradients_of, layouts, loss, same_bits, weights_of
 from areal.tests.harness.world import world
 
 
@@ -59,9 +59,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[], LossFn], type[Exception], tuple[str, ..
 """Fault -> (creates the loss of the faulty rank, type of the error, its message)."""
 
 
-@pytest.mark.parametrize(
-    "backend", [*layouts(1, 2, 4, also=("fsdp:p2",)), *jax_layouts("jax:d2", thorough=("jax:d1", "jax:t2"))]
-)
+@pytest.mark.parametrize("backend", [*layouts(1, 2, 4, also=("fsdp:p2",)), *chosen("jax:d2", "jax:d1", "jax:t2")])
 def test_invalid_loss_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend, mb_spec={"n_mbs": 2}) as pair:
         for i, (name, (make, kind, says)) in enumerate(BAD_LOSSES.items()):
@@ -72,7 +70,7 @@ def test_invalid_loss_on_one_rank_raises_on_all_ranks(backend: str) -> None:
             pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_invalid_loss_in_eval_keeps_gradients(backend: str) -> None:
     with twins(backend) as pair:
         for engine in (pair.engine, pair.untouched):
@@ -85,7 +83,7 @@ def test_invalid_loss_in_eval_keeps_gradients(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_invalid_loss_discards_accumulated_gradients(backend: str) -> None:
     with twins(backend) as pair:
         pair.engine.forward_backward(pair.batch(1), loss)
@@ -94,7 +92,7 @@ def test_invalid_loss_discards_accumulated_gradients(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_metric_with_two_reductions_raises(backend: str) -> None:
     def reported(kind: Any) -> LossFn:
         return lambda out, batch: (loss(out, batch), {"kl": Metric(0.5, reduce=kind)})
@@ -109,7 +107,7 @@ def test_metric_with_two_reductions_raises(backend: str) -> None:
             pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_non_finite_gradient_skips_step(backend: str) -> None:
     with twins(backend) as pair:
         pair.check()

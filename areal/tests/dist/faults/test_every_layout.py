@@ -26,9 +26,6 @@ from areal.tests.harness.quiet_groups import quiet_groups
 from areal.tests.harness.tiny import programs_that, writing
 from areal.tests.harness.world import world
 
-IN_CI = ("fsdp:d2", "fsdp:p2", "megatron:d2", "megatron:t2")
-"""Layouts that are not thorough."""
-
 
 class _FailsInBackward(torch.autograd.Function):
     @staticmethod
@@ -70,7 +67,6 @@ def cases() -> list[Any]:
             id=f"{layout.name}-{'blocks' if blocking else 'returns'}",
             marks=[
                 pytest.mark.world(layout.world, timeout=240),
-                *([] if layout.name in IN_CI or (layout.name == "jax:d2" and not blocking) else [pytest.mark.thorough]),
             ],
         )
         for layout in all_layouts()

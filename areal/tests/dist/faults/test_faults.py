@@ -19,10 +19,10 @@ from areal.tests.harness.limits import promptly
 from areal.tests.harness.tiny import (
     BATCH_VERBS,
     Sample,
+    chosen,
     config,
     global_batch,
     gradients_of,
-    jax_layouts,
     layouts,
     local_batch,
     loss,
@@ -160,7 +160,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[list[Sample]], Any], tuple[str, ...]]] = 
 """Fault -> (input that replaces the valid samples, message of the error)."""
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2, 4), *jax_layouts(thorough=("jax:d1", "jax:t2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2, 4), *chosen("jax:d1", "jax:t2")])
 def test_malformed_batch_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend) as pair:
         for i, (name, (spoil, says)) in enumerate(BAD_BATCHES.items()):
@@ -175,9 +175,7 @@ def test_malformed_batch_on_one_rank_raises_on_all_ranks(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize(
-    "backend", [*layouts(2, 4, but=("fsdp:d2", "megatron:t2p2")), *jax_layouts(thorough=("jax:t2",))]
-)
+@pytest.mark.parametrize("backend", [*layouts(2, 4, but=("fsdp:d2", "megatron:t2p2")), *chosen("jax:t2")])
 def test_different_batches_in_one_dp_shard_raise(backend: str) -> None:
     with twins(backend) as pair:
         changes: dict[str, Callable[[list[Sample]], Any]] = {
@@ -199,7 +197,7 @@ def test_different_batches_in_one_dp_shard_raise(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_malformed_batch_keeps_pending_gradients(backend: str) -> None:
     with twins(backend) as pair:
         for engine in (pair.engine, pair.untouched):
@@ -214,7 +212,7 @@ def test_malformed_batch_keeps_pending_gradients(backend: str) -> None:
 # ---- calls in an invalid order or with invalid arguments
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_calls_out_of_order_raise_and_change_nothing(backend: str) -> None:
     with twins(backend) as pair:
         engine, batch = pair.engine, pair.batch()
@@ -232,7 +230,7 @@ def test_calls_out_of_order_raise_and_change_nothing(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_invalid_call_arguments_raise(backend: str) -> None:
     wrong: dict[str, dict[str, Any]] = {
         "normalization = 'mean'": {"normalization": "mean"},
@@ -255,7 +253,7 @@ def test_invalid_call_arguments_raise(backend: str) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_engine_without_optimizer_can_only_evaluate(backend: str) -> None:
     with started(backend, optimizer=None) as engine:
         batch = local_batch(engine, global_batch())
@@ -299,7 +297,7 @@ def explode(*_: Any) -> Any:
     raise KeyError("no such column")
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_invalid_loss_weight_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     bad: dict[str, tuple[Callable[[Batch], Any], type[Exception], tuple[str, ...]]] = {
         "raises": (explode, RuntimeError, ("KeyError", "no such column")),
@@ -321,7 +319,7 @@ def test_invalid_loss_weight_on_one_rank_raises_on_all_ranks(backend: str) -> No
             pair.check()
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *jax_layouts(thorough=("jax:d1", "jax:d2"))])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_zero_global_weight_raises_on_every_rank(backend: str) -> None:
     with twins(backend) as pair:
         weightless = [{**sample, "loss_mask": sample["loss_mask"] * 0} for sample in pair.batch()]

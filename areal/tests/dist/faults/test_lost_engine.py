@@ -24,9 +24,9 @@ from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.registry import create_engine
 from areal.tests.harness.limits import PROMPTLY, promptly, wait_until
 from areal.tests.harness.tiny import (
+    chosen,
     config,
     global_batch,
-    jax_layouts,
     layouts,
     local_batch,
     loss,
@@ -117,7 +117,7 @@ def test_ranks_agree_after_the_model_failed_in_a_forward_on_one_rank(backend: st
     "backend",
     [
         *layouts(1, 2, but=("fsdp:c2", "fsdp:p2", "megatron:p2"), also=("fsdp:r2", "megatron:d2")),
-        *jax_layouts(thorough=("jax:d1", "jax:d2")),
+        *chosen("jax:d1", "jax:d2"),
     ],
 )
 def test_lost_device_is_final_for_the_process(backend: str) -> None:
@@ -176,7 +176,7 @@ def test_model_that_cannot_be_reset_ends_the_engine() -> None:
     "backend",
     [
         *layouts(2, but=("fsdp:c2", "megatron:p2"), also=("fsdp:d2", "megatron:d2")),
-        *jax_layouts(thorough=("jax:d2",)),
+        *chosen("jax:d2"),
     ],
 )
 @pytest.mark.parametrize("where", ["batch", "gradients", "optimizer"])
@@ -266,7 +266,7 @@ def test_error_of_the_disk_leaves_the_engine_usable(tmp_path: Path) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2", pytest.param("jax:d2", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:d2", pytest.param("jax:d2")])
 def test_error_while_building_on_one_rank_raises_on_every_rank(backend: str) -> None:
     """The other rank waits for the first in a collective."""
     engine = create_engine(config(backend))

@@ -224,20 +224,18 @@ def survivors_answer(dead: int, backend: str = "fsdp:d3") -> Iterator[TrainEngin
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        pytest.param("die_in_a_loss", {"dead": 1, "signal_number": signal.SIGKILL}, marks=pytest.mark.thorough),
+        pytest.param("die_in_a_loss", {"dead": 1, "signal_number": signal.SIGKILL}),
         ("die_in_a_loss", {"dead": 0, "signal_number": signal.SIGSTOP}),
         ("die_between_steps", {"dead": 1}),
         pytest.param(
             "die_in_the_model",
             {"dead": 0, "signal_number": signal.SIGKILL, "backend": "fsdp:d3"},
-            marks=pytest.mark.thorough,
         ),
         ("die_in_the_model", {"dead": 1, "signal_number": signal.SIGSTOP, "backend": "fsdp:d3"}),
         ("die_in_the_model", {"dead": 1, "signal_number": signal.SIGKILL, "backend": "megatron:p3"}),
         pytest.param(
             "die_in_the_model",
             {"dead": 2, "signal_number": signal.SIGSTOP, "backend": "megatron:p3"},
-            marks=pytest.mark.thorough,
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(str(getattr(x, "name", x)) for x in value.values()),

@@ -20,7 +20,7 @@ from areal.tests.dist.trainer.grpo_program import STEPS
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world
 
-pytestmark = [needs_own_world, pytest.mark.thorough, pytest.mark.timeout(580)]
+pytestmark = [needs_own_world, pytest.mark.timeout(580)]
 
 LOST_IN = 3
 """The step in which an agent is lost, from 1."""

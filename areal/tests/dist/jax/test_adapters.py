@@ -62,7 +62,6 @@ def test_step_of_all_samples_is_the_same_on_every_rank() -> None:
 
 
 @pytest.mark.world(1)
-@pytest.mark.thorough
 def test_no_program_computes_a_gradient_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of activations have a first dimension for data-parallel ranks. Gradients of a layer's weight do not."""
     programs = []

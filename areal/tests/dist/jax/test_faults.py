@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 from areal.engine.jax.model import outputs
 from areal.tests.dist.faults.test_lost_engine import everywhere, raised
 from areal.tests.harness.tiny import (
+    chosen,
     global_batch,
-    jax_layouts,
     local_batch,
     loss,
     programs_that,
@@ -61,7 +61,7 @@ def layers_that_fail_on(guilty: int) -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("backend", jax_layouts("jax:d2", thorough=("jax:d1", "jax:t2")))
+@pytest.mark.parametrize("backend", chosen("jax:d2", "jax:d1", "jax:t2"))
 def test_error_inside_of_a_program(backend: str) -> None:
     """The other rank waits for the gathered weights of the head. The next engine of these processes works."""
     batch = global_batch()

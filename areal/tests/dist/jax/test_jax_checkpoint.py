@@ -60,11 +60,11 @@ def contents(path: Path) -> dict[str, Tensor]:
     ("backend", "optimizer"),
     [
         layout("jax:d1", "adamw"),
-        layout("jax:d1", "sgd", thorough=True),
+        layout("jax:d1", "sgd"),
         layout("jax:d2", "sgd"),
-        layout("jax:d2", "adamw", thorough=True),
-        layout("jax:t2", "adamw", thorough=True),
-        layout("jax:d2t2", "adamw", thorough=True),
+        layout("jax:d2", "adamw"),
+        layout("jax:t2", "adamw"),
+        layout("jax:d2t2", "adamw"),
     ],
 )
 def test_dcp_checkpoint_resumes_bitwise(backend: str, optimizer: str, tmp_path: Path) -> None:
@@ -191,11 +191,9 @@ def run(chain: list[str], folder: Path, meta: dict[str, Any], **options: Any) ->
     ("weight_format", "optimizer", "chain"),
     [
         pytest.param("hf", PLAIN_SGD, ["fsdp:d2", "jax:d2", "megatron:t2"], id="weights"),
-        pytest.param(
-            "dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "fsdp:d2"], id="there-and-back", marks=pytest.mark.thorough
-        ),
+        pytest.param("dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "fsdp:d2"], id="there-and-back"),
         pytest.param("dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "megatron:d2"], id="moments"),
-        pytest.param("dcp", SGD, ["jax:d2", "fsdp:d2", "megatron:t2"], id="momentum", marks=pytest.mark.thorough),
+        pytest.param("dcp", SGD, ["jax:d2", "fsdp:d2", "megatron:t2"], id="momentum"),
     ],
 )
 @pytest.mark.world(2)
@@ -223,8 +221,6 @@ def go_on(backend: str, read: str | None, write: str, seed: int) -> None:
 
 
 @needs_own_world
-@pytest.mark.slow
-@pytest.mark.thorough
 @NEEDS_JAX
 def test_dcp_checkpoint_resumes_in_other_layouts(tmp_path: Path) -> None:
     """Take one step in each of d1, d2, t2 and d2t2, compared with four steps in d1."""

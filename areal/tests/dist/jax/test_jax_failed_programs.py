@@ -27,7 +27,7 @@ from areal.tests.harness.world import world
 from areal.utils.distributed import EngineLostError
 
 LOST = r"the engine cannot be used any more: make another"
-BACKENDS = [layout("jax:d1"), layout("jax:d2", thorough=True)]
+BACKENDS = [layout("jax:d1"), layout("jax:d2")]
 
 
 def last() -> bool:

@@ -23,7 +23,7 @@ from areal.api import MicroBatchSpec, TrainEngine
 from areal.engine.jax import bridge
 from areal.engine.jax.runtime.compilation import counted
 from areal.tests.harness.processes import needs_own_world, succeed
-from areal.tests.harness.tiny import Sample, global_batch, jax_layouts, local_batch, loss, started
+from areal.tests.harness.tiny import Sample, chosen, global_batch, local_batch, loss, started
 from areal.tests.harness.world import record, world
 
 BUDGET = 96
@@ -144,7 +144,7 @@ def compiled(engine: TrainEngine) -> tuple[dict[str, list[Collective]], list[jax
     return found, residuals
 
 
-@pytest.mark.parametrize("backend", jax_layouts("jax:d2", thorough=("jax:t2", "jax:d2t2")))
+@pytest.mark.parametrize("backend", chosen("jax:d2", "jax:t2", "jax:d2t2"))
 def test_arrays_are_divided_over_ranks(backend: str) -> None:
     """Parameters, gradients and moments: all matrices are divided over all ranks, and only norms are on each rank in full."""
     with started(backend) as engine:
@@ -178,7 +178,14 @@ def test_profile_has_a_trace_of_the_programs(tmp_path: Path) -> None:
     assert any("_pull" in name for name in names)
 
 
-@pytest.mark.parametrize("backend", jax_layouts("jax:d2", "jax:t2", thorough=("jax:d2t2",)))
+@pytest.mark.parametrize(
+    "backend",
+    chosen(
+        "jax:d2",
+        "jax:t2",
+        "jax:d2t2",
+    ),
+)
 def test_programs_gather_weights_and_no_activations(backend: str) -> None:
     with started(backend) as engine:
         weights = {tuple(x.shape) for _, x in engine.named_tensors()}

@@ -111,7 +111,6 @@ def train_at(port: int) -> None:
     trained("jax:d2", jax={"coordinator": f"127.0.0.1:{port}"})
 
 
-@pytest.mark.thorough
 def test_coordinator_listens_where_the_configuration_says() -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
@@ -175,10 +174,10 @@ def lose(dead: int, signal_number: int, where: str) -> None:
     ("dead", "number", "where"),
     [
         (0, signal.SIGKILL, "in a loss"),
-        pytest.param(1, signal.SIGKILL, "between calls", marks=pytest.mark.thorough),
-        pytest.param(1, signal.SIGKILL, "in a loss", marks=pytest.mark.thorough),
+        pytest.param(1, signal.SIGKILL, "between calls"),
+        pytest.param(1, signal.SIGKILL, "in a loss"),
         (1, signal.SIGSTOP, "in a loss"),
-        pytest.param(0, signal.SIGSTOP, "in a loss", marks=pytest.mark.thorough),
+        pytest.param(0, signal.SIGSTOP, "in a loss"),
     ],
     ids=str,
 )

@@ -211,8 +211,6 @@ RUNS = {"qwen3": ["t2", "p2v2", "p2", "d2", "d1"], "qwen3_moe": ["e2", "d2", "e2
 
 
 @needs_own_world
-@pytest.mark.slow
-@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_megatron_checkpoint_resumes_in_other_layouts(family: str, tmp_path: Path) -> None:
     """Take one step in each layout, compared with a run that never stopped."""

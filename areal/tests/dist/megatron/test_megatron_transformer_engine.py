@@ -33,10 +33,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.world(size), *([pytest.mark.thorough] if "plain" in name else [])])
-        for name, (size, *_) in LAYOUTS.items()
-    ],
+    [pytest.param(name, marks=[pytest.mark.world(size)]) for name, (size, *_) in LAYOUTS.items()],
 )
 def test_fused_adam_resumes_bitwise(name: str, tmp_path: Path) -> None:
     """The step is in the parameter group, which lacks it in a new engine: without it, bias correction begins anew."""
@@ -97,7 +94,7 @@ def test_precision_aware_state_exists_before_the_first_step(kind: type[FusedAdam
         ("bfloat16", "float32 moments"),
         ("float32", "float32 moments"),
         ("bfloat16", "bfloat16 moments"),
-        pytest.param("float32", "bfloat16 moments", marks=pytest.mark.thorough),
+        pytest.param("float32", "bfloat16 moments"),
     ],
 )
 def test_main_parameters_are_float32_with_moments_of_any_dtype(dtype: str, to: str, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ SPLIT = {
     4: ("megatron:e2t2", "megatron:d2p2"),
 }
 """Layouts that place the main parameters of tiny mixtures of experts differently."""
-THOROUGH = ("megatron:d1", "megatron:t2p2")
+ALL_FAMILIES = ("megatron:d1", "megatron:t2p2")
 """Layouts in which every family runs."""
 
 
@@ -50,7 +50,7 @@ def everywhere(*families: str) -> list[Any]:
     for number, layout in enumerate(layouts):
         takes = [family for family in families if family not in layout.refuses]
         turn = takes[number % len(takes) :] + takes[: number % len(takes)]
-        pairs += [(layout, family) for family in (takes if layout.backend in THOROUGH else turn[:2])]
+        pairs += [(layout, family) for family in (takes if layout.backend in ALL_FAMILIES else turn[:2])]
     marks = [pytest.mark.world(layout.world) for layout, _ in pairs]
     return [
         pytest.param(layout, family, marks=mark, id=f"{layout.backend}-{family}")
@@ -226,7 +226,6 @@ def test_random_weights_of_other_families(family: str, world_size: int) -> None:
 # ---- checkpoints in the Hugging Face format
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("layout", "family"), everywhere("qwen3_tied", "qwen3_moe"))
 def test_hf_checkpoint_loads_in_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
     path = tmp_path / "saved"

@@ -24,7 +24,7 @@ from areal.tests.grid.reference import Reference
 from areal.tests.harness.tiny import config, global_batch, local_batch, loss, same_bits, started, weights_of
 from areal.utils.dtensor import full_tensor, local_shard
 
-FOUR = [pytest.mark.world(4), pytest.mark.thorough]
+FOUR = [pytest.mark.world(4)]
 UNEVEN: dict[str, Any] = {"vocab_size": 115, "num_key_value_heads": 1}
 """Numbers that two ranks do not divide."""
 
@@ -144,8 +144,8 @@ def test_replicated_weights_stay_bitwise_equal(backend: str) -> None:
     ("write", "read", "changes"),
     [
         pytest.param("fsdp:t2", "fsdp:d2", {}, marks=pytest.mark.world(2)),
-        pytest.param("fsdp:c2", "fsdp:t2", {}, marks=[pytest.mark.world(2), pytest.mark.thorough]),
-        pytest.param("fsdp:t2", "fsdp:p2", UNEVEN, marks=[pytest.mark.world(2), pytest.mark.thorough]),
+        pytest.param("fsdp:c2", "fsdp:t2", {}, marks=[pytest.mark.world(2)]),
+        pytest.param("fsdp:t2", "fsdp:p2", UNEVEN, marks=[pytest.mark.world(2)]),
         pytest.param("fsdp:c2", "fsdp:t2", UNEVEN, marks=pytest.mark.world(2)),
         pytest.param("fsdp:d4", "fsdp:d2t2", UNEVEN, marks=FOUR),
         pytest.param("fsdp:d2t2", "fsdp:t4", UNEVEN, marks=FOUR),

@@ -64,7 +64,7 @@ def batch(rng: random.Random, ranks: int) -> list[Sample]:
     ]
 
 
-THOROUGH = [pytest.mark.world(1), pytest.mark.thorough]
+ONE = [pytest.mark.world(1)]
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,17 @@ THOROUGH = [pytest.mark.world(1), pytest.mark.thorough]
             "inductor",
             {},
             id="inductor",
-            marks=[pytest.mark.world(1, timeout=400), pytest.mark.thorough],
+            marks=[pytest.mark.world(1, timeout=400)],
         ),
-        pytest.param("fsdp:d1", "qwen3_moe", "aot_eager", {}, id="experts", marks=THOROUGH),
-        pytest.param("fsdp:d1", "qwen3", "aot_eager", {"fsdp": {"attention": "rows"}}, id="rows", marks=THOROUGH),
+        pytest.param("fsdp:d1", "qwen3_moe", "aot_eager", {}, id="experts", marks=ONE),
+        pytest.param("fsdp:d1", "qwen3", "aot_eager", {"fsdp": {"attention": "rows"}}, id="rows", marks=ONE),
         pytest.param(
             "fsdp:d1",
             "qwen3",
             "aot_eager",
             {"lora": LORA, "activation_checkpointing": "full"},
             id="lora",
-            marks=THOROUGH,
+            marks=ONE,
         ),
         pytest.param(
             "fsdp:t2",
@@ -95,9 +95,9 @@ THOROUGH = [pytest.mark.world(1), pytest.mark.thorough]
             "aot_eager",
             {},
             id="t2",
-            marks=[pytest.mark.world(2, timeout=400), pytest.mark.thorough],
+            marks=[pytest.mark.world(2, timeout=400)],
         ),
-        pytest.param("fsdp:p2", "qwen3", "aot_eager", {}, id="p2", marks=[pytest.mark.world(2), pytest.mark.thorough]),
+        pytest.param("fsdp:p2", "qwen3", "aot_eager", {}, id="p2", marks=[pytest.mark.world(2)]),
     ],
 )
 def test_compiled_graphs_are_reused_for_many_lengths(

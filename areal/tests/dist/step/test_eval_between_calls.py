@@ -30,13 +30,10 @@ CHOSEN = (
 )
 """Layouts, options and dtype of some cells."""
 
-THOROUGH = ("c2-ulysses-keep_gathered", "ZBVZeroBubble-keep_gathered")
-
 
 def case(cell: Cell) -> Any:
     name = f"{cell.layout.name}-{cell.options}-{cell.dtype}"
-    marks = [pytest.mark.thorough] if any(each in name for each in THOROUGH) else []
-    return pytest.param(cell, id=name, marks=[pytest.mark.world(cell.layout.world), *marks])
+    return pytest.param(cell, id=name, marks=pytest.mark.world(cell.layout.world))
 
 
 CELLS = [

@@ -20,8 +20,7 @@ def marks(cell: Cell) -> list[pytest.MarkDecorator]:
     if cell.options != "compile":
         return [pytest.mark.world(cell.layout.world)]
     # Ranks take ten seconds to find the graphs of a cell, and a minute with tensor parallelism.
-    often = cell.layout.backend == "fsdp:d1"
-    return [pytest.mark.world(cell.layout.world, timeout=400), *([] if often else [pytest.mark.thorough])]
+    return [pytest.mark.world(cell.layout.world, timeout=400)]
 
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks(cell)) for cell in CELLS])

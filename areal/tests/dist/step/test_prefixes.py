@@ -69,7 +69,7 @@ def run(way: str, spec: MicroBatchSpec) -> tuple[dict[str, Any], dict[str, Tenso
 
 def marked(way: str) -> Any:
     world = ParallelDims.parse(way.partition("-")[0]).world_size
-    return pytest.param(way, marks=[pytest.mark.world(world), *([pytest.mark.thorough] if world == 4 else [])])
+    return pytest.param(way, marks=[pytest.mark.world(world)])
 
 
 @pytest.mark.parametrize("way", [marked(way) for way in WAYS])

@@ -52,7 +52,6 @@ def drifting(out: TokenOutputs, batch: Batch) -> Tensor:
     return loss(out, batch) + 0.1 * ((out.logprobs - batch["reference"]).square() * batch["loss_mask"]).sum()
 
 
-@pytest.mark.thorough
 @pytest.mark.world(2)
 def test_policy_reference_and_critic_train_together_without_leak() -> None:
     groups = process_groups()

@@ -43,19 +43,17 @@ def all_settings() -> list[StepSettings | None]:
     return [None if i % 4 == 3 else draw() for i in range(N_STEPS)]
 
 
-def cells(*backends: str, thorough: bool = False, **fields: Any) -> list[Any]:
+def cells(*backends: str, **fields: Any) -> list[Any]:
     made = [Cell(Layout(backend), cut="tokens24", **fields) for backend in backends]
-    more = [pytest.mark.thorough] if thorough else []
-    return [pytest.param(cell, id=str(cell), marks=[pytest.mark.world(cell.layout.world), *more]) for cell in made]
+    return [pytest.param(cell, id=str(cell), marks=pytest.mark.world(cell.layout.world)) for cell in made]
 
 
 @pytest.mark.parametrize(
     "cell",
     [
-        *cells("fsdp:d1", "megatron:d1"),
-        *cells("fsdp:d2", "megatron:t2", thorough=True),
+        *cells("fsdp:d1", "megatron:d1", "fsdp:d2", "megatron:t2"),
         *cells("fsdp:d1", options="lora"),
-        *cells("fsdp:t2", "megatron:p2", options="lora", thorough=True),
+        *cells("fsdp:t2", "megatron:p2", options="lora"),
         # The distributed optimizer of Megatron-Core does not support float64.
         *cells("megatron:d2", dtype="float32"),
     ],

@@ -92,8 +92,6 @@ ROWS = {
     "failed": Row(FailsOnOddItems()),
     "too long": Row(LONG, {"max_tokens": 13}, models=("critic",)),
 }
-THOROUGH = ("flat", "flat-reference")
-"""Rows whose calls are also those of others."""
 
 NO_SAMPLES = {
     "recomputed": Row(ALL_FLAT, SKIP, models=("critic",)),
@@ -145,15 +143,9 @@ def curve_of(backend: str, row: Row, steps: int = 2) -> tuple[Curve, dict[str, T
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     "backend",
-    [
-        "fsdp:d2",
-        pytest.param("megatron:d2", marks=pytest.mark.thorough),
-        pytest.param("fsdp:r2", marks=pytest.mark.thorough),
-    ],
+    ["fsdp:d2", "megatron:d2", "fsdp:r2"],
 )
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.thorough] if row in THOROUGH else []) for row in ROWS]
-)
+@pytest.mark.parametrize("row", list(ROWS))
 def test_steps_with_an_empty_rank_equal_those_without(backend: str, row: str) -> None:
     """Context-parallel ranks have the same samples, so that none of them is empty."""
     (with_groups, _, full), (actual, _, sizes) = curve_of("fsdp:c2", ROWS[row]), curve_of(backend, ROWS[row])

@@ -15,11 +15,8 @@ BACKENDS = {
     2: ("fsdp:d2", "fsdp:t2", "fsdp:p2", "megatron:d2", "megatron:p2", "megatron:t2", "jax:d2", "jax:t2"),
     4: ("fsdp:d2c2", "megatron:d2p2"),
 }
-THOROUGH = ("fsdp:d2c2", "fsdp:p2", "megatron:t2", "megatron:d2", "jax:d1", "jax:d2", "jax:t2")
 CASES = [
-    pytest.param(backend, marks=[pytest.mark.world(size), *([pytest.mark.thorough] if backend in THOROUGH else [])])
-    for size, names in BACKENDS.items()
-    for backend in names
+    pytest.param(backend, marks=[pytest.mark.world(size)]) for size, names in BACKENDS.items() for backend in names
 ]
 
 

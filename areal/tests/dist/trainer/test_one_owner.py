@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from areal.api import OptimizerConfig, ParallelDims, TensorSource, TrainEngine
+from areal.api import OptimizerConfig, TensorSource, TrainEngine
 from areal.tests.dist.dispatch.test_shared_trainers import OneByOne
 from areal.tests.dist.dispatch.trainer_runs import TIMES
 from areal.tests.dist.trainer.test_rollout_exchange import COORDINATES
@@ -22,7 +22,7 @@ from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import wait_until
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
 from areal.tests.harness.servers.rollout_http import Process
-from areal.tests.harness.tiny import same_bits, started, weights_of
+from areal.tests.harness.tiny import chosen, same_bits, started, weights_of
 from areal.tests.harness.world import record, world
 from areal.tests.unit.rollout.test_runner import ITEMS, Client, episode, tokens
 from areal.trainer.checkpoints import Checkpoints
@@ -256,16 +256,8 @@ def untimed(curve: Curve) -> list[dict[str, float]]:
     return [{name: value for name, value in step.items() if not TIMES.search(name)} for step in curve.steps]
 
 
-def layouts(*names: str, thorough: tuple[str, ...] = ()) -> list[Any]:
-    sizes = {name: ParallelDims.parse(name).world_size for name in (*names, *thorough)}
-    return [
-        pytest.param(name, marks=[pytest.mark.world(size), *([pytest.mark.thorough] if name in thorough else [])])
-        for name, size in sizes.items()
-    ]
-
-
 @pytest.mark.parametrize(
-    "backend", layouts("fsdp:d2", "fsdp:c2", thorough=("fsdp:t2", "fsdp:d4", "fsdp:d2c2", "megatron:d2", "megatron:p2"))
+    "backend", chosen("fsdp:d2", "fsdp:c2", "fsdp:t2", "fsdp:d4", "fsdp:d2c2", "megatron:d2", "megatron:p2")
 )
 def test_grpo_with_one_owner_has_the_bits_of_a_run_in_which_all_ranks_generate(backend: str) -> None:
     """Every logged number and every weight."""
@@ -275,7 +267,6 @@ def test_grpo_with_one_owner_has_the_bits_of_a_run_in_which_all_ranks_generate(b
     assert same_bits(actual, expected)
 
 
-@pytest.mark.thorough
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("before", "after"), [("all", "first"), ("first", "all"), ("first", "last")])
 def test_grpo_resumes_with_other_ranks_that_generate(before: str, after: str, tmp_path: Path) -> None:
@@ -286,7 +277,6 @@ def test_grpo_resumes_with_other_ranks_that_generate(before: str, after: str, tm
     assert same_bits(actual, expected)
 
 
-@pytest.mark.thorough
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_rank_owns_all_servers(world_size: int, count: int, tmp_path: Path) -> None:
@@ -330,7 +320,6 @@ def kill_twice(server: Process) -> None:
     server.restart()
 
 
-@pytest.mark.thorough
 @pytest.mark.world(2, 4)
 @pytest.mark.parametrize("count", [1, 3])
 def test_servers_killed_under_a_trainer(world_size: int, count: int, tmp_path: Path) -> None:

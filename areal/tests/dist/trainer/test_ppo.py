@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api import LoRAConfig, OptimizerConfig, ParallelDims, TrainEngine
+from areal.api import LoRAConfig, OptimizerConfig, TrainEngine
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve, played
-from areal.tests.harness.tiny import started, weights_of
+from areal.tests.harness.tiny import chosen, started, weights_of
 from areal.tests.harness.world import record
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import CriticBased
@@ -30,14 +30,6 @@ def policy(backend: str, **changes: Any) -> Any:
     return started(backend, **{"path": model_dir("qwen3"), "optimizer": OPTIMIZER, **changes})
 
 
-def layouts(*names: str, thorough: tuple[str, ...] = ()) -> list[Any]:
-    sizes = {name: ParallelDims.parse(name).world_size for name in (*names, *thorough)}
-    return [
-        pytest.param(name, marks=[pytest.mark.world(size), *([pytest.mark.thorough] if name in thorough else [])])
-        for name, size in sizes.items()
-    ]
-
-
 def run(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> tuple[Curve, PPOTrainer]:
     curve = Curve()
     with played(engine, plan) as rollout:
@@ -49,9 +41,7 @@ def run(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> tuple[Cu
 
 @pytest.mark.parametrize(
     "backend",
-    layouts(
-        "fsdp:d2", thorough=("megatron:t2", "fsdp:d1", "fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2", "jax:d2")
-    ),
+    chosen("fsdp:d2", "megatron:t2", "fsdp:d1", "fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2", "jax:d2"),
 )
 def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
     """Rewards, losses and gradient norms of twenty steps are those in the golden file."""
@@ -68,7 +58,6 @@ def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
     assert max(curve["rollout/logprob_error"]) < 1e-5, "trainer and rollout agree to rounding"
 
 
-@pytest.mark.thorough
 @pytest.mark.world(2)
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_grpo_learns_from_stale_rollouts(staleness: int) -> None:
@@ -82,7 +71,11 @@ def test_grpo_learns_from_stale_rollouts(staleness: int) -> None:
     assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
 
 
-@pytest.mark.world(1, 2, thorough=(2,))
+@pytest.mark.world(
+    1,
+    2,
+    2,
+)
 def test_ppo_with_a_critic_learns(world_size: int) -> None:
     backend, curve = f"fsdp:d{world_size}", Curve()
     updates = Updates(epochs=2, minibatches=2)
@@ -109,7 +102,13 @@ def test_ppo_with_a_critic_learns(world_size: int) -> None:
     assert sum(curve["critic/loss"][-3:]) < 0.5 * sum(curve["critic/loss"][:3])
 
 
-@pytest.mark.parametrize("backend", layouts("fsdp:d2", thorough=("megatron:p2",)))
+@pytest.mark.parametrize(
+    "backend",
+    chosen(
+        "fsdp:d2",
+        "megatron:p2",
+    ),
+)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_training_resumes_from_checkpoint(backend: str, staleness: int, tmp_path: Path) -> None:
     """With rollouts that wait: they are in the checkpoint, with the versions that made them."""
@@ -138,8 +137,7 @@ def test_refresh_reference_copies_policy_weights(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], mine[name]) for name in after)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", layouts("fsdp:d2", "megatron:t2", "megatron:p2"))
+@pytest.mark.parametrize("backend", chosen("fsdp:d2", "megatron:t2", "megatron:p2"))
 def test_adapters_learn_with_base_model_as_reference(backend: str) -> None:
     """As with a second engine for the reference; the rollout gets merged weights."""
     lora, curves = LoRAConfig(rank=8, alpha=64), []

@@ -41,7 +41,6 @@ def served(root: Path) -> Iterator[str]:
     thread.join(20)
 
 
-@pytest.mark.thorough
 def test_no_request_from_the_description_is_answered_5xx(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")

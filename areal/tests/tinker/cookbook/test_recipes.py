@@ -23,7 +23,6 @@ MODEL = ROOT / "runs" / "SmolLM2-135M-Instruct"
 EXAMPLES = ROOT / "examples" / "tinker"
 
 pytestmark = [
-    pytest.mark.thorough,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not (PYTHON.exists() and (MODEL / "config.json").exists()), reason="needs what `make test-cookbook` makes"

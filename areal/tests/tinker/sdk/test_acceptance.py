@@ -50,12 +50,10 @@ def test_both_versions_use_a_server_at_the_same_time(server: ServerProcess) -> N
     check_delays(server)
 
 
-@pytest.mark.thorough
 def test_old_version_completely(server: ServerProcess) -> None:
     check_sdk(OLD, server, complete=True)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["megatron:d1", pytest.param("jax:d1", marks=NEEDS_JAX)])
 def test_other_engines_give_the_same_numbers(backend: str, model: str, tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "server", model, backend=backend)

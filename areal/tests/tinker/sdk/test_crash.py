@@ -5,12 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from areal.tests.tinker.sdk.server import VERSIONS, Sdk, ServerProcess, model_with_tokenizer
 
 
-@pytest.mark.thorough
 def test_client_goes_on_after_a_kill_of_the_server(tmp_path: Path) -> None:
     sdk = Sdk(VERSIONS[0])
     model = model_with_tokenizer(tmp_path / "model")

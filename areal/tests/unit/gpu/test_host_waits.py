@@ -20,8 +20,8 @@ from areal.engine.fsdp.parallelize import transformer_layers
 from areal.engine.fsdp.router import watch_routers
 from areal.engine.model.hub import read_config
 from areal.engine.schedule import SequentialSchedule
-from areal.tests.harness.sync_lint import DEVICE, SyncLint
 from areal.tests.harness.tiny import Sample, family_dir, global_batch, started
+from areal.tests.unit.gpu.sync_lint import DEVICE, SyncLint
 from areal.utils import platform
 from areal.utils.data import plan_batch
 from areal.utils.host_copy import HostCopy
@@ -122,9 +122,7 @@ CONTAINED = ("all keys", "windows", "experts", "ulysses")
 """Calls whose paths are those of the other calls."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.thorough if name in CONTAINED else ()) for name in CALLS]
-)
+@pytest.mark.parametrize("case", list(CALLS))
 @pytest.mark.world(1)
 def test_call_copies_to_the_device_once_and_never_waits(case: str) -> None:
     family, cp, changes, keys, outputs = CALLS[case]

@@ -42,3 +42,10 @@ def fail_alone_before_barrier() -> None:
     if dist.get_rank() == 0:
         raise RuntimeError("rank 0 never arrives")
     dist.barrier()
+
+
+_kept: list[bytearray] = []
+
+
+def grow(megabytes: int) -> None:
+    _kept.append(bytearray(b"x") * (megabytes << 20))

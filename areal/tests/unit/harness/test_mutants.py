@@ -10,7 +10,6 @@ import torch
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
 import areal.tests.mutants.run as run
-from areal.tests.harness.selection import STEPS, mark_thorough
 from areal.tests.harness.world import World
 from areal.tests.mutants.finding import collect_files, files_of, find_test
 from areal.tests.mutants.planting import find_target, plant, traces
@@ -34,15 +33,6 @@ def test_mutants_have_a_description_a_target_and_existing_tests(collected: list[
         # Raises, naming the test, if pytest does not collect it.
         for test in planted.tests:
             find_test(test, collected)
-
-
-def test_no_test_that_a_planted_bug_names_is_thorough(collected: list[pytest.Item]) -> None:
-    mark_thorough(collected)
-    thorough = {item.nodeid for item in collected if item.get_closest_marker("thorough")}
-    assert thorough
-    assert any(STEPS in item.nodeid for item in collected), "selection.STEPS names no test"
-    named = {find_test(test, collected).nodeid for planted in MUTANTS.values() for test in planted.tests}
-    assert not named & thorough
 
 
 def test_plant_replaces_every_import_and_can_be_undone() -> None:

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from areal.tests.harness import pool as pool_module
 from areal.tests.harness.limits import promptly
-from areal.tests.harness.pool import Pool, WorldFailure
+from areal.tests.harness.pool import Pool, Pools, WorldFailure
 from areal.tests.harness.worker import Call
 
 TARGETS = "areal.tests.unit.harness.pool_targets"
@@ -89,3 +90,25 @@ def test_skips_are_reported(pool: Pool) -> None:
 def test_unpicklable_arguments_raise(pool: Pool) -> None:
     with pytest.raises(ValueError, match=r"\['offset'\] do not pickle"):
         pool.run(call("add_up", offset=threading.Lock()), timeout=60)
+
+
+def test_pool_that_has_grown_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert works(pool)
+    pids = pool.pids
+    monkeypatch.setattr(pool_module, "GROWTH", 200 << 20)
+    pool.run(call("grow", megabytes=60), timeout=60)
+    assert works(pool)
+    assert pool.pids == pids, "two ranks have grown by 120 MB together"
+    pool.run(call("grow", megabytes=60), timeout=60)
+    assert works(pool)
+    assert not set(pool.pids) & set(pids)
+
+
+def test_pools_of_one_size_run_at_a_time(tmp_path: Path) -> None:
+    pools = Pools(tmp_path, tmp_path / "logs")
+    pools[1].run(call("add_up", offset=0), timeout=60)
+    assert pools[1].pids
+    pools[2].run(call("add_up", offset=0), timeout=60)
+    assert pools[2].pids
+    assert not pools._pools[1].pids
+    pools.close()

@@ -145,7 +145,6 @@ def test_wrong_benchmark_row_is_detected(tasks: dict[str, Task], references: dic
     assert exact.wrong_forward(exact.logprobs[1:], "float32")
 
 
-@pytest.mark.thorough
 def test_benchmark_runs_end_to_end(
     tasks: dict[str, Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,7 +192,6 @@ def test_processes_run_rewards_and_are_killed_when_they_hang() -> None:
     pool.close()
 
 
-@pytest.mark.thorough
 def test_pool_of_processes_survives_one_that_ends() -> None:
     pool = RewardPool(in_process, workers=1, processes=True)
     ended, ok = together(pool, [2, 0])

@@ -120,7 +120,7 @@ def test_close_while_asleep_gives_the_model_its_weights() -> None:
 
 SLEEP = {"sglang": "/release_memory_occupation", "vllm": "/sleep"}
 WAKE = {"sglang": "/resume_memory_occupation", "vllm": "/wake_up"}
-KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.thorough)]
+KINDS = ["vllm", pytest.param("sglang")]
 DIALECTS: dict[str, Dialect] = {"sglang": SGLang(weights_backup=True), "vllm": VLLM()}
 
 

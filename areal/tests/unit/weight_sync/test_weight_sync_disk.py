@@ -36,7 +36,6 @@ def publish_and_be_killed(folder: Path, stage: str) -> None:
     transport.send(ModuleSource(filled(2)), 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["draft opened", "in file 1", "in file 3", "written", "published", "pruned"])
 def test_killed_writer_leaves_newest_complete_version(stage: str, tmp_path: Path, control: ControlPlane) -> None:
     folder = tmp_path / "weights"

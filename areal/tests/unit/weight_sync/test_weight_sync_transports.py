@@ -147,7 +147,6 @@ def push_and_be_killed(way: str, socket_dir: Path, stage: str) -> None:
     transport.send(ModuleSource(filled(2)), 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", PUSHED)
 @pytest.mark.parametrize("stage", ["ready", "open", "bucket 0", "bucket 3", "staged", "committed"])
 def test_killed_trainer_leaves_old_version_serving(way: str, stage: str, socket_dir: Path) -> None:
@@ -190,7 +189,6 @@ def receive_and_be_killed(way: str, socket_dir: Path, name: str, at_bucket: int)
         (socket_dir / name).write_text(f"{versions} {number(module):g} {receiver.version}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", PUSHED)
 def test_killed_receiver_is_named_and_others_continue(way: str, socket_dir: Path, control: ControlPlane) -> None:
     processes = [start(receive_and_be_killed, way, socket_dir, f"r{i}", 4 if i else -1) for i in range(2)]

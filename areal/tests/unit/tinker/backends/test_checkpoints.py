@@ -47,7 +47,6 @@ def test_resumed_model_is_equal_to_the_bit_over_ten_steps(backend: EngineBackend
     assert len(backend.group.adapters.names) == 3
 
 
-@pytest.mark.thorough
 def test_bfloat16_model_has_float32_adapters_and_resumes_exactly(start: Start, tmp_path: Path) -> None:
     made = start(dtype="bfloat16")
     trained(made, "a", steps=2)

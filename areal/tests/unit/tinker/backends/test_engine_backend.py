@@ -106,7 +106,6 @@ def test_models_are_refused(backend: EngineBackend, start: Start) -> None:
         trained(few, "b")
 
 
-@pytest.mark.thorough
 def test_layers_that_a_model_does_not_have(start: Start) -> None:
     """Experts cannot have adapters: the error says which switch of the client leaves them out. A tied head has one."""
     experts, tied = start(model=model_dir("qwen3_moe")), start(model=model_dir("qwen3_tied"))
@@ -186,9 +185,7 @@ def test_arrays_of_a_request_may_be_read_only(backend: EngineBackend) -> None:
 # ---- a request fails alone
 
 
-@pytest.mark.parametrize(
-    "earlier", [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("earlier", [pytest.param(0), 1, pytest.param(2)])
 def test_failing_request_adds_nothing(backend: EngineBackend, earlier: int) -> None:
     """After no, one or two requests, and before others: the gradient is that without it, to the bit."""
     good = [request("{}", data("weights", seed=seed)) for seed in range(3)]

@@ -30,7 +30,7 @@ OTHERS = [
         marks=[pytest.mark.skipif(find_spec(engine) is None, reason=f"needs the extra {engine}"), *marks],
         id=engine,
     )
-    for engine, marks in (("megatron", []), ("jax", [pytest.mark.thorough]))
+    for engine, marks in (("megatron", []), ("jax", []))
 ]
 
 

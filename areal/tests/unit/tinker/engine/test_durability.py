@@ -94,7 +94,7 @@ async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: s
         assert (await service.training_run(model))["corrupted"]
 
 
-@pytest.mark.parametrize("lines", [12, pytest.param(None, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("lines", [12, pytest.param(None)])
 def test_kill_at_any_point_loses_nothing_that_was_acknowledged(tmp_path: Path, lines: int | None) -> None:
     """After 12 lines all requests are sent: three are queued and one samples."""
     for number in [lines] if lines else [2, *random.Random(0).sample(range(3, 12), 5)]:
