@@ -20,9 +20,8 @@ from areal.dispatch.executor import Work
 from areal.dispatch.placement import Kind, Part, shared_devices
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.workplace import Reply, Workplace
-from areal.tests.dist.dispatch.test_shared_devices import KINDS
-from areal.tests.dist.dispatch.test_shared_trainers import OneByOne, numbers
-from areal.tests.dist.trainer.test_ppo import CRITIC, OPTIMIZER
+from areal.tests.dist.dispatch.shared import KINDS, OneByOne, numbers
+from areal.tests.dist.trainer.ppo_runs import CRITIC, OPTIMIZER
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import EPISODE, Curve, Played, Prompts
 from areal.tests.harness.tiny import config, global_batch, loss

@@ -18,9 +18,9 @@ import pytest
 from areal.api import ParallelDims, TensorSource, TrainEngine, TrainEngineConfig
 from areal.dispatch import WorkerGroup
 from areal.dispatch.ray import RayWorkers
-from areal.tests.dist.dispatch.test_overlap import check_overlap
+from areal.tests.dist.dispatch.overlap import check_overlap
 from areal.tests.dist.dispatch.trainer_runs import RUNS, SAVED, TIMES, Make, Steps, alone, engines, ppo, rest_of_ppo
-from areal.tests.dist.trainer.test_ppo import GOLDEN, PLAN, STEPS, run
+from areal.tests.dist.trainer.ppo_runs import GOLDEN, PLAN, STEPS, run
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
 from areal.tests.harness.servers.rollout_http import Process

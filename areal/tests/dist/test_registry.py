@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from areal.api import TrainEngineConfig
 from areal.engine.registry import create_engine, engine_class, engine_names
-from areal.tests.dist.step.test_grid import test_every_verb_agrees_with_the_reference as agrees_with_the_reference
+from areal.tests.grid.agreement import assert_verbs_agree
 from areal.tests.grid.layouts import Cell, Layout, all_layouts
 from areal.tests.grid.models import model_dir
 
@@ -64,7 +64,7 @@ def test_engine_of_another_package_joins_the_grid(
         assert Layout(f"{NAME}:d{world_size}") in all_layouts()
         layout = Layout(f"{NAME}:d{world_size}", options={NAME: {"async_reduce": cut == "shared40"}})
         for dtype in ("float64", "float32"):
-            agrees_with_the_reference(
+            assert_verbs_agree(
                 Cell(layout, family="gemma3_text", objective_name=objective, case_name=case, cut=cut, dtype=dtype)
             )
 

@@ -12,7 +12,7 @@ from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
 from areal.tests.vllm.exchanges import folders
 from areal.tests.vllm.server import CONTEXT, VLLMProcess, replica, weights
-from areal.tests.vllm.test_updates import across_updates
+from areal.tests.vllm.updates import across_updates
 from areal.trainer.rollout.http import VLLM, HTTPRollout
 from areal.trainer.rollout.protocol import Completion
 

@@ -10,6 +10,7 @@ from areal.tests.harness.limits import promptly
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, Clients, endless, error, prompt, run
 from areal.tests.vllm.server import VLLMProcess, replica, weights
+from areal.tests.vllm.updates import across_updates
 from areal.trainer.rollout.http import HTTPRollout
 
 pytestmark = server.marks
@@ -24,27 +25,6 @@ def test_each_version_gives_its_own_log_probs(fresh: HTTPRollout) -> None:
         answers = run(*(fresh.generate(each, endless(16, seed=i)) for i, each in enumerate(prompts)))
         assert {each for answer in answers for each in answer.versions} == {version}
         assert error({version: replica(version or None)}, prompts, answers) <= TOLERANCE
-
-
-def across_updates(fresh: HTTPRollout) -> Clients:
-    """Check long answers of 24 clients during which the weights are updated."""
-    with Clients(fresh, 24, range(120, 360, 10)) as clients:
-        for version in range(1, 5):
-            # Few answers: most requests have tokens of the version before.
-            clients.wait_for(9)
-            fresh.update(weights(version), version)
-    assert not clients.faults
-    assert all(answer.sampling and len(answer.tokens) == answer.sampling.max_new_tokens for answer in clients.answers)
-    assert all(list(answer.versions) == sorted(answer.versions) for answer in clients.answers)
-    models = {version: replica(version or None) for version in range(5)}
-    assert error(models, clients.prompts, clients.answers) <= TOLERANCE
-    # The judge itself: under another version, the errors are large.
-    assert error({version: models[(version + 1) % 5] for version in models}, clients.prompts, clients.answers) > 1
-    several = sum(len(set(answer.versions)) > 1 for answer in clients.answers)
-    print(f"{several} of {len(clients.answers)} answers have several versions")
-    # On a busy machine, all requests may end before the pause of one of the updates.
-    assert several >= 4
-    return clients
 
 
 def test_answers_across_updates_have_the_versions_of_their_tokens(fresh: HTTPRollout) -> None:

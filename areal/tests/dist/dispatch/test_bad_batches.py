@@ -17,8 +17,8 @@ from areal.dispatch.works import Initialize, Seat
 from areal.engine.batch_rules import BatchRules, rules_of
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.tiny import BATCH_VERBS, global_batch, loss, started
-from areal.tests.unit.data.test_bad_batches import BAD_BATCHES
-from areal.tests.unit.data.test_bad_batches import VOCAB as SMALL_VOCAB
+from areal.tests.unit.data.bad_batches import BAD_BATCHES
+from areal.tests.unit.data.bad_batches import VOCAB as SMALL_VOCAB
 from areal.trainer.losses import ppo_objective
 
 

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from areal.engine.jax.model import outputs
-from areal.tests.dist.faults.test_lost_engine import everywhere, raised
+from areal.tests.dist.faults.lost import everywhere, raised
 from areal.tests.harness.tiny import (
     chosen,
     global_batch,

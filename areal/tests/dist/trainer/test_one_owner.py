@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, TensorSource, TrainEngine
-from areal.tests.dist.dispatch.test_shared_trainers import OneByOne
+from areal.tests.dist.dispatch.shared import OneByOne
 from areal.tests.dist.dispatch.trainer_runs import TIMES
-from areal.tests.dist.trainer.test_rollout_exchange import COORDINATES
+from areal.tests.dist.trainer.coordinates import COORDINATES
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import wait_until
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
 from areal.tests.harness.servers.rollout_http import Process
 from areal.tests.harness.tiny import chosen, same_bits, started, weights_of
 from areal.tests.harness.world import record, world
-from areal.tests.unit.rollout.test_runner import ITEMS, Client, episode, tokens
+from areal.tests.unit.rollout.runs import ITEMS, Client, episode, tokens
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.ppo import Sync, Updates

@@ -16,14 +16,7 @@ from torch.multiprocessing import reductions
 
 from areal.tests.harness.limits import promptly
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.unit.weight_sync.test_weight_sync_transports import (  # noqa: F401  # two fixtures
-    control,
-    filled,
-    receiver_of,
-    receiving,
-    socket_dir,
-    transport_to,
-)
+from areal.tests.unit.weight_sync.transports import control, filled, receiver_of, receiving, socket_dir, transport_to  # noqa: F401
 from areal.utils import platform
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync import ModuleSource, broadcast, ipc

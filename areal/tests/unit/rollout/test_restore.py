@@ -8,7 +8,7 @@ import time
 import pytest
 
 from areal.tests.harness.limits import wait_until
-from areal.tests.unit.rollout.test_runner import Client, batches, episode, running, tokens
+from areal.tests.unit.rollout.runs import Client, batches, episode, running, tokens
 from areal.trainer.rollout.plan import Plan
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal import FinetuneSpec, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
 from areal.dispatch import SharedDevices, Use
-from areal.tests.dist.dispatch.test_shared_devices import FakeRollout
+from areal.tests.dist.dispatch.shared import FakeRollout
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.engine_bytes import bytes_on_device
 from areal.tests.harness.limits import promptly, wait_until

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from areal.tests.harness.limits import PROMPTLY, promptly
+from areal.tests.unit.tinker.engine.crashes import check_after_crash, kill, start
 from areal.tests.unit.tinker.engine.fakes import (
     FakeSampling,
     FakeTraining,
@@ -38,60 +38,6 @@ from areal.tinker.engine.errors import ConflictError, LeaseLostError, NotFoundEr
 from areal.tinker.engine.requests import CreateModel, SaveForSampler, SaveWeights
 from areal.tinker.engine.service import Service
 from areal.tinker.engine.store.database import _pid_space
-
-
-def start(root: Path, url: str | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "areal.tests.unit.tinker.engine.crash_server", str(root), *([url] if url else [])]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def kill(server: subprocess.Popen[str], lines: int) -> dict[str, list[list[str]]]:
-    """Read so many acknowledged steps, kill the server at once, and return all that it acknowledged by kind."""
-    assert server.stdout is not None
-    read = [server.stdout.readline() for _ in range(lines)]
-    assert all(read), "the server ended by itself"
-    server.send_signal(signal.SIGKILL)
-    read += server.stdout.readlines()
-    server.wait()
-    told: dict[str, list[list[str]]] = {}
-    for line in read:
-        kind, *words = line.split()
-        told.setdefault(kind, []).append(words)
-    return told
-
-
-async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: str | None = None) -> None:
-    """Start the next server, and look for everything that the killed one acknowledged."""
-    async with serving(root, FakeTraining(), FakeSampling(), database_url=url, lease_s=1.0) as service:
-        (session,), (model,) = told["session"][0], told["model"][0]
-        # Results that were acknowledged can be read again.
-        for (request_id,) in told.get("done", []):
-            assert (await service.retrieve(request_id, 0)).result["type"] == "optim_step"
-        # Every published checkpoint is there and can be used.
-        paths = [path for (path,) in told.get("saved", [])]
-        published = [c["tinker_path"] for c in (await service.all_checkpoints())["checkpoints"]]
-        assert set(published) >= set(paths)
-        for number, path in enumerate(paths, 1):
-            assert (await service.checkpoint_folder(path) / "state.json").exists()
-            if "/weights/" in path:
-                await done(service, CreateModel(session, number, digest(path), path=path, optimizer=True))
-        # Unfinished training fails and says how to go on; unfinished sampling is sent again by the client.
-        # The last checkpoint may have been published without an acknowledgement.
-        last = [path for path in published if "/weights/" in path][:1]
-        for (request_id,) in told.get("training", []):
-            answer = await service.retrieve(request_id, 0)
-            assert (answer.state, answer.category) == ("failed", "server")
-            assert last[0] in (answer.error or "")
-        for request_id, name in told.get("sampling", []):
-            assert (await service.retrieve(request_id, 0)).state == "gone"
-            again = await service.submit(sample(name, 1))
-            assert again.request_id == request_id
-            assert (await outcome(service, again)).state == "done"
-        # The model died with its process.
-        message = await refused(service, train(model, 1000), "server")
-        assert "was lost" in message
-        assert not last or last[0] in message
-        assert (await service.training_run(model))["corrupted"]
 
 
 @pytest.mark.parametrize("lines", [12, pytest.param(None)])

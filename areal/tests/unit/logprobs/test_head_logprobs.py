@@ -11,25 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from areal.api import IGNORE_INDEX
+from areal.tests.unit.logprobs.head_cases import CHUNK, CHUNK_BYTES, H, K, T, V, make, named, scalar
 from areal.utils.functional import HeadOutputs, HeadUpdate, head_outputs, logits
-
-T, V, H, K = 13, 37, 8, 3
-
-
-def make(dtype: torch.dtype = torch.float64, *, tokens: int = T, columns: int | None = None) -> tuple[Tensor, ...]:
-    """Return hidden states, weight, bias, targets (some missing) and a temperature per token."""
-    rng = torch.Generator().manual_seed(7)
-    hidden = torch.randn(tokens, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(V, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
-    bias = torch.randn(V, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
-    targets = torch.randint(0, V, (tokens,) if columns is None else (tokens, columns), generator=rng)
-    if tokens > 4:
-        targets[2] = IGNORE_INDEX
-        targets[4:, ...][-1:] = IGNORE_INDEX
-        if columns:
-            targets[3, 0] = IGNORE_INDEX
-    temperature = torch.rand(tokens, generator=rng, dtype=torch.float64) + 0.5
-    return hidden, weight, bias, targets, temperature
 
 
 def reference(
@@ -63,23 +46,6 @@ def reference(
     return out
 
 
-def named(outputs: HeadOutputs) -> dict[str, Tensor]:
-    topk = None if outputs.topk is None else outputs.topk.logprobs
-    result = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "topk": topk}
-    return {name: x for name, x in result.items() if x is not None}
-
-
-def scalar(outputs: dict[str, Tensor]) -> Tensor:
-    """Reduce to a scalar in which every element of every output has its own weight, of either sign."""
-    return sum(
-        (
-            (x * torch.sin(torch.arange(x.numel(), dtype=x.dtype) + i).view(x.shape)).sum()
-            for i, x in enumerate(outputs.values())
-        ),
-        start=torch.zeros((), dtype=torch.float64),
-    )
-
-
 def compare(leaves: list[Tensor], got: dict[str, Tensor], want: dict[str, Tensor], tol: float) -> None:
     """Compare values and gradients, relative to the largest of each."""
     assert got.keys() == want.keys()
@@ -98,11 +64,6 @@ def relative(x: Tensor, want: Tensor) -> float:
 
 
 WANTED = [(None, False, None), (None, True, 4), (K, False, None), (K, True, 4), (None, True, None), (K, False, 1)]
-
-
-CHUNK = 5
-CHUNK_BYTES = CHUNK * V * 8
-"""Bytes of the float64 logits of one chunk."""
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal.tests.unit.engine.test_logprobs import CHUNK, CHUNK_BYTES, K, T, make, named, scalar
+from areal.tests.unit.logprobs.head_cases import CHUNK, CHUNK_BYTES, K, T, make, named, scalar
 from areal.utils.functional import head_outputs, logits
 
 
