@@ -100,7 +100,7 @@ def private_jax(files: Sources) -> Iterator[str]:
 
 def test_modules(files: Sources) -> Iterator[str]:
     """A helper of several test modules is in a module whose name does not begin with ``test_``."""
-    for source in files.tests:
+    for source in files.python:
         for node in source.nodes:
             if isinstance(node, ast.ImportFrom):
                 modules = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]

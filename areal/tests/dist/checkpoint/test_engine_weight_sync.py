@@ -102,7 +102,7 @@ def remote() -> Connection:
     """Connect to the replica process, which lives as long as this rank."""
     if not _remote:
         folder = tempfile.mkdtemp(prefix="areal-ws-")
-        code = f"from areal.tests.dist.checkpoint.test_weight_sync import serve; serve({folder + '/serve'!r})"
+        code = f"from areal.tests.dist.checkpoint.test_engine_weight_sync import serve; serve({folder + '/serve'!r})"
         process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
         _remote.extend((_call(folder + "/serve", process), process))
         shutil.rmtree(folder, ignore_errors=True)

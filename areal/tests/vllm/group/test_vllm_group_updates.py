@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from areal.api.weights import NamedTensor
 from areal.tests.harness.limits import PROMPTLY, promptly
 from areal.tests.vllm.group.engine import UPDATES
 from areal.tests.vllm.group.generating import Generated, differences, generate, served_error
-from areal.tests.vllm.server import VLLMProcess, marks, replica
+from areal.tests.vllm.server import PLUGIN, VLLMProcess, marks, replica
 from areal.trainer.rollout.http.group import GlooCarrier, VLLMGroupTransport
 from areal.trainer.rollout.http.group.sender import GroupSender
 from areal.utils.distributed import ControlPlane
@@ -27,7 +26,6 @@ from areal.weight_sync.apply import ModuleSource
 
 pytestmark = marks
 
-PLUGIN = Path(__file__).parents[2] / "harness" / "servers" / "vllm_plugin"
 TOLERANCE = 1e-5
 LONG_TOLERANCE = 3e-5
 """For answers of hundreds of tokens."""

@@ -1,6 +1,6 @@
 """Shared prefixes compared with the same engine without sharing: every output, the gradient of all outputs, and errors.
 
-The grid compares sharing with the float64 reference in every layout; experts are tested in ``test_moe.py``.
+The grid compares sharing with the float64 reference in every layout; experts are tested in ``dist/parallel/test_moe_layouts.py``.
 """
 
 from __future__ import annotations
