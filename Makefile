@@ -64,7 +64,7 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
 test: $(VENV)/.test $(TINKER) ## Run the everyday tests.
-	$(call pytest,$(VENV)) -m everyday $(PYTEST_ARGS)
+	$(call pytest,$(VENV)) -m everyday --costs=build/test-costs.json $(PYTEST_ARGS)
 
 test-all: $(VENV)/.test $(TINKER) ## Run all tests.
 	$(call pytest,$(VENV)) $(PYTEST_ARGS)

@@ -60,13 +60,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     kept = session.config.getoption("keep")
     scratch = Path(workerinput.get("areal_scratch") or kept or tempfile.mkdtemp(prefix="areal-tests-")).absolute()
     session.config.stash[scratch_key] = scratch
+    # Kept for the next run: JAX names a compiled program by its code, its options and the versions of the compiler.
+    share_programs(session.config.rootpath / "build" / "test-cache" / "jax-programs")
     if UNDER_TORCHRUN:
         ranks = session.config.stash[torchrun_key] = TorchrunWorld()
         scratch = ranks.gather(scratch, timeout=60.0)[0]
-        share_programs(scratch / "programs")
         enter(World(ranks.rank, ranks.size, scratch))
         return
-    share_programs(scratch / "programs")
     enter(World(0, 1, scratch))
     session.config.stash[pools_key] = Pools(scratch, scratch / "logs" / workerinput.get("workerid", "main"))
 
@@ -182,7 +182,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         costs = {
             report.nodeid: sum(seconds for name, seconds in report.user_properties if name == COST) for report in called
         }
-        Path(config.getoption("costs")).write_text(json.dumps(costs, indent=0))
+        path = Path(config.getoption("costs"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(costs, indent=0))
     for table, rows in tables.items():
         terminalreporter.section(f"{table} ({len(rows)})")
         width = max(len(row) for row, _ in rows)
