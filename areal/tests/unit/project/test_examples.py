@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from areal.tests.unit.project.example_tokenizer import CLOSE, EXAMPLES, OPEN, UNKNOWN
+from areal.tests.unit.project.example_tokenizer import CLOSE, EXAMPLES, OPEN, UNKNOWN, character_tokenizer
 
 NAMES = ("chat", "checks", "curves", "history", "preferences", "significance", "tasks")
 
@@ -29,6 +29,11 @@ def examples() -> Iterator[dict[str, ModuleType]]:
         for name, module in list(sys.modules.items()):
             if Path(getattr(module, "__file__", None) or "/").parent == EXAMPLES:
                 del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal.tests.dispatch_ray.two_nodes import LOST_IN
+from areal.tests.dispatch_ray.nodes.two_nodes import LOST_IN
 from areal.tests.dist.trainer.grpo_program import COMPARED, STEPS
 
 pytestmark = [pytest.mark.timeout(600)]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(600)]
 
 def test_grpo_on_two_nodes_goes_on_with_another_node(apart: dict[str, str], tmp_path: Path) -> None:
     """Four ranks in two bundles. The node of two ranks is killed in a step. The curve is that of a run without the loss, to the bit."""
-    program = [sys.executable, "-m", "areal.tests.dispatch_ray.two_nodes", str(tmp_path)]
+    program = [sys.executable, "-m", "areal.tests.dispatch_ray.nodes.two_nodes", str(tmp_path)]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=580, env=apart)
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr
     said: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])

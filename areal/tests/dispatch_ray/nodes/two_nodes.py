@@ -1,6 +1,6 @@
 """GRPO on two nodes of a cluster on this machine. One node is lost in the middle of a step, and the run goes on with another.
 
-    python -m areal.tests.dispatch_ray.two_nodes FOLDER
+    python -m areal.tests.dispatch_ray.nodes.two_nodes FOLDER
 
 Prints a line of JSON with what happened.
 """
