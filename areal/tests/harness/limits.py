@@ -16,7 +16,7 @@ PATIENTLY = 60.0
 
 @contextmanager
 def promptly() -> Iterator[None]:
-    """Fail if the block takes :data:`PROMPTLY` or longer. Whatever would block it must last longer than that."""
+    """Fail if the block takes :data:`PROMPTLY` or longer. A hang of the block must last longer."""
     begin = time.monotonic()
     yield
     seconds = time.monotonic() - begin

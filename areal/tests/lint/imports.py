@@ -1,4 +1,4 @@
-"""Checks of imports: layers, optional dependencies, and test modules, which are imported by nobody."""
+"""Checks of imports: layers, optional dependencies, and test modules, which no other module imports."""
 
 from __future__ import annotations
 

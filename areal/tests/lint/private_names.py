@@ -82,7 +82,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("torch:ops.aten", _OLD),
 }
 
-# Names of JAX, read in 0.10.2. They are used in `engine/jax/runtime` only, to run the coordination service in a process of its own.
+# Names of JAX, read in 0.10.2. They are used in `engine/jax/runtime` only, to run the coordination service in a separate process.
 JAX_NAMES: dict[str, str] = {
     "_src": "jax",
     "_jax": "jaxlib",
@@ -125,7 +125,7 @@ def names_are_listed(files: Sources) -> Iterator[str]:
 
 
 def listed_names_are_used(files: Sources) -> Iterator[str]:
-    """The list has no name that the library does not use any more."""
+    """Listed names that the library does not use any more are removed."""
     used = {word for source in _handwritten(files) for word in re.findall(r"\w+", source.text)}
     for name in LISTED:
         if name not in used:
