@@ -75,10 +75,8 @@ test-all: $(VENV)/.test $(TINKER) ## Run all tests.
 test-lowest: $(VENV)-lowest/.test $(TINKER) ## Run the tests with the oldest release that pyproject.toml allows of each dependency.
 	$(call pytest,$(VENV)-lowest) -m everyday $(PYTEST_ARGS)
 
-lint: $(VENV)/.test ## Check style, format and types.
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+lint: $(VENV)/.test ## Check style, format, structure, prose and types.
+	$(BIN)/pre-commit run --all-files
 
 docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

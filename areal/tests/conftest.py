@@ -22,8 +22,8 @@ import pytest
 import torch
 from _pytest import outcomes
 
-from areal.tests.harness.costs import COST, spent
-from areal.tests.harness.everyday import mark_everyday, world_size
+from areal.tests.everyday.costs import COST, spent
+from areal.tests.everyday.rule import mark_everyday, world_size
 from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
 from areal.tests.harness.programs import share_programs
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit

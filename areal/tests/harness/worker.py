@@ -29,7 +29,7 @@ from _pytest.assertion import register_assert_rewrite
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config
 
-from areal.tests.harness.costs import spent
+from areal.tests.everyday.costs import spent
 from areal.tests.harness.programs import write_programs_on_this_rank
 from areal.tests.harness.world import World, enter, take_records
 

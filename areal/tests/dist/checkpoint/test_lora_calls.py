@@ -11,8 +11,7 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, LoRAConfig, MicroBatchSpec, TokenOutputs, TrainEngine
 from areal.dispatch import WorkerGroup
-from areal.tests.dist.checkpoint.test_lora import moments, of
-from areal.tests.dist.checkpoint.test_lora_mixed import ADAPTERS, named, without_key
+from areal.tests.dist.checkpoint.lora_engines import ADAPTERS, moments, named, of, without_key
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal.tests.harness.everyday import SAMPLES, mark_everyday
+from areal.tests.everyday.rule import SAMPLES, mark_everyday
 from areal.tests.mutants.finding import TESTS, collect_files, short_id
 
 FILE = """

@@ -15,6 +15,19 @@ import areal
 ROOT = Path(areal.__file__).parents[1]
 
 
+FILES = (
+    "areal/__init__.py",
+    "areal/api/__init__.py",
+    "areal/api/cli_args.py",
+    "areal/engine/__init__.py",
+    "areal/engine/fsdp_engine.py",
+    "areal/infra/__init__.py",
+    "areal/utils/data.py",
+    "areal/version.py",
+)
+"""Files of AReaL 1.0.4's wheel. Three of them have the name of a file of this package."""
+
+
 def copy_package(folder: Path) -> Path:
     """Copy the package without its tests into ``folder``, which has no metadata. Returns the copy."""
     ignored = shutil.ignore_patterns("tests", "__pycache__")
@@ -52,3 +65,22 @@ def run_isolated(
         timeout=timeout,
         check=False,
     )
+
+
+def install_other(site: Path, *, over: bool) -> None:
+    """Write the other project's files as pip leaves them.
+
+    Args:
+        site: folder to install into.
+        over: replace files that exist, as the later of two installations does.
+    """
+    for name in FILES:
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if over or not path.exists():
+            path.write_text("")
+    info = site / "areal-1.0.4.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.3\nName: areal\nVersion: 1.0.4\n")
+    lines = [f"{name},sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0" for name in FILES]
+    (info / "RECORD").write_text("\n".join([*lines, "areal-1.0.4.dist-info/RECORD,,"]) + "\n")

@@ -18,8 +18,14 @@ from areal.cli.doctor.findings import Finding, State
 from areal.cli.doctor.packages import NEWEST_TESTED, check_extras, check_packages, check_python
 from areal.cli.doctor.probe import try_engine
 from areal.cli.doctor.ranks import Observed, observe
-from areal.tests.unit.install.environments import ROOT, copy_package, link_dependencies, make_environment, run_isolated
-from areal.tests.unit.install.test_name_clash import install_other
+from areal.tests.unit.install.environments import (
+    ROOT,
+    copy_package,
+    install_other,
+    link_dependencies,
+    make_environment,
+    run_isolated,
+)
 
 ABSENT = ("jax", "megatron", "tyro")
 """Beginnings of the names of packages that the environment of the real run does not have."""

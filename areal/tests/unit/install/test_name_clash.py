@@ -7,40 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from areal.tests.unit.install.environments import copy_package, run_isolated
-
-FILES = (
-    "areal/__init__.py",
-    "areal/api/__init__.py",
-    "areal/api/cli_args.py",
-    "areal/engine/__init__.py",
-    "areal/engine/fsdp_engine.py",
-    "areal/infra/__init__.py",
-    "areal/utils/data.py",
-    "areal/version.py",
-)
-"""Files of AReaL 1.0.4's wheel. Three of them have the name of a file of this package."""
+from areal.tests.unit.install.environments import copy_package, install_other, run_isolated
 
 IMPORT = "import sys; sys.path[:0] = sys.argv[1:]; import areal; print('done')"
-
-
-def install_other(site: Path, *, over: bool) -> None:
-    """Write the other project's files as pip leaves them.
-
-    Args:
-        site: folder to install into.
-        over: replace files that exist, as the later of two installations does.
-    """
-    for name in FILES:
-        path = site / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if over or not path.exists():
-            path.write_text("")
-    info = site / "areal-1.0.4.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.3\nName: areal\nVersion: 1.0.4\n")
-    lines = [f"{name},sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,0" for name in FILES]
-    (info / "RECORD").write_text("\n".join([*lines, "areal-1.0.4.dist-info/RECORD,,"]) + "\n")
 
 
 def run_import(*paths: Path) -> tuple[str, str]:

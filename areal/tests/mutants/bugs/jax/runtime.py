@@ -7,7 +7,7 @@ from areal.tests.mutants.planting import Function, mutant
 
 @mutant(
     "areal.engine.jax.runtime.world:leave_after_fault",
-    "dist/jax/test_faults.py::test_error_inside_of_a_program[jax:d2]",
+    "dist/jax/test_jax_faults.py::test_error_inside_of_a_program[jax:d2]",
 )
 def world_kept_after_a_fault(right: Function) -> Function:
     """The next engine computes in a world whose connections are shut down."""
