@@ -12,15 +12,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
-    Interleave,
     PrefixChange,
     SplitModulelist,
     WeightConverter,
@@ -29,6 +29,9 @@ from transformers.core_model_loading import (
 
 from areal.api.weights import NamedTensor
 from areal.utils.dtensor import Box
+
+_INTERLEAVE: Any = getattr(core_model_loading, "Interleave", None)
+"""The conversion that interleaves rows; ``None`` before transformers 5.12, where no model has it."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ class _Probe:
             elif type(op) is Chunk and converter is not None:
                 counts[op.dim] = len(op.get_target_patterns(list(converter.target_patterns), config=hf.config))
             # Interleave: rows of the first and the second half alternate. Each half may be a tensor in memory.
-            elif type(op) is Interleave and op.inverse and interleaved is None:
+            elif type(op) is _INTERLEAVE and op.inverse and interleaved is None:
                 interleaved = op.dim
                 counts[op.dim] = 2 if converter is not None and len(converter.source_patterns) == 1 else 1
             # Concatenate: several tensors in memory are one tensor on disk.

@@ -28,7 +28,8 @@ _OLD = (2, 11)
 TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     # FSDP2
     "_get_fsdp_state": (_MODULE, _OLD),
-    "_fsdp_param_groups": (_STATE, (2, 12)),  # before, a module has one group: _fsdp_param_group
+    "_fsdp_param_groups": (_STATE, (2, 12)),  # before, a module has one group at most
+    "_fsdp_param_group": (_STATE, _OLD),
     "_comm_ctx": (_STATE, _OLD),
     "_orig_size": (_PARAM, _OLD),
     "_unsharded_param": (_PARAM, _OLD),
@@ -46,7 +47,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_post_metadata_inference_cleanup": (
         _STAGE,
         (2, 12),
-    ),  # 2.11 has _validate_fwd_outputs, which refuses hidden states
+    ),  # 2.11 has _validate_fwd_outputs, which refuses the loss of the last stage
     # process groups and tensors
     "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", _OLD),
     "_new_process_group_helper": (_C10D, _OLD),
