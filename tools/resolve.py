@@ -72,7 +72,9 @@ def main() -> int:
             versions, reason = resolve(options.uv, combination, extras)
             failed += not versions
             cells = [versions.get(name, "-") for name in SHOWN] if versions else [f"no: {reason}"]
-            print(f"| {combination.python} | {combination.name} | {'all' if extras else 'none'} | {' | '.join(cells)} |")
+            print(
+                f"| {combination.python} | {combination.name} | {'all' if extras else 'none'} | {' | '.join(cells)} |"
+            )
             sys.stdout.flush()
     print(f"\n{failed} of {2 * len(COMBINATIONS)} have no solution")
     return 1 if failed else 0

@@ -227,7 +227,7 @@ class _Probe:
                 squeezed.add(op.dim)
             # Chunk: one tensor on disk for each name of the conversion (gate and up projections).
             elif type(op) is Chunk and converter is not None:
-                counts[op.dim] = len(op.get_target_patterns(list(converter.target_patterns), config=hf.config))
+                counts[op.dim] = _chunk_count(op, list(converter.target_patterns), hf)
             # Interleave: rows of the first and the second half alternate. Each half may be a tensor in memory.
             elif type(op) is _INTERLEAVE and op.inverse and interleaved is None:
                 interleaved = op.dim
@@ -248,6 +248,14 @@ class _Probe:
             extent = -(-size // count)
             box.append(slice(min(position * extent, size), min((position + 1) * extent, size)))
         return tuple(reversed(box))
+
+
+def _chunk_count(op: Chunk, targets: list[str], hf: PreTrainedModel) -> int:
+    """Return the number of tensors on disk that a tensor is cut into."""
+    # Before transformers 5.12 the configuration of a model never decides.
+    if getattr(op, "num_shards_attribute", None) is None:
+        return len(targets)
+    return len(op.get_target_patterns(targets, config=hf.config))
 
 
 def _pieces(

@@ -1,0 +1,48 @@
+"""Installed releases of other packages: what an old one cannot do is refused by name."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal.utils import releases
+
+
+@pytest.mark.parametrize(
+    ("text", "release"), [("2.11.0", (2, 11)), ("2.13.0+cpu", (2, 13)), ("5.6", (5, 6)), ("3.0rc1", (3, 0))]
+)
+def test_release_is_the_first_two_numbers(monkeypatch: pytest.MonkeyPatch, text: str, release: tuple[int, int]) -> None:
+    monkeypatch.setattr(releases, "version", lambda package: text)
+    assert releases.installed_release("torch") == release
+
+
+def test_older_release_is_refused_by_option_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "version", lambda package: {"torch": "2.11.0+cpu"}[package])
+    message = (
+        "fsdp.pipeline_schedule = 'ZBVZeroBubble': needs torch 2.13 or newer, installed is 2.11.0+cpu; "
+        "pip install 'torch>=2.13', or leave it out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        releases.require_release("torch", (2, 13), "fsdp.pipeline_schedule = 'ZBVZeroBubble'")
+    releases.require_release("torch", (2, 11), "p2")
+
+
+@pytest.mark.parametrize("attributes", [{"_fsdp_param_groups": ["a", "b"]}, {"_fsdp_param_group": "a"}])
+def test_groups_of_a_module_are_a_list_in_every_release(attributes: dict[str, Any]) -> None:
+    module: Any = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**attributes))
+    assert releases.fsdp_param_groups(module) == (["a", "b"] if "_fsdp_param_groups" in attributes else ["a"])
+
+
+def test_module_without_parameters_has_no_groups_in_an_old_release() -> None:
+    module: Any = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None))
+    assert releases.fsdp_param_groups(module) == []
+
+
+def test_old_torch_cannot_reset_a_model() -> None:
+    calls: list[str] = []
+    assert not releases.reset_iter_state(SimpleNamespace())
+    assert releases.reset_iter_state(SimpleNamespace(reset_iter_state=lambda: calls.append("reset")))
+    assert calls == ["reset"]
