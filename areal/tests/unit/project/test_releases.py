@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from areal.api import TrainEngineConfig
+from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
 from areal.utils import releases
 
 
@@ -19,15 +21,18 @@ def test_release_is_the_first_two_numbers(monkeypatch: pytest.MonkeyPatch, text:
     assert releases.installed_release("torch") == release
 
 
-def test_older_release_is_refused_by_option_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_old_torch_is_refused_by_option_and_versions(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    config = TrainEngineConfig(path="model", backend="fsdp:p2v2", fsdp={"pipeline_schedule": schedule})
     monkeypatch.setattr(releases, "version", lambda package: {"torch": "2.11.0+cpu"}[package])
     message = (
-        "fsdp.pipeline_schedule = 'ZBVZeroBubble': needs torch 2.13 or newer, installed is 2.11.0+cpu; "
+        f"fsdp.pipeline_schedule = '{schedule}': needs torch 2.13 or newer, installed is 2.11.0+cpu; "
         "pip install 'torch>=2.13', or leave it out"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        releases.require_release("torch", (2, 13), "fsdp.pipeline_schedule = 'ZBVZeroBubble'")
-    releases.require_release("torch", (2, 11), "p2")
+        choose_schedule(config)
+    monkeypatch.setattr(releases, "version", lambda package: {"torch": "2.13.0"}[package])
+    assert choose_schedule(config).name == schedule
 
 
 @pytest.mark.parametrize("attributes", [{"_fsdp_param_groups": ["a", "b"]}, {"_fsdp_param_group": "a"}])
