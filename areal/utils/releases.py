@@ -52,6 +52,23 @@ def fsdp_param_groups(module: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def accumulate_gradients(group: Any) -> None:
+    """Add new gradients of a group of gathered parameters to their sums, in the dtype of the reduction."""
+    # From torch 2.15 on, autograd adds them in place, and the sum is the gradient itself.
+    if hasattr(group, "_set_unsharded_grad_dtypes"):
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
+        return
+    for parameter in group.fsdp_params:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+
+def drop_accumulated(parameter: Any) -> None:
+    """Drop the sum of a gathered parameter's gradients, if torch, before 2.15, keeps it apart from the gradient."""
+    if not hasattr(type(parameter), "unsharded_accumulated_grad"):
+        parameter.unsharded_accumulated_grad = None
+
+
 def reset_iter_state(model: Any) -> bool:
     """Reset FSDP after a failed micro-batch. Returns False if torch, before 2.13, cannot."""
     if not hasattr(model, "reset_iter_state"):

@@ -21,7 +21,7 @@ from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.optimizer import GradientState, sum_of_squares
 from areal.utils.dtensor import collective_device, local_part
 from areal.utils.profiling.phase_timer import PhaseTimer
-from areal.utils.releases import fsdp_param_groups
+from areal.utils.releases import accumulate_gradients, drop_accumulated, fsdp_param_groups
 
 _LARGEST_FRACTION = 0.25
 """Fraction of the memory without sharded state that unsharded gradients may take with ``grad_sync="auto"``."""
@@ -163,7 +163,7 @@ def discard_unreduced(module: FSDPModule) -> None:
     """Discard the unsharded gradients accumulated since the last reduction."""
     for group in fsdp_param_groups(module):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            drop_accumulated(parameter)
             # The unsharded parameter exists only after the first gather.
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
@@ -172,9 +172,7 @@ def discard_unreduced(module: FSDPModule) -> None:
 def accumulate(module: FSDPModule) -> None:
     """Add new gradients of gathered weights to their sums over micro-batches, as FSDP does after its own backward."""
     for group in fsdp_param_groups(module):
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+        accumulate_gradients(group)
 
 
 def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:

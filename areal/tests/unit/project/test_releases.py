@@ -51,3 +51,31 @@ def test_old_torch_cannot_reset_a_model() -> None:
     assert not releases.reset_iter_state(SimpleNamespace())
     assert releases.reset_iter_state(SimpleNamespace(reset_iter_state=lambda: calls.append("reset")))
     assert calls == ["reset"]
+
+
+def test_sums_of_gradients_are_kept_as_each_release_does() -> None:
+    calls: list[Any] = []
+    new = SimpleNamespace(_set_unsharded_grad_dtypes=lambda defer_upcast: calls.append(defer_upcast))
+    releases.accumulate_gradients(new)
+    parameter = SimpleNamespace(
+        accumulate_unsharded_grad_if_needed=lambda: calls.append("add"),
+        to_accumulated_grad_if_needed=lambda: calls.append("start"),
+    )
+    releases.accumulate_gradients(SimpleNamespace(fsdp_params=[parameter]))
+    assert calls == [False, "add", "start"]
+
+
+def test_sum_is_dropped_only_where_it_can_be_set() -> None:
+    class Old:
+        unsharded_accumulated_grad: int | None
+
+    class New:
+        @property
+        def unsharded_accumulated_grad(self) -> int:
+            return 3
+
+    old, new = Old(), New()
+    old.unsharded_accumulated_grad = 3
+    releases.drop_accumulated(old)
+    releases.drop_accumulated(new)
+    assert (old.unsharded_accumulated_grad, new.unsharded_accumulated_grad) == (None, 3)
