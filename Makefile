@@ -29,13 +29,16 @@ TINKER := $(foreach version,0.38.0 0.24.1,$(VENV)-tinker-$(version)/.ready)
 # The tests in the virtual environment $(1).
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal
 
+# What `make test` runs, in the virtual environment $(1).
+everyday = $(call pytest,$(1)) -m everyday $(PYTEST_ARGS)
+
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
 # Dozens of processes import the tests: each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -67,13 +70,19 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
 test: $(VENV)/.test $(TINKER) ## Run the everyday tests.
-	$(call pytest,$(VENV)) -m everyday --costs=build/test-costs.json $(PYTEST_ARGS)
+	$(call everyday,$(VENV)) --costs=build/test-costs.json
 
 test-all: $(VENV)/.test $(TINKER) ## Run all tests.
 	$(call pytest,$(VENV)) $(PYTEST_ARGS)
 
-test-lowest: $(VENV)-lowest/.test $(TINKER) ## Run the tests with the oldest release that pyproject.toml allows of each dependency.
-	$(call pytest,$(VENV)-lowest) -m everyday $(PYTEST_ARGS)
+test-lowest: $(VENV)-lowest/.test $(TINKER) ## Run the everyday tests with the oldest release that pyproject.toml allows of each dependency.
+	$(call everyday,$(VENV)-lowest)
+
+test-newest: $(VENV)-newest/.test $(TINKER) ## Run the everyday tests with the newest release of each dependency.
+	$(call everyday,$(VENV)-newest)
+
+test-resolve: $(VENV)/.test ## Resolve this package together with other frameworks; asks the package index.
+	$(BIN)/python tools/resolve.py --uv $(BIN)/uv
 
 lint: $(VENV)/.test ## Check style, format, structure, prose and types.
 	$(BIN)/pre-commit run --all-files
@@ -139,10 +148,13 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.made
 	$(PIP) --no-compile -e '.[demo,docs,jax,megatron,test]'
 	touch $@
 
-$(VENV)-lowest/.test: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-lowest
-	$(VENV)-lowest/bin/python -m pip install uv
-	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest --resolution lowest-direct -e '.[demo,docs,jax,megatron,test]'
+# torch of the package index is the build for GPUs: 5 GB each. It runs on a machine without one.
+$(VENV)-lowest/.test: RESOLUTION := lowest-direct
+$(VENV)-newest/.test: RESOLUTION := highest
+$(VENV)-lowest/.test $(VENV)-newest/.test: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install uv
+	$(@D)/bin/uv pip install --python $(@D) --upgrade --resolution $(RESOLUTION) -e '.[demo,docs,jax,megatron,test]'
 	touch $@
 
 # Seconds with uv, which is among the packages of the tests.

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import pytest
 import torch
 from _pytest import outcomes
 
+from areal.engine.fsdp.pipeline.schedule_specs import ZERO_BUBBLE_TORCH
 from areal.tests.everyday.costs import COST, spent
 from areal.tests.everyday.rule import mark_everyday, world_size
 from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
@@ -30,6 +32,7 @@ from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
 from areal.tests.harness.world import World, enter, take_records
 from areal.tests.mutants.passed import add_passed
+from areal.utils.releases import installed_release
 
 pytest.register_assert_rewrite(*REWRITTEN)
 
@@ -109,6 +112,10 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         for item in items:
             if "jax:" in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason="needs the extra jax"))
+    if installed_release("torch") < ZERO_BUBBLE_TORCH:
+        for item in items:
+            if re.search(r"ZeroBubble|[-/]zbv?\b", item.nodeid) and "test_releases" not in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason="the engine refuses this schedule with an older torch"))
     for item in items:
         if UNDER_TORCHRUN and item.get_closest_marker("own_world"):
             item.add_marker(pytest.mark.skip(reason="starts worlds of its own, which torchrun's ranks would do each"))

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from areal.utils import releases
+
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather ``[t, ...]`` of every rank end to end, ``[size * t, ...]``. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
-    dist.all_gather_single(out, x, group=group)
+    releases.all_gather_single(out, x, group=group)
     return out
 
 
@@ -26,7 +28,7 @@ def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum ``[size * t, ...]`` over ranks, and return this rank's rows ``[t, ...]``. Not differentiable."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
-    dist.reduce_scatter_single(out, x, op=dist.ReduceOp.SUM, group=group)
+    releases.reduce_scatter_single(out, x, op=dist.ReduceOp.SUM, group=group)
     return out
 
 

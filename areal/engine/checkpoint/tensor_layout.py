@@ -12,15 +12,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
-    Interleave,
     PrefixChange,
     SplitModulelist,
     WeightConverter,
@@ -29,6 +29,9 @@ from transformers.core_model_loading import (
 
 from areal.api.weights import NamedTensor
 from areal.utils.dtensor import Box
+
+_INTERLEAVE: Any = getattr(core_model_loading, "Interleave", None)
+"""The conversion that interleaves rows; ``None`` before transformers 5.12, where no model has it."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,9 @@ class _Probe:
                 squeezed.add(op.dim)
             # Chunk: one tensor on disk for each name of the conversion (gate and up projections).
             elif type(op) is Chunk and converter is not None:
-                counts[op.dim] = len(op.get_target_patterns(list(converter.target_patterns), config=hf.config))
+                counts[op.dim] = _chunk_count(op, list(converter.target_patterns), hf)
             # Interleave: rows of the first and the second half alternate. Each half may be a tensor in memory.
-            elif type(op) is Interleave and op.inverse and interleaved is None:
+            elif type(op) is _INTERLEAVE and op.inverse and interleaved is None:
                 interleaved = op.dim
                 counts[op.dim] = 2 if converter is not None and len(converter.source_patterns) == 1 else 1
             # Concatenate: several tensors in memory are one tensor on disk.
@@ -245,6 +248,14 @@ class _Probe:
             extent = -(-size // count)
             box.append(slice(min(position * extent, size), min((position + 1) * extent, size)))
         return tuple(reversed(box))
+
+
+def _chunk_count(op: Chunk, targets: list[str], hf: PreTrainedModel) -> int:
+    """Return the number of tensors on disk that a tensor is cut into."""
+    # Before transformers 5.12 the configuration of a model never decides.
+    if getattr(op, "num_shards_attribute", None) is None:
+        return len(targets)
+    return len(op.get_target_patterns(targets, config=hf.config))
 
 
 def _pieces(

@@ -48,6 +48,7 @@ from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import local_part, reshard
 from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, release_groups
+from areal.utils.releases import reset_iter_state
 
 
 class FSDPEngine(BaseTrainEngine):
@@ -280,10 +281,11 @@ class FSDPEngine(BaseTrainEngine):
 
 
 def _recover(model: nn.Module) -> bool:
-    """Reset FSDP after a failed micro-batch. Returns True: the model can be used."""
+    """Reset FSDP after a failed micro-batch. Returns whether the model can be used."""
     # FSDP initializes the state in the first forward. Without it, there is nothing to reset.
-    if hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_state"):  # type: ignore[operator]
-        model.reset_iter_state()  # type: ignore[operator]
+    started = hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_state")  # type: ignore[operator]
+    if started and not reset_iter_state(model):
+        return False
     # Torch keeps gradients that are not reduced yet.
     for module in model.modules():
         if isinstance(module, FSDPModule):

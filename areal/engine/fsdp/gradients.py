@@ -21,6 +21,7 @@ from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.optimizer import GradientState, sum_of_squares
 from areal.utils.dtensor import collective_device, local_part
 from areal.utils.profiling.phase_timer import PhaseTimer
+from areal.utils.releases import accumulate_gradients, drop_accumulated, fsdp_param_groups
 
 _LARGEST_FRACTION = 0.25
 """Fraction of the memory without sharded state that unsharded gradients may take with ``grad_sync="auto"``."""
@@ -95,10 +96,7 @@ class GradientSync:
 def _trained_elements(model: nn.Module) -> tuple[int, int]:
     """Return the numbers of elements of this rank's shards that are trained, and of the parameters that FSDP gathers from them."""
     groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        group for module in model.modules() if isinstance(module, FSDPModule) for group in fsdp_param_groups(module)
     ]
     parameters = [x for group in groups for x in group.fsdp_params if x.sharded_param.requires_grad]
     return (
@@ -131,7 +129,7 @@ def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], Non
 def _gather_unused(modules: Sequence[FSDPModule]) -> None:
     """Gather and release layers that no forward has run, such as those of images: FSDP accumulates without asking."""
     for module in modules:
-        parameters = [x for group in module._get_fsdp_state()._fsdp_param_groups for x in group.fsdp_params]
+        parameters = [x for group in fsdp_param_groups(module) for x in group.fsdp_params]
         if not all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
             module.unshard()
             module.reshard()
@@ -146,7 +144,7 @@ def time_reductions(model: nn.Module, timer: PhaseTimer) -> None:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in fsdp_param_groups(module):
                 # FSDP offers no hook around its reductions: wrap the methods of each group.
                 for name in ("post_backward", "finalize_backward"):
                     setattr(group, name, _timed(getattr(group, name), group, timer))
@@ -163,9 +161,9 @@ def _timed(inner: Callable[..., None], group: Any, timer: PhaseTimer) -> Callabl
 
 def discard_unreduced(module: FSDPModule) -> None:
     """Discard the unsharded gradients accumulated since the last reduction."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in fsdp_param_groups(module):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            drop_accumulated(parameter)
             # The unsharded parameter exists only after the first gather.
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
@@ -173,10 +171,8 @@ def discard_unreduced(module: FSDPModule) -> None:
 
 def accumulate(module: FSDPModule) -> None:
     """Add new gradients of gathered weights to their sums over micro-batches, as FSDP does after its own backward."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for parameter in group.fsdp_params:
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    for group in fsdp_param_groups(module):
+        accumulate_gradients(group)
 
 
 def global_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:

@@ -21,11 +21,12 @@ _C10D = "torch.distributed.distributed_c10d"
 _OLD = (2, 11)
 
 # Name -> where it is defined, and the first release of torch that has it, if that is not 2.11 or older.
-# Read in torch 2.11.0, 2.12.0 and 2.13.0. In 2.12, zero-bubble schedules also fail inside torch.
+# Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0. In 2.12, zero-bubble schedules also fail inside torch.
 TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     # FSDP2
     "_get_fsdp_state": (_MODULE, _OLD),
-    "_fsdp_param_groups": (_STATE, (2, 12)),  # before, a module has one group: _fsdp_param_group
+    "_fsdp_param_groups": (_STATE, (2, 12)),  # before, a module has one group at most
+    "_fsdp_param_group": (_STATE, _OLD),
     "_comm_ctx": (_STATE, _OLD),
     "_orig_size": (_PARAM, _OLD),
     "_unsharded_param": (_PARAM, _OLD),
@@ -36,6 +37,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "unsharded_accumulated_grad": (_PARAM, _OLD),
     "accumulate_unsharded_grad_if_needed": (_PARAM, _OLD),
     "to_accumulated_grad_if_needed": (_PARAM, _OLD),
+    "_set_unsharded_grad_dtypes": (_GROUP, (2, 15)),
     "reset_iter_state": (_MODULE, (2, 13)),  # before, a failed micro-batch ends the engine also on one rank
     # pipelines
     "forward_maybe_with_nosync": (_STAGE, _OLD),
@@ -43,7 +45,7 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_post_metadata_inference_cleanup": (
         _STAGE,
         (2, 12),
-    ),  # 2.11 has _validate_fwd_outputs, which refuses hidden states
+    ),  # 2.11 has _validate_fwd_outputs, which refuses the loss of the last stage
     # process groups and tensors
     "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", _OLD),
     "_new_process_group_helper": (_C10D, _OLD),
@@ -81,6 +83,9 @@ TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
     "_scaled_dot_product_flash_attention": ("torch:ops.aten", _OLD),
     "_scaled_dot_product_flash_attention_for_cpu": ("torch:ops.aten", _OLD),
 }
+
+# Name -> the first release of torch that does not have it any more.
+TORCH_GONE = {"accumulate_unsharded_grad_if_needed": (2, 15), "to_accumulated_grad_if_needed": (2, 15)}
 
 # Names of JAX, read in 0.10.2. They are used in `engine/jax/runtime` only, to run the coordination service in a separate process.
 JAX_NAMES: dict[str, str] = {

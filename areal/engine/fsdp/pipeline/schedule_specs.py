@@ -10,6 +10,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from areal.api.config import TrainEngineConfig
 from areal.api.parallel import ParallelDims
+from areal.utils.releases import require_release
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ SCHEDULE_SPECS: Mapping[str, ScheduleSpec] = {
 """Schedules by the name in ``FSDPConfig.pipeline_schedule``."""
 
 
+ZERO_BUBBLE_TORCH = (2, 13)
+"""First release of torch whose schedules with a divided backward can run FSDP modules."""
+
+
 def choose_schedule(config: TrainEngineConfig) -> ScheduleSpec:
     """Return the configured schedule, or the default one of the layout.
 
@@ -88,6 +93,8 @@ def choose_schedule(config: TrainEngineConfig) -> ScheduleSpec:
             f"fsdp.pipeline_schedule = {spec.name!r} with backend = '{dims}': it needs {needs} in the layout"
         )
     # Limits of schedules that split the backward in two.
+    if spec.zero_bubble:
+        require_release("torch", ZERO_BUBBLE_TORCH, f"fsdp.pipeline_schedule = {spec.name!r}")
     apart = f"fsdp.pipeline_schedule = {spec.name!r} computes gradients of weights apart from those of inputs, which"
     if spec.zero_bubble and fsdp.reshard_after_forward:
         raise ValueError(f"{apart} needs gathered weights: leave fsdp.reshard_after_forward out")

@@ -22,7 +22,7 @@ from areal.engine.model.hub import read_config
 from areal.engine.schedule import SequentialSchedule
 from areal.tests.harness.tiny import Sample, family_dir, global_batch, started
 from areal.tests.unit.gpu.sync_lint import DEVICE, SyncLint
-from areal.utils import platform
+from areal.utils import platform, releases
 from areal.utils.data import plan_batch
 from areal.utils.host_copy import HostCopy
 
@@ -36,8 +36,8 @@ def stand_ins() -> Iterator[None]:
     with (
         mock.patch.object(dist, "get_world_size", lambda group=None: 2 if group is TWO_RANKS else size(group)),
         mock.patch.object(dist, "get_rank", lambda group=None: 1 if group is TWO_RANKS else rank(group)),
-        mock.patch.object(dist, "all_gather_single"),
-        mock.patch.object(dist, "reduce_scatter_single"),
+        mock.patch.object(releases, "all_gather_single"),
+        mock.patch.object(releases, "reduce_scatter_single"),
         # With one sequence per row, transformers reads once whether there is padding.
         mock.patch.object(masking_utils, "_ignore_causal_mask_sdpa", return_value=False),
     ):

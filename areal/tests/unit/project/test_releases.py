@@ -1,0 +1,81 @@
+"""Installed releases of other packages: what an old one cannot do is refused by name."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal.api import TrainEngineConfig
+from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
+from areal.utils import releases
+
+
+@pytest.mark.parametrize(
+    ("text", "release"), [("2.11.0", (2, 11)), ("2.13.0+cpu", (2, 13)), ("5.6", (5, 6)), ("3.0rc1", (3, 0))]
+)
+def test_release_is_the_first_two_numbers(monkeypatch: pytest.MonkeyPatch, text: str, release: tuple[int, int]) -> None:
+    monkeypatch.setattr(releases, "version", lambda package: text)
+    assert releases.installed_release("torch") == release
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_old_torch_is_refused_by_option_and_versions(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    config = TrainEngineConfig(path="model", backend="fsdp:p2v2", fsdp={"pipeline_schedule": schedule})
+    monkeypatch.setattr(releases, "version", lambda package: {"torch": "2.11.0+cpu"}[package])
+    message = (
+        f"fsdp.pipeline_schedule = '{schedule}': needs torch 2.13 or newer, installed is 2.11.0+cpu; "
+        "pip install 'torch>=2.13', or leave it out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        choose_schedule(config)
+    monkeypatch.setattr(releases, "version", lambda package: {"torch": "2.13.0"}[package])
+    assert choose_schedule(config).name == schedule
+
+
+@pytest.mark.parametrize("attributes", [{"_fsdp_param_groups": ["a", "b"]}, {"_fsdp_param_group": "a"}])
+def test_groups_of_a_module_are_a_list_in_every_release(attributes: dict[str, Any]) -> None:
+    module: Any = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**attributes))
+    assert releases.fsdp_param_groups(module) == (["a", "b"] if "_fsdp_param_groups" in attributes else ["a"])
+
+
+def test_module_without_parameters_has_no_groups_in_an_old_release() -> None:
+    module: Any = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=None))
+    assert releases.fsdp_param_groups(module) == []
+
+
+def test_old_torch_cannot_reset_a_model() -> None:
+    calls: list[str] = []
+    assert not releases.reset_iter_state(SimpleNamespace())
+    assert releases.reset_iter_state(SimpleNamespace(reset_iter_state=lambda: calls.append("reset")))
+    assert calls == ["reset"]
+
+
+def test_sums_of_gradients_are_kept_as_each_release_does() -> None:
+    calls: list[Any] = []
+    new = SimpleNamespace(_set_unsharded_grad_dtypes=lambda defer_upcast: calls.append(defer_upcast))
+    releases.accumulate_gradients(new)
+    parameter = SimpleNamespace(
+        accumulate_unsharded_grad_if_needed=lambda: calls.append("add"),
+        to_accumulated_grad_if_needed=lambda: calls.append("start"),
+    )
+    releases.accumulate_gradients(SimpleNamespace(fsdp_params=[parameter]))
+    assert calls == [False, "add", "start"]
+
+
+def test_sum_is_dropped_only_where_it_can_be_set() -> None:
+    class Old:
+        unsharded_accumulated_grad: int | None
+
+    class New:
+        @property
+        def unsharded_accumulated_grad(self) -> int:
+            return 3
+
+    old, new = Old(), New()
+    old.unsharded_accumulated_grad = 3
+    releases.drop_accumulated(old)
+    releases.drop_accumulated(new)
+    assert (old.unsharded_accumulated_grad, new.unsharded_accumulated_grad) == (None, 3)
