@@ -69,8 +69,8 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 	$(RUN) 2 $(CURVE) --backend fsdp:p2 --output runs/demo-fsdp-p2 $(SAME)
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
-test: $(VENV)/.test $(TINKER) ## Run the everyday tests.
-	$(call everyday,$(VENV)) --costs=build/test-costs.json
+test: $(VENV)/.test $(TINKER) ## Run the everyday tests, and plant some bugs that they must catch.
+	$(call everyday,$(VENV)) --plant=changed,1/16 --costs=build/test-costs.json
 
 test-all: $(VENV)/.test $(TINKER) ## Run all tests.
 	$(call pytest,$(VENV)) $(PYTEST_ARGS)

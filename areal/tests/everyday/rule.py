@@ -1,12 +1,13 @@
 """The everyday tests, which ``make test`` runs; ``make test-all`` runs all.
 
-Every test in one process is everyday, and of a test on ranks the first case on one rank and the first on two. Of what costs more
-(:data:`SAMPLES`) one file is everyday, by the same rule. Each layout of at most two ranks has its three steps and one cell of the grid in
-float64.
+Every test in one process is everyday, and of a test on ranks the first case on one rank and the first on two. Of each kind of tests
+that costs more (:data:`SAMPLES`), one file is everyday: the first case of each of its tests. Each layout of at most two ranks has its
+three steps and one cell of the grid in float64.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,53 +22,49 @@ EVERY_LAYOUT = (
 """Tests of which the first case of each layout is everyday."""
 
 SAMPLES = {
-    "a published SDK": "tinker/sdk/test_acceptance.py",
+    "a published SDK": "tinker/sdk/test_acceptance.py::test_both_versions",
     "Ray": "dispatch_ray/test_workers.py",
-    "a real vLLM": "",
-    "a recipe of the cookbook": "",
-    "torchrun's agents": "",
+    "a real vLLM": "-",
+    "a recipe of the cookbook": "-",
+    "torchrun's agents": "-",
     "JAX": "dist/jax/test_jax.py",
     "compiled layers": "dist/step/test_compile.py",
     "four ranks": "dist/parallel/test_vocab_parallel.py",
 }
-"""Kinds of tests that cost more than others, and the file of each that is everyday; empty where it has to be installed separately."""
+"""Kinds of tests that cost more than others, and the file (or test) of each that is everyday; ``-`` where there is none."""
 
-FOLDERS = {
-    "tinker/sdk": "a published SDK",
-    "tinker/cookbook": "a recipe of the cookbook",
-    "dispatch_ray": "Ray",
-    "vllm": "a real vLLM",
-    "dist/faults/test_torchrun_agents": "torchrun's agents",
-    "dist/step/test_compile": "compiled layers",
-    "dist/jax": "JAX",
+NAMES = {
+    r"^tinker/sdk/": "a published SDK",
+    r"^tinker/cookbook/": "a recipe of the cookbook",
+    r"^dispatch_ray/": "Ray",
+    r"^vllm/": "a real vLLM",
+    r"^dist/faults/test_torchrun_agents": "torchrun's agents",
+    r"\bjax\b": "JAX",
+    r"_compiled?_|test_compile\.py": "compiled layers",
 }
-"""Folders and files whose tests are of such a kind."""
+"""Patterns of the ids of tests of such a kind; the first that fits counts."""
 
 
 def mark_everyday(items: Sequence[pytest.Item]) -> None:
     """Add the marker ``everyday``, by the rule of this module."""
     seen: set[tuple[str, int]] = set()
     for item in items:
-        size, file = ranks(item), short_id(item).partition("::")[0]
-        kind = kind_of(item)
-        if kind and SAMPLES[kind] != file:
+        size, kind = ranks(item), kind_of(item)
+        if kind and not short_id(item).startswith(SAMPLES[kind]):
             continue
         # The first of each group: a test, or one layout of a test that has to run on every layout.
-        group = (_group_of(item), size)
-        if size == 0 or (group not in seen and _may_be_first(item)):
+        group = (_group_of(item), 0 if kind else size)
+        if (size == 0 and not kind) or (group not in seen and _may_be_first(item)):
             seen.add(group)
             item.add_marker(pytest.mark.everyday)
 
 
 def kind_of(item: pytest.Item) -> str:
     """Return the kind in :data:`SAMPLES` of a test; empty for any other."""
-    name = short_id(item)
-    for folder, kind in FOLDERS.items():
-        if name.startswith(folder):
+    name, cell = short_id(item), _cell(item)
+    for pattern, kind in NAMES.items():
+        if re.search(pattern, name):
             return kind
-    cell = _cell(item)
-    if "jax:" in name or (cell is not None and cell.layout.engine == "jax"):
-        return "JAX"
     if cell is not None and cell.options == "compile":
         return "compiled layers"
     return "four ranks" if ranks(item) > 2 else ""
