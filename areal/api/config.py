@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Literal
 
 import torch
@@ -11,6 +10,7 @@ from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_vali
 
 from areal.api.config_sections import LoRAConfig, MicroBatchSpec, MoEConfig, OptimizerConfig, StrictConfig
 from areal.api.parallel import ParallelDims
+from areal.entry_points import ENGINE_GROUP, registered_names
 
 DType = Literal["bfloat16", "float32", "float64"]
 """Dtypes of an engine. float16 is not supported: its gradients underflow without a loss scaler."""
@@ -20,9 +20,6 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 
 GradSync = Literal["auto", "call", "micro_batch"]
 """Micro-batches on which gradients are reduced: by size, the last one of a call, or each."""
-
-ENGINE_GROUP = "areal.engines"
-"""Entry point group in which packages register engines."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -326,7 +323,7 @@ class TrainEngineConfig(StrictConfig):
     def _sections_have_engines(self) -> TrainEngineConfig:
         for name, section in (self.model_extra or {}).items():
             # The backend's engine may be a class that no package registers. Only names are read here: no engine is imported.
-            engines = {self.dims.backend, *(point.name for point in entry_points(group=ENGINE_GROUP))}
+            engines = {self.dims.backend, *registered_names(ENGINE_GROUP)}
             if name not in engines:
                 raise ValueError(
                     f"{name} = {section!r}: Extra inputs are not permitted. It is neither a field nor the section of an engine; engines are "

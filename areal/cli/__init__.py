@@ -1,19 +1,56 @@
-"""Command line: ``areal --help`` lists the commands."""
+"""Command line: ``areal --help`` lists the commands. A command is imported when it runs: extras are needed by some only."""
 
 from __future__ import annotations
 
-try:
-    from tyro.extras import SubcommandApp
+import argparse
+import sys
+from importlib import import_module
+from typing import NamedTuple
 
-    from areal.cli.serve import run_server
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"{error.name}: the command line needs pip install 'areal[tinker]'", name=error.name
-    ) from None
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        function: ``module:function``. The function takes the options, and returns the exit code.
+        summary: line of the help.
+        install: what to install where a module is missing.
+    """
+
+    function: str
+    summary: str
+    install: str
+
+
+COMMANDS = {
+    "doctor": Command(
+        "areal.cli.doctor.command:run_doctor",
+        "check this environment, and train one step on two ranks against one",
+        "areal",
+    ),
+    "serve": Command("areal.cli.serve:run_serve", "serve a model to clients of the tinker SDK", "areal[tinker]"),
+}
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
-    commands = SubcommandApp()
-    commands.command(name="serve")(run_server)
-    commands.cli(prog="areal", description="Train engines for reinforcement learning.")
+    """Run the command that the arguments name, and exit with its code."""
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="areal",
+        description="Train engines for reinforcement learning.",
+        epilog=f"commands:\n{listed}\n\nareal COMMAND --help prints the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the command")
+    given = parser.parse_args()
+    command = COMMANDS[given.command]
+    module_name, _, function = command.function.partition(":")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "areal":
+            raise
+        sys.exit(f"areal {given.command}: {error.name} is not installed: pip install '{command.install}'")
+    sys.exit(getattr(module, function)(given.options))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tyro
 import uvicorn
 
 from areal.tinker.api.app import create_app
@@ -23,6 +24,11 @@ from areal.tinker.engine.service import Service, ServiceSettings
 logger = logging.getLogger(__name__)
 
 NO_SAMPLER = "none"
+
+
+def run_serve(options: list[str]) -> None:
+    """Run ``areal serve`` with the options of the command line."""
+    tyro.cli(run_server, prog="areal serve", args=options)
 
 
 def run_server(

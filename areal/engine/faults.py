@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def check_loss(loss: Tensor | None, mb: MicroBatch) -> Tensor | None:
 
 
 def locate(error: Exception, mb: MicroBatch | None) -> Exception:
-    """Add the micro-batch to the text of an error, and the way out if memory ran out."""
+    """Add the micro-batch to the text of an error, the line that raised it, and the way out if memory ran out."""
     if mb is None:
         return error
     where = f"micro-batch {mb.index} of {mb.n_tokens} tokens ({mb.padded_length} padded, {len(mb.seqlens)} sequences)"
@@ -82,7 +83,22 @@ def locate(error: Exception, mb: MicroBatch | None) -> Exception:
         return RuntimeError(f"out of memory in {where}: lower mb_spec.max_tokens_per_mb ({error})")
     if isinstance(error, ValueError):
         return ValueError(f"{error} (in {where})")
-    return RuntimeError(f"{type(error).__name__} in {where}: {error}")
+    return RuntimeError(f"{type(error).__name__} in {where}: {error}{_raised_at(error)}")
+
+
+def _raised_at(error: Exception) -> str:
+    """Return the line that raised an error, and the line of this package that led to it, as text in brackets."""
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    if not frames:
+        return ""
+    lines = [frames[-1], *(frame for frame in reversed(frames[:-1]) if frame[0].startswith("areal."))][:2]
+    # Paths without the directory of the installation, which differs between the nodes of a cluster.
+    files = ["/".join(Path(code.co_filename).parts[-module.count(".") - 1 :]) for module, code, _ in lines]
+    at = [f"{file}:{line} in {code.co_name}" for file, (_, code, line) in zip(files, lines, strict=True)]
+    return f" (raised at {', called at '.join(at)})"
 
 
 def zero_gradient_loss(outputs: TokenOutputs) -> Tensor:

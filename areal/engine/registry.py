@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from importlib.metadata import entry_points
 
-from areal.api.config import ENGINE_GROUP as GROUP
 from areal.api.config import TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.parallel import LETTERS
 from areal.engine.options import engine_config
+from areal.entry_points import ENGINE_GROUP as GROUP
+from areal.entry_points import registered_entry, registered_names
 
 
 def engine_names() -> list[str]:
     """Return the names of the registered engines. A dependency of one may be missing."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
+    return registered_names(GROUP)
 
 
 def installed_engines() -> dict[str, type[TrainEngine]]:
@@ -30,13 +30,13 @@ def engine_class(name: str) -> type[TrainEngine]:
     """Import and return the engine class of that name.
 
     Raises:
-        ValueError: there is no such engine, or a dependency of the engine is not installed.
+        ValueError: there is no such engine, packages disagree about its name, or a dependency of the engine is not installed.
     """
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in points:
-        raise ValueError(f"no engine is called {name!r}; installed are {sorted(points)} (entry point group '{GROUP}')")
+    entry = registered_entry(GROUP, name)
+    if entry is None:
+        raise ValueError(f"no engine is called {name!r}; installed are {engine_names()} (entry point group '{GROUP}')")
     try:
-        return points[name].load()
+        return entry.load()
     except ImportError as error:
         raise ValueError(
             f"the engine {name!r} needs what is not installed ({error}): pip install 'areal[{name}]'"

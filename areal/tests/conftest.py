@@ -1,9 +1,8 @@
 """pytest hooks: a test marked ``@pytest.mark.world(1, 2, 4)`` is called on every rank of a world of each of these sizes.
 
 In a plain ``pytest`` the worlds are pools of worker processes. Under torchrun there is one world, that of torchrun, and tests
-of other sizes are left out. ``world(..., timeout=seconds)`` says how long a test may take, ``world(..., size,)`` which sizes
-are left to the thorough set. A parameter may carry a mark with one size. A test gets its parameters and ``tmp_path`` (the same
-directory on all ranks), and ``world_size`` if it asks.
+of other sizes are left out. ``world(..., timeout=seconds)`` limits the time of a test. A parameter may carry a mark with one size.
+A test gets its parameters and ``tmp_path`` (the same directory on all ranks), and ``world_size`` if it asks.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ import torch
 from _pytest import outcomes
 
 from areal.engine.fsdp.pipeline.schedule_specs import ZERO_BUBBLE_TORCH
-from areal.tests.harness.costs import COST, spent
-from areal.tests.harness.everyday import mark_everyday, world_size
+from areal.tests.everyday.costs import COST, spent
+from areal.tests.everyday.rule import mark_everyday, world_size
 from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
+from areal.tests.harness.programs import share_programs
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
-from areal.tests.harness.world import World, enter, share_programs, take_records
-from areal.tests.mutants.run import keep_passed, planted_bugs
+from areal.tests.harness.world import World, enter, take_records
+from areal.tests.mutants.passed import add_passed
 from areal.utils.releases import installed_release
 
 pytest.register_assert_rewrite(*REWRITTEN)
@@ -44,10 +44,11 @@ torchrun_key = pytest.StashKey[TorchrunWorld]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--planted", default="", metavar="NAMES", help="bugs to plant, in place of the tests")
     parser.addoption(
-        "--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --planted"
+        "--plant", default="", metavar="BUGS", help="bugs to plant after the tests: all, changed[:REF], K/N, or names"
     )
+    parser.addoption("--only-planted", action="store_true", help="leave out the tests themselves")
+    parser.addoption("--keep", default="", metavar="DIR", help="keep caches and the names of passed tests, for --plant")
     parser.addoption("--costs", default="", metavar="FILE", help="write the CPU-seconds of each test to a file")
 
 
@@ -55,6 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # as in the workers: many processes share this machine
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         config.option.verbose = -2  # what fails on any rank is reported by all, so one may speak for them
+    if config.getoption("plant"):
+        if UNDER_TORCHRUN:
+            raise pytest.UsageError("--plant starts workers of its own: run pytest without torchrun")
+        # A session that only hands out the tests need not import the bugs, and with them every engine.
+        if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+            config.pluginmanager.import_plugin("areal.tests.mutants.plugin")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -63,13 +70,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     kept = session.config.getoption("keep")
     scratch = Path(workerinput.get("areal_scratch") or kept or tempfile.mkdtemp(prefix="areal-tests-")).absolute()
     session.config.stash[scratch_key] = scratch
+    # Kept for the next run: JAX names a compiled program by its code, its options and the versions of the compiler.
+    share_programs(session.config.rootpath / "build" / "test-cache" / "jax-programs")
     if UNDER_TORCHRUN:
         ranks = session.config.stash[torchrun_key] = TorchrunWorld()
         scratch = ranks.gather(scratch, timeout=60.0)[0]
-        share_programs(scratch / "programs")
         enter(World(ranks.rank, ranks.size, scratch))
         return
-    share_programs(scratch / "programs")
     enter(World(0, 1, scratch))
     session.config.stash[pools_key] = Pools(scratch, scratch / "logs" / workerinput.get("workerid", "main"))
 
@@ -115,10 +122,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         marker = item.get_closest_marker("world")
         if marker is not None:  # the world's own limit comes first: it says more
             item.add_marker(pytest.mark.timeout(_limit(marker) + 240))
-    planted = config.getoption("planted")
-    if planted:
-        items[:] = planted_bugs(session, planted.split(","))
-    elif UNDER_TORCHRUN:
+    if UNDER_TORCHRUN:
         _keep_size(config, items, int(os.environ["WORLD_SIZE"]))
     else:
         # Sessions that share the work take runs of tests: with the worlds in order, most need a pool of one size.
@@ -161,10 +165,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # A report with a node comes from a session that shares the work, which has written its id.
+    if report.when == "call" and report.passed and not hasattr(report, "node"):
+        add_passed(report.nodeid)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Count the CPU-seconds of a test in this process; those of ranks are counted there."""
-    if isinstance(item, pytest.Function) and world_size(item) == 0 and pools_key in item.config.stash:
+    if not isinstance(item, pytest.Function):
+        return (yield)  # a planted bug, which runs tests
+    if world_size(item) == 0 and pools_key in item.config.stash:
         item.config.stash[pools_key].close()
     before = spent()
     try:
@@ -182,14 +194,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 tables.setdefault(table, []).append((row, columns))
     if UNDER_TORCHRUN and int(os.environ["RANK"]) > 0:
         return
-    if config.getoption("keep") and not config.getoption("planted"):
-        keep_passed(report.nodeid for report in reports if getattr(report, "when", None) == "call" and report.passed)
     if config.getoption("costs"):
         called = [report for report in reports if getattr(report, "when", None) == "call"]
         costs = {
             report.nodeid: sum(seconds for name, seconds in report.user_properties if name == COST) for report in called
         }
-        Path(config.getoption("costs")).write_text(json.dumps(costs, indent=0))
+        path = Path(config.getoption("costs"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(costs, indent=0))
     for table, rows in tables.items():
         terminalreporter.section(f"{table} ({len(rows)})")
         width = max(len(row) for row, _ in rows)

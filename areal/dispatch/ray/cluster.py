@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from areal.dispatch.ray.actor import Station
+
+PLACEMENT_SECONDS = 10.0
+"""Limit of the wait for a placement group that Ray is placing. Placing takes milliseconds."""
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -78,10 +82,28 @@ def reserve(demand: Demand, seconds: float) -> PlacementGroup:
             return group
         missing = explain(demand, ray.nodes(), ray.available_resources())
     except BaseException:
-        remove_placement_group(group)
+        release(group)
         raise
-    remove_placement_group(group)
+    release(group)
     raise RuntimeError(f"Ray did not place the processes within start_seconds = {seconds:g} s: {missing}")
+
+
+def release(group: PlacementGroup) -> None:
+    """Remove a placement group, and not while Ray is placing it.
+
+    Ray 2.60 never frees the resources of a group that is removed between the moments in which a node has reserved its bundles and in
+    which they are committed. So wait until the group is placed, or is known to have no place now.
+    """
+    deadline = time.monotonic() + PLACEMENT_SECONDS
+    while _is_being_placed(group) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    remove_placement_group(group)
+
+
+def _is_being_placed(group: PlacementGroup) -> bool:
+    row = placement_group_table(group)
+    waits = row["stats"]["scheduling_state"] in ("NO_RESOURCES", "INFEASIBLE")
+    return row["state"] == "PREPARED" or (row["state"] in ("PENDING", "RESCHEDULING") and not waits)
 
 
 def explain(demand: Demand, nodes: Sequence[Mapping[str, Any]], free: Resources) -> str:

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal.dispatch.ray.actor import RankProcess, Station
-from areal.dispatch.ray.cluster import Demand, by_rank, check_bundles, local_ranks, reserve
+from areal.dispatch.ray.cluster import Demand, by_rank, check_bundles, local_ranks, release, reserve
 
 _Actor: Any = cast(Any, ray.remote)(concurrency_groups={"health": 2, "life": 1}, max_restarts=0, max_task_retries=0)(
     RankProcess
@@ -133,4 +133,4 @@ def _end(actors: Any, group: PlacementGroup | None) -> None:
             ray.kill(actor)
     if group is not None:
         with suppress(Exception):
-            remove_placement_group(group)
+            release(group)

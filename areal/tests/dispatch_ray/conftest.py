@@ -17,7 +17,7 @@ import pytest
 START = {
     "address": "local",  # also where a cluster runs on this machine
     "num_cpus": 4,
-    "resources": {"chip": 2, "TPU": 8},
+    "resources": {"chip": 2, "TPU": 8, "slot": 1000},
     "include_dashboard": False,
     "log_to_driver": False,
     "object_store_memory": 256 * 2**20,
@@ -50,6 +50,22 @@ def cluster() -> Iterator[Any]:
         ray.init(**START)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a placement group, an actor or a resource in the cluster of all tests."""
+    if "cluster" not in request.fixturenames:
+        yield
+        return
+    # Only with Ray.
+    from areal.tests.dispatch_ray.leftovers import contents, leftovers
+
+    ray = request.getfixturevalue("cluster")
+    before = contents(ray)
+    yield
+    left = leftovers(ray, before)
+    assert not left, left
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from areal.dispatch.ray import RayWorkers
 from areal.dispatch.workplace import Workplace
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run, wait_until_ended
-from areal.tests.dist.dispatch.test_in_process import same, untimed
+from areal.tests.dist.dispatch.results import same, untimed
 from areal.tests.harness.tiny import config, global_batch, loss
 from areal.weight_sync.disk import DiskTransport
 

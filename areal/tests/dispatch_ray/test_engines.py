@@ -18,7 +18,7 @@ from areal.dispatch.shards import plan_shards
 from areal.dispatch.workplace import Workplace
 from areal.engine.registry import create_engine
 from areal.tests.dispatch_ray.functions import run
-from areal.tests.dist.dispatch.test_in_process import Counter, half_of_the_loss, same, untimed, weights_in
+from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.models import VOCAB
 from areal.tests.harness.tiny import config, global_batch, loss, weights_of

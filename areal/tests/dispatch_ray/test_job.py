@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal.tests.harness.tiny import NEEDS_JAX
 from areal.tests.tinker.sdk.server import VERSIONS, ServerProcess, check_sdk, model_with_tokenizer
-from areal.tests.unit.project.test_examples import EXAMPLES, character_tokenizer
+from areal.tests.unit.project.example_tokenizer import EXAMPLES, character_tokenizer
 
 pytestmark = [
     pytest.mark.timeout(580),

@@ -22,7 +22,7 @@ from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.ray import RayWorkers
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run, start, wait_until_ended
-from areal.tests.dist.dispatch.test_in_process import same, untimed
+from areal.tests.dist.dispatch.results import same, untimed
 from areal.tests.harness.tiny import config, global_batch, loss
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}

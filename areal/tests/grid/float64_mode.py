@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from areal.engine.registry import engine_class, engine_names
+
+for _name in engine_names():  # before the mode is entered: on the CPU Megatron-Core installs its own ``Tensor.type``
+    with suppress(ValueError):  # its dependencies are not installed
+        engine_class(_name)
 
 _to = Tensor.to
 _WIDE = (torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -27,8 +33,8 @@ def float64_everywhere() -> Iterator[None]:
     """Lift casts to float32, in forward, backward and recomputation, for every thread of this process.
 
     Enter it before a model is built: rotary frequencies are computed at that time, and are float64 only inside. Float32 and
-    narrower tensors are not changed. Import Megatron-Core outside: on the CPU it installs its own ``Tensor.type``. Compiled
-    graphs contain their original casts, because dynamo recognizes torch's functions by identity.
+    narrower tensors are not changed. Compiled graphs contain their
+    original casts, because dynamo recognizes torch's functions by identity.
     """
     with ExitStack() as stack:
         for name, lifted in (("float", _float), ("to", _lifted_to), ("type_as", _type_as)):

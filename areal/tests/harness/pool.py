@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -34,12 +34,13 @@ PRELOADED = [
     "areal.tests.harness.worker",
     "areal.tests.grid.cell_engine",
     "areal.engine.fsdp.engine",
+    "transformers.models.auto.modeling_auto",
     *(
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gemma3", "gpt2", "llama", "qwen2", "qwen3", "qwen3_moe")
     ),
 ]
-"""Imported once, before workers are forked; no module whose ``assert`` is rewritten, which is up to the workers."""
+"""Imported once, before workers are forked, if they are installed; no module whose ``assert`` is rewritten, which is up to the workers."""
 
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -71,11 +72,13 @@ class Pool:
 
     Attributes:
         first: what workers call when they start, before anything else.
+        grace: seconds that the other ranks still have after this answer of a rank that failed or died.
     """
 
     def __init__(self, size: int, cache: Path, logs: Path | None = None) -> None:
         self.size = size
         self.first: tuple[Call, ...] = ()
+        self.grace: Callable[[Answer], float] = _default_grace
         self.logs = [(logs or cache) / f"world{size}-rank{rank}.log" for rank in range(size)]
         self._cache = cache
         self._store: dist.TCPStore | None = None
@@ -169,8 +172,8 @@ class Pool:
 
     def _collect(self, timeout: float, answers: dict[int, Answer]) -> dict[int, Answer]:
         deadline = time.monotonic() + timeout
-        if answers:
-            deadline = min(deadline, time.monotonic() + GRACE)
+        for answer in answers.values():
+            deadline = min(deadline, time.monotonic() + self.grace(answer))
         ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers) if rank not in answers}
         answers = dict(answers)
         while ranks:
@@ -184,7 +187,7 @@ class Pool:
                 except (EOFError, OSError):
                     answers[rank] = self._died(rank)
                 if answers[rank].status in ("failed", "died"):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + self.grace(answers[rank]))
         return answers
 
     def _died(self, rank: int) -> Answer:
@@ -200,7 +203,7 @@ class Pool:
             if pid is not None:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.5)
-        why = f"no answer (limit {timeout:g} s, or {GRACE:g} s after another rank failed); stacks and last output"
+        why = f"no answer (limit {timeout:g} s, or less after another rank failed); stacks and last output"
         return {rank: Answer("stuck", f"{why}:\n{_tail(self.output(rank), 60)}") for rank in ranks}
 
 
@@ -208,11 +211,12 @@ class Pools:
     """The pools of a session, by world size. At most one is running, because tests of a size follow one another.
 
     Attributes:
-        cache, logs, first: those of every pool.
+        cache, logs, first, grace: those of every pool.
     """
 
     def __init__(self, cache: Path, logs: Path) -> None:
         self.first: tuple[Call, ...] = ()
+        self.grace: Callable[[Answer], float] = _default_grace
         self.cache, self.logs = cache, logs
         logs.mkdir(parents=True, exist_ok=True)
         self._pools: dict[int, Pool] = {}
@@ -222,7 +226,7 @@ class Pools:
             self._pools[other].close()
         if size not in self._pools:
             self._pools[size] = Pool(size, self.cache, self.logs)
-        self._pools[size].first = self.first
+        self._pools[size].first, self._pools[size].grace = self.first, self.grace
         return self._pools[size]
 
     def close(self) -> None:
@@ -233,6 +237,10 @@ class Pools:
 
 pools_key = pytest.StashKey[Pools]()
 """The pools in the stash of a session's configuration."""
+
+
+def _default_grace(answer: Answer) -> float:
+    return GRACE
 
 
 @contextmanager

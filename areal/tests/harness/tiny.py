@@ -206,3 +206,6 @@ def gpt2_dir(**changes: Any) -> str:
                 tiny_model(GPT2Config(**fields), seed=0).save_pretrained(partial)
             partial.rename(path)
     return str(path)
+
+
+JAX = ("jax:d1", "jax:d2")

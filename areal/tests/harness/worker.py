@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -21,22 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
-import transformers.models.auto.modeling_auto  # noqa: F401  (imported once, before workers are forked from the fork server)
 from _pytest import outcomes
 from _pytest._code import ExceptionInfo
 from _pytest.assertion import register_assert_rewrite
 from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config
 
-from areal.engine.registry import engine_class, engine_names
-from areal.tests.harness.costs import spent
+from areal.tests.everyday.costs import spent
+from areal.tests.harness.programs import write_programs_on_this_rank
 from areal.tests.harness.world import World, enter, take_records
-
-for _name in engine_names():  # imported once as well
-    with contextlib.suppress(ValueError):  # its dependencies are not installed
-        engine_class(_name)
 
 REWRITTEN = ("areal.tests.grid.compare", "areal.tests.dist", "areal.tests.unit")
 """Modules whose ``assert`` shows the compared values, in addition to test modules that pytest collects."""
@@ -92,6 +87,7 @@ def serve(connection: Connection, seat: Seat) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a pool is a world of CPU ranks; GPUs are for torchrun, one per rank
     torch.set_num_threads(1)
     enter(World(seat.rank, seat.size, seat.cache))
+    write_programs_on_this_rank()
     rewrite_assertions()
     store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=seat.timeout)
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=seat.timeout)
@@ -130,6 +126,10 @@ def answer(call: Call) -> Answer:
     except (Exception, outcomes.Failed, SystemExit, KeyboardInterrupt):
         return Answer("failed", format_exception(), take_records())
     finally:
+        # The copy of the fixture that patched this process; the session undoes its own.
+        for value in call.kwargs.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
         sys.stdout.flush()
         sys.stderr.flush()
     return Answer("passed", "", take_records())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import hashlib
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,19 +49,6 @@ def enter(new: World) -> World:
     global _current
     _current = new
     return new
-
-
-def share_programs(directory: Path) -> None:
-    """Keep the compiled programs of JAX in a directory, for this process and for those that it starts."""
-    settings = {
-        "jax_compilation_cache_dir": str(directory),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    for name, value in settings.items():
-        os.environ[name.upper()] = str(value)
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update(name, value)
 
 
 def record(table: str, row: str, **columns: Any) -> None:

@@ -17,8 +17,12 @@ GRID = "dist/step/test_grid.py"
 
 def files_of(mutants: Iterable[Mutant]) -> set[str]:
     """Return the test files that mutants name."""
-    names = {GRID if isinstance(test, Mapping) else test.split("::")[0] for each in mutants for test in each.tests}
-    return {str(TESTS / name) for name in names}
+    return {str(TESTS / file_of(test)) for each in mutants for test in each.tests}
+
+
+def file_of(test: str | Mapping[str, str]) -> str:
+    """Return the file of a test that a mutant names, below the directory of tests."""
+    return GRID if isinstance(test, Mapping) else test.split("::")[0]
 
 
 def collect_files(request: pytest.FixtureRequest, files: Iterable[str]) -> list[pytest.Item]:
@@ -42,7 +46,7 @@ def find_test(test: str | Mapping[str, str], items: Iterable[pytest.Item]) -> py
     """
     if isinstance(test, str):
         # The file first: a pattern begins with it, and a comparison of the whole id costs more.
-        file = test.partition("::")[0]
+        file = file_of(test)
         fitting = [item for item in items if _short_path(item.path) == file and _is_like(short_id(item), test)]
     else:
         fitting = [item for item in items if _is_cell(item, test)]

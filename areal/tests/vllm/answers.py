@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
 
+from areal.tests.harness.limits import wait_until
 from areal.tests.unit.rollout.rollouts import plain_logprobs
 from areal.trainer.rollout.http import HTTPRollout
 from areal.trainer.rollout.protocol import Completion, Sampling
@@ -36,14 +36,6 @@ def run(*work: Coroutine[Any, Any, Completion], seconds: float = 240) -> list[Co
         return await asyncio.wait_for(asyncio.gather(*work), seconds)
 
     return asyncio.run(together())
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def error(
@@ -92,7 +84,7 @@ class Clients:
     def wait_for(self, further: int, seconds: float = 120) -> None:
         """Wait for further answers."""
         number = len(self.answered)
-        until(lambda: len(self.answered) >= number + further or bool(self.faults), seconds)
+        wait_until(lambda: len(self.answered) >= number + further or bool(self.faults), seconds)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -30,6 +30,8 @@ from areal.weight_sync.apply import ModuleSource
 PYTHON = Path(areal.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 PORTS = range(8211, 8220)
 START_SECONDS = 300.0
+PLUGIN = Path(__file__).parents[1] / "harness" / "servers" / "vllm_plugin"
+"""Folder of a plugin of vLLM with which its workers receive over gloo."""
 STARTED = "Application startup complete"
 """Words of the log."""
 CONTEXT = 512

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from areal.tests.harness.limits import wait_until
 from areal.tests.vllm import server
-from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run, until
+from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
 from areal.tests.vllm.exchanges import folders
 from areal.tests.vllm.server import CONTEXT, VLLMProcess, replica, weights
-from areal.tests.vllm.test_updates import across_updates
+from areal.tests.vllm.updates import across_updates
 from areal.trainer.rollout.http import VLLM, HTTPRollout
 from areal.trainer.rollout.protocol import Completion
 
@@ -22,7 +23,7 @@ def test_updates_keep_running_requests(fresh: HTTPRollout, vllm: VLLMProcess) ->
     """Each answer is one request, by the log of the server."""
     before = vllm.asked("/inference/v1/generate")
     answers = across_updates(fresh).answers
-    until(lambda: vllm.asked("/inference/v1/generate") - before >= len(answers))
+    wait_until(lambda: vllm.asked("/inference/v1/generate") - before >= len(answers))
     assert vllm.asked("/inference/v1/generate") - before == len(answers)
     assert vllm.asked("/v1/completions") == 0
 

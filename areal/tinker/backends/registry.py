@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from areal.entry_points import SAMPLING_GROUP, TRAINING_GROUP, registered_entry, registered_names
 from areal.tinker.backends.protocol import SamplingBackend, SamplingFactory, TrainingBackend, TrainingFactory
-
-TRAINING_GROUP = "areal.tinker_backends"
-"""Entry point group of functions that are a :class:`~areal.tinker.backends.protocol.TrainingFactory`."""
-
-SAMPLING_GROUP = "areal.tinker_samplers"
-"""Entry point group of functions that are a :class:`~areal.tinker.backends.protocol.SamplingFactory`."""
 
 
 def create_training_backend(model: str, backend: str, config: Mapping[str, Any]) -> TrainingBackend:
@@ -38,17 +32,17 @@ def create_sampling_backend(model: str, sampler: str, config: Mapping[str, Any])
 
 def backend_names(group: str) -> list[str]:
     """Return the names of the installed backends of a group."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return registered_names(group)
 
 
 def _load(group: str, option: str, name: str) -> Any:
-    points: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=group)}
-    if name not in points:
+    entry = registered_entry(group, name)
+    if entry is None:
         raise ValueError(
-            f"{option} = {name!r}: installed are {', '.join(sorted(points))} (entry point group '{group}')"
+            f"{option} = {name!r}: installed are {', '.join(backend_names(group))} (entry point group '{group}')"
         )
     try:
-        return points[name].load()
+        return entry.load()
     except ImportError as error:
         raise ValueError(
             f"{option} = {name!r}: it needs what is not installed ({error}): install areal[tinker,rollout]"

@@ -2,8 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal.api import OptimizerConfig, SaveLoadMeta, TrainEngine
+from areal.api import OptimizerConfig, SaveLoadMeta
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
+from areal.tests.dist.checkpoint.checkpoints import Counter, flip, step, unharmed
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import (
@@ -26,7 +25,6 @@ from areal.tests.harness.tiny import (
     layout,
     layouts,
     local_batch,
-    loss,
     same_bits,
     started,
     weights_of,
@@ -36,25 +34,8 @@ from areal.tests.harness.world import world
 SGD = OptimizerConfig(type="sgd", lr=0.1, momentum=0.9)
 
 
-def step(engine: TrainEngine, seed: int) -> None:
-    engine.train_batch(local_batch(engine, global_batch(seed)), loss)
-
-
 def all_files(folder: Path) -> list[str]:
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-
-
-class Counter:
-    """Object with a state, such as a data loader."""
-
-    def __init__(self, count: int = 0, state: Any = None) -> None:
-        self.state: Any = {"count": count, "order": torch.arange(count)} if state is None else state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 # ---- the Hugging Face format
@@ -273,21 +254,6 @@ def test_retention_keeps_newest_and_replaces(weight_format: Any, tmp_path: Path)
 
 
 # ---- faults
-
-
-@contextmanager
-def unharmed(engine: TrainEngine) -> Iterator[None]:
-    """Check that the faults raised inside change no weight and that the engine can go on."""
-    before = weights_of(engine)
-    yield
-    assert same_bits(weights_of(engine), before)
-    step(engine, 9)
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 255
-    file.write_bytes(content)
 
 
 DAMAGES = {

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from areal.api import LoRAConfig, SaveLoadMeta, TrainEngine
+from areal.api import LoRAConfig, SaveLoadMeta
+from areal.tests.dist.checkpoint.lora_engines import adapted, logprobs, mine_of, model_of, moments, of, scores, train
 from areal.tests.grid.compare import assert_tensors
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir
@@ -29,7 +29,6 @@ from areal.tests.harness.tiny import (
     started,
     weights_of,
 )
-from areal.utils.dtensor import local_part
 
 FOUR = [pytest.mark.world(4)]
 LAYOUTS = [
@@ -48,28 +47,6 @@ LAYOUTS = [
 ]
 
 
-def adapted(backend: str, **changes: Any) -> Any:
-    return started(backend, lora=LORA, **changes)
-
-
-def train(engine: TrainEngine, *seeds: int) -> None:
-    for seed in seeds:
-        engine.train_batch(local_batch(engine, global_batch(seed)), loss)
-
-
-def of(engine: TrainEngine) -> dict[str, Tensor]:
-    """Return a copy of the selected adapter."""
-    return {name: tensor.clone() for name, tensor in engine.adapters.named_tensors()}
-
-
-def model_of(engine: Any) -> list[Tensor]:
-    """Return this rank's shard of every weight of the model, which may be a JAX array."""
-    model = engine._components.model
-    if isinstance(model, nn.Module):
-        return [local_part(parameter.detach()) for parameter in model.parameters()]
-    return [torch.from_numpy(np.array(shard.data)) for x in model.params.values() for shard in x.addressable_shards]
-
-
 def model_has_gradients(engine: Any) -> bool:
     model = engine._components.model
     if isinstance(model, nn.Module):
@@ -82,15 +59,6 @@ def model_is_offloaded(engine: Any) -> bool:
     if isinstance(model, nn.Module):
         return all(x.untyped_storage().nbytes() == 0 for x in model_of(engine))
     return not model.params
-
-
-def logprobs(engine: TrainEngine, seed: int = 0) -> list[Tensor]:
-    return engine.forward_batch(local_batch(engine, global_batch(seed)))
-
-
-def moments(engine: TrainEngine, name: str) -> dict[str, Tensor]:
-    """Return this rank's shard of an adapter's optimizer state."""
-    return {spec.name: entry.values.clone() for spec, entry in engine.adapters[name].local_slices(with_optim=True)}
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
@@ -224,18 +192,6 @@ def test_adapter_round_trips_with_peft(backend: str, family: str, tmp_path: Path
             assert (scores(other, one) - expected).abs().max() < 2e-5
     plain = ours.merge_and_unload().state_dict()
     assert_tensors(iter(streamed.items()), {name: plain[name] for name in streamed}, 1e-6)
-
-
-def mine_of(backend: str) -> list[dict[str, Tensor]]:
-    with adapted(backend) as engine:
-        return local_batch(engine, global_batch())
-
-
-def scores(model: Any, sample: dict[str, Tensor]) -> Tensor:
-    ids = sample["input_ids"]
-    with torch.no_grad():
-        picked = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    return torch.cat([picked, torch.zeros(1)])
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, LoRAConfig, MicroBatchSpec, TokenOutputs, TrainEngine
 from areal.dispatch import WorkerGroup
-from areal.tests.dist.checkpoint.test_lora import moments, of
-from areal.tests.dist.checkpoint.test_lora_mixed import ADAPTERS, named, without_key
+from areal.tests.dist.checkpoint.lora_engines import ADAPTERS, moments, named, of, without_key
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import adapter_dir, model_dir
@@ -139,7 +138,10 @@ def test_group_takes_the_key(backend: str) -> None:
             assert mb.adapters == tuple(mbs.adapters[int(batch[i]["adapter"])] for i in mb.sample_ids)
             assert list(mb.adapters) == sorted(mb.adapters)
         rows = mbs.restore(group.forward_backward_batch(mbs, lambda out, mb: (None, out.logprobs), forward_only=True))
-        assert all(torch.equal(a, b) for a, b in zip(rows, step.outputs["logprobs"], strict=True))
+        # In JAX, a forward and a training pass are two programs, which XLA may round differently.
+        error = 1e-5 if backend.startswith("jax") else 0.0
+        for row, expected in zip(rows, step.outputs["logprobs"], strict=True):
+            torch.testing.assert_close(row, expected, rtol=0.0, atol=error)
         for name in group.adapters.names:
             group.adapters.select(name)
             assert group.optimizer_step().update_successful

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.api import LoRAConfig, OptimizerConfig, SaveLoadMeta
 from areal.engine.model.tiny_config import shrink
-from areal.tests.dist.checkpoint.test_lora import adapted, logprobs, mine_of, model_of, of, scores, train
+from areal.tests.dist.checkpoint.lora_engines import adapted, logprobs, mine_of, model_of, of, scores, train
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_tensors
 from areal.tests.grid.layouts import LORA, Cell, Layout

@@ -16,7 +16,7 @@ from areal.api import LoRAConfig, ParallelDims
 from areal.engine.lora.adapter_set import peft_format
 from areal.engine.lora.plan import layer_kind
 from areal.engine.model.tiny_config import shrink
-from areal.tests.dist.checkpoint.test_lora import logprobs, mine_of, of, scores, train
+from areal.tests.dist.checkpoint.lora_engines import logprobs, mine_of, of, scores, train
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import family_dir, layout, started
 from areal.utils.seeding import mixed

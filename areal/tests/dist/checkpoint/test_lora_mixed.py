@@ -5,44 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from areal.api import LoRAConfig, ParallelDims
+from areal.api import ParallelDims
+from areal.tests.dist.checkpoint.lora_engines import ADAPTERS, ORDER, named, without_key
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.cell_engine import CellEngine, start_cell
 from areal.tests.grid.compare import assert_number, assert_rows, assert_tensors
-from areal.tests.grid.layouts import LORA, Cell, Layout
+from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import adapter_dir
 from areal.tests.grid.reference import Reference, ReferenceStep
 from areal.tests.harness.tiny import same_bits
 from areal.tests.harness.world import cached
 
-Sample = dict[str, Tensor]
-
-ADAPTERS = {
-    "default": (LORA, True),
-    "narrow": (LoRAConfig(rank=3, target_modules=("q_proj", "v_proj")), False),
-    "late": (LoRAConfig(rank=5, alpha=7, target_modules=("o_proj", "lm_head")), False),
-}
-"""Adapters of different ranks, scales and layers, and whether each also has the head."""
-
-ORDER = (1, 0, 2, 2, 0, 1, 0, 2, 1, 1)
-"""Adapter of each sample: none is next to all others of its adapter."""
-
 UNEVEN = {"vocab_size": 115}
-
-
-def named(samples: list[Sample], order: tuple[int, ...] = ORDER) -> list[Sample]:
-    """Return samples that name their adapter."""
-    return [{**sample, "adapter": torch.tensor(k)} for sample, k in zip(samples, order, strict=False)]
-
-
-def without_key(samples: list[Sample], adapter: int) -> list[Sample]:
-    """Return the samples of one adapter, without the key."""
-    return [
-        {key: x for key, x in sample.items() if key != "adapter"} for sample in samples if sample["adapter"] == adapter
-    ]
 
 
 # ---- parity with the float64 reference

@@ -1,15 +1,12 @@
 """Weights from and to Hugging Face files: sliced reads, full tensors out, and the names that transformers writes."""
 
 import hashlib
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
@@ -19,6 +16,7 @@ from areal.engine.checkpoint import tensor_layout as naming
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.checkpoint.tensor_layout import disk_layout, stored_tensors
 from areal.engine.registry import create_engine
+from areal.tests.dist.checkpoint.weight_files import DAMAGES, copied, edit, on_disk
 from areal.tests.grid.models import FAMILIES, model_dir
 from areal.tests.harness.tiny import (
     config,
@@ -31,15 +29,6 @@ from areal.tests.harness.tiny import (
     weights_of,
 )
 from areal.tests.harness.world import cached, world
-
-
-def on_disk(folder: str | Path) -> dict[str, Tensor]:
-    """Return all tensors of a model directory."""
-    return {
-        key: tensor
-        for file in sorted(Path(folder).glob("model*.safetensors"))
-        for key, tensor in load_file(file).items()
-    }
 
 
 def layout(world_size: int) -> str:
@@ -174,52 +163,6 @@ def test_slices_cover_every_tensor_once() -> None:
 
 
 # ---- files that do not match the model
-
-
-def copied(family: str, tmp_path: Path) -> Path:
-    """Return a copy of a model directory, made by the first rank."""
-    folder = tmp_path / "model"
-    if world().rank == 0:
-        shutil.copytree(model_dir(family), folder)
-    if dist.is_initialized():
-        dist.barrier()
-    return folder
-
-
-def edit(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def only_pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def dangling_index(folder: Path) -> None:
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-DAMAGES = {
-    "missing": (edit(lambda t: t.pop("model.norm.weight")), r"no 'model\.norm\.weight'"),
-    "shape": (
-        edit(lambda t: t.update({"model.norm.weight": torch.ones(7)})),
-        r"model\.safetensors: 'model\.norm\.weight' has shape \[7\].*\[32\]",
-    ),
-    "extra": (edit(lambda t: t.update({"model.more": torch.ones(7)})), r"model\.safetensors has 'model\.more'"),
-    "truncated": (truncate, r"model\.safetensors cannot be read.*damaged"),
-    "pickled": (only_pickled, r"pytorch_model\.bin.*save_pretrained"),
-    "index": (dangling_index, r"names model-00001-of-00002\.safetensors, which is not there"),
-}
 
 
 @pytest.mark.world(2)

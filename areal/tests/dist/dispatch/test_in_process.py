@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,9 +16,7 @@ from areal.api import (
     Batch,
     FinetuneSpec,
     LoRAConfig,
-    MicroBatch,
     SaveLoadMeta,
-    StepOutput,
     StepSettings,
     TokenOutputs,
     TopK,
@@ -28,8 +25,8 @@ from areal.api import (
 from areal.dispatch import InProcess, WorkerGroup
 from areal.dispatch.workplace import Reply
 from areal.dispatch.works import Sees
-from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.registry import create_engine
+from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
 from areal.tests.harness.tiny import (
     BATCH_VERBS,
@@ -37,11 +34,9 @@ from areal.tests.harness.tiny import (
     global_batch,
     gradients_of,
     loss,
-    same_bits,
     started,
     weights_of,
 )
-from areal.utils.dtensor import full_box
 from areal.weight_sync.disk import DiskTransport
 
 BACKENDS = ["fsdp:d1", "megatron:d1"]
@@ -52,27 +47,6 @@ def group(backend: str, **changes: Any) -> Iterator[WorkerGroup]:
     with WorkerGroup(config(backend, **changes)) as made:
         made.initialize(FinetuneSpec(total_train_steps=1000))
         yield made
-
-
-def untimed(step: StepOutput) -> StepOutput:
-    return dataclasses.replace(step, seconds=0.0, timings={})
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return True if two results are equal bit for bit."""
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and same_bits({"": a}, {"": b})
-    if isinstance(a, StepOutput):
-        return same(vars(a), vars(b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a == b
-
-
-def half_of_the_loss(outputs: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Tensor]:
-    return loss(outputs, mb.data) / 2, outputs.logprobs.detach()
 
 
 CALLS: dict[str, Callable[[TrainEngine], Any]] = {
@@ -172,19 +146,6 @@ def test_call_before_initialize_or_after_destroy_raises() -> None:
 def test_layout_of_another_size_than_the_executor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'fsdp:d2' has 2 ranks, and the executor 1 processes"):
         WorkerGroup(config("fsdp:d2", path="nowhere"))
-
-
-class Counter:
-    """State of the driver that does not pickle."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.lock = count, __import__("threading").Lock()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
 
 
 @pytest.mark.world(1)
@@ -331,12 +292,6 @@ def test_folder_that_is_not_shared_is_refused_before_anything_is_written(tmp_pat
         pytest.raises(ValueError, match="node-2"),
     ):
         handle.initialize(FinetuneSpec(total_train_steps=10))
-
-
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a model directory."""
-    with TensorFiles.of_model(folder) as files:
-        return {name: files.read(name, full_box(files.shape(name))) for name in files}
 
 
 @pytest.mark.world(1)

@@ -16,7 +16,7 @@ from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.in_process import InProcess
 from areal.dispatch.workplace import Reply
-from areal.tests.dist.dispatch.test_in_process import same, untimed
+from areal.tests.dist.dispatch.results import same, untimed
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.rl import Curve, played
 from areal.tests.harness.tiny import config, global_batch, loss

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.placement import Kind, Need, Part, SharedDevices, Use, shared_devices
+from areal.tests.dist.dispatch.shared import FakeRollout, assert_agrees, samples, state_bytes
 from areal.tests.harness.tiny import (
     config,
     family_dir,
-    global_batch,
     layout,
     layouts,
     loss,
@@ -29,24 +29,6 @@ from areal.tests.harness.tiny import (
 )
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.protocol import Sampling
-
-KINDS = {Kind.WEIGHTS: "params", Kind.GRADIENTS: "grads", Kind.OPTIMIZER: "optimizer"}
-
-
-class FakeRollout:
-    """A rollout that only counts."""
-
-    def __init__(self) -> None:
-        self.asleep = False
-        self.calls: list[str] = []
-
-    def sleep(self) -> None:
-        self.asleep = True
-        self.calls.append("sleep")
-
-    def wake(self) -> None:
-        self.asleep = False
-        self.calls.append("wake")
 
 
 @contextlib.contextmanager
@@ -58,27 +40,6 @@ def three_models(backend: str) -> Iterator[dict[str, TrainEngine]]:
         started("fsdp:d1", path=family_dir("qwen3", vocab_size=300), optimizer=None) as reference,
     ):
         yield {"policy": policy, "critic": critic, "reference": reference}
-
-
-def state_bytes(engine: TrainEngine) -> int:
-    (memory,) = engine.memory()
-    return memory.params.total + memory.grads.total + memory.optimizer.total
-
-
-def assert_agrees(shared: SharedDevices, engines: dict[str, TrainEngine]) -> None:
-    """Compare every part of every engine with the placement, to the byte."""
-    for name, engine in engines.items():
-        (memory,) = engine.memory()
-        for kind, attribute in KINDS.items():
-            part = Part(name, kind)
-            planned = sum(shared.placement.sizes(part).values()) if shared.placement.is_on_device(part) else 0
-            assert getattr(memory, attribute).on_device == planned, part
-        assert shared.placement.bytes_on_device("gpu", name) == memory.on_device
-
-
-def samples(vocab: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Return a batch that all three models know."""
-    return [{**sample, "input_ids": sample["input_ids"] % vocab} for sample in global_batch()]
 
 
 def value_loss(out: Any, batch: Any) -> torch.Tensor:

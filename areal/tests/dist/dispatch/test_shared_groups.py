@@ -16,7 +16,7 @@ from areal.api import FinetuneSpec, LoRAConfig, SaveLoadMeta, TrainEngine
 from areal.dispatch import SharedDevices, Use, WorkerGroup
 from areal.dispatch.placement import Kind, Part, shared_devices
 from areal.engine.registry import create_engine
-from areal.tests.dist.dispatch.test_shared_devices import KINDS, FakeRollout, assert_agrees, samples, state_bytes
+from areal.tests.dist.dispatch.shared import KINDS, FakeRollout, assert_agrees, samples, state_bytes
 from areal.tests.harness.tiny import config, gradients_of, layout, loss, same_bits, started, weights_of
 from areal.weight_sync import DiskTransport
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -22,8 +21,7 @@ from areal.dispatch import InProcess, SharedDevices, WorkerGroup
 from areal.dispatch.executor import Work
 from areal.dispatch.placement import Part, shared_devices
 from areal.dispatch.workplace import Reply
-from areal.tests.dist.dispatch.test_shared_devices import KINDS, assert_agrees, state_bytes
-from areal.tests.dist.dispatch.test_trainers import TIMES
+from areal.tests.dist.dispatch.shared import KINDS, OneByOne, assert_agrees, numbers, state_bytes
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
 from areal.tests.harness.tiny import config
@@ -35,7 +33,7 @@ from areal.trainer.losses import ppo_objective, value_objective
 from areal.trainer.ppo import Critic, PPOTrainer, Updates
 from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Completion, RolloutClient, Sampling
+from areal.trainer.rollout.protocol import Sampling
 from areal.trainer.rollout.runner import Runner
 from areal.utils.offload import storage_bytes
 
@@ -92,21 +90,6 @@ class Watched(InProcess):
         if stage is not None and stage.shared is not None:
             awake = "rollout" in stage.shared.placement and not stage.local.asleep
             stage.most = max(stage.most, stage.on_device() + awake * stage.sizes["rollout"])
-
-
-class OneByOne:
-    """Client that computes one answer at a time: its bits do not depend on the time at which others come."""
-
-    def __init__(self, client: RolloutClient) -> None:
-        self._client, self._lock = client, asyncio.Lock()
-
-    @property
-    def version(self) -> int:
-        return self._client.version
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        async with self._lock:
-            return await self._client.generate(prompt_ids, sampling)
 
 
 @contextmanager
@@ -167,14 +150,6 @@ def ppo(limited: bool, steps: int, plan: Plan = PLAN, **updates: Any) -> tuple[C
             stage.sizes |= {f"{part.owner} {KINDS[part.kind]}": nbytes for part, nbytes in sizes.items()}
         assert not log.called, log.call_args
     return curve, stage
-
-
-def numbers(curve: Curve) -> list[dict[str, float]]:
-    """Return the numbers of each step without times and moves."""
-    # The engine itself had to move nothing.
-    assert not any(value for step in curve.steps for name, value in step.items() if name.endswith("/onloaded_bytes"))
-    left_out = re.compile(f"{TIMES.pattern}|/offloaded_bytes|/onloaded_bytes")
-    return [{name: value for name, value in step.items() if not left_out.search(name)} for step in curve.steps]
 
 
 def least_moves(stage: Stage, uses: Sequence[tuple[set[str], int]]) -> int:

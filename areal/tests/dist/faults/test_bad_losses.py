@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch, LossFn, Metric, TokenOutputs
-from areal.tests.dist.faults.test_faults import DISCARDED, explode, raised, twins
+from areal.tests.dist.faults.twins import DISCARDED, explode, infinite_slope, raised, twins
 from areal.tests.harness.tiny import chosen, gradients_of, layouts, loss, same_bits, weights_of
 from areal.tests.harness.world import world
-
-
-def infinite_slope(out: TokenOutputs, batch: Batch) -> Tensor:
-    """Return a finite loss with a non-finite gradient: the root of 0."""
-    return loss(out, batch) + (out.logprobs * 0).sum().sqrt()
 
 
 def late(first: LossFn, later: LossFn) -> LossFn:

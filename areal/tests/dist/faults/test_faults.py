@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from areal.api import Batch, MicroBatch, MicroBatchSpec, TokenOutputs, TrainEngine, default_loss_weight
+from areal.api import Batch, MicroBatch, MicroBatchSpec, TokenOutputs, default_loss_weight
 from areal.engine.registry import create_engine
+from areal.tests.dist.faults.twins import DISCARDED, explode, raised, twins
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.models import VOCAB
 from areal.tests.harness.tiny import (
@@ -28,77 +26,8 @@ from areal.tests.harness.tiny import (
     loss,
     same_bits,
     started,
-    weights_of,
 )
 from areal.tests.harness.world import world
-
-DISCARDED = "all pending gradients were discarded"
-SECONDS = 5.0
-
-
-@contextmanager
-def raised(kind: type[Exception], *says: str, guilty: int | None = None) -> Iterator[None]:
-    """Expect this type of error, within seconds, with this message and, in a larger world, the faulty rank."""
-    start = time.monotonic()
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        yield
-    seconds, text = time.monotonic() - start, str(caught.value)
-    assert type(caught.value) is kind, f"{type(caught.value).__name__}: {text}"
-    for words in says:
-        assert words in text
-    if guilty is not None and world().size > 1:
-        assert f"rank {guilty}: " in text
-        others = [rank for rank in range(world().size) if rank != guilty]
-        assert not any(f"rank {rank}: " in text for rank in others), text
-    assert seconds < SECONDS, f"took {seconds:.1f} s"
-
-
-@dataclass(frozen=True)
-class Twins:
-    """Two equal engines in one world; only one of them meets the faults."""
-
-    engine: TrainEngine
-    untouched: TrainEngine
-
-    @property
-    def guilty(self) -> int:
-        """Return the rank that causes the fault."""
-        return world().size - 1
-
-    @property
-    def is_guilty(self) -> bool:
-        """Return True on the rank that causes the fault."""
-        return world().rank == self.guilty
-
-    def batch(self, seed: int = 0) -> list[Sample]:
-        """Return this rank's shard of a valid batch."""
-        return local_batch(self.engine, global_batch(seed))
-
-    def check(self) -> None:
-        """Check that no gradients are pending and that the next step equals that of the other engine."""
-        with pytest.raises(RuntimeError, match="no gradient is pending"):
-            self.engine.named_gradients()
-        actual, expected = (engine.train_batch(self.batch(), loss) for engine in (self.engine, self.untouched))
-        assert (actual.loss, actual.grad_norm, actual.lr) == (expected.loss, expected.grad_norm, expected.lr)
-        assert actual.update_successful
-
-    def check_weights(self) -> None:
-        """Check that both engines have the same weights."""
-        assert same_bits(weights_of(self.engine), weights_of(self.untouched))
-
-
-@contextmanager
-def twins(backend: str, **changes: Any) -> Iterator[Twins]:
-    with started(backend, **changes) as engine, started(backend, **changes) as untouched:
-        pair = Twins(engine, untouched)
-        # Without programs that are compiled in the call with the fault.
-        if backend.startswith("jax"):
-            engine.forward_backward(pair.batch(), loss)
-            engine.forward_batch(pair.batch())
-            engine.zero_grad()
-        yield pair
-        pair.check_weights()
-
 
 # ---- batches
 
@@ -294,10 +223,6 @@ def test_calls_before_initialize_and_after_destroy_raise() -> None:
 
 def weighing(guilty: bool, wrong: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
     return wrong if guilty else default_loss_weight
-
-
-def explode(*_: Any) -> Any:
-    raise KeyError("no such column")
 
 
 @pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])

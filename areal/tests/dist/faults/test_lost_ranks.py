@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from areal.api import Batch, FinetuneSpec, TokenOutputs, TrainEngine
 from areal.engine.registry import create_engine
 from areal.tests.harness import pool as pool_module
+from areal.tests.harness.limits import promptly
 from areal.tests.harness.pool import Pool, WorldFailure
 from areal.tests.harness.tiny import (
     config,
@@ -141,19 +141,18 @@ def test_model_error_on_one_rank_raises_on_all_ranks(
         initialize(engine)
         expected = untouched.train_batch(local_batch(untouched, global_batch()), loss)
     last = 2 // engine.dims.pp - 1  # number of layers on this rank
-    with mlp_that(engine, act if world().rank == guilty else torch.clone, on_call=last):
-        start = time.monotonic()
-        with pytest.raises(RuntimeError) as caught:
-            engine.train_batch(local_batch(engine, global_batch()), loss)
-    assert time.monotonic() - start < 10
+    with (
+        mlp_that(engine, act if world().rank == guilty else torch.clone, on_call=last),
+        promptly(),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        engine.train_batch(local_batch(engine, global_batch()), loss)
     what = "ArithmeticError in" if act is broken else "out of memory in"
     assert re.search(rf"rank {guilty}: (RuntimeError: )?{what} micro-batch 0 of", str(caught.value))
     assert UNUSABLE in str(caught.value)
-    start = time.monotonic()
     for verb in (engine.train_batch, engine.eval_batch):
-        with pytest.raises(RuntimeError, match="cannot be used"):
+        with promptly(), pytest.raises(RuntimeError, match="cannot be used"):
             verb(global_batch(), loss)
-    assert time.monotonic() - start < 1
     engine.destroy()
     with started(backend) as successor:
         actual = successor.train_batch(local_batch(successor, global_batch()), loss)
@@ -168,7 +167,6 @@ def initialize(engine: TrainEngine) -> None:
 # ---- a rank that dies: in a separate pool, which ends with the test
 
 SILENCE = 3.0
-SURVIVE = 12.0
 
 
 def die_in_a_loss(dead: int, signal_number: int) -> None:
@@ -209,21 +207,17 @@ def die_in_the_model(dead: int, signal_number: int, backend: str) -> None:
 
 @contextmanager
 def survivors_answer(dead: int, backend: str = "fsdp:d3") -> Iterator[TrainEngine]:
-    """Lose a rank of an engine on three ranks. The survivors must name it in time, and raise immediately at the next call."""
+    """Lose a rank of an engine on three ranks. The survivors must name it promptly, and raise promptly at the next call."""
     path = family_dir("qwen3", num_hidden_layers=3)  # one layer for each stage of p3
     engine = create_engine(config(backend, path=path, mb_spec={"n_mbs": 2}, heartbeat_timeout=SILENCE))
     initialize(engine)
     pids = engine.control.gather(os.getpid())
-    start = time.monotonic()
-    with pytest.raises(RankLostError, match=f"rank {dead} of 3 is gone"):
+    with promptly(), pytest.raises(RankLostError, match=f"rank {dead} of 3 is gone"):
         yield engine
-    assert time.monotonic() - start < SURVIVE
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"cannot be used: rank {dead} of 3 is gone.* restart the job"):
-        engine.eval_batch(global_batch(), loss)
-    assert time.monotonic() - start < 1
-    engine.destroy()
-    assert time.monotonic() - start < 5
+    with promptly():
+        with pytest.raises(RuntimeError, match=f"cannot be used: rank {dead} of 3 is gone.* restart the job"):
+            engine.eval_batch(global_batch(), loss)
+        engine.destroy()
     # A rank that was only stopped ends now.
     with suppress(ProcessLookupError):
         os.kill(pids[dead], signal.SIGKILL)

@@ -13,7 +13,7 @@ from torch import Tensor
 from areal.api import OptimizerConfig, SaveLoadMeta
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.checkpoint.dcp import read_metadata, read_tensors
-from areal.tests.dist.checkpoint.test_checkpoint import Counter, flip, step, unharmed
+from areal.tests.dist.checkpoint.checkpoints import DCP, Counter, flip, step, unharmed
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import same_bits, started, weights_of
@@ -21,7 +21,6 @@ from areal.tests.harness.world import world
 
 pytest.importorskip("megatron.core")
 
-DCP: Any = "dcp"
 PLAIN = {"megatron": {"distributed_optimizer": False}}
 OVERLAP = {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000}}
 WIDE = {"dtype": "float64", "master_dtype": "float64", "grad_reduce_dtype": "float64"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal.api import SaveLoadMeta
-from areal.tests.dist.megatron.test_megatron_checkpoint import DCP, step, unharmed
+from areal.tests.dist.checkpoint.checkpoints import DCP, step, unharmed
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import same_bits, started, weights_of
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from areal.api import FinetuneSpec, LoRAConfig, SaveLoadMeta
 from areal.engine.registry import create_engine
-from areal.tests.dist.checkpoint.test_checkpoint import step
+from areal.tests.dist.checkpoint.checkpoints import step
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import config, global_batch, loss, same_bits, started, weights_of
 from areal.tests.unit.gpu.transformer_engine import FusedAdam, FusedAdamBefore21, fused_adam

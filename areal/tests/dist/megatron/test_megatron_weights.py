@@ -17,7 +17,7 @@ from areal.engine.checkpoint.async_save import CheckpointSaver, ignore
 from areal.engine.checkpoint.huggingface import prepare_hf
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.registry import create_engine
-from areal.tests.dist.checkpoint.test_weights import DAMAGES, copied, edit, on_disk
+from areal.tests.dist.checkpoint.weight_files import DAMAGES, copied, edit, on_disk
 from areal.tests.grid.layouts import LAYOUTS, Layout
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import (

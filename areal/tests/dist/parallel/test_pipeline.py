@@ -23,7 +23,7 @@ from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.engine.fsdp.pipeline.schedule_specs import SCHEDULE_SPECS
 from areal.engine.fsdp.pipeline.split import PassThrough, check_chain, decoder_names, even_counts
 from areal.engine.registry import create_engine
-from areal.tests.dist.step import test_grid
+from areal.tests.grid.agreement import assert_verbs_agree
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.resume_chain import assert_resumes
@@ -135,7 +135,7 @@ PRODUCTS = [
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.layout.name, marks=FOUR) for cell in PRODUCTS])
 def test_schedules_combine_with_other_parallelism(cell: Cell) -> None:
-    test_grid.test_every_verb_agrees_with_the_reference(replace(cell, cut="tokens24"))
+    assert_verbs_agree(replace(cell, cut="tokens24"))
 
 
 # ---- reductions

@@ -22,6 +22,7 @@ from areal.engine import state
 from areal.engine.registry import create_engine
 from areal.tests.harness.engine_bytes import bytes_on_device, optimizer_tensors_of
 from areal.tests.harness.tiny import (
+    JAX,
     config,
     family_dir,
     global_batch,
@@ -39,7 +40,6 @@ from areal.utils.dtensor import local_part
 from areal.utils.functional.chunked_head import _Chunks
 
 LARGE_VOCAB = 4096
-JAX = ("jax:d1", "jax:d2")
 
 
 class Largest(TorchDispatchMode):

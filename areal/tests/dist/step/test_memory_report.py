@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal.api import EngineMemory, KindMemory, LoRAConfig, OptimizerConfig, TrainEngine
-from areal.tests.dist.step.test_memory import JAX
 from areal.tests.harness.engine_bytes import bytes_on_device
-from areal.tests.harness.tiny import NEEDS_JAX, global_batch, layout, layouts, local_batch, loss, started
+from areal.tests.harness.tiny import JAX, NEEDS_JAX, global_batch, layout, layouts, local_batch, loss, started
 from areal.utils import platform
 
 KINDS = ("params", "grads", "optimizer")

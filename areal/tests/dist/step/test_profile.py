@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from areal.api import ParallelDims, StepOutput
 from areal.tests.harness.tiny import global_batch, gradients_of, layouts, local_batch, loss, started
@@ -77,12 +78,13 @@ def test_loss_time_counts_as_forward_and_its_gradient_as_backward(backend: str) 
 @pytest.mark.world(2)
 def test_timings_are_those_of_the_slowest_rank() -> None:
     with started("fsdp:d2") as engine:
+        dist.barrier()
         if world().rank == 1:
-            time.sleep(0.5)
+            time.sleep(1.0)
         step = engine.train_batch(local_batch(engine, global_batch()), loss)
-    # The other rank waited half a second for the batch of this one.
+    # The other rank waited a second for the batch of this one, or half of it where its processor was taken.
     assert step.seconds >= 0.5
-    assert step.timings["data"] >= 0.4
+    assert step.timings["data"] >= 0.5
 
 
 def ranges_in(path: Path) -> list[dict[str, Any]]:

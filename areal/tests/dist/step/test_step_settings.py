@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from areal.api import OptimizerConfig, SaveLoadMeta, StepSettings
 from areal.engine.optimizer import ClippingOptimizer, sum_of_squares, torch_optimizer
-from areal.tests.dist.faults.test_bad_losses import infinite_slope
+from areal.tests.dist.faults.twins import infinite_slope
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.compare import assert_number, assert_tensors
 from areal.tests.grid.layouts import Cell, Layout

@@ -15,15 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, TensorSource, TrainEngine
-from areal.tests.dist.dispatch.test_shared_trainers import OneByOne
+from areal.tests.dist.dispatch.shared import OneByOne
 from areal.tests.dist.dispatch.trainer_runs import TIMES
-from areal.tests.dist.trainer.test_rollout_exchange import COORDINATES
+from areal.tests.dist.trainer.coordinates import COORDINATES
 from areal.tests.grid.models import model_dir
+from areal.tests.harness.limits import wait_until
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
-from areal.tests.harness.servers.rollout_http import Process, until
+from areal.tests.harness.servers.rollout_http import Process
 from areal.tests.harness.tiny import chosen, same_bits, started, weights_of
 from areal.tests.harness.world import record, world
-from areal.tests.unit.rollout.test_runner import ITEMS, Client, episode, tokens
+from areal.tests.unit.rollout.runs import ITEMS, Client, episode, tokens
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.ppo import Sync, Updates
@@ -75,6 +76,9 @@ def batches(players: str, plan: Plan, dp_rank: int, steps: range, state: Any = N
             batch = exchange.next_groups(timeout=30)
             groups.append([(group.position, *each) for group, each in zip(batch, tokens(batch), strict=True)])
         runner.advance(steps.stop)
+        # A state is right at any moment. Here it has the groups that are played ahead, which the generating thread may not have begun yet.
+        ahead = plan.max_staleness * runner.per_batch
+        wait_until(lambda: len(runner.state_dict()["waiting"]) >= ahead, "the groups of the next batches wait")
         return groups, exchange.runner_state()
 
 
@@ -307,12 +311,12 @@ def kill_twice(server: Process) -> None:
     """Kill and start a server while it generates, and while it loads weights."""
     tokens, load = "/inference/v1/generate", "/collective_rpc"
     server.tell(step_seconds=0.02)
-    until(lambda: server.calls(tokens) >= 2)
+    wait_until(lambda: server.calls(tokens) >= 2)
     server.restart()
     server.tell(load_seconds=1.0)
     loaded = server.calls(load)
     # The first load after the restart may be that of the weights which it lacks.
-    until(lambda: server.calls(load) >= loaded + 2)
+    wait_until(lambda: server.calls(load) >= loaded + 2)
     server.restart()
 
 

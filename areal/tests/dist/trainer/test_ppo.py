@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api import LoRAConfig, OptimizerConfig, TrainEngine
+from areal.api import LoRAConfig
+from areal.tests.dist.trainer.ppo_runs import CRITIC, GOLDEN, OPTIMIZER, PLAN, STEPS, run
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve, played
 from areal.tests.harness.tiny import chosen, started, weights_of
@@ -19,24 +20,9 @@ from areal.trainer.losses import ppo_objective, value_objective
 from areal.trainer.ppo import Critic, PPOTrainer, Updates
 from areal.trainer.rollout.plan import Plan
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "grpo_curve.json"
-OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)
-CRITIC = OptimizerConfig(lr=1e-3, gradient_clipping=1.0, eps=1e-6)
-PLAN = Plan(groups=6, group_size=4, seed=11)
-STEPS = 20
-
 
 def policy(backend: str, **changes: Any) -> Any:
     return started(backend, **{"path": model_dir("qwen3"), "optimizer": OPTIMIZER, **changes})
-
-
-def run(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> tuple[Curve, PPOTrainer]:
-    curve = Curve()
-    with played(engine, plan) as rollout:
-        trainer = grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve, **options)
-        trainer.resume()
-        trainer.train(steps)
-    return curve, trainer
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from areal.api import OptimizerConfig, ParallelDims
+from areal.tests.dist.trainer.coordinates import COORDINATES
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve, played
 from areal.tests.harness.tiny import started
@@ -23,8 +24,6 @@ from areal.trainer.rollout.runner import Runner
 from areal.utils.distributed import init_default_group
 
 TOKENS = 3000
-COORDINATES = {"apart": (0, 1, 2, 3), "pairs": (0, 0, 1, 1), "apart in pairs": (0, 1, 0, 1), "together": (0, 0, 0, 0)}
-"""Data-parallel coordinate of each rank."""
 
 
 class Client:

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper, _world, rendezvous
 
-SECONDS = 20.0
+SECONDS = 60.0
+"""Time limit of a receive."""
 AT_ONCE = ("/get_world_size", "/weight_info", "/model_info", "/get_server_info", "/pause", "/resume")
 FUSED = {
     "q_proj": "qkv_proj",

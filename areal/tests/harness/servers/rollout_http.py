@@ -8,9 +8,8 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -145,13 +144,6 @@ class Background:
         if self.error is not None:
             raise self.error
         return self.answers
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @torch.no_grad()

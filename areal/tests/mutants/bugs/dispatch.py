@@ -16,7 +16,7 @@ from areal.utils.data import deal
 SHARDS = "unit/dispatch/test_shards.py::"
 WIRE = "unit/dispatch/test_wire.py::"
 RAY = "dispatch_ray/"
-BAD = "dist/dispatch/test_bad_batches.py::"
+BAD = "dist/dispatch/test_bad_batches_in_the_driver.py::"
 SERVER = "unit/tinker/engine/"
 PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
 
@@ -268,7 +268,8 @@ def ids_not_checked(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.engine.store.files:CheckpointFiles._inside", SERVER + "test_checkpoints.py::test_a_link_does_not*"
+    "areal.tinker.engine.store.files:CheckpointFiles._inside",
+    SERVER + "test_checkpoint_store.py::test_a_link_does_not*",
 )
 def links_followed(right: Function) -> Function:
     """A checkpoint is read and written through a link that leaves the root."""

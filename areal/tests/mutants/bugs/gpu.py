@@ -14,7 +14,7 @@ from torch import nn
 from areal.tests.mutants.planting import Function, mutant
 
 ADAM = "dist/megatron/test_megatron_transformer_engine.py::"
-PLACEMENT = "unit/gpu/test_placement.py::"
+PLACEMENT = "unit/gpu/test_gpu_of_each_rank.py::"
 SYNC = "unit/gpu/test_weight_sync_on_gpus.py::"
 LATENT = "dist/megatron/test_megatron_latent.py::"
 

@@ -139,7 +139,7 @@ def factors_drawn_in_the_order_of_the_rank(right: Function) -> Function:
 MIXED = "dist/checkpoint/test_lora_mixed.py::"
 EACH = MIXED + "test_each_adapter_has_the_gradient_of_its_samples[{}]"
 FAILED = "dist/checkpoint/test_lora_calls.py::test_failed_call_changes_no_pending_gradient[{}]"
-PACKED = "unit/data/test_adapters.py::"
+PACKED = "unit/data/test_batches_of_adapters.py::"
 
 
 @mutant("areal.engine.lora.mixed:_Down.backward", EACH.format("megatron:p2"))
@@ -228,7 +228,7 @@ def gradients_without_the_scale(right: Function) -> Function:
 
 @mutant(
     "areal.engine.jax.lora.factors:jax_adapter_layout",
-    "dist/jax/test_adapters.py::test_step_of_all_samples_is_the_same_on_every_rank[w2]",
+    "dist/jax/test_jax_adapters.py::test_step_of_all_samples_is_the_same_on_every_rank[w2]",
 )
 def gradients_of_own_samples(right: Function) -> Function:
     """Gradients are not summed over data-parallel ranks."""

@@ -56,7 +56,7 @@ ELSEWHERE: dict[str, tuple[str | Mapping[str, str], ...]] = {
     "checkpoint_without_schedule": (
         "dist/megatron/test_megatron_checkpoint.py::test_megatron_checkpoint_resumes_bitwise[d1-sync]",
     ),
-    "fillers_balanced": ("dist/parallel/test_moe.py::test_balancing_losses_are_loss_terms[megatron:d2--*]",),
+    "fillers_balanced": ("dist/parallel/test_moe_layouts.py::test_balancing_losses_are_loss_terms[megatron:d2--*]",),
     "fault_stays_with_its_rank": (
         "dist/faults/test_faults.py::test_process_function_error_on_one_rank_raises_on_all_ranks[megatron:d2]",
     ),

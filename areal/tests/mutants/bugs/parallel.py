@@ -213,7 +213,7 @@ LOOK = PIPELINE + "test_reading_gradients_then_accumulating_counts_each_once[{}]
 COPIES = PIPELINE + "test_copies_of_tied_embedding_stay_bitwise_equal[float32-{}]"
 ONCE = PIPELINE + "test_pipeline_call_reduces_each_group_once[{}]"
 NO_TOKEN = "dist/parallel/test_expert_parallel.py::test_expert_parallel_rank_without_tokens[e2]"
-SIGMOID = "dist/parallel/test_moe.py::test_deepseek_routers_are_recorded[{}]"
+SIGMOID = "dist/parallel/test_moe_layouts.py::test_deepseek_routers_are_recorded[{}]"
 
 
 @mutant("areal.engine.fsdp.pipeline.schedule:_Stage._post_metadata_inference_cleanup", LOOK.format("1F1B"))

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from areal.tests.mutants.planting import Function, mutant
 
-OUTPUTS = "dist/step/test_prefixes.py::test_shared_prefixes_give_equal_outputs_and_gradients[{}]"
+OUTPUTS = "dist/step/test_shared_prefixes.py::test_shared_prefixes_give_equal_outputs_and_gradients[{}]"
 TREE = "unit/data/test_prefixes.py::test_stream_contains_every_prefix_once"
-EXPERTS = "dist/parallel/test_moe.py::test_shared_prefix_counts_per_sequence_in_routers[{}-{}]"
+EXPERTS = "dist/parallel/test_moe_layouts.py::test_shared_prefix_counts_per_sequence_in_routers[{}-{}]"
 
 
 @mutant("areal.utils.data.prefixes:Prefixes.shared", TREE, OUTPUTS.format("fsdp:d1"))

@@ -9,23 +9,23 @@ from typing import Any
 from areal.tests.mutants.planting import Function, mutant
 from areal.trainer.rollout import exchange
 
-SAMPLING = "dist/trainer/test_sampling.py::{}"
+SAMPLING = "dist/trainer/test_temperature.py::{}"
 EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
 ONE_OWNER = "dist/trainer/test_one_owner.py::{}"
 RUNNER = "unit/rollout/test_runner.py::{}"
-ADAPTERS = "unit/rollout/test_adapters.py::{}"
+ADAPTERS = "unit/rollout/test_rollout_adapters.py::{}"
 SAMPLER = "unit/tinker/backends/test_local_sampler.py::{}"
 HTTP_SAMPLER = "unit/tinker/backends/test_http_sampler.py::{}"
 SNAPSHOTS = "unit/tinker/backends/test_sampler_snapshots.py::{}"
 REWARDS = "unit/rollout/test_rewards.py::{}"
-GROUP = "unit/rollout/group/test_updates.py::{}"
+GROUP = "unit/rollout/group/test_group_updates.py::{}"
 NCCL = "unit/weight_sync/test_nccl.py::{}"
 
 
 @mutant(
     "areal.trainer.rollout.protocol:Completion.segment",
     SAMPLING.format("test_log_probs_are_those_of_the_rollouts_temperature[*fsdp:d1*]"),
-    "unit/rollout/test_sampling.py::test_sample_has_temperature_of_its_answers[0.5-0.5]",
+    "unit/rollout/test_sampling_parameters.py::test_sample_has_temperature_of_its_answers[0.5-0.5]",
 )
 def temperature_not_carried(right: Function) -> Function:
     """A sample does not carry the temperature at which it was sampled."""

@@ -8,7 +8,7 @@ from areal.tests.mutants.planting import Function, mutant
 
 OWNER = "unit/rollout/http/test_owner.py::test_{}"
 MANY = "unit/rollout/http/test_many_servers.py::test_{}"
-UPDATES = "unit/rollout/http/test_updates.py::test_{}"
+UPDATES = "unit/rollout/http/test_server_updates.py::test_{}"
 ADAPTERS = "unit/rollout/http/test_adapter_updates.py::test_{}"
 
 

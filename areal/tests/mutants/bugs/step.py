@@ -187,7 +187,7 @@ def positions_run_on(right: Function) -> Function:
 
 @mutant(
     "areal.engine.attention.ulysses:ulysses_attention",
-    "dist/parallel/test_context_parallel.py::test_context_parallel_attention_equals_one_process[w4-kv2-ulysses]",
+    "dist/parallel/test_context_parallel.py::test_context_parallel_attention_equals_one_process[w2-kv3-ulysses]",
 )
 def key_heads_in_wrong_order(right: Function) -> Function:
     """Key heads, fewer than ranks, are repeated block-wise instead of one by one."""

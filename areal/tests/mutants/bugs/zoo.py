@@ -10,7 +10,7 @@ import torch
 from areal.tests.mutants.planting import Function, mutant
 
 ZOO = "zoo/test_zoo.py::test_family_is_trained_correctly_or_refused[w1-{}]"
-BALANCING = "dist/parallel/test_moe.py::test_balancing_losses_are_loss_terms[{}]"
+BALANCING = "dist/parallel/test_moe_layouts.py::test_balancing_losses_are_loss_terms[{}]"
 
 
 # ---- heads, probe and sharding

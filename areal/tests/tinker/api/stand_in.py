@@ -64,6 +64,7 @@ class StandInService:
         self.submitted: list[Any] = []
         self.outcomes: dict[str, Outcome] = {}
         self.calls: list[tuple[Any, ...]] = []
+        self.waits: list[float] = []
         self.is_healthy = True
 
     async def create_session(self, tags: list[str], user_metadata: Any, sdk_version: str, **names: Any) -> str:
@@ -111,6 +112,7 @@ class StandInService:
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Outcome:
         if request_id == "waits":
+            self.waits.append(timeout_s)
             await asyncio.sleep(timeout_s)
             return Outcome("pending", "", queue_state="paused_capacity")
         if request_id == "lost":

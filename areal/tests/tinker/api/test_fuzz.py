@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import quote
 
 import httpx2
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_request
+from areal.tests.tinker.api.fuzz import places, replaced
 from areal.tests.tinker.api.stand_in import StandInService, client_of
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -95,21 +95,6 @@ def test_protobuf_and_zstd(data: st.DataObject, compressed: bool, inner: bool, r
     else:
         body = mutated(data, REAL)
     check(lambda client: client.post(f"/api/v1/{route}", content=body, headers=headers))
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value of a JSON body."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
-
-
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """Return the body with the value at a path replaced."""
-    if not path:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
-    return copy
 
 
 @EXAMPLES

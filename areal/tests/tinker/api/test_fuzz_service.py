@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_request
+from areal.tests.tinker.api.fuzz import places, replaced
 from areal.tests.tinker.api.stand_in import client_of
-from areal.tests.tinker.api.test_fuzz import places, replaced
 from areal.tests.unit.tinker.engine.fakes import FakeSampling, serving
 
 VALUES = [

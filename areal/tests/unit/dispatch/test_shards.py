@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from areal.api import MicroBatchSpec, StepOutput, TopKOutput
 from areal.dispatch.shards import ATTENTION, ShardPlan, plan_shards
 from areal.dispatch.wire import pack_tensors, unpack_tensors
-from areal.tests.unit.data.test_bad_batches import BAD_BATCHES, VOCAB
+from areal.tests.unit.data.bad_batches import BAD_BATCHES, VOCAB
 from areal.utils.data import plan_batch, read_batch, sequence_cost
 from areal.utils.data.prefixes import Prefixes
 

@@ -17,6 +17,7 @@ from areal.dispatch.placement import Kind, Move, Need, Part, Placement, Use
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.shared_rollout import SharedRollout
 from areal.dispatch.placement.turns import Turn, Turns
+from areal.tests.harness.limits import wait_until
 
 LIMIT = 8.0
 """Seconds after which a thread counts as stuck."""
@@ -93,14 +94,6 @@ def begun(turn: Turn) -> Future[Any]:
     future = started(turn.begin)
     wait_until(lambda: turn in turn._turns._waiting or future.done())
     return future
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(int(LIMIT / 0.005)):
-        if condition():
-            return
-        threading.Event().wait(0.005)
-    raise AssertionError("it does not happen")
 
 
 # ---- waiting

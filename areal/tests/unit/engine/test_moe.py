@@ -1,4 +1,4 @@
-"""Balancing losses and expert load computed by hand. Refused replays are tested in ``dist/parallel/test_moe.py``."""
+"""Balancing losses and expert load computed by hand. Refused replays are tested in ``dist/parallel/test_moe_layouts.py``."""
 
 import math
 

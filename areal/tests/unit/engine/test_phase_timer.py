@@ -143,6 +143,6 @@ def test_gpu_phases_synchronize_once_at_the_end(monkeypatch: pytest.MonkeyPatch)
         assert [kind for kind, _ in device.log] == ["record"] * 5
         seconds, timings = call.read()
     assert timings == {"data": 2.0, "backward": 2.0, "reduce": 1.0}
-    assert seconds < 1
+    assert seconds < 5  # of the host: the events say 5 s
     assert device.log[:-1] == [("record", "computing")] * 6
     assert device.log[-1] == ("synchronize", None)

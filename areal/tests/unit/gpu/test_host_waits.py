@@ -20,8 +20,8 @@ from areal.engine.fsdp.parallelize import transformer_layers
 from areal.engine.fsdp.router import watch_routers
 from areal.engine.model.hub import read_config
 from areal.engine.schedule import SequentialSchedule
-from areal.tests.harness.sync_lint import DEVICE, SyncLint
 from areal.tests.harness.tiny import Sample, family_dir, global_batch, started
+from areal.tests.unit.gpu.sync_lint import DEVICE, SyncLint
 from areal.utils import platform, releases
 from areal.utils.data import plan_batch
 from areal.utils.host_copy import HostCopy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
+from areal.tests.harness.limits import promptly
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.unit.weight_sync.test_weight_sync_transports import (  # noqa: F401  # two fixtures
-    control,
-    filled,
-    receiver_of,
-    receiving,
-    socket_dir,
-    transport_to,
-)
+from areal.tests.unit.weight_sync.transports import control, filled, receiver_of, receiving, socket_dir, transport_to  # noqa: F401
 from areal.utils import platform
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync import ModuleSource, broadcast, ipc
@@ -127,7 +120,7 @@ class Communicator:
         Communicator.made.append(self)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        self.aborted.wait(5)
+        self.aborted.wait(60)
         raise RuntimeError("the communicator was aborted")
 
     def abort(self) -> None:
@@ -163,9 +156,8 @@ def join_group(uuids: list[str], timeout: float) -> list[Any]:
 
 
 def test_a_communicator_that_does_not_connect_is_aborted_in_time() -> None:
-    began = time.monotonic()
-    errors = join_group([A, B], timeout=0.5)
-    assert time.monotonic() - began < 15
+    with promptly():
+        errors = join_group([A, B], timeout=0.5)
     assert [type(error) for error in errors] == [TimeoutError, TimeoutError]
     assert "not connected within 0.5 s" in str(errors[0])
     assert [made.aborted.is_set() for made in Communicator.made] == [True, True]

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+VALUE = "right"
+
 
 def add_up(offset: int) -> None:
     total = torch.tensor(dist.get_rank() + offset)
@@ -49,3 +51,14 @@ _kept: list[bytearray] = []
 
 def grow(megabytes: int) -> None:
     _kept.append(bytearray(b"x") * (megabytes << 20))
+
+
+def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "VALUE", "patched")
+    monkeypatch.setenv("AREAL_PATCHED", "1")
+    assert VALUE == "patched"
+
+
+def is_not_patched() -> None:
+    assert VALUE == "right"
+    assert "AREAL_PATCHED" not in os.environ

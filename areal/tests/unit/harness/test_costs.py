@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areal.tests.harness import costs
-from areal.tests.harness.costs import LIMIT, known, main, new_expensive
+from areal.tests.everyday import costs
+from areal.tests.everyday.costs import LIMIT, known, main, new_expensive
 
 
 def test_expensive_tests_have_to_be_listed() -> None:

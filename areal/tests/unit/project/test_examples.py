@@ -11,21 +11,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
-OPEN, CLOSE, UNKNOWN = "<|im_start|>", "<|im_end|>", "<unk>"
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+from areal.tests.unit.project.example_tokenizer import CLOSE, EXAMPLES, OPEN, UNKNOWN, character_tokenizer
+
 NAMES = ("chat", "checks", "curves", "history", "preferences", "significance", "tasks")
 
 
 @pytest.fixture(scope="module")
 def examples() -> Iterator[dict[str, ModuleType]]:
     """Import the modules next to the example scripts as the scripts do, and remove them afterwards."""
+    pytest.importorskip("reasoning_gym", reason="needs a C compiler to be installed, see docs/installation.md")
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield {name: __import__(name) for name in NAMES}
@@ -39,20 +35,6 @@ def examples() -> Iterator[dict[str, ModuleType]]:
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer()
-
-
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable character and a chat template."""
-    characters = [chr(c) for c in range(32, 127)] + ["\n"]
-    vocab = {token: i for i, token in enumerate([UNKNOWN, OPEN, CLOSE, *characters])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token=UNKNOWN, bos_token=OPEN, eos_token=CLOSE, pad_token=CLOSE
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture(scope="module")

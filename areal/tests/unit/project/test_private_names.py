@@ -1,155 +1,37 @@
-"""The private and undocumented names of other packages that the library uses, and the releases that changed them."""
+"""The installed releases have the private names that the library uses; ``areal/tests/lint/private_names.py`` lists them."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-PACKAGE = Path(__file__).parents[3]
+from areal.tests.lint.private_names import JAX_NAMES, TORCH_GONE, TORCH_NAMES
+
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
-_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
-_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
-_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
-_MODULE = "torch.distributed.fsdp:FSDPModule"
-_STAGE = "torch.distributed.pipelining:PipelineStage"
-_C10D = "torch.distributed.distributed_c10d"
-_OLD = (2, 11)
 
-# Name -> where it is defined, and the first release of torch that has it, if that is not 2.11 or older.
-# Read in torch 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0. In 2.12, zero-bubble schedules also fail inside torch.
-TORCH_NAMES: dict[str, tuple[str, tuple[int, int]]] = {
-    # FSDP2
-    "_get_fsdp_state": (_MODULE, _OLD),
-    "_fsdp_param_groups": (_STATE, (2, 12)),  # before, a module has one group at most
-    "_fsdp_param_group": (_STATE, _OLD),
-    "_comm_ctx": (_STATE, _OLD),
-    "_orig_size": (_PARAM, _OLD),
-    "_unsharded_param": (_PARAM, _OLD),
-    "fsdp_params": (_GROUP, _OLD),
-    "post_backward": (_GROUP, _OLD),
-    "finalize_backward": (_GROUP, _OLD),
-    "reduce_grads": (_GROUP, _OLD),
-    "unsharded_accumulated_grad": (_PARAM, _OLD),
-    "accumulate_unsharded_grad_if_needed": (_PARAM, _OLD),
-    "to_accumulated_grad_if_needed": (_PARAM, _OLD),
-    "_set_unsharded_grad_dtypes": (_GROUP, (2, 15)),
-    "reset_iter_state": (_MODULE, (2, 13)),  # before, a failed micro-batch ends the engine also on one rank
-    # pipelines
-    "forward_maybe_with_nosync": (_STAGE, _OLD),
-    "perform_reduce_grad": (_STAGE, _OLD),
-    "_post_metadata_inference_cleanup": (
-        _STAGE,
-        (2, 12),
-    ),  # 2.11 has _validate_fwd_outputs, which refuses the loss of the last stage
-    # process groups and tensors
-    "_pg_registry": ("torch.distributed.device_mesh:DeviceMesh", _OLD),
-    "_new_process_group_helper": (_C10D, _OLD),
-    "_world": (_C10D, _OLD),
-    "_set_pg_timeout": (_C10D, _OLD),
-    "_abort_process_group": (_C10D, _OLD),
-    "_resolve_process_group": (_C10D, _OLD),
-    "_get_backend": ("torch.distributed:ProcessGroup", _OLD),
-    "all_gather_single": ("torch.distributed", (2, 13)),  # before: all_gather_into_tensor
-    "reduce_scatter_single": ("torch.distributed", (2, 13)),  # before: reduce_scatter_tensor
-    "_local_tensor": ("torch.distributed.tensor:DTensor", _OLD),
-    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", _OLD),
-    "_is_view": ("torch:Tensor", _OLD),
-    "_foreach_mul_": ("torch", _OLD),
-    "_foreach_norm": ("torch", _OLD),
-    # modules
-    "_apply": ("torch.nn:Module", _OLD),
-    "_parameters": ("torch.nn:Module", _OLD),
-    "_buffers": ("torch.nn:Module", _OLD),
-    "_forward_pre_hooks": ("torch.nn:Module", _OLD),
-    "_non_persistent_buffers_set": ("torch.nn:Module", _OLD),
-    # tools
-    "_pytree": ("torch.utils", _OLD),
-    "_device_constructors": ("torch.utils._device", _OLD),
-    "TorchDispatchMode": ("torch.utils._python_dispatch", _OLD),
-    "_dynamo": ("torch", _OLD),
-    "_profiler_enabled": ("torch.autograd", _OLD),
-    "_dump_snapshot": ("torch.cuda.memory", _OLD),
-    "_record_memory_history": ("torch.cuda.memory", _OLD),
-    # operations whose results selective checkpointing keeps
-    "_grouped_mm": ("torch:ops.aten", _OLD),
-    "_flash_attention_forward": ("torch:ops.aten", _OLD),
-    "_scaled_dot_product_cudnn_attention": ("torch:ops.aten", _OLD),
-    "_scaled_dot_product_efficient_attention": ("torch:ops.aten", _OLD),
-    "_scaled_dot_product_flash_attention": ("torch:ops.aten", _OLD),
-    "_scaled_dot_product_flash_attention_for_cpu": ("torch:ops.aten", _OLD),
-}
-
-# Name -> the first release of torch that does not have it any more.
-TORCH_GONE = {"accumulate_unsharded_grad_if_needed": (2, 15), "to_accumulated_grad_if_needed": (2, 15)}
-
-# Names of JAX, read in 0.10.2. They are used in `engine/jax/runtime` only, to run the coordination service in a process of its own.
-JAX_NAMES: dict[str, str] = {
-    "_src": "jax",
-    "_jax": "jaxlib",
-    "global_state": "jax._src.distributed",
-    "backends_are_initialized": "jax._src.xla_bridge",
-    "process_id": "jax._src.distributed:State",
-    "num_processes": "jax._src.distributed:State",
-    "coordinator_address": "jax._src.distributed:State",
-    "client": "jax._src.distributed:State",
-    "get_distributed_runtime_service": "jaxlib._jax",
-    "get_distributed_runtime_client": "jaxlib._jax",
-}
-
-# Names that the CPU build of torch lacks.
-GPU_NAMES = {"_group_start", "_group_end"}
-
-# Private names of transformers, Megatron-Core and the standard library. The tests of their users fail without them.
-OTHER_NAMES = {
-    *("_attn_implementation", "_init_weights", "_is_hf_initialized"),
-    *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),
-    *("_extra_state", "_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer", "_get_model_param_range_map"),
-    "_communicate",
-    *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
-    *("_getframe", "_current_frames", "_fields"),
-}
-
-
-def test_private_names_of_other_packages_are_listed() -> None:
-    used = _private_names()
-    listed = {name for name in (*TORCH_NAMES, *JAX_NAMES) if name.startswith("_")} | OTHER_NAMES | GPU_NAMES
-    undeclared = {name: files for name, files in used.items() if name not in listed}
-    assert not undeclared, f"list these names with their releases: {undeclared}"
-    sources = "\n".join(path.read_text() for path in _sources())
-    unused = [
-        name for name in (*TORCH_NAMES, *JAX_NAMES, *OTHER_NAMES, *GPU_NAMES) if not re.search(rf"\b{name}\b", sources)
+def test_names_of_torch_exist_in_their_releases() -> None:
+    wrong = [
+        f"{where}.{name} since {first}: {_defines(where, name)} in {TORCH}"
+        for name, (where, first) in TORCH_NAMES.items()
+        if _defines(where, name) != (first <= TORCH < TORCH_GONE.get(name, (sys.maxsize, 0)))
     ]
-    assert not unused, f"no source uses these names any more: {unused}"
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", TORCH_NAMES)
-def test_listed_names_of_torch_exist_in_their_releases(name: str) -> None:
-    where, first = TORCH_NAMES[name]
-    there = first <= TORCH < TORCH_GONE.get(name, (sys.maxsize, 0))
-    assert _defines(where, name) == there, f"torch {torch.__version__}: {where}.{name}"
-
-
-@pytest.mark.parametrize("name", JAX_NAMES)
-def test_listed_names_of_jax_exist(name: str) -> None:
+def test_names_of_jax_exist() -> None:
     pytest.importorskip("jax")
-    assert _defines(JAX_NAMES[name], name), f"{JAX_NAMES[name]}.{name}"
+    assert not [f"{where}.{name}" for name, where in JAX_NAMES.items() if not _defines(where, name)]
 
 
-def test_private_names_of_jax_are_used_in_one_folder() -> None:
-    files = {
-        str(path.relative_to(PACKAGE))
-        for path in _sources()
-        if re.search(r"\bjax\._src\b|\bjaxlib\b", path.read_text())
-    }
-    assert files == {f"engine/jax/runtime/{name}.py" for name in ("coordinator", "world")}
+@pytest.mark.parametrize(("name", "expected"), [("fsdp_params", True), ("no_such_name", False)])
+def test_attributes_of_instances_are_found_in_the_source(name: str, expected: bool) -> None:
+    assert _defines("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", name) == expected
 
 
 def _defines(where: str, name: str) -> bool:
@@ -163,44 +45,3 @@ def _defines(where: str, name: str) -> bool:
     # Attributes of instances exist in the source of the module only.
     source = inspect.getsource(sys.modules[owner.__module__])
     return re.search(rf"\bself\.{name}\b", source) is not None
-
-
-def _sources() -> list[Path]:
-    """Return the sources of the library, without its tests and without generated files."""
-    sources = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.endswith("_pb2.py")]
-    return [path for path in sources if "tests" not in path.relative_to(PACKAGE).parts]
-
-
-def _private_names() -> dict[str, set[str]]:
-    """Return the private names that the library reads and does not define itself, with the files that use each."""
-    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in _sources()}
-    own, used = set(), dict[str, set[str]]()
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                own.add(node.name)
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                own.add(node.id if isinstance(node, ast.Name) else node.attr)
-    # Names that torch calls on our subclasses, and slots, count as names of the other package.
-    own -= TORCH_NAMES.keys()
-    for file, tree in trees.items():
-        for node in ast.walk(tree):
-            for name in _external_names(node):
-                if name.startswith("_") and not name.startswith("__") and name not in own:
-                    used.setdefault(name, set()).add(file)
-    return used
-
-
-def _external_names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Attribute):
-        return [node.attr]
-    if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("areal"):
-        return [alias.name for alias in node.names]
-    # The names of getattr, hasattr and setattr.
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in ("getattr", "hasattr", "setattr")
-    ):
-        return [str(x.value) for x in node.args[1:2] if isinstance(x, ast.Constant)]
-    return []

@@ -261,7 +261,7 @@ def test_cancelled_request_frees_its_slot() -> None:
 
 
 SCRIPT = """
-from areal.tests.unit.rollout.test_local import rollout
+from areal.tests.unit.rollout.rollouts import rollout
 engine = rollout()
 raise SystemExit(3)
 """

@@ -7,15 +7,13 @@ import time
 
 import pytest
 
-from areal.tests.unit.rollout.test_runner import Client, batches, episode, running, tokens
+from areal.tests.harness.limits import wait_until
+from areal.tests.unit.rollout.runs import Client, batches, episode, running, tokens
 from areal.trainer.rollout.plan import Plan
 
 
 def wait_for_requests(client: Client, count: int) -> None:
-    limit = time.monotonic() + 20
-    while len(client.asked) < count:
-        assert time.monotonic() < limit, f"{len(client.asked)} requests, not {count}"
-        time.sleep(0.01)
+    wait_until(lambda: len(client.asked) >= count, f"{count} requests were sent")
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -4,66 +4,21 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from areal.tests.harness.limits import wait_until
+from areal.tests.unit.rollout.runs import ITEMS, Client, batches, episode, running, tokens
 from areal.trainer.rollout import protocol
-from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.exchange import set_runner_state
 from areal.trainer.rollout.plan import Group, Plan
-from areal.trainer.rollout.protocol import Completion, Sampling
+from areal.trainer.rollout.protocol import Completion
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
 from areal.utils.data import Segment
-
-ITEMS = list(range(10))
-
-
-class Client:
-    """Answers with the prompt's token and the seed, after a moment."""
-
-    version = 0
-
-    def __init__(self, delay: Callable[[], float] = lambda: 0.0) -> None:
-        self.delay = delay
-        self.asked: list[tuple[int, int]] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        assert sampling.seed is not None
-        self.asked.append((prompt_ids[0], sampling.seed))
-        await asyncio.sleep(self.delay())
-        return Completion((prompt_ids[0], sampling.seed), (-1.0, -2.0), (0, 0), "stop")
-
-
-def episode(reward: Callable[[Any, Completion], Any] = lambda item, answer: 1.0) -> SingleTurn:
-    return SingleTurn(lambda item: [item], reward, Sampling())
-
-
-@contextmanager
-def running(client: Any, played: Any, plan: Plan, **options: Any) -> Iterator[Runner]:
-    runner = Runner(client, played, ITEMS, plan, **options)
-    try:
-        yield runner
-    finally:
-        runner.close()
-
-
-def tokens(groups: list[Any]) -> list[tuple[int, list[tuple[int, ...]]]]:
-    return [(group.index, [tuple(seq.segments[1].tokens) for seq in group.sequences]) for group in groups]
-
-
-def batches(n: int, plan: Plan, client: Any = None, **options: Any) -> list[Any]:
-    with running(client or Client(), episode(), plan, **options) as runner:
-        actual = []
-        for trained in range(n):
-            runner.advance(trained)
-            actual.append(tokens(runner.next_batch(timeout=20)))
-        return actual
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -240,10 +195,8 @@ def test_runner_resumes_from_state(staleness: int) -> None:
             runner.advance(trained)
             first.append(tokens(runner.next_batch(timeout=20)))
         runner.advance(3)
-        end = time.monotonic() + 20
-        while len((state := runner.state_dict())["waiting"]) < staleness and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(state["waiting"]) >= staleness
+        wait_until(lambda: len(runner.state_dict()["waiting"]) >= staleness, "groups wait")
+        state = runner.state_dict()
         fourth = tokens(runner.next_batch(timeout=20))
     again = Client()
     with running(again, episode(), plan) as runner:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal.tests.unit.rollout.test_runner import ITEMS, Client, episode, running
+from areal.tests.unit.rollout.runs import ITEMS, Client, episode, running
 from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from areal.tests.grid.models import VOCAB
-from areal.tests.unit.rollout.rollouts import PROMPT, assert_logprobs, endless, model, plain_logprobs, rollout, run
+from areal.tests.unit.rollout.rollouts import (
+    PROMPT,
+    assert_logprobs,
+    endless,
+    model,
+    plain_logprobs,
+    rollout,
+    run,
+    shortest,
+    tokenizer,
+)
 from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.stop_strings import StopStrings
-
-TEXTS = ["a", "b", "ab", "stop", "St", "op", " ", "\n", "\n\n", "</", "tool", ">", "é", "日本", "🙂", "Answer", ":"]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of whole strings, and of the bytes of characters that need two to four."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    words = [byte_level.pre_tokenize_str(text)[0][0] for text in TEXTS]
-    words += [character for text in ("é", "日", "🙂") for character in byte_level.pre_tokenize_str(text)[0][0]]
-    letters = [character for character in sorted(pre_tokenizers.ByteLevel.alphabet()) if character.isascii()]
-    names = list(dict.fromkeys([*words, *letters]))[:VOCAB]
-    assert len(names) == VOCAB
-    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def shortest(tokens: tuple[int, ...], stop: tuple[str, ...]) -> int:
-    """Return the number of tokens after which the text of all of them has a stop string."""
-    counts = range(1, len(tokens) + 1)
-    return next(n for n in counts if any(string in tokenizer().decode(list(tokens[:n])) for string in stop))
 
 
 @pytest.mark.parametrize("seed", range(4))

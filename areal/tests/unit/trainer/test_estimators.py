@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal.api import Metric, StepOutput
-from areal.tests.unit.rollout.test_runner import Client, running
+from areal.tests.unit.rollout.runs import Client, running
 from areal.trainer.advantages import Groups, dr_grpo, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from areal.trainer.estimators import (
     GroupRelative,

@@ -6,13 +6,13 @@ import base64
 import ctypes
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from areal.tests.harness.limits import promptly
 from areal.trainer.rollout.http.group import NCCLCarrier
 from areal.weight_sync import nccl
 from areal.weight_sync.nccl import NCCLCommunicator, NCCLError, NCCLLibrary, find_library
@@ -153,11 +153,9 @@ def test_another_thread_ends_a_hanging_broadcast() -> None:
     library, stream = Recorded(), Stream()
     communicator = join(library, stream)
     stream.polls = 10**9
-    begin = time.monotonic()
     threading.Timer(0.1, communicator.abort).start()
-    with pytest.raises(NCCLError, match="the communicator was aborted"):
-        communicator.broadcast(torch.zeros(1), 0, 30.0)
-    assert time.monotonic() - begin < 5
+    with promptly(), pytest.raises(NCCLError, match="the communicator was aborted"):
+        communicator.broadcast(torch.zeros(1), 0, 60.0)
     communicator.abort()
     assert library.names().count("ncclCommAbort") == 1
 

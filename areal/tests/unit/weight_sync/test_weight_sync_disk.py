@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.unit.weight_sync.test_weight_sync_transports import BUCKET, alone, dying, ended, filled, number, start
+from areal.tests.unit.weight_sync.transports import BUCKET, alone, dying, ended, filled, number, start
 from areal.utils.distributed import ControlPlane, init_default_group
 from areal.weight_sync import DiskReceiver, DiskTransport, ModuleSource
 from areal.weight_sync.disk import published

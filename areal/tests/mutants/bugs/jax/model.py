@@ -10,7 +10,7 @@ import numpy as np
 
 from areal.tests.mutants.planting import Function, mutant
 
-_BLOCKS = "unit/jax/test_attention.py::test_blocks_equal_attention_with_a_mask[{}]"
+_BLOCKS = "unit/jax/test_jax_attention.py::test_blocks_equal_attention_with_a_mask[{}]"
 
 
 @mutant("areal.engine.jax.model.attention:_scores", _BLOCKS.format("packed-window"))

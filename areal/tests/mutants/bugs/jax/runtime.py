@@ -7,7 +7,7 @@ from areal.tests.mutants.planting import Function, mutant
 
 @mutant(
     "areal.engine.jax.runtime.world:leave_after_fault",
-    "dist/jax/test_faults.py::test_error_inside_of_a_program[jax:d2]",
+    "dist/jax/test_jax_faults.py::test_error_inside_of_a_program[jax:d2]",
 )
 def world_kept_after_a_fault(right: Function) -> Function:
     """The next engine computes in a world whose connections are shut down."""
@@ -16,7 +16,7 @@ def world_kept_after_a_fault(right: Function) -> Function:
 
 @mutant(
     "areal.engine.jax.mesh:stored_spec",
-    "dist/jax/test_programs.py::test_arrays_are_divided_over_ranks[jax:d2]",
+    "dist/step/test_memory_report.py::test_report_is_of_the_shard[jax:d2]",
 )
 def every_rank_has_everything(right: Function) -> Function:
     """Parameters are not divided over data-parallel ranks."""

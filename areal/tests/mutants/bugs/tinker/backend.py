@@ -69,7 +69,7 @@ def step_clips_by_default(right: Function) -> Function:
 
 @mutant(
     "areal.tinker.backends.base_model:find_base_model",
-    SERVER + "test_checkpoints.py::test_checkpoint_of_another_base_model_is_refused",
+    SERVER + "test_model_checkpoints.py::test_checkpoint_of_another_base_model_is_refused",
 )
 def base_model_known_by_its_shape(right: Function) -> Function:
     """The fingerprint of a base model does not depend on its weights."""

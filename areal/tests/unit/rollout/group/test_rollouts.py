@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal.tests.harness.servers.group_server import GroupServer
-from areal.tests.unit.rollout.group.test_updates import SHAPES, Weights, assert_has, interrupted_after
+from areal.tests.unit.rollout.group.sent_weights import SHAPES, Weights, assert_has, interrupted_after
 from areal.trainer.rollout.http import VLLM, HTTPRollout
 from areal.trainer.rollout.http.group import GlooCarrier
 from areal.utils.distributed import ControlPlane

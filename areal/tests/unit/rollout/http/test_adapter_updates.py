@@ -10,7 +10,8 @@ import torch
 
 from areal import FinetuneSpec, LoRAConfig, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
 from areal.tests.grid.models import model_dir
-from areal.tests.harness.servers.rollout_http import PROMPT, Background, Process, run, until, weights
+from areal.tests.harness.limits import wait_until
+from areal.tests.harness.servers.rollout_http import PROMPT, Background, Process, run, weights
 from areal.tests.harness.tiny import global_batch, loss
 from areal.tests.unit.rollout.http.conftest import Make
 from areal.tests.unit.rollout.rollouts import endless
@@ -68,7 +69,7 @@ def test_requests_run_on_across_updates_of_the_adapter(make_vllm: Make, vllm: Pr
     engine.train_batch(global_batch(), loss)
     vllm.tell(step_seconds=0.05)
     background = Background(rollout.generate(PROMPT, endless(40, seed=1)))
-    until(lambda: vllm.drawn() >= 2)
+    wait_until(lambda: vllm.drawn() >= 2)
     rollout.sync(engine, 2)
     (answer,) = background.result()
     assert set(answer.versions) == {1, 2}

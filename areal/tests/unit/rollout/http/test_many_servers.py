@@ -11,6 +11,7 @@ import torch
 
 from areal.api.weights import NamedTensor
 from areal.tests.grid.models import VOCAB
+from areal.tests.harness.limits import wait_until
 from areal.tests.harness.servers.rollout_http import (
     PROMPT,
     Background,
@@ -19,7 +20,6 @@ from areal.tests.harness.servers.rollout_http import (
     plain,
     replica,
     run,
-    until,
     weights,
 )
 from areal.tests.unit.rollout.http.conftest import Make
@@ -72,8 +72,8 @@ class Load(threading.Thread):
                 answer = await self._rollout.generate(prompt, endless(self._tokens, seed=self.asked))
             except Exception as error:
                 self.errors.append(error)
-            else:
-                self.answers.append((prompt, answer))
+                return  # a test that fails closes the rollout, and every further request would fail
+            self.answers.append((prompt, answer))
 
     def end(self) -> set[int]:
         """Return the versions of all answers. None may be missing, and each token must be of its version."""
@@ -98,7 +98,7 @@ def test_requests_run_on_across_updates(make_vllm: Make, vllm: Process, kind: st
     rollout = make_vllm(vllm)
     background = Background(*(rollout.generate(PROMPT, endless(40, seed=seed)) for seed in range(4)))
     route = TOKENS if kind == "tokens" else COMPLETIONS
-    until(lambda: vllm.calls(route) == 4 and vllm.drawn() >= 12)  # each has begun
+    wait_until(lambda: vllm.calls(route) == 4 and vllm.drawn() >= 12)  # each has begun
     for version in (1, 2):
         rollout.update(weights(version), version)
     for answer in background.result():
@@ -117,7 +117,7 @@ def test_failed_load_keeps_running_requests(make_vllm: Make, vllm: Process) -> N
     rollout.update(weights(1), 1)
     vllm.tell(step_seconds=0.03)
     background = Background(*(rollout.generate(PROMPT, endless(40, seed=seed)) for seed in range(2)))
-    until(lambda: vllm.calls(TOKENS) == 2)
+    wait_until(lambda: vllm.calls(TOKENS) == 2)
     bad = (named._replace(name=named.name.replace("o_proj", "foo")) for named in weights(2))
     with pytest.raises(RuntimeError, match=r"no module or parameter named .*foo.*serves version 1"):
         rollout.update(bad, 2)
@@ -153,7 +153,7 @@ def test_requests_of_a_server_that_lost_its_weights_go_to_another(make_vllm: Mak
     for server in (bad, good):
         server.tell(step_seconds=0.03)
     background = Background(*(rollout.generate([i, *PROMPT], endless(30, seed=i)) for i in range(4)))
-    until(lambda: bad.calls(TOKENS) >= 1 and good.calls(TOKENS) >= 1)
+    wait_until(lambda: bad.calls(TOKENS) >= 1 and good.calls(TOKENS) >= 1)
     bad.can(LOAD, status=500, body="out of memory")
     with pytest.raises(RuntimeError, match=rf"out of memory.*{bad.url} is left out, {good.url} serves version 1"):
         rollout.update(weights(1), 1)
@@ -204,12 +204,12 @@ def test_server_killed_during_generation_and_back(make_vllm: Make, vllms: list[P
     rollout = make_vllm(*vllms)
     rollout.update(weights(1), 1)
     load = Load(rollout)
-    until(lambda: all(server.calls(TOKENS) > 2 for server in vllms))
+    wait_until(lambda: all(server.calls(TOKENS) > 2 for server in vllms))
     vllms[0].kill()
-    until(lambda: rollout.counts.get("away", 0) >= 1)
+    wait_until(lambda: rollout.counts.get("away", 0) >= 1)
     rollout.update(weights(2), 2)
     vllms[0].restart()
-    until(lambda: vllms[0].calls(TOKENS) > 2)
+    wait_until(lambda: vllms[0].calls(TOKENS) > 2)
     assert load.end() == {1, 2}
     assert vllms[0].calls(LOAD) == 1
     assert rollout.counts["restarted"] == 1
@@ -224,12 +224,12 @@ def test_server_killed_during_an_update_and_back(make_vllm: Make, vllms: list[Pr
     vllms[0].tell(load_seconds=20.0)
     loads = threading.Thread(target=rollout.update, args=(weights(2), 2))
     loads.start()
-    until(lambda: vllms[0].calls(LOAD) == 2)
+    wait_until(lambda: vllms[0].calls(LOAD) == 2)
     vllms[0].kill()
     loads.join(12)
     assert not loads.is_alive(), "the others wait for a server that is gone"
     vllms[0].restart()
-    until(lambda: vllms[0].calls(TOKENS) > 2)
+    wait_until(lambda: vllms[0].calls(TOKENS) > 2)
     assert load.end() == {1, 2}
     assert vllms[0].calls(LOAD) == 1
     (answer,) = run(rollout.generate(PROMPT, endless(3)))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from areal.tests.harness.limits import wait_until
 from areal.tests.harness.servers.rollout_http import (
     PROMPT,
     Background,
@@ -17,7 +18,6 @@ from areal.tests.harness.servers.rollout_http import (
     assert_drawn_from,
     replica,
     run,
-    until,
     weights,
 )
 from areal.tests.unit.rollout.http.conftest import Make
@@ -102,7 +102,7 @@ def test_owner_notices_that_another_has_taken_its_server(make_vllm: Make, either
     second = make_vllm(either, take_over=True)
     either.tell(step_seconds=0.05)
     background = Background(second.generate(PROMPT, endless(5)))
-    until(lambda: either.calls(TOKENS) + either.calls(COMPLETIONS) == 2)
+    wait_until(lambda: either.calls(TOKENS) + either.calls(COMPLETIONS) == 2)
     # Its connection is used by nobody: a new one is checked before its reply counts.
     with pytest.raises(RuntimeError, match=rf"{either.url} belongs to another HTTPRollout now"):
         run(*(first.generate(PROMPT, endless(3)) for _ in range(2)))
@@ -124,7 +124,7 @@ def test_restarted_server_gets_the_current_weights_before_its_next_token(make_vl
     run(rollout.generate(PROMPT, endless(3)))
     either.tell(step_seconds=0.05)
     background = Background(*(rollout.generate(PROMPT, endless(30, seed=seed)) for seed in range(3)))
-    until(lambda: either.calls(TOKENS) + either.calls(COMPLETIONS) == 4)
+    wait_until(lambda: either.calls(TOKENS) + either.calls(COMPLETIONS) == 4)
     either.restart()
     for answer in background.result():
         assert answer.versions == (5,) * 30
@@ -159,7 +159,7 @@ def test_server_that_is_not_there_yet_is_examined_when_it_is(make_vllm: Make, vl
     vllm.kill()
     rollout = make_vllm(vllm)
     background = Background(rollout.generate(PROMPT, endless(5)))
-    until(lambda: rollout.counts["away"] == 1)
+    wait_until(lambda: rollout.counts["away"] == 1)
     vllm.restart()
     assert_drawn_from(replica(), background.result()[0])
     assert vllm.calls(LABEL) == 1

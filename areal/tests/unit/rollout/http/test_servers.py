@@ -14,6 +14,7 @@ import torch
 
 from areal.api.weights import NamedTensor
 from areal.tests.grid.models import VOCAB, model_dir
+from areal.tests.harness.limits import promptly, wait_until
 from areal.tests.harness.servers.rollout_http import (
     BAD_REPLIES,
     PROMPT,
@@ -24,7 +25,6 @@ from areal.tests.harness.servers.rollout_http import (
     replica,
     run,
     sglang_reply,
-    until,
     vllm_reply,
     weights,
 )
@@ -167,7 +167,7 @@ def test_generation_continues_across_an_update(
     # Of two prompts: the answers of one prompt share a server.
     prompts = [[i % 2, *PROMPT] for i in range(4)]
     background = Background(*(rollout.generate(prompt, endless(40, seed=i)) for i, prompt in enumerate(prompts)))
-    until(lambda: all(server.calls(GENERATE[kind]) == 2 for server in servers))
+    wait_until(lambda: all(server.calls(GENERATE[kind]) == 2 for server in servers))
     time.sleep(0.3)
     rollout.update(weights(1), 4)
     for prompt, answer in zip(prompts, background.result(), strict=True):
@@ -192,7 +192,7 @@ def test_undrained_request_is_restarted_after_update(
     rollout = make(server, drain_seconds=0.3)
     server.can(GENERATE[kind], body="late", delay=5)
     background = Background(rollout.generate(PROMPT, endless(5, seed=1)))
-    until(lambda: server.calls(GENERATE[kind]) == 1)
+    wait_until(lambda: server.calls(GENERATE[kind]) == 1)
     rollout.update(weights(1), 1)
     (answer,) = background.result()
     assert answer.versions == (1,) * 5
@@ -203,12 +203,10 @@ def test_killed_server_raises_within_the_deadline(make: Callable[..., HTTPRollou
     rollout = make(doomed, deadline=2)
     doomed.tell(step_seconds=0.1)
     background = Background(rollout.generate(PROMPT, endless(100)))
-    until(lambda: doomed.calls(GENERATE[kind]) == 1)
+    wait_until(lambda: doomed.calls(GENERATE[kind]) == 1)
     doomed.kill()
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"within 2 s.*{doomed.url}"):
+    with promptly(), pytest.raises(RuntimeError, match=rf"within 2 s.*{doomed.url}"):
         background.result()
-    assert time.monotonic() - start < 6
 
 
 def test_requests_fail_over_from_killed_server(
@@ -217,7 +215,7 @@ def test_requests_fail_over_from_killed_server(
     rollout = make(doomed, server)
     doomed.tell(step_seconds=0.1)
     background = Background(*(rollout.generate(PROMPT, endless(30, seed=i)) for i in range(2)))
-    until(lambda: doomed.calls(GENERATE[kind]) == 2)  # a common prompt goes to one server
+    wait_until(lambda: doomed.calls(GENERATE[kind]) == 2)  # a common prompt goes to one server
     doomed.kill()
     answers = background.result()
     assert server.calls(GENERATE[kind]) == 2
@@ -233,11 +231,9 @@ def test_requests_fail_over_from_killed_server(
 def test_hanging_server_raises_or_fails_over(
     make: Callable[..., HTTPRollout], servers: list[Process], kind: str
 ) -> None:
-    servers[0].can(GENERATE[kind], body="late", delay=4, times=3)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"{servers[0].url}{GENERATE[kind]}: no answer within"):
+    servers[0].can(GENERATE[kind], body="late", delay=60, times=3)
+    with promptly(), pytest.raises(RuntimeError, match=rf"{servers[0].url}{GENERATE[kind]}: no answer within"):
         run(make(servers[0], timeout=0.3, deadline=0.7).generate(PROMPT, endless(3)))
-    assert time.monotonic() - start < 3
     servers[0].can(GENERATE[kind], body="late", delay=4)
     (answer,) = run(make(*servers, timeout=0.5).generate(PROMPT, endless(3)))
     assert len(answer.tokens) == 3
@@ -346,14 +342,14 @@ def test_cancelled_task_aborts_its_request(make: Callable[..., HTTPRollout], ser
 
     async def cancel() -> None:
         task = asyncio.ensure_future(rollout.generate(PROMPT, endless(200)))
-        await asyncio.to_thread(until, lambda: server.calls(GENERATE[kind]) == 1)
+        await asyncio.to_thread(wait_until, lambda: server.calls(GENERATE[kind]) == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(cancel())
     if kind == "sglang":
-        until(lambda: server.calls("/abort_request") == 1)
+        wait_until(lambda: server.calls("/abort_request") == 1)
     server.tell(step_seconds=0)
     assert len(run(rollout.generate(PROMPT, endless(4)))[0].tokens) == 4
 
@@ -362,7 +358,7 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
     rollout = make(server)
     server.tell(step_seconds=0.05)
     background = Background(rollout.generate(PROMPT, endless(100)))
-    until(lambda: server.calls(GENERATE[kind]) == 1)
+    wait_until(lambda: server.calls(GENERATE[kind]) == 1)
     time.sleep(0.2)
     rollout.update(weights(1), 1)
     rollout.close()

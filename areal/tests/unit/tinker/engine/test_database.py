@@ -16,6 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, text
 
+from areal.tests.unit.tinker.engine.crashes import check_after_crash, kill, start
 from areal.tests.unit.tinker.engine.fakes import (
     FakeSampling,
     FakeTraining,
@@ -29,7 +30,6 @@ from areal.tests.unit.tinker.engine.fakes import (
     step,
     train,
 )
-from areal.tests.unit.tinker.engine.test_durability import check_after_crash, kill, start
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
 from areal.tinker.engine.requests import SaveForSampler, SaveWeights
 from areal.tinker.engine.service import Service

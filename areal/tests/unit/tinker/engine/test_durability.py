@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
+from areal.tests.harness.limits import PROMPTLY, promptly
+from areal.tests.unit.tinker.engine.crashes import check_after_crash, kill, start
 from areal.tests.unit.tinker.engine.fakes import (
     FakeSampling,
     FakeTraining,
@@ -37,62 +38,6 @@ from areal.tinker.engine.errors import ConflictError, LeaseLostError, NotFoundEr
 from areal.tinker.engine.requests import CreateModel, SaveForSampler, SaveWeights
 from areal.tinker.engine.service import Service
 from areal.tinker.engine.store.database import _pid_space
-
-
-def start(root: Path, url: str | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "areal.tests.unit.tinker.engine.crash_server", str(root), *([url] if url else [])]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def kill(server: subprocess.Popen[str], lines: int) -> dict[str, list[list[str]]]:
-    """Read so many acknowledged steps, kill the server at once, and return all that it acknowledged by kind."""
-    assert server.stdout is not None
-    read = [server.stdout.readline() for _ in range(lines)]
-    assert all(read), "the server ended by itself"
-    server.send_signal(signal.SIGKILL)
-    read += server.stdout.readlines()
-    server.wait()
-    told: dict[str, list[list[str]]] = {}
-    for line in read:
-        kind, *words = line.split()
-        told.setdefault(kind, []).append(words)
-    return told
-
-
-async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: str | None = None) -> None:
-    """Start the next server, and look for everything that the killed one acknowledged."""
-    begin = time.monotonic()
-    async with serving(root, FakeTraining(), FakeSampling(), database_url=url, lease_s=1.0) as service:
-        assert time.monotonic() - begin < 30
-        (session,), (model,) = told["session"][0], told["model"][0]
-        # Results that were acknowledged can be read again.
-        for (request_id,) in told.get("done", []):
-            assert (await service.retrieve(request_id, 0)).result["type"] == "optim_step"
-        # Every published checkpoint is there and can be used.
-        paths = [path for (path,) in told.get("saved", [])]
-        published = [c["tinker_path"] for c in (await service.all_checkpoints())["checkpoints"]]
-        assert set(published) >= set(paths)
-        for number, path in enumerate(paths, 1):
-            assert (await service.checkpoint_folder(path) / "state.json").exists()
-            if "/weights/" in path:
-                await done(service, CreateModel(session, number, digest(path), path=path, optimizer=True))
-        # Unfinished training fails and says how to go on; unfinished sampling is sent again by the client.
-        # The last checkpoint may have been published without an acknowledgement.
-        last = [path for path in published if "/weights/" in path][:1]
-        for (request_id,) in told.get("training", []):
-            answer = await service.retrieve(request_id, 0)
-            assert (answer.state, answer.category) == ("failed", "server")
-            assert last[0] in (answer.error or "")
-        for request_id, name in told.get("sampling", []):
-            assert (await service.retrieve(request_id, 0)).state == "gone"
-            again = await service.submit(sample(name, 1))
-            assert again.request_id == request_id
-            assert (await outcome(service, again)).state == "done"
-        # The model died with its process.
-        message = await refused(service, train(model, 1000), "server")
-        assert "was lost" in message
-        assert not last or last[0] in message
-        assert (await service.training_run(model))["corrupted"]
 
 
 @pytest.mark.parametrize("lines", [12, pytest.param(None)])
@@ -164,7 +109,7 @@ def test_results_are_pruned_after_delivery_only(tmp_path: Path) -> None:
             assert (await service.submit(train(model, 1))).request_id == read.request_id
             never_read = await service.submit(train(model, 4))
             await service.finish_session(session)
-            end = time.monotonic() + 20
+            end = time.monotonic() + PROMPTLY
             while not await pruned(never_read.request_id):
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
@@ -185,10 +130,11 @@ def test_a_second_server_refuses_to_start_and_names_the_first(tmp_path: Path) ->
             # The first goes on, undisturbed.
             await done(service, train(model, 1))
             assert service.healthy()
-        # A server that stopped gives up its lease at once.
-        begin = time.monotonic()
-        async with serving(tmp_path, FakeTraining(), lease_s=60.0):
-            assert time.monotonic() - begin < 20
+        # A server that stops gives up its lease.
+        for _ in range(2):
+            with promptly():
+                async with serving(tmp_path, FakeTraining(), lease_s=60.0):
+                    pass
 
     asyncio.run(main())
 
@@ -201,15 +147,15 @@ def test_the_lease_of_a_dead_server_is_taken_at_once_or_when_it_expires(tmp_path
         dead.wait()
         engine = create_engine(f"sqlite:///{tmp_path}/tinker.db")
         row = {"owner": "other", "host": "h", "pid": dead.pid, "space": _pid_space()}
-        for space, expires in ((row["space"], 3600.0), ("elsewhere", 1.0)):
+        for space, lease_s in ((row["space"], 3600.0), ("elsewhere", 1.0)):
+            expires = time.time() + lease_s
             with engine.begin() as connection:
                 statement = "INSERT INTO lease VALUES (1, :owner, :host, :pid, :space, :expires)"
-                connection.execute(text(statement), {**row, "space": space, "expires": time.time() + expires})
-            begin = time.monotonic()
-            async with serving(tmp_path, FakeTraining(), lease_s=60.0) as service:
-                took = time.monotonic() - begin
-                assert service.healthy()
-                assert took >= 0.9 if space == "elsewhere" else took < 20
+                connection.execute(text(statement), {**row, "space": space, "expires": expires})
+            with promptly():
+                async with serving(tmp_path, FakeTraining(), lease_s=60.0) as service:
+                    assert service.healthy()
+                    assert space != "elsewhere" or time.time() >= expires
         engine.dispose()
 
     asyncio.run(main())

@@ -153,9 +153,9 @@ def test_a_thousand_samples_are_checked_in_milliseconds() -> None:
     request = ForwardBackward("m", 1, digest(1), data=data)
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         assert len(check_pass(request, LOSSES, LIMITS, 2**20).data) == 1024
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 0.1, f"{best * 1e3:.0f} ms"
 
 

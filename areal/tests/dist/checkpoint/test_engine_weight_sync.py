@@ -1,0 +1,276 @@
+"""Weight synchronization: a transformers replica gets the trainer's weights, for every registered layout and every transport."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from areal.api import OptimizerConfig, TrainEngine, WeightReceiver
+from areal.tests.grid.cell_engine import start_cell
+from areal.tests.grid.layouts import LORA, TOLERANCES, Cell, Layout, all_layouts
+from areal.tests.grid.models import adapter_dir, model_dir
+from areal.tests.harness.tiny import global_batch, layouts, local_batch, loss, same_bits, started, weights_of
+from areal.tests.harness.world import world
+from areal.utils.distributed import ControlPlane
+from areal.weight_sync import (
+    BroadcastReceiver,
+    BroadcastTransport,
+    DirectTransport,
+    DiskReceiver,
+    DiskTransport,
+    ModuleSource,
+    SharedMemoryReceiver,
+    SharedMemoryTransport,
+)
+
+BUCKET = 20_000
+LEARN = OptimizerConfig(lr=0.05)
+EVERY = [pytest.param(it, id=it.name, marks=[pytest.mark.world(it.world)]) for it in all_layouts() if it.world <= 4]
+
+Found = tuple[dict[str, Tensor], list[Tensor]]
+"""Return a replica's weights by their Hugging Face names, and its log-probs of each sequence."""
+
+
+def replica(path: str, dtype: torch.dtype = torch.float32, *, adapter: str | None = None) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if adapter is not None:
+        model.load_adapter(adapter)
+    return model.eval()
+
+
+def sent(engine: TrainEngine, adapter: str | None) -> dict[str, Any]:
+    """Return what a transport sends: the model or only the adapter."""
+    return {"source": engine} if adapter is None else {"source": engine.adapters, "select": lambda name: True}
+
+
+@torch.no_grad()
+def looked_at(module: nn.Module, sequences: list[Tensor]) -> Found:
+    weights = {name: tensor.clone() for name, tensor in ModuleSource(module).named_tensors()}
+    rows = []
+    for ids in sequences:
+        scores = module(ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        rows.append(torch.cat([scores[:-1].gather(-1, ids[1:, None])[:, 0], torch.zeros(1)]))
+    return weights, rows
+
+
+# ---- a process with replicas and no trainer state
+
+
+def serve(socket: str) -> None:
+    """Build a replica, apply one update and return its state, at each request of the first rank.
+
+    End with the connection.
+    """
+    with Listener(socket, family="AF_UNIX") as listener, listener.accept() as connection:
+        while True:
+            try:
+                way, address, path, adapter, sequences = torch.load(
+                    io.BytesIO(connection.recv_bytes()), weights_only=False
+                )
+            except EOFError:
+                os._exit(0)
+            module = replica(path, adapter=adapter)
+            kind: Any = {"broadcast": BroadcastReceiver, "ipc": SharedMemoryReceiver}[way]
+            receiver = kind(address, module, timeout=60.0)
+            version = receiver.receive(60.0)
+            receiver.close()
+            _put(connection, (version, *looked_at(module, sequences)))
+
+
+def _put(connection: Connection, value: Any) -> None:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    connection.send_bytes(stream.getvalue())
+
+
+_remote: list[Any] = []
+
+
+def remote() -> Connection:
+    """Connect to the replica process, which lives as long as this rank."""
+    if not _remote:
+        folder = tempfile.mkdtemp(prefix="areal-ws-")
+        code = f"from areal.tests.dist.checkpoint.test_engine_weight_sync import serve; serve({folder + '/serve'!r})"
+        process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _remote.extend((_call(folder + "/serve", process), process))
+        shutil.rmtree(folder, ignore_errors=True)
+    return _remote[0]
+
+
+def _call(path: str, process: subprocess.Popen[bytes]) -> Connection:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return Client(path, family="AF_UNIX")
+        except OSError:
+            assert process.poll() is None, "the receiving process ended"
+            assert time.monotonic() < deadline, "the receiving process did not start"
+            time.sleep(0.1)
+
+
+# ---- transports
+
+
+def by_direct(
+    engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None
+) -> Found:
+    module = replica(path, adapter=adapter)
+    transport = DirectTransport(engine.control, module)  # type: ignore[attr-defined]
+    assert transport.send(version=5, **sent(engine, adapter)).version == transport.version == 5
+    return looked_at(module, sequences)
+
+
+def by_disk(engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None) -> Found:
+    transport = DiskTransport(engine.control, folder / "weights", file_bytes=BUCKET)  # type: ignore[attr-defined]
+    transport.send(version=5, **sent(engine, adapter))
+    module = replica(path, adapter=adapter)
+    receiver: WeightReceiver = DiskReceiver(folder / "weights", module)
+    assert receiver.receive(0) == 5
+    return looked_at(module, sequences)
+
+
+def by_other_process(
+    way: str, engine: TrainEngine, path: str, sequences: list[Tensor], adapter: str | None = None
+) -> Found:
+    control: ControlPlane = engine.control  # type: ignore[attr-defined]
+    sockets = tempfile.mkdtemp(prefix="areal-ws-")
+    transport = (
+        BroadcastTransport(control, bucket_bytes=BUCKET)
+        if way == "broadcast"
+        else SharedMemoryTransport(control, f"{sockets}/ipc", bucket_bytes=BUCKET)
+    )
+    if world().rank == 0:
+        address = transport.address if isinstance(transport, BroadcastTransport) else f"{sockets}/ipc"
+        _put(remote(), (way, address, path, adapter, sequences))
+    transport.send(version=5, **sent(engine, adapter))
+    answer: list[Any] = [None]
+    if world().rank == 0:
+        assert remote().poll(60), "the receiving process does not answer"
+        answer = [torch.load(io.BytesIO(remote().recv_bytes()), weights_only=False)]
+    transport.close()
+    shutil.rmtree(sockets, ignore_errors=True)
+    dist.broadcast_object_list(answer, src=0)
+    version, weights, rows = answer[0]
+    assert version == 5
+    return weights, rows
+
+
+@pytest.mark.parametrize("layout", EVERY)
+def test_replica_equals_trainer_after_sync(layout: Layout, tmp_path: Path) -> None:
+    cell = Cell(layout, family=layout.family, dtype="float32")
+    with start_cell(cell, LEARN) as run:
+        engine, everything = run.engine, run.samples()
+        before = weights_of(engine)
+        engine.train_batch(run.batch(), cell.objective.loss_fn, cell.objective.weight_fn)
+        expected = weights_of(engine)
+        assert not any(torch.equal(before[name], expected[name]) for name in before if "proj" in name)
+        own = run.local_indices
+        rows = engine.forward_batch([everything[i] for i in own])
+        sequences = [sample["input_ids"] for sample in everything]
+        shown = {
+            "direct": by_direct(engine, cell.path, sequences, tmp_path),
+            "disk": by_disk(engine, cell.path, sequences, tmp_path),
+            "broadcast": by_other_process("broadcast", engine, cell.path, sequences),
+            "ipc": by_other_process("ipc", engine, cell.path, sequences),
+        }
+    for way, (weights, logprobs) in shown.items():
+        assert same_bits(weights, expected), way
+        for actual, want in zip(rows, [logprobs[i] for i in own], strict=True):
+            assert (actual - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2, also=("fsdp:t2", "megatron:t2")))
+def test_adapter_only_sync(backend: str, tmp_path: Path) -> None:
+    path, everything = model_dir("qwen3_tied"), global_batch()
+    adapter = adapter_dir(path, LORA)
+    with started(backend, path=path, lora=LORA, optimizer=LEARN) as engine:
+        engine.adapters.load("default", adapter)
+        engine.train_batch(local_batch(engine, everything), loss)
+        expected = {name: tensor.clone() for name, tensor in engine.adapters.named_tensors()}
+        rows = engine.forward_batch(local_batch(engine, everything))
+        sequences = [sample["input_ids"] for sample in local_batch(engine, everything)]
+        first = [everything[0]["input_ids"]]
+        shown = {
+            "direct": by_direct(engine, path, sequences, tmp_path, adapter),
+            "disk": by_disk(engine, path, sequences, tmp_path, adapter),
+        }
+        afar = {way: by_other_process(way, engine, path, first, adapter) for way in ("broadcast", "ipc")}
+    files = {name: tensor.clone() for name, tensor in ModuleSource(replica(path)).named_tensors()}
+    for way, (weights, logprobs) in {**shown, **afar}.items():
+        assert same_bits(weights, files | expected), way
+        assert way in afar or len(logprobs) == len(rows)
+        for actual, want in zip(rows, logprobs if way in shown else [], strict=way in shown):
+            assert (actual - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
+    rows_of_first = [actual[1][0] for actual in afar.values()]
+    assert torch.equal(*rows_of_first)
+
+
+@pytest.mark.parametrize("backend", layouts(1, 2))
+def test_bfloat16_replica_of_float32_trainer(backend: str, tmp_path: Path) -> None:
+    """The values are rounded once, either by the trainer or by the replica."""
+    path, everything = model_dir("qwen3"), global_batch()
+    with started(backend, path=path, dtype="bfloat16", optimizer=LEARN) as engine:
+        engine.train_batch(local_batch(engine, everything), loss)
+        expected = {name: tensor.bfloat16() for name, tensor in weights_of(engine).items()}
+        rows = engine.forward_batch(local_batch(engine, everything))
+        modules = [replica(path, torch.bfloat16) for _ in range(2)]
+        control: ControlPlane = engine.control  # type: ignore[attr-defined]
+        DirectTransport(control, modules[0]).send(engine, 1)
+        meta = DiskTransport(control, tmp_path / "w", cast=torch.bfloat16).send(engine, 1)
+        assert meta.nbytes == 2 * sum(tensor.numel() for tensor in expected.values())
+        DiskReceiver(tmp_path / "w", modules[1]).receive(0)
+        sequences = [sample["input_ids"] for sample in local_batch(engine, everything)]
+    for module in modules:
+        weights, logprobs = looked_at(module, sequences)
+        assert same_bits(weights, expected)
+        for actual, want in zip(rows, logprobs, strict=True):
+            assert (actual - want).abs().max() <= TOLERANCES["bfloat16"] * max(1.0, want.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", layouts(2))
+@pytest.mark.parametrize("stage", ["draft opened", "in file 2", "written"])
+def test_sender_fault_raises_on_all_ranks_and_engine_continues(backend: str, stage: str, tmp_path: Path) -> None:
+    armed = [True]
+
+    def fail(reached: str) -> None:
+        if armed and reached == stage:
+            raise OSError("no space left on the device")
+
+    with started(backend) as engine:
+        transport = DiskTransport(engine.control, tmp_path / "w", file_bytes=BUCKET, observe=fail)  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match=r"rank 0: OSError: no space left.*version 1 was not sent"):
+            transport.send(engine, 1)
+        assert world().rank > 0 or os.listdir(tmp_path / "w") == []
+        armed.clear()
+        transport.send(engine, 2)
+        module = replica(model_dir("qwen3"))
+        assert DiskReceiver(tmp_path / "w", module).receive(0) == 2
+        engine.train_batch(local_batch(engine, global_batch()), loss)
+
+
+@pytest.mark.parametrize("backend", layouts(2))
+def test_replicas_on_some_ranks_only(backend: str) -> None:
+    path = model_dir("qwen3")
+    with started(backend, path=path) as engine:
+        engine.train_batch(local_batch(engine, global_batch()), loss)
+        module = replica(path) if world().rank == 1 else None
+        transport = DirectTransport(engine.control, module)  # type: ignore[attr-defined]
+        meta = transport.send(engine, 3)
+        assert (meta.version, meta.n_tensors) == (3, len(weights_of(engine)))
+        assert transport.version == (3 if world().rank == 1 else None)
+        expected = weights_of(engine)
+        assert module is None or same_bits(looked_at(module, [])[0], expected)
+        transport = DirectTransport(engine.control, module)  # type: ignore[attr-defined]
+        assert transport.send(engine, 4, select=lambda name: "embed" in name).n_tensors == 1

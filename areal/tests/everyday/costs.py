@@ -1,0 +1,72 @@
+"""CPU-seconds of tests: ``python -m areal.tests.everyday.costs FILE`` prints the most expensive and refuses new expensive ones.
+
+A session with ``--costs FILE`` writes the CPU-seconds of each test: of its function, on all ranks, and of processes that it started and
+waited for. Fixtures do not count: which test starts a shared server depends on the session.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LIMIT = 3.0
+"""CPU-seconds that an everyday test may take, unless it is in :data:`EXPENSIVE`."""
+
+EXPENSIVE = Path(__file__).with_name("expensive.txt")
+"""Tests that may take longer: one line each, with their CPU-seconds on the machine on which the others take less than the limit."""
+
+COST = "areal_cost"
+"""Name of the property of a report that holds the CPU-seconds of a test."""
+
+
+def spent() -> float:
+    """Return the CPU-seconds of this process and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def known() -> dict[str, float]:
+    """Return the CPU-seconds of the tests in :data:`EXPENSIVE`."""
+    lines = (line.split(maxsplit=1) for line in EXPENSIVE.read_text().splitlines())
+    return {test: float(seconds) for seconds, test in lines}
+
+
+def new_expensive(costs: Mapping[str, float], listed: Mapping[str, float]) -> dict[str, float]:
+    """Return the tests above the limit that are not listed.
+
+    The limit is scaled by the speed of this machine: by the seconds that the listed tests take on it, if it is slower.
+
+    Args:
+        costs: CPU-seconds of each test of a run.
+        listed: CPU-seconds of the tests that may be expensive.
+    """
+    both = [test for test in listed if test in costs]
+    slower = sum(costs[test] for test in both) / sum(listed[test] for test in both) if both else 1.0
+    limit = LIMIT * max(1.0, slower)
+    return {test: seconds for test, seconds in costs.items() if seconds > limit and test not in listed}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. Returns the exit code: 1 if there are new expensive tests."""
+    costs: dict[str, float] = json.loads(Path(arguments[0]).read_text())
+    first = sorted(costs, key=lambda test: -costs[test])[:15]
+    print(
+        f"{len(costs)} tests, {sum(costs.values()):.0f} CPU-seconds without the start of sessions; the most expensive:"
+    )
+    for test in first:
+        print(f"{costs[test]:8.1f}  {test}")
+    found = new_expensive(costs, known())
+    for test, seconds in found.items():
+        print(
+            f"{test} takes {seconds:.1f} CPU-seconds, and an everyday test at most {LIMIT:g}: make it cheaper, put a cheaper case "
+            f"first, or add it to {EXPENSIVE.name} with the reason in the commit"
+        )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Checks of structure and prose: ``python -m areal.tests.lint``."""

@@ -1,0 +1,1 @@
+"""Log-probs of a language model head, and their memory."""
