@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,16 +22,15 @@ import pytest
 import torch
 from _pytest import outcomes
 
-from areal.engine.fsdp.pipeline.schedule_specs import ZERO_BUBBLE_TORCH
 from areal.tests.everyday.costs import COST, spent
 from areal.tests.everyday.rule import mark_everyday, world_size
 from areal.tests.harness.pool import RECORD, Pools, WorldFailure, pools_key
 from areal.tests.harness.programs import share_programs
+from areal.tests.harness.refused import refused_by_old_release
 from areal.tests.harness.torchrun import Outcome, TorchrunWorld, time_limit
 from areal.tests.harness.worker import REWRITTEN, Call, format_exception
 from areal.tests.harness.world import World, enter, take_records
 from areal.tests.mutants.passed import add_passed
-from areal.utils.releases import installed_release
 
 pytest.register_assert_rewrite(*REWRITTEN)
 
@@ -112,10 +110,6 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         for item in items:
             if "jax:" in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason="needs the extra jax"))
-    if installed_release("torch") < ZERO_BUBBLE_TORCH:
-        for item in items:
-            if re.search(r"ZeroBubble|[-/]zbv?\b", item.nodeid) and "test_releases" not in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason="the engine refuses this schedule with an older torch"))
     for item in items:
         if UNDER_TORCHRUN and item.get_closest_marker("own_world"):
             item.add_marker(pytest.mark.skip(reason="starts worlds of its own, which torchrun's ranks would do each"))
@@ -169,6 +163,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # A report with a node comes from a session that shares the work, which has written its id.
     if report.when == "call" and report.passed and not hasattr(report, "node"):
         add_passed(report.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Skip a test of what the library refuses with an old release of another package."""
+    report = yield
+    reason = refused_by_old_release(str(call.excinfo.value)) if report.failed and call.excinfo else None
+    if reason is not None:
+        path, line, _ = item.location
+        report.outcome, report.longrepr = "skipped", (path, line or 0, f"Skipped: {reason}")
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

@@ -220,7 +220,8 @@ class _Probe:
         counts, squeezed, interleaved = [1] * len(shape), set(), None
         # The conversion that applies to this tensor, if any. Without one, the tensor is stored as it is.
         converter = next((c for c in converters if c.rename_source_key(name)[1] is not None), None)
-        for op in converter.operations if converter is not None else ():
+        operations: list[Any] = converter.operations if converter is not None else []
+        for op in operations:
             # Unstack: one tensor on disk for each index of the dimension, which disappears (experts of a layer).
             if type(op) is SplitModulelist:
                 counts[op.dim] = shape[op.dim]

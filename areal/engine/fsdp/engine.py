@@ -283,7 +283,7 @@ class FSDPEngine(BaseTrainEngine):
 def _recover(model: nn.Module) -> bool:
     """Reset FSDP after a failed micro-batch. Returns whether the model can be used."""
     # FSDP initializes the state in the first forward. Without it, there is nothing to reset.
-    started = hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_state")  # type: ignore[operator]
+    started = hasattr(model._get_fsdp_state()._comm_ctx, "post_forward_order")  # type: ignore[operator]
     if started and not reset_iter_state(model):
         return False
     # Torch keeps gradients that are not reduced yet.

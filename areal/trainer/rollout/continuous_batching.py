@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
@@ -16,6 +15,7 @@ from areal.trainer.rollout.batching.manager import GenerationManager
 from areal.trainer.rollout.batching.router import AdapterRouter
 from areal.trainer.rollout.sampler import RequestSampler
 from areal.utils.offload import storage_bytes
+from areal.utils.releases import require_release
 
 _MARGIN = 0.15
 """Fraction of the cache reserved for the prompts of later requests, in addition to the running answers."""
@@ -81,14 +81,12 @@ class GenerationLimits:
         See :class:`~areal.trainer.rollout.batching.manager.GenerationManager`.
 
         Raises:
-            ValueError: the model cannot generate, or its attention is not supported.
+            ValueError: the model cannot generate, its attention is not supported, or transformers is too old.
         """
         if not isinstance(model, GenerationMixin):
             raise ValueError(f"{type(model).__name__} cannot generate: the replica is to be a causal language model")
-        if not hasattr(ContinuousBatchingManager, "pause"):
-            raise RuntimeError(
-                f"transformers {transformers.__version__} cannot pause generation for new weights: install 5.23 or newer"
-            )
+        # Before that, generation cannot pause for new weights.
+        require_release("transformers", (5, 23), "LocalRollout")
         manager = GenerationManager(
             router,
             finished,

@@ -65,10 +65,6 @@ SCHEDULE_SPECS: Mapping[str, ScheduleSpec] = {
 """Schedules by the name in ``FSDPConfig.pipeline_schedule``."""
 
 
-ZERO_BUBBLE_TORCH = (2, 13)
-"""First release of torch whose schedules with a divided backward can run FSDP modules."""
-
-
 def choose_schedule(config: TrainEngineConfig) -> ScheduleSpec:
     """Return the configured schedule, or the default one of the layout.
 
@@ -94,7 +90,8 @@ def choose_schedule(config: TrainEngineConfig) -> ScheduleSpec:
         )
     # Limits of schedules that split the backward in two.
     if spec.zero_bubble:
-        require_release("torch", ZERO_BUBBLE_TORCH, f"fsdp.pipeline_schedule = {spec.name!r}")
+        # Before that, they read an attribute of autograd functions that FSDP's do not have.
+        require_release("torch", (2, 13), f"fsdp.pipeline_schedule = {spec.name!r}")
     apart = f"fsdp.pipeline_schedule = {spec.name!r} computes gradients of weights apart from those of inputs, which"
     if spec.zero_bubble and fsdp.reshard_after_forward:
         raise ValueError(f"{apart} needs gathered weights: leave fsdp.reshard_after_forward out")

@@ -10,6 +10,7 @@ import pytest
 
 from areal.api import TrainEngineConfig
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
+from areal.tests.harness.refused import refused_by_old_release
 from areal.utils import releases
 
 
@@ -79,3 +80,17 @@ def test_sum_is_dropped_only_where_it_can_be_set() -> None:
     releases.drop_accumulated(old)
     releases.drop_accumulated(new)
     assert (old.unsharded_accumulated_grad, new.unsharded_accumulated_grad) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"), [("5.6.0", "LocalRollout: needs transformers 5.23"), ("5.23.0", None), ("6.0", None)]
+)
+def test_refusal_is_a_skip_only_where_the_release_is_old(
+    monkeypatch: pytest.MonkeyPatch, installed: str, reason: str | None
+) -> None:
+    monkeypatch.setattr(releases, "version", lambda package: "5.6.0")
+    with pytest.raises(ValueError, match=r"^LocalRollout: needs transformers 5\.23 or newer") as caught:
+        releases.require_release("transformers", (5, 23), "LocalRollout")
+    monkeypatch.setattr(releases, "version", lambda package: installed)
+    assert refused_by_old_release(f"rank 0 of 1 failed:\nE  ValueError: {caught.value}") == reason
+    assert refused_by_old_release("LocalRollout failed") is None
