@@ -11,7 +11,10 @@ Row = dict[str, Any]
 
 
 def pairwise_rows(
-    factors: Mapping[str, Sequence[Any]], fits: Callable[[Row], bool], often: Mapping[Any, float] | None = None
+    factors: Mapping[str, Sequence[Any]],
+    fits: Callable[[Row], bool],
+    often: Mapping[Any, float] | None = None,
+    needed: Callable[[str, Any, str, Any], bool] = lambda *_: True,
 ) -> list[Row]:
     """Return rows with a value per factor, in which any two values of different factors occur together at least once, if they fit.
 
@@ -21,6 +24,7 @@ def pairwise_rows(
         factors: name of a factor -> its values, which are distinguished by ``str``.
         fits: predicate on a row, complete or not. False if the row is not possible.
         often: value -> how much more often than others it is taken.
+        needed: predicate on the names and values of two factors. False if they need not occur together.
 
     Raises:
         ValueError: values that fit in pairs fit no value of some other factor.
@@ -32,7 +36,7 @@ def pairwise_rows(
         for a, b in combinations(factors, 2)
         for v in factors[a]
         for w in factors[b]
-        if fits({a: v, b: w})
+        if needed(a, v, b, w) and fits({a: v, b: w})
     )
     values = {(name, str(value)): value for name in factors for value in factors[name]}
     rows: list[Row] = []
