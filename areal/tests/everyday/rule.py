@@ -34,9 +34,9 @@ SAMPLES = {
 """Kinds of tests that cost more than others, and the file (or test) of each that is everyday; ``-`` where there is none."""
 
 NAMES = {
-    r"^tinker/sdk/": "a published SDK",
+    r"^tinker/sdk/|_by_the_sdk_": "a published SDK",
     r"^tinker/cookbook/": "a recipe of the cookbook",
-    r"^dispatch_ray/": "Ray",
+    r"^dispatch_ray/|_on_ray_": "Ray",
     r"^vllm/": "a real vLLM",
     r"^dist/faults/test_torchrun_agents": "torchrun's agents",
     r"\bjax\b": "JAX",

@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def clone(tmp_path: Path) -> Path:
     """The files of a clone that set-up reads."""
     folder = tmp_path / "clone"
     (folder / ".ci").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", ".ci/venv", ".ci/pip", ".ci/without_compiler.py"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/venv", ".ci/pip", ".ci/without_compiler.py"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -83,7 +84,10 @@ def test_python_that_cannot_be_used(clone: Path) -> None:
 
 def test_interrupted_environment_is_made_anew(clone: Path) -> None:
     slow = script(clone / "slow", WITHOUT_PIP, then='if [ "$2" = venv ]; then touch .venv/half; sleep 60; fi')
-    process = subprocess.Popen(["make", ".venv/.made", f"PYTHON={slow}"], cwd=clone, start_new_session=True)
+    # A session in the background of a shell ignores the signal, and so would what it starts.
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = ["make", ".venv/.made", f"PYTHON={slow}"]
+    process = subprocess.Popen(command, cwd=clone, start_new_session=True, preexec_fn=default)
     deadline = time.monotonic() + 60
     while not (clone / ".venv" / "half").exists():
         assert time.monotonic() < deadline, "no environment was started"

@@ -1,13 +1,16 @@
 """Tests of the documentation: code blocks run, links, names and commands exist, pages stay short, quoted errors are real.
 
 The ``python`` blocks of a page run in order in one namespace with ``model_dir``, a tiny model, in an empty working directory.
-Each page has a separate namespace.
+Each page has a separate namespace. Blocks of ``python ray`` and ``python tinker`` run in the tests of Ray and of the SDK. Of Python in
+``text`` blocks, which does not run, the calls are compared with the signatures.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import pydoc
 import re
 import sys
@@ -31,9 +34,7 @@ GROUPS = (GROUP, SAMPLING_GROUP, TRAINING_GROUP)
 ROOT = Path(__file__).parents[4]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
-NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 OUR_FILE = re.compile(r"(?:areal|docs|examples|benchmarks|\.ci)/[\w./-]*|[\w./-]+\.(?:py|md|toml)|Makefile|LICENSE")
@@ -45,8 +46,6 @@ WORDS, COLUMNS = 1200, 100
 """Limits of a page, and of its lines outside of code and tables."""
 LONGER = {"CHANGELOG.md"}
 """Pages that may be longer: the changelog grows."""
-
-all_pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
@@ -101,16 +100,21 @@ def test_code_blocks_run(page: Path, one_process: None, monkeypatch: pytest.Monk
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), vars(module))
 
 
-@all_pages
-def test_links_resolve(page: Path) -> None:
+def name_of(page: Path) -> str:
+    """Return the name of a page below the root."""
+    return str(page.relative_to(ROOT))
+
+
+def test_links_resolve() -> None:
     broken = []
-    for link in LINK.findall(prose(page)):
-        if link.startswith(("https://", "http://")):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
+    for page in PAGES:
+        for link in LINK.findall(prose(page)):
+            if link.startswith(("https://", "http://")):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{name_of(page)}: {link}")
     assert not broken
 
 
@@ -119,31 +123,43 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(prose(page))}
 
 
-@all_pages
-def test_named_files_and_objects_exist(page: Path) -> None:
-    words = CODE.findall(prose(page))
-    files = [word for word in words if OUR_FILE.fullmatch(word) and not list(ROOT.glob(word.rstrip("/")))]
-    names = [word for word in words if OUR_NAME.fullmatch(word) and word not in GROUPS and pydoc.locate(word) is None]
-    assert not files + names
+def test_named_files_and_objects_exist() -> None:
+    missing = []
+    for page in PAGES:
+        for word in CODE.findall(prose(page)):
+            no_file = OUR_FILE.fullmatch(word) and not list(ROOT.glob(word.rstrip("/")))
+            no_name = OUR_NAME.fullmatch(word) and word not in GROUPS and pydoc.locate(word) is None
+            if no_file or no_name:
+                missing.append(f"{name_of(page)}: {word}")
+    assert not missing
 
 
-@all_pages
-def test_make_targets_exist(page: Path) -> None:
+def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = [*CODE.findall(prose(page)), *(code for _, code in blocks(page, "sh"))]
-    assert not {target for command in commands for target in MAKE.findall(command)} - targets
+    named = {
+        f"{name_of(page)}: make {target}"
+        for page in PAGES
+        for command in [*CODE.findall(prose(page)), *(code for _, code in blocks(page, "sh"))]
+        for target in MAKE.findall(command)
+        if target not in targets
+    }
+    assert not named
 
 
-@pytest.mark.parametrize("page", [*PAGES, *REFERENCE], ids=lambda page: str(page.relative_to(ROOT)))
-def test_lines_are_short(page: Path) -> None:
-    lines = [line for line in prose(page).splitlines() if not line.startswith("|")]
+def test_lines_are_short() -> None:
     # A long link, image or path cannot be wrapped.
-    assert not [line for line in lines if len(line) > COLUMNS and " " in line.strip() and not line.startswith("!")]
+    long = [
+        f"{name_of(page)}: {line}"
+        for page in (*PAGES, *REFERENCE)
+        for line in prose(page).splitlines()
+        if len(line) > COLUMNS and " " in line.strip() and not line.startswith(("|", "!"))
+    ]
+    assert not long
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in LONGER], ids=lambda page: page.name)
-def test_pages_are_short(page: Path) -> None:
-    assert len(page.read_text().split()) <= WORDS
+def test_pages_are_short() -> None:
+    counts = {name_of(page): len(page.read_text().split()) for page in PAGES if page.name not in LONGER}
+    assert not {name: count for name, count in counts.items() if count > WORDS}
 
 
 def source_texts() -> list[str]:
@@ -182,9 +198,87 @@ def is_package(path: Path) -> bool:
     return (path / "__init__.py").exists() and path.name != "tests"
 
 
-def test_every_page_is_linked_from_the_index() -> None:
-    linked = {link.partition("#")[0] for link in LINK.findall((ROOT / "docs" / "index.md").read_text())}
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= linked
+def linked(page: Path) -> set[str]:
+    """Return the pages of ``docs`` to which a page links."""
+    return {Path(link.partition("#")[0]).name for link in LINK.findall(page.read_text())}
+
+
+def test_every_page_is_named_by_the_index_and_the_readme() -> None:
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert not pages - linked(ROOT / "docs" / "index.md")
+    assert not pages - linked(ROOT / "README.md")
+
+
+def test_table_of_the_index_is_grouped_as_the_navigation() -> None:
+    navigation: dict[str, list[str]] = {}
+    group = ""
+    for line in (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
+        if section := re.fullmatch(r"  - ([\w ]+):", line):
+            group = section[1]
+        elif page := re.fullmatch(r"      - (?:.*: )?([\w/-]+\.md)", line):
+            navigation.setdefault(group, []).append(page[1])
+    table = (ROOT / "docs" / "index.md").read_text().partition("## All pages")[2]
+    sections = re.split(r"^### (.+)$", table, flags=re.MULTILINE)
+    grouped = {
+        title: re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", rows, re.MULTILINE)
+        for title, rows in zip(sections[1::2], sections[2::2], strict=True)
+        if title in navigation
+    }
+    to_root = {"contributing.md": "../CONTRIBUTING.md"}
+    del navigation["API reference"]
+    pages = {title: [to_root.get(page, page) for page in found] for title, found in navigation.items()}
+    assert grouped == pages
+
+
+# ---- calls in blocks that do not run
+
+
+def public_names() -> dict[str, str]:
+    """Return the module of each public function and class of the package. A name is defined once."""
+    found = {}
+    for path in (ROOT / "areal").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if "tests" not in module.split("."):
+            tree = ast.parse(path.read_text())
+            found |= {node.name: module for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return {name: module for name, module in found.items() if not name.startswith("_")}
+
+
+def wrong_calls(code: str, names: dict[str, str]) -> list[str]:
+    """Return the calls of public names that do not fit their signatures. Text that is not Python has none."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return []
+    wrong = []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names):
+            continue
+        signature = inspect.signature(getattr(importlib.import_module(names[node.func.id]), node.func.id))
+        left_out = [arg for arg in node.args if isinstance(arg, ast.Starred) or getattr(arg, "value", None) is ...]
+        bind = signature.bind_partial if left_out or any(word.arg is None for word in node.keywords) else signature.bind
+        given = [arg for arg in node.args if arg not in left_out]
+        try:
+            bind(*given, **{word.arg: word for word in node.keywords if word.arg})
+        except TypeError as error:
+            wrong.append(f"{ast.unparse(node)}: {error}")
+    return wrong
+
+
+def test_calls_in_blocks_that_do_not_run_fit_the_signatures() -> None:
+    names = public_names()
+    shown = ("text", "python ray")
+    found = [(page, code) for page in PAGES for language in shown for _, code in blocks(page, language)]
+    assert sum(any(name in code for name in names) for _, code in found) > 10
+    assert not [f"{name_of(page)}: {call}" for page, code in found for call in wrong_calls(code, names)]
+
+
+def test_wrong_calls_are_found() -> None:
+    names = {"WorkerGroup": "areal.dispatch.group"}
+    assert wrong_calls("WorkerGroup()", names)
+    assert wrong_calls("WorkerGroup(config, workers, no_such=1)", names)
+    assert not wrong_calls("WorkerGroup(config, workers)", names)
+    assert not wrong_calls("WorkerGroup(...)", names)
 
 
 @pytest.mark.parametrize(
