@@ -31,7 +31,7 @@ from areal.api.weights import NamedTensor
 from areal.utils.dtensor import Box
 
 _INTERLEAVE: Any = getattr(core_model_loading, "Interleave", None)
-"""The conversion that interleaves rows; ``None`` before transformers 5.12, where no model has it."""
+"""The conversion that interleaves rows; ``None`` before transformers 5.14, where no model has it."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class _Probe:
 
 def _chunk_count(op: Chunk, targets: list[str], hf: PreTrainedModel) -> int:
     """Return the number of tensors on disk that a tensor is cut into."""
-    # Before transformers 5.12 the configuration of a model never decides.
+    # Before transformers 5.16 the configuration of a model never decides.
     if getattr(op, "num_shards_attribute", None) is None:
         return len(targets)
     return len(op.get_target_patterns(targets, config=hf.config))

@@ -33,7 +33,7 @@ from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
 from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
 from areal.engine.fsdp.pipeline.split import plan_pipeline_split
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
-from areal.engine.fsdp.router import ROUTERS, fsdp_expert_info, watch_routers
+from areal.engine.fsdp.router import fsdp_expert_info, watch_routers, why_no_router
 from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.lora.adapter_set import AdapterSet
@@ -111,7 +111,7 @@ class FSDPEngine(BaseTrainEngine):
                 experts,
                 [cp],
                 stages=self.dims.pp,
-                why_none=f"no router of {hf_config.model_type!r} is one of {', '.join(ROUTERS)}",
+                why_none=why_no_router(hf_config.model_type),
             ),
             applied=self._describe(chunks, cp, param_mesh, expert_mesh) | {"gradient reduction": sync.reason},
             n_parameters=sum(parameter.numel() for parameter in chunks.full_model.parameters()),

@@ -5,6 +5,7 @@ of balancing losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal.engine.moe.routing import Experts, Routing
+from areal.utils.releases import installed_release
 
 
 def _softmax_weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
@@ -46,6 +48,13 @@ def fsdp_expert_info(layers: Sequence[nn.Module]) -> Experts:
     return Experts(len(routers), routers[0].num_experts, routers[0].top_k, sigmoid)
 
 
+def why_no_router(model_type: str) -> str:
+    """Return the reason why a model has no supported router, for error messages."""
+    if model_type == "deepseek_v3" and installed_release("transformers") < (5, 14):
+        return f"the router of {model_type!r} needs transformers 5.14 or newer, installed is {version('transformers')}"
+    return f"no router of {model_type!r} is one of {', '.join(ROUTERS)}"
+
+
 def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:
     """Make layers accept ``routing`` and pass it to their routers during forward and recomputation, in place.
 
@@ -62,7 +71,9 @@ def watch_routers(layers: Sequence[nn.Module], before: int = 0) -> None:
 
 
 def _routers(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    return [module for layer in layers for module in layer.modules() if type(module).__name__ in ROUTERS]
+    known = [module for layer in layers for module in layer.modules() if type(module).__name__ in ROUTERS]
+    # Before transformers 5.14 the router of DeepSeek returns logits alone, and the layer around it chooses experts.
+    return [router for router in known if hasattr(router, "num_experts")]
 
 
 class _WatchedRouter:

@@ -6,7 +6,7 @@ import re
 
 from areal.utils.releases import installed_release
 
-_REFUSAL = re.compile(r"([^\n:]*): needs (torch|transformers) (\d+)\.(\d+) or newer, installed is")
+_REFUSAL = re.compile(r"([^\n:]*?):? needs (torch|transformers) (\d+)\.(\d+) or newer, installed is")
 
 
 def refused_by_old_release(text: str) -> str | None:

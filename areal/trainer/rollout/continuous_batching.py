@@ -86,7 +86,7 @@ class GenerationLimits:
         if not isinstance(model, GenerationMixin):
             raise ValueError(f"{type(model).__name__} cannot generate: the replica is to be a causal language model")
         # Before that, generation cannot pause for new weights.
-        require_release("transformers", (5, 23), "LocalRollout")
+        require_release("transformers", (5, 19), "LocalRollout")
         manager = GenerationManager(
             router,
             finished,

@@ -38,6 +38,7 @@ from areal.tests.harness.tiny import (
     weights_of,
 )
 from areal.utils.dtensor import local_part
+from areal.utils.releases import fsdp_param_groups
 
 FOUR = [pytest.mark.world(4)]
 DEEP = {"num_hidden_layers": 4}
@@ -161,11 +162,7 @@ def counted() -> Iterator[Counter[str]]:
 def test_pipeline_call_reduces_each_group_once(schedule: str) -> None:
     with started(layout(schedule), **options(schedule)) as engine, counted() as counts:
         chunks: Any = engine._components.model
-        groups = sum(
-            len(module._get_fsdp_state()._fsdp_param_groups)
-            for module in chunks.modules()
-            if isinstance(module, FSDPModule)
-        )
+        groups = sum(len(fsdp_param_groups(module)) for module in chunks.modules() if isinstance(module, FSDPModule))
         assert groups >= 2
         assert len(engine.microbatches(global_batch())) > 2
         for calls in (1, 2):

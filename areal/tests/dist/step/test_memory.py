@@ -38,6 +38,7 @@ from areal.tests.harness.tiny import (
 from areal.utils import platform
 from areal.utils.dtensor import local_part
 from areal.utils.functional.chunked_head import _Chunks
+from areal.utils.releases import fsdp_param_groups
 
 LARGE_VOCAB = 4096
 
@@ -149,7 +150,7 @@ def test_micro_batches_do_not_synchronize_with_the_device(backend: str) -> None:
 def unsharded_bytes(engine: TrainEngine) -> Iterator[list[int]]:
     """Return the bytes of unsharded gradients after each backward inside."""
     modules = [module for module in engine._components.model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for module in modules for group in fsdp_param_groups(module)]
     backward, result = Tensor.backward, list[int]()
 
     def counting(self: Tensor) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from areal.api import TrainEngineConfig
+from areal.engine.fsdp import router
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
+from areal.engine.moe.routing import Experts, RoutingRules
 from areal.tests.harness.refused import refused_by_old_release
 from areal.utils import releases
 
@@ -83,14 +85,25 @@ def test_sum_is_dropped_only_where_it_can_be_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "reason"), [("5.6.0", "LocalRollout: needs transformers 5.23"), ("5.23.0", None), ("6.0", None)]
+    ("installed", "reason"), [("5.6.0", "LocalRollout: needs transformers 5.19"), ("5.19.0", None), ("6.0", None)]
 )
 def test_refusal_is_a_skip_only_where_the_release_is_old(
     monkeypatch: pytest.MonkeyPatch, installed: str, reason: str | None
 ) -> None:
     monkeypatch.setattr(releases, "version", lambda package: "5.6.0")
-    with pytest.raises(ValueError, match=r"^LocalRollout: needs transformers 5\.23 or newer") as caught:
-        releases.require_release("transformers", (5, 23), "LocalRollout")
+    with pytest.raises(ValueError, match=r"^LocalRollout: needs transformers 5\.19 or newer") as caught:
+        releases.require_release("transformers", (5, 19), "LocalRollout")
     monkeypatch.setattr(releases, "version", lambda package: installed)
     assert refused_by_old_release(f"rank 0 of 1 failed:\nE  ValueError: {caught.value}") == reason
     assert refused_by_old_release("LocalRollout failed") is None
+
+
+def test_router_of_an_old_transformers_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (releases, router):
+        monkeypatch.setattr(module, "version", lambda package: "5.6.0")
+    reason = router.why_no_router("deepseek_v3")
+    assert reason == "the router of 'deepseek_v3' needs transformers 5.14 or newer, installed is 5.6.0"
+    rules = RoutingRules(Experts(), 1, reason)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        rules.check_outputs(("logprobs", "routed_experts"))
+    assert router.why_no_router("qwen2").startswith("no router of 'qwen2' is one of")

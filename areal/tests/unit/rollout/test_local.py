@@ -268,7 +268,8 @@ raise SystemExit(3)
 
 
 def test_process_exits_without_close() -> None:
-    assert subprocess.run([sys.executable, "-c", SCRIPT], timeout=200, check=False).returncode == 3
+    done = subprocess.run([sys.executable, "-c", SCRIPT], timeout=200, check=False, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 3, done.stderr
 
 
 def test_transformers_internals_in_use_exist() -> None:

@@ -132,6 +132,7 @@ def adapted(seed: int) -> PreTrainedModel:
 
 
 def test_adapter_only_update() -> None:
+    pytest.importorskip("peft", minversion="0.18.2", reason="transformers adds adapters of no older peft")
     new = adapted(1)
     tensors = [named for named in ModuleSource(new).named_tensors() if ".lora_" in named.name]
     assert len(tensors) == 2 * 2 * 2
