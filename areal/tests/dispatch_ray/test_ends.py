@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from areal.dispatch.workplace import Workplace
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run, wait_until_ended
 from areal.tests.dist.dispatch.results import same, untimed
+from areal.tests.harness.limits import promptly
 from areal.tests.harness.tiny import config, global_batch, loss
 from areal.weight_sync.disk import DiskTransport
 
@@ -51,11 +51,12 @@ def fail_on_rank_0(workplace: Workplace, argument: Any) -> None:
 
 @pytest.mark.timeout(240)
 def test_ranks_that_wait_for_a_failed_one_have_less_time(cluster: Any) -> None:
-    with RayWorkers(2, grace_seconds=3) as workers:
-        begin = time.monotonic()
-        with pytest.raises(WorkerLostError, match=r"rank 1 .* has not moved for 3 s"):
-            run(workers, fail_on_rank_0)
-        assert time.monotonic() - begin < 30
+    with (
+        RayWorkers(2, grace_seconds=3) as workers,
+        promptly(),
+        pytest.raises(WorkerLostError, match=r"rank 1 .* has not moved for 3 s"),
+    ):
+        run(workers, fail_on_rank_0)
 
 
 def killed_in(place: str) -> Callable[[TrainEngine, Any], None]:
@@ -98,10 +99,8 @@ def test_rank_killed_at_any_place_is_replaced(cluster: Any, tmp_path: Path) -> N
         for place, call in calls.items():
             pid = workers.stations[1].pid
             group.run(killed_in(place))
-            begin = time.monotonic()
-            with pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
+            with promptly(), pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
                 call(group)
-            assert time.monotonic() - begin < 20, place
             group.restart()
             assert same(untimed(group.train_batch(global_batch(1), loss)), expected), place
 
@@ -173,9 +172,7 @@ def test_jax_runs_on_tpu_hosts_and_a_dead_rank_is_replaced(cluster: Any, tmp_pat
             # The loss is named, and the new processes join a world of their own.
             pid = workers.stations[1].pid
             group.run(killed_in_a_program)
-            begin = time.monotonic()
-            with pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
+            with promptly(), pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
                 group.train_batch(global_batch(), loss)
-            assert time.monotonic() - begin < 20
             group.restart()
             assert same(untimed(group.train_batch(global_batch(1), loss)), expected)

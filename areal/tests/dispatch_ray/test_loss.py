@@ -23,6 +23,7 @@ from areal.dispatch.ray import RayWorkers
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run, start, wait_until_ended
 from areal.tests.dist.dispatch.results import same, untimed
+from areal.tests.harness.limits import PROMPTLY, promptly, wait_until
 from areal.tests.harness.tiny import config, global_batch, loss
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
@@ -71,11 +72,9 @@ def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
             second = group.start(TrainEngine.forward_batch, global_batch())
             wait_until_begun(workers, 1)
             os.kill(pids[1], signal.SIGKILL)
-            killed = time.monotonic()
             message = r"(?s)rank 1 \(pid \d+ on node .*\) died during train_batch.*restart\(\).*rank 1 begins"
-            with pytest.raises(WorkerLostError, match=message) as raised:
+            with promptly(), pytest.raises(WorkerLostError, match=message) as raised:
                 first.result(60)
-            assert time.monotonic() - killed < 2
             lost = raised.value
             assert (lost.rank, lost.pid, lost.node) == (1, pids[1], workers.stations[1].node_name)
             assert "rank 1 begins" in lost.output
@@ -110,10 +109,7 @@ def test_process_that_dies_between_calls(cluster: Any) -> None:
         run(workers, functions.rank_and_size)
         assert workers.lost is None
         os.kill(pids[1], signal.SIGKILL)
-        limit = time.monotonic() + 20
-        while workers.lost is None:
-            assert time.monotonic() < limit, "the loss is not noticed"
-            time.sleep(0.02)
+        wait_until(lambda: workers.lost is not None, "the loss is noticed", PROMPTLY)
         assert re.match(rf"rank 1 \(pid {pids[1]} on node .*\) died between calls", str(workers.lost))
         with pytest.raises(RuntimeError, match="died between calls"):
             run(workers, functions.rank_and_size)
@@ -132,17 +128,13 @@ def test_two_groups_that_start_at_once_and_hang(cluster: Any) -> None:
 
     # A process that answers but does not move.
     with ending(idle):
-        begin = time.monotonic()
         message = r"(?s)rank 0 .* has not moved for 3 s.*functions.py.*in oversleep.*time\.sleep\(600\)"
-        with pytest.raises(WorkerLostError, match=message):
+        with promptly(), pytest.raises(WorkerLostError, match=message):
             run(idle, functions.oversleep, [0], "train_batch")
-        assert 3 < time.monotonic() - begin < 20
 
     # A process that does not answer.
     with ending(stopped) as pids:
         os.kill(pids[0], signal.SIGSTOP)
-        begin = time.monotonic()
-        with pytest.raises(WorkerLostError, match=r"rank 0 .* has not answered for 3 s") as raised:
+        with promptly(), pytest.raises(WorkerLostError, match=r"rank 0 .* has not answered for 3 s") as raised:
             run(stopped, functions.all_reduce, [1.0])
-        assert 3 < time.monotonic() - begin < 20
         assert raised.value.pid == pids[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from areal.tests.grid.models import model_dir
+from areal.tests.harness.limits import wait_until
 from areal.tests.harness.tiny import NEEDS_JAX
 from areal.tests.unit.tinker.backends.reference import (
     STEP,
@@ -131,10 +131,7 @@ def test_loss_of_a_rank_loses_the_models(cluster: Any, tmp_path: Path) -> None:
 
         # Between calls, the health shows it without a call.
         os.kill(ranks.group.run(lambda engine, _: os.getpid())[0], signal.SIGKILL)
-        end = time.monotonic() + 30
-        while ranks.healthy() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not ranks.healthy()
+        wait_until(lambda: not ranks.healthy(), "the loss is noticed")
         with pytest.raises(BackendLostError):
             ranks.optim_step("a", STEP)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -51,16 +50,6 @@ def test_threads_reach_both_ranks_in_one_order(pair: RayWorkers, monkeypatch: py
     first, second = run(pair, functions.noted)
     assert sorted(first) == list(range(200))
     assert first == second
-
-
-def test_call_has_little_overhead(pair: RayWorkers) -> None:
-    run(pair, functions.rank_and_size)
-    seconds = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        run(pair, functions.rank_and_size)
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.02
 
 
 @pytest.mark.parametrize(("length", "kind"), [(5, SmallBatch), (20_000, StoredBatch)])
