@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import areal.tests.lint
-from areal.tests.lint import design, imports, names, private_names, sizes
+from areal.tests.lint import design, docs, imports, names, private_names, sizes
 from areal.tests.lint.private_names import LISTED
 from areal.tests.lint.sources import Check, Sources
 
@@ -23,6 +23,9 @@ BASE = f"class BaseTrainEngine:\n{HOOKS}"
 VERBS = "class Verbs:\n" + "".join(f"    def {verb}(self): ...\n" for verb in design.VERBS)
 HOMES = dict.fromkeys([f"areal/{home}" for home in design.VERB_HOMES], VERBS)
 USES = "areal/engine/uses.py", "\n".join(LISTED)
+
+INDEX = "## All pages\n\n### Train\n\n| page |\n|---|\n| [x]({0}.md) |\n| [y]({1}.md) |\n"
+FIGURE = '<svg xmlns="http://www.w3.org/2000/svg"><text>areal/{}</text></svg>'
 
 # Check -> files with an offence, its place, and the files that are different in the corrected tree; None removes a file.
 CASES: dict[Check, tuple[Files, str, Files]] = {
@@ -127,6 +130,46 @@ CASES: dict[Check, tuple[Files, str, Files]] = {
         f"{private_names.THIS}:1: no source uses {LISTED[0]}",
         dict([USES]),
     ),
+    docs.links_resolve: (
+        {"README.md": "# A\n\n[b](docs/b.md#two) [c](docs/c.md)\n", "docs/b.md": "# Two\n"},
+        "README.md:3: no file or heading docs/c.md",
+        {"docs/c.md": ""},
+    ),
+    docs.make_targets_exist: (
+        {"README.md": "```sh\nmake tests\n```\n", "Makefile": "test: a\n"},
+        "README.md:1: the Makefile has no target tests",
+        {"README.md": "```sh\nmake test\n```\nand `make test`\n"},
+    ),
+    docs.lines_are_short: (
+        {"README.md": f"a {'b' * 99}\n```text\na {'c' * 99}\n```\n| a {'d' * 99} |\n"},
+        "README.md:1: 101 columns",
+        {"README.md": f"a {'b' * 98}\n"},
+    ),
+    docs.pages_are_short: (
+        {"README.md": "a " * 1201, "CHANGELOG.md": "a " * 1201},
+        "README.md:1: 1201 words",
+        {"README.md": "a " * 1200},
+    ),
+    docs.quoted_errors_exist: (
+        {"docs/troubleshooting.md": "```text\nlr = … is wrong\n```\n", "areal/a.py": 'f"lr = {x} is right"\n'},
+        "docs/troubleshooting.md:2: no source",
+        {"areal/a.py": 'f"in a: lr = {x} is wrong, lower it"\n'},
+    ),
+    docs.pages_are_named: (
+        {"README.md": "[a](docs/a.md)", "docs/index.md": "[b](b.md)", "docs/a.md": "", "docs/b.md": ""},
+        "docs/index.md:1: does not link docs/a.md",
+        {"README.md": "[a](docs/a.md) [b](docs/b.md#c)", "docs/index.md": "[a](a.md) [b](b.md)"},
+    ),
+    docs.index_is_the_navigation: (
+        {"mkdocs.yml": "\nnav:\n  - Train:\n      - a.md\n      - b.md\n", "docs/index.md": INDEX.format("b", "a")},
+        "docs/index.md:1: the table 'Train'",
+        {"docs/index.md": INDEX.format("a", "b")},
+    ),
+    docs.figure_has_the_folders: (
+        {"docs/figures/architecture.svg": FIGURE.format("api"), "areal/utils/__init__.py": ""},
+        "docs/figures/architecture.svg:1: areal/api",
+        {"docs/figures/architecture.svg": FIGURE.format("utils")},
+    ),
 }
 
 
@@ -160,7 +203,7 @@ def test_every_check_has_a_case() -> None:
 def test_command_prints_offences_and_fails(tmp_path: Path) -> None:
     """In a copy of the checks beside a file with an assertion."""
     lint = Path(areal.tests.lint.__file__).parent
-    copies = {f"areal/tests/lint/{path.name}": path.read_text() for path in lint.glob("*.py") if path.stem != "docs"}
+    copies = {f"areal/tests/lint/{path.name}": path.read_text() for path in lint.glob("*.py")}
     inits = dict.fromkeys(["areal/__init__.py", "areal/tests/__init__.py"], '"""A package."""\n')
     written(tmp_path, copies | inits | {"areal/a.py": "assert 1\n"})
     command = [sys.executable, "-m", "areal.tests.lint"]
