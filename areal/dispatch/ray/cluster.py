@@ -92,7 +92,7 @@ def release(group: PlacementGroup) -> None:
     """Remove a placement group, and not while Ray is placing it.
 
     Ray 2.60 never frees the resources of a group that is removed between the moments in which a node has reserved its bundles and in
-    which they are committed. So wait until the group is placed, or is known to have no place now.
+    which they are committed. So wait until the group is placed, or Ray finds that its resources are not free.
     """
     deadline = time.monotonic() + PLACEMENT_SECONDS
     while _is_being_placed(group) and time.monotonic() < deadline:

@@ -71,7 +71,7 @@ def kind_of(item: pytest.Item) -> str:
 
 
 def ranks(item: pytest.Item) -> int:
-    """Return how many ranks a test takes, whether in a pool's world or in worlds of its own; 0 for a test in one process."""
+    """Return how many ranks a test takes, in a pool or in processes that it starts; 0 for a test in one process."""
     return world_size(item) or (2 if item.get_closest_marker("own_world") else 0)
 
 
