@@ -24,6 +24,8 @@ EVERY_LAYOUT = (
 SAMPLES = {
     "a published SDK": "tinker/sdk/test_acceptance.py::test_both_versions",
     "Ray": "dispatch_ray/test_workers.py",
+    "runs of policy optimisation": "dist/trainer/test_ppo.py",
+    "example scripts": "-",
     "a real vLLM": "-",
     "a recipe of the cookbook": "-",
     "torchrun's agents": "-",
@@ -38,7 +40,9 @@ NAMES = {
     r"^tinker/cookbook/": "a recipe of the cookbook",
     r"^dispatch_ray/|_on_ray_": "Ray",
     r"^vllm/": "a real vLLM",
-    r"^dist/faults/test_torchrun_agents": "torchrun's agents",
+    r"^dist/faults/test_torchrun_agents|_under_torchrun": "torchrun's agents",
+    r"^dist/trainer/test_(ppo|one_owner)": "runs of policy optimisation",
+    r"test_example_scripts\.py::test_script_runs": "example scripts",
     r"\bjax\b": "JAX",
     r"_compiled?_|test_compile\.py": "compiled layers",
 }

@@ -57,11 +57,7 @@ def test_grpo_learns_from_stale_rollouts(staleness: int) -> None:
     assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
 
 
-@pytest.mark.world(
-    1,
-    2,
-    2,
-)
+@pytest.mark.world(1, 2)
 def test_ppo_with_a_critic_learns(world_size: int) -> None:
     backend, curve = f"fsdp:d{world_size}", Curve()
     updates = Updates(epochs=2, minibatches=2)
@@ -129,7 +125,7 @@ def test_adapters_learn_with_base_model_as_reference(backend: str) -> None:
     lora, curves = LoRAConfig(rank=8, alpha=64), []
     for alone in (True, False):
         with policy(backend, lora=lora) as engine, policy(backend, optimizer=None) as second:
-            curve, trainer = run(engine, PLAN, 10, reference=engine if alone else second)
+            curve, trainer = run(engine, PLAN, 6, reference=engine if alone else second)
             curves.append(curve)
         if alone:
             with pytest.raises(RuntimeError, match="no reference to refresh"):

@@ -49,7 +49,7 @@ def test_no_request_from_the_description_is_answered_5xx(tmp_path: Path) -> None
         for operation in operations:
 
             @settings(
-                max_examples=25,
+                max_examples=12,
                 deadline=None,
                 derandomize=True,
                 phases=[Phase.generate],

@@ -43,7 +43,7 @@ def assert_same(lines: list[list[float]], expected: list[list[float]]) -> None:
 
 @needs_own_world
 @pytest.mark.parametrize("layout", ["fsdp:d2", "fsdp:c2", "fsdp:t2"])
-def test_engine_prints_the_same_on_two_ranks(layout: str, tmp_path: Path) -> None:
+def test_engine_prints_the_same_under_torchrun(layout: str, tmp_path: Path) -> None:
     expected = run(tmp_path, PROGRAMS[""])
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert_same(run(tmp_path, PROGRAMS[""].replace("fsdp:d1", layout), *launcher), expected)
