@@ -9,18 +9,20 @@ from contextlib import contextmanager
 PROMPTLY = 20.0
 """Seconds within which a fault must be raised on every rank, wide enough for a machine whose cores are busy."""
 
+COMPILING = 60.0
+"""Seconds within which a fault must be raised by a call that compiles a program first."""
 
 PATIENTLY = 60.0
 """Seconds for which a test waits for a state that it needs, such as a number of requests."""
 
 
 @contextmanager
-def promptly() -> Iterator[None]:
-    """Fail if the block takes :data:`PROMPTLY` or longer. A hang of the block must last longer."""
+def promptly(limit: float = PROMPTLY) -> Iterator[None]:
+    """Fail if the block takes ``limit`` seconds or longer. A hang of the block must last longer."""
     begin = time.monotonic()
     yield
     seconds = time.monotonic() - begin
-    assert seconds < PROMPTLY, f"took {seconds:.1f} s, the limit is {PROMPTLY:g} s"
+    assert seconds < limit, f"took {seconds:.1f} s, the limit is {limit:g} s"
 
 
 def wait_until(condition: Callable[[], bool], what: str = "the condition", seconds: float = PATIENTLY) -> None:

@@ -25,14 +25,14 @@ def everywhere(value: Any) -> list[Any]:
     return values
 
 
-def raised(call: Callable[[], Any], kind: type[Exception] = EngineLostError) -> str:
-    """Return the error of a call, which every rank must raise promptly with the same text."""
+def raised(call: Callable[[], Any], kind: type[Exception] = EngineLostError, limit: float = PROMPTLY) -> str:
+    """Return the error of a call, which every rank must raise within ``limit`` seconds with the same text."""
     # A separate group with a short limit: without the error, the other rank may wait in the call for ever.
     try:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PROMPTLY + 1)) if world().size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit + 1)) if world().size > 1 else None
     except dist.DistStoreError as error:
         raise AssertionError("the other rank does not reach this call") from error
-    with promptly(), pytest.raises((RuntimeError, ValueError)) as caught:
+    with promptly(limit), pytest.raises((RuntimeError, ValueError)) as caught:
         call()
     text = str(caught.value)
     texts = [("", "")] * world().size if group else [(type(caught.value).__name__, text)]

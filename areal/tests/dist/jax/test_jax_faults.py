@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from areal.engine.jax.model import outputs
 from areal.tests.dist.faults.lost import everywhere, raised
+from areal.tests.harness.limits import COMPILING
 from areal.tests.harness.tiny import (
     chosen,
     global_batch,
@@ -70,7 +71,7 @@ def test_error_inside_of_a_program(backend: str) -> None:
         expected = engine.forward_batch(local_batch(engine, batch))
         with layers_that_fail_on(guilty):
             kind = RuntimeError if world().size == 1 else EngineLostError
-            text = raised(lambda: engine.forward_batch(local_batch(engine, batch)), kind, seconds=60)
+            text = raised(lambda: engine.forward_batch(local_batch(engine, batch)), kind, COMPILING)
         assert "an unlucky kernel" in text
         assert world().size == 1 or text.startswith(f"rank {guilty}: ")
         # Alone, a rank goes on with the same engine.
