@@ -73,7 +73,7 @@ test: $(VENV)/.test $(TINKER) ## Run the everyday tests, and plant some bugs tha
 	$(call everyday,$(VENV)) --plant=changed,1/16 --costs=build/test-costs.json
 
 test-all: $(VENV)/.test $(TINKER) ## Run all tests.
-	$(call pytest,$(VENV)) $(PYTEST_ARGS)
+	$(call pytest,$(VENV)) --costs=build/test-all-costs.json $(PYTEST_ARGS)
 
 test-lowest: $(VENV)-lowest/.test $(TINKER) ## Run the everyday tests with the oldest release that pyproject.toml allows of each dependency.
 	$(call everyday,$(VENV)-lowest)
