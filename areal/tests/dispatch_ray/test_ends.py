@@ -68,9 +68,7 @@ def killed_in(place: str) -> Callable[[TrainEngine, Any], None]:
     def plant(engine: Any, shard: Any) -> None:
         if os.environ["RANK"] == "0":
             return
-        if place == "forward":
-            next(type(m) for m in engine._components.model.modules() if type(m).__name__.endswith("MLP")).forward = kill
-        elif place == "optimizer":
+        if place == "optimizer":
             torch.optim.AdamW.step = kill  # type: ignore[method-assign]
         elif place == "save":
             os.fsync = kill
@@ -84,7 +82,6 @@ def killed_in(place: str) -> Callable[[TrainEngine, Any], None]:
 def test_rank_killed_at_any_place_is_replaced(cluster: Any, tmp_path: Path) -> None:
     """The steps after it are those of a run without the loss, to the bit."""
     calls: dict[str, Callable[[WorkerGroup], Any]] = {
-        "forward": lambda group: group.forward_batch(global_batch()),
         "optimizer": lambda group: group.train_batch(global_batch(), loss),
         "save": lambda group: group.save(SaveLoadMeta(tmp_path / "second", weight_format="dcp")),
         "weight sync": lambda group: group.transport(

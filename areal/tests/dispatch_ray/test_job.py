@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal.tests.harness.tiny import NEEDS_JAX
 from areal.tests.tinker.sdk.server import VERSIONS, ServerProcess, check_sdk, model_with_tokenizer
 from areal.tests.unit.project.example_tokenizer import EXAMPLES, character_tokenizer
 
@@ -130,9 +129,8 @@ def test_job_goes_on_after_the_loss_of_a_process(
     assert (output / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("backend", ["fsdp:d2", pytest.param("jax:d2", marks=NEEDS_JAX)])
 def test_job_brings_up_the_tinker_server_and_its_ranks(
-    backend: str, head: tuple[psutil.Process, dict[str, str]], tmp_path: Path
+    head: tuple[psutil.Process, dict[str, str]], tmp_path: Path
 ) -> None:
     cluster, environment = head
     model = model_with_tokenizer(tmp_path / "model")
@@ -142,7 +140,7 @@ def test_job_brings_up_the_tinker_server_and_its_ranks(
     def submitted(attempt: int) -> ServerProcess:
         folder = tmp_path / f"server-{attempt}"
         return ServerProcess(
-            folder, model, backend=backend, settings={"ray": ray}, environment=environment, python=submit
+            folder, model, backend="fsdp:d2", settings={"ray": ray}, environment=environment, python=submit
         )
 
     server = submitted(0)

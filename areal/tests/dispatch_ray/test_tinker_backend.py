@@ -53,7 +53,7 @@ def history(server: EngineBackend, model: str, steps: int) -> list[Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:t2", "megatron:t2", pytest.param("jax:d2", marks=NEEDS_JAX)])
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:t2", pytest.param("jax:d2", marks=NEEDS_JAX)])
 def test_ranks_in_ray_train_as_one_process(cluster: Any, backend: str, tmp_path: Path) -> None:
     with started(backend, ray=RAY, adapter_memory_mb=1) as ranks, started("fsdp:d1") as alone:
         for server in (ranks, alone):

@@ -91,12 +91,8 @@ def expected_of(run: CellEngine, name: str, seeds: tuple[int, ...]) -> tuple[lis
         param("fsdp:c2t2", how="gather_kv"),
         param("megatron:t2p2"),
         param("megatron:c2t2"),
-        param("jax:d1", cut="whole"),
-        param("jax:d2", cut="whole"),
         param("jax:d2", empty_rank="last"),
-        param("jax:d1", family="qwen3", case_name="family", cut="shared40"),
         param("jax:t2", cut="whole"),
-        param("jax:d2t2"),
         param("jax:c2", family="qwen3_moe"),
     ],
 )

@@ -12,8 +12,6 @@ from areal.tests.dist.dispatch.trainer_runs import RUNS, SAVED, TIMES, Make, Ste
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve
 
-FAST = ("grpo_with_reference", "sft")
-
 
 def curves(run: Callable[[Make, str], Steps]) -> tuple[Steps, Steps]:
     """Return the curves of engines and of groups, in this process."""

@@ -79,31 +79,21 @@ def alone(settings: TrainEngineConfig, name: str) -> TrainEngine:
 # ---- runs
 
 
-def grpo(make: Make, *, reference: bool = False) -> Curve:
-    """Run GRPO, with the start of the policy as reference or without."""
-    curve, engine = Curve(), make("policy")
-    options: dict[str, Any] = {"reference": make("reference", optimizer=None)} if reference else {}
+def grpo(make: Make) -> Curve:
+    """Run GRPO, with the start of the policy as reference."""
+    curve, engine, reference = Curve(), make("policy"), make("reference", optimizer=None)
     with played(engine, PLAN) as rollout:
-        updates = Updates(minibatches=2)
-        grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve, updates=updates, **options).train(STEPS)
-    return curve
-
-
-def grpo_with_reference(make: Make) -> Curve:
-    return grpo(make, reference=True)
-
-
-def grpo_with_adapters(make: Make, *, reference: bool = False) -> Curve:
-    """Run GRPO on adapters, with the model that they are trained on as reference or without."""
-    curve, engine = Curve(), make("adapted", lora=LoRAConfig(rank=4))
-    options: dict[str, Any] = {"reference": engine} if reference else {}
-    with played(engine, PLAN) as rollout:
+        options: dict[str, Any] = {"updates": Updates(minibatches=2), "reference": reference}
         grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve, **options).train(STEPS)
     return curve
 
 
-def grpo_with_adapters_and_reference(make: Make) -> Curve:
-    return grpo_with_adapters(make, reference=True)
+def grpo_with_adapters(make: Make) -> Curve:
+    """Run GRPO on adapters, with the model that they are trained on as reference."""
+    curve, engine = Curve(), make("adapted", lora=LoRAConfig(rank=4))
+    with played(engine, PLAN) as rollout:
+        grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve, reference=engine).train(STEPS)
+    return curve
 
 
 def ppo(make: Make, folder: Path | None = None) -> Curve:
@@ -152,10 +142,7 @@ def dpo(make: Make) -> Curve:
     return curve
 
 
-RUNS: dict[str, Callable[[Make], Curve]] = {
-    run.__name__: run
-    for run in (grpo, grpo_with_reference, grpo_with_adapters, grpo_with_adapters_and_reference, ppo, sft, dpo)
-}
+RUNS: dict[str, Callable[[Make], Curve]] = {run.__name__: run for run in (grpo, grpo_with_adapters, ppo, sft, dpo)}
 
 
 # ---- under torchrun

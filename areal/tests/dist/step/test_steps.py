@@ -54,6 +54,17 @@ def rotating(values: Mapping[str, Any], **fields: Any) -> list[Any]:
     return made
 
 
+def a_third(params: list[Any], turn: int) -> list[Any]:
+    """Return the cells of at most two ranks, and each third layout of four: each of these takes one of the tests below."""
+    names = [layout.name for layout in all_layouts() if layout.world > 2]
+    layouts = [param.values[0].layout for param in params]
+    return [
+        param
+        for param, layout in zip(params, layouts, strict=True)
+        if layout.world <= 2 or names.index(layout.name) % 3 == turn
+    ]
+
+
 def weights_agree(run: CellEngine, reference_weights: dict[str, Tensor]) -> float:
     """Compare all weights with the reference's."""
     return assert_tensors(run.engine.named_tensors(), reference_weights, run.cell.tolerance)
@@ -61,7 +72,7 @@ def weights_agree(run: CellEngine, reference_weights: dict[str, Tensor]) -> floa
 
 @pytest.mark.parametrize(
     ("cell", "optimizer"),
-    rotating(CLIPPED, family="qwen3_moe", objective_name="terms", case_name="zero_rank", cut="tokens24"),
+    a_third(rotating(CLIPPED, family="qwen3_moe", objective_name="terms", case_name="zero_rank", cut="tokens24"), 0),
 )
 def test_three_steps_track_the_reference(cell: Cell, optimizer: OptimizerConfig) -> None:
     objective = cell.objective
@@ -86,12 +97,15 @@ def test_three_steps_track_the_reference(cell: Cell, optimizer: OptimizerConfig)
 
 @pytest.mark.parametrize(
     ("cell", "normalization"),
-    rotating(
-        {"sum": "sum", "number": 40.0, "weight": "weight"},
-        family="gemma3_text",
-        objective_name="policy",
-        case_name="starved",
-        cut="mbs3",
+    a_third(
+        rotating(
+            {"sum": "sum", "number": 40.0, "weight": "weight"},
+            family="gemma3_text",
+            objective_name="policy",
+            case_name="starved",
+            cut="mbs3",
+        ),
+        1,
     ),
 )
 def test_accumulated_calls_equal_one_batch(cell: Cell, normalization: Normalization) -> None:
@@ -136,11 +150,9 @@ def split_over_calls(run: CellEngine, n: int) -> list[Any]:
     return batches
 
 
-LOOPS = cells(family="qwen2", objective_name="nll", case_name="starved", cut="tokens24")
-
-
-# The grid covers four ranks for the other engines.
-@pytest.mark.parametrize("cell", [p for p in LOOPS if p.values[0].layout.world < 4 or "fsdp" in p.id])
+@pytest.mark.parametrize(
+    "cell", a_third(cells(family="qwen2", objective_name="nll", case_name="starved", cut="tokens24"), 2)
+)
 def test_custom_loop_equals_train_batch(cell: Cell) -> None:
     objective = cell.objective
     with start_cell(cell, CONSTANT) as run:

@@ -11,7 +11,7 @@ from areal.api import LoRAConfig
 from areal.tests.dist.trainer.ppo_runs import CRITIC, GOLDEN, OPTIMIZER, PLAN, STEPS, run
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve, played
-from areal.tests.harness.tiny import chosen, started, weights_of
+from areal.tests.harness.tiny import chosen, layout, started, weights_of
 from areal.tests.harness.world import record
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import CriticBased
@@ -25,41 +25,38 @@ def policy(backend: str, **changes: Any) -> Any:
     return started(backend, **{"path": model_dir("qwen3"), "optimizer": OPTIMIZER, **changes})
 
 
-@pytest.mark.parametrize(
-    "backend",
-    chosen("fsdp:d2", "megatron:t2", "fsdp:d1", "fsdp:c2", "megatron:p2", "fsdp:d2c2", "megatron:d2c2", "jax:d2"),
-)
+@pytest.mark.parametrize("backend", chosen("fsdp:d2", "megatron:t2", "fsdp:d2c2"))
 def test_grpo_learns_the_same_on_every_layout(backend: str) -> None:
-    """Rewards, losses and gradient norms of twenty steps are those in the golden file."""
-    golden = json.loads(GOLDEN.read_text())
+    """Rewards, losses and gradient norms of twenty steps are those in the golden file; on other layouts than the first, of eight."""
+    steps = STEPS if backend == "fsdp:d2" else 8
+    golden = {name: values[:steps] for name, values in json.loads(GOLDEN.read_text()).items()}
     with policy(backend) as engine, policy(backend, optimizer=None) as reference:
-        curve, _ = run(engine, PLAN, STEPS, reference=reference, updates=Updates(minibatches=2))
-    assert golden["rollout/reward"][-1] > golden["rollout/reward"][0] + 0.2, "nothing is learned"
+        curve, _ = run(engine, PLAN, steps, reference=reference, updates=Updates(minibatches=2))
+    assert steps < STEPS or golden["rollout/reward"][-1] > golden["rollout/reward"][0] + 0.2, "nothing is learned"
     errors = {
         name: max(abs(a - b) / max(abs(b), 0.05) for a, b in zip(curve[name], expected, strict=True))
         for name, expected in golden.items()
     }
-    record("GRPO curves of 20 steps", backend, **{name: f"{error:.0e}" for name, error in errors.items()})
+    record("GRPO curves", f"{backend}, {steps} steps", **{name: f"{error:.0e}" for name, error in errors.items()})
     assert max(errors.values()) < 2e-3, errors
     assert max(curve["rollout/logprob_error"]) < 1e-5, "trainer and rollout agree to rounding"
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_grpo_learns_from_stale_rollouts(staleness: int) -> None:
-    plan = Plan(groups=6, group_size=4, max_staleness=staleness)
+def test_grpo_learns_from_stale_rollouts() -> None:
+    plan = Plan(groups=6, group_size=4, max_staleness=2)
     with policy("fsdp:d2") as engine:
         curve, _ = run(engine, plan, STEPS)
     assert max(curve["rollout/staleness"]) > 0.5
-    assert max(curve["rollout/staleness"]) <= staleness
+    assert max(curve["rollout/staleness"]) <= 2
     assert curve["actor/mismatch/k3"][-1] > 0
     assert curve["rollout/logprob_k3"][-1] > 1e-4
     assert sum(curve["rollout/reward"][-3:]) / 3 > sum(curve["rollout/reward"][:3]) / 3 + 0.15
 
 
-@pytest.mark.world(1, 2)
-def test_ppo_with_a_critic_learns(world_size: int) -> None:
-    backend, curve = f"fsdp:d{world_size}", Curve()
+@pytest.mark.world(1)
+def test_ppo_with_a_critic_learns() -> None:
+    backend, curve = "fsdp:d1", Curve()
     updates = Updates(epochs=2, minibatches=2)
     with (
         policy(backend) as engine,
@@ -84,14 +81,7 @@ def test_ppo_with_a_critic_learns(world_size: int) -> None:
     assert sum(curve["critic/loss"][-3:]) < 0.5 * sum(curve["critic/loss"][:3])
 
 
-@pytest.mark.parametrize(
-    "backend",
-    chosen(
-        "fsdp:d2",
-        "megatron:p2",
-    ),
-)
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("backend", "staleness"), [layout("fsdp:d2", 1), layout("megatron:p2", 0)])
 def test_training_resumes_from_checkpoint(backend: str, staleness: int, tmp_path: Path) -> None:
     """With rollouts that wait: they are in the checkpoint, with the versions that made them."""
     plan = Plan(groups=4, group_size=4, max_staleness=staleness)
@@ -119,7 +109,7 @@ def test_refresh_reference_copies_policy_weights(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], mine[name]) for name in after)
 
 
-@pytest.mark.parametrize("backend", chosen("fsdp:d2", "megatron:t2", "megatron:p2"))
+@pytest.mark.parametrize("backend", chosen("fsdp:d2", "megatron:p2"))
 def test_adapters_learn_with_base_model_as_reference(backend: str) -> None:
     """As with a second engine for the reference; the rollout gets merged weights."""
     lora, curves = LoRAConfig(rank=8, alpha=64), []

@@ -21,12 +21,7 @@ from areal.utils.data import sharded_loader
 
 PAIRS = MicroBatchSpec(max_tokens_per_mb=96, granularity=2)
 OPTIMIZER = OptimizerConfig(lr=3e-3, gradient_clipping=1.0, eps=1e-6)
-LAYOUTS = [
-    pytest.param("fsdp:d1", marks=pytest.mark.world(1)),
-    pytest.param("fsdp:d2", marks=pytest.mark.world(2)),
-    pytest.param("fsdp:c2", marks=[pytest.mark.world(2)]),
-    pytest.param("megatron:p2", marks=[pytest.mark.world(2)]),
-]
+LAYOUTS = tiny.chosen("fsdp:d2", "megatron:p2")
 
 
 def started(backend: str, **fields: Any) -> Any:

@@ -206,7 +206,7 @@ def bins_of_an_adapter_are_merged(right: Function) -> Function:
 
 # ---- factors in JAX
 
-IN_JAX = EACH.format("jax:d1-whole")
+IN_JAX = EACH.format("jax:t2-whole")
 
 
 @mutant("areal.engine.jax.lora.low_rank:_of_slots", IN_JAX)

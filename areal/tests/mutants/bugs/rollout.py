@@ -108,7 +108,7 @@ def owner_sends_all_groups(right: Function) -> Function:
 
 @mutant(
     "areal.trainer.rollout.runner:Runner.resharded_state",
-    ONE_OWNER.format("test_run_resumes_with_other_ranks_that_generate[w2-all-first]"),
+    ONE_OWNER.format("test_run_resumes_with_other_ranks_that_generate[all-first]"),
 )
 def waiting_groups_lost_by_a_new_owner(right: Function) -> Function:
     """A run that resumes with another number of ranks that generate skips the groups that wait."""

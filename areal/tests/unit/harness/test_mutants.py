@@ -113,7 +113,7 @@ FEW = {
     name: Mutant(
         name, "A bug.", f"areal.engine.{name}:f", lambda right: right, (f"unit/engine/test_{name}.py::test_f",)
     )
-    for name in ("a", "b", "c", "d", *(f"other{i}" for i in range(36)))
+    for name in ("a", "b", "c", "d", *(f"other{i}" for i in range(76)))
 }
 
 
@@ -151,9 +151,9 @@ def test_chosen_bugs_are_those_that_a_change_touches_and_a_part_of_the_others(ch
     assert chosen == choose("changed,1/4", FEW, checkout)
     assert {"a", "b", "c"} < set(chosen.names)
     drawn = len(chosen.names) - 3
-    assert 0 < drawn < 25
+    assert 0 < drawn < 40
     assert chosen.text == (
-        f"planted {drawn + 3} of 40: 3 of 3 that changes since HEAD^1 touch, {drawn} of 37 others, drawn by the commit"
+        f"planted {drawn + 3} of 80: 3 of 3 that changes since HEAD^1 touch, {drawn} of 77 others, drawn by the commit"
     )
     # The parts add up to all, and another commit draws other bugs.
     parts = [choose(f"{k}/4", FEW, checkout).names for k in (1, 2, 3, 4)]
@@ -166,16 +166,16 @@ def test_without_history_no_bug_is_touched_and_a_part_is_drawn(tmp_path: Path, c
     for root in (tmp_path / "clone", Path("/")):
         chosen = choose("changed,1/2", FEW, root)
         assert "no history since HEAD^1" in chosen.text
-        assert 0 < len(chosen.names) < 40
+        assert 0 < len(chosen.names) < 80
     assert choose("1/2", FEW, tmp_path / "clone").names == choose("1/2", FEW, checkout).names
 
 
-def test_change_of_many_files_plants_an_eighth(checkout: Path) -> None:
+def test_change_of_many_files_plants_a_sixteenth(checkout: Path) -> None:
     for name in FEW:
         (checkout / "areal/engine" / f"{name}.py").write_text("x = 3")
     chosen = choose("changed", FEW, checkout)
     assert len(chosen.names) == 5
-    assert "5 of 40 that changes since HEAD^1 touch" in chosen.text
+    assert "5 of 80 that changes since HEAD^1 touch" in chosen.text
 
 
 @pytest.mark.parametrize(
