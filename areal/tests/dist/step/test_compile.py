@@ -97,7 +97,6 @@ ONE = [pytest.mark.world(1)]
             id="t2",
             marks=[pytest.mark.world(2, timeout=400)],
         ),
-        pytest.param("fsdp:p2", "qwen3", "aot_eager", {}, id="p2", marks=[pytest.mark.world(2)]),
     ],
 )
 def test_compiled_graphs_are_reused_for_many_lengths(

@@ -354,8 +354,8 @@ def test_offload_to_files_reduces_resident_memory(backend: str, tmp_path: Path) 
         freed = before - resident_bytes()
         (folder,) = tmp_path.iterdir()
         assert sum(file.stat().st_size for file in folder.iterdir()) == moved
-        # The kernel may have taken back pages before, such as those of moments that are all zero.
-        assert moved / 2 < freed < moved * 1.1
+        # The kernel may have taken back pages before, such as those of moments that are all zero, and takes other free ones with them.
+        assert moved / 2 < freed < moved * 1.5
         assert engine.eval_batch(batch, loss).loss == expected
         engine.onload()
         assert not list(folder.iterdir())

@@ -41,7 +41,7 @@ def close(actual: Tensor, expected: Tensor | None) -> None:
     assert (actual.double() - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max().item())
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, 4))
+@pytest.mark.parametrize("backend", layouts(1, 2))
 @pytest.mark.parametrize("form", ["padded", "list"])
 def test_every_output_equals_transformers(backend: str, form: str) -> None:
     with started(backend, value_head=True, init_from_scratch=False) as engine:
@@ -160,7 +160,7 @@ def test_multiple_targets_per_position(backend: str) -> None:
             assert not row[sample["target_ids"] == -100].any()
 
 
-@pytest.mark.parametrize("backend", layouts(1, 2, 4, also=("megatron:t2", "megatron:c2")))
+@pytest.mark.parametrize("backend", layouts(1, 2, also=("megatron:t2", "megatron:c2")))
 def test_output_mask_zeros_unwanted_positions_only(backend: str) -> None:
     with started(backend) as engine:
         samples = [dict(sample) for sample in local_batch(engine, global_batch())]

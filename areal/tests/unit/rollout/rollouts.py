@@ -47,6 +47,19 @@ def run(*work: Coroutine[Any, Any, Completion]) -> list[Completion]:
     return asyncio.run(together())
 
 
+def run_in_step(engine: LocalRollout, *work: Coroutine[Any, Any, Completion]) -> list[Completion]:
+    """Run requests that begin with the same forward: all are there before it."""
+
+    async def together() -> list[Completion]:
+        with engine._paused():
+            requests = [asyncio.ensure_future(each) for each in work]
+            # Each runs until it waits for its answer.
+            await asyncio.sleep(0)
+        return await asyncio.wait_for(asyncio.gather(*requests), 60)
+
+    return asyncio.run(together())
+
+
 @torch.no_grad()
 def plain_logprobs(
     replica: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling

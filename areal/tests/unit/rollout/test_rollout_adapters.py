@@ -26,6 +26,7 @@ from areal.tests.unit.rollout.rollouts import (
     plain_logprobs,
     rollout,
     run,
+    run_in_step,
 )
 from areal.trainer.rollout.batching.prefixes import keyed_tokens
 from areal.trainer.rollout.protocol import Completion, Sampling
@@ -166,8 +167,10 @@ def test_request_without_adapter_keeps_its_bits() -> None:
             count = model.register_forward_hook(
                 lambda *_: hooked.__setitem__(0, any(x._forward_hooks for x in model.modules() if x is not model))
             )
-            mine, _ = run(
-                engine.generate(PROMPT, endless(20, seed=1)), engine.generate(PROMPT[1:], endless(20, seed=2), name)
+            mine, _ = run_in_step(
+                engine,
+                engine.generate(PROMPT, endless(20, seed=1)),
+                engine.generate(PROMPT[1:], endless(20, seed=2), name),
             )
             count.remove()
             with engine._paused():
