@@ -70,7 +70,7 @@ demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one 
 	$(RUN) 2 $(CURVE) --backend megatron:p2 --output runs/demo-p2 $(SAME)
 
 test: $(VENV)/.test $(TINKER) ## Run the everyday tests, and plant some bugs that they must catch.
-	$(call everyday,$(VENV)) --plant=changed,1/32 --costs=build/test-costs.json
+	$(call everyday,$(VENV)) --plant=changed,1/48 --costs=build/test-costs.json
 
 test-all: $(VENV)/.test $(TINKER) ## Run all tests.
 	$(call pytest,$(VENV)) --costs=build/test-all-costs.json $(PYTEST_ARGS)

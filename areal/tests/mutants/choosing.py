@@ -14,7 +14,7 @@ from areal.tests.mutants.planting import Mutant
 
 ROOT = Path(__file__).parents[3]
 
-TOUCHED = 1 / 16
+TOUCHED = 1 / 24
 """Part of all bugs that are planted at most because a change touches them: a change of many files costs no more."""
 
 
