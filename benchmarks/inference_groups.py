@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from areal.inference import VLLM, HTTPRollout
+from areal.inference.http.group import GlooCarrier, VLLMGroupTransport
 from areal.tests.grid.models import FAMILIES, tiny_model
 from areal.tests.vllm.server import PLUGIN, PYTHON, SIZES, VLLMProcess
-from areal.trainer.rollout.http import VLLM, HTTPRollout
-from areal.trainer.rollout.http.group import GlooCarrier, VLLMGroupTransport
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.apply import ModuleSource
 

@@ -18,11 +18,11 @@ from typing import Any
 import httpx2
 import torch
 
+from areal.inference import VLLM, HTTPRollout
 from areal.tests.grid.models import FAMILIES, tiny_model
 from areal.tests.vllm.answers import Clients, endless, prompt
 from areal.tests.vllm.exchanges import completion, generation
 from areal.tests.vllm.server import PYTHON, SIZES, VLLMProcess
-from areal.trainer.rollout.http import VLLM, HTTPRollout
 from areal.weight_sync.apply import ModuleSource
 
 CLIENTS = 48

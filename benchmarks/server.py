@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from areal import FinetuneSpec, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
 from areal.api import Batch, LoRAConfig, StepSettings, TokenOutputs
-from areal.trainer.rollout.local import LocalRollout
-from areal.trainer.rollout.protocol import Sampling
+from areal.inference import LocalRollout, Sampling
 from benchmarks.model import Size, write_model
 
 ROUNDS = 40

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from chat import ChatFormat
 from tasks import Problem, Task
 
+from areal.inference import RolloutClient, Sampling
 from areal.trainer.rollout.exchange import gather
-from areal.trainer.rollout.protocol import RolloutClient, Sampling
 from areal.utils.seeding import mixed
 
 

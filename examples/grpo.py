@@ -38,16 +38,14 @@ from warm_up import warm_up
 
 from areal import FinetuneSpec, SaveLoadMeta, TrainEngine, TrainEngineConfig, create_engine
 from areal.api import TensorSource
+from areal.inference import Completion, LocalRollout
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.estimators import GroupRelative, Sample
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import MismatchCorrection, grpo_objective
 from areal.trainer.monitoring import Tracker, Trackers
 from areal.trainer.ppo import PPOTrainer
-from areal.trainer.rollout.episodes import SingleTurn
-from areal.trainer.rollout.local import LocalRollout
-from areal.trainer.rollout.protocol import Completion
-from areal.trainer.rollout.runner import Runner
+from areal.trainer.rollout import Runner, SingleTurn
 from areal.trainer.tensorboard import TensorBoard
 from areal.utils.distributed import init_default_group
 

@@ -18,7 +18,7 @@ from areal.trainer.estimators import CriticBased
 from areal.trainer.losses import PPOClip, policy_objective, value_objective
 from areal.trainer.monitoring import Tracker
 from areal.trainer.ppo import Critic, PPOTrainer
-from areal.trainer.rollout.runner import Runner
+from areal.trainer.rollout import Runner
 
 
 class CriticRun(Run):

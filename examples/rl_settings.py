@@ -8,9 +8,9 @@ from pathlib import Path
 from settings import TaskConfig
 
 from areal import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from areal.inference import Sampling
 from areal.trainer.ppo import Updates
-from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Sampling
+from areal.trainer.rollout import Plan
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import pytest
 from areal.api import ParallelDims, TensorSource, TrainEngine, TrainEngineConfig
 from areal.dispatch import WorkerGroup
 from areal.dispatch.ray import RayWorkers
+from areal.inference.http import VLLM, Dialect, HTTPRollout, SGLang
 from areal.tests.dist.dispatch.overlap import check_overlap
 from areal.tests.dist.dispatch.trainer_runs import RUNS, SAVED, TIMES, Make, Steps, alone, engines, ppo, rest_of_ppo
 from areal.tests.dist.trainer.ppo_runs import GOLDEN, PLAN, STEPS, run
@@ -26,7 +27,6 @@ from areal.tests.harness.rl import EPISODE, Curve, Prompts
 from areal.tests.harness.servers.rollout_http import Process
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.ppo import Sync, Updates
-from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
 from areal.weight_sync.disk import DiskTransport

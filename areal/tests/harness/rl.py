@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal.api import TensorSource, TrainEngine
+from areal.inference.local.rollout import LocalRollout
+from areal.inference.protocol import Completion, Sampling
 from areal.tests.grid.models import VOCAB
-from areal.trainer.rollout.episodes import SingleTurn
-from areal.trainer.rollout.local import LocalRollout
+from areal.trainer.rollout.episodes import Episode, SingleTurn
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Completion, Episode, Sampling
 from areal.trainer.rollout.runner import Runner
 
 SAMPLING = Sampling(max_new_tokens=6, stop_token_ids=(1,))

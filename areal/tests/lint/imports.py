@@ -17,8 +17,9 @@ LAYERS = {
     "utils": 1,
     "engine": 2,
     "weight_sync": 3,
-    "trainer": 4,
+    "inference": 4,
     "dispatch": 4,
+    "trainer": 5,
     "tinker": 5,
     "cli": 6,
 }

@@ -10,10 +10,10 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
+from areal.inference.http import HTTPRollout
+from areal.inference.protocol import Completion, Sampling
 from areal.tests.harness.limits import wait_until
-from areal.tests.unit.rollout.rollouts import plain_logprobs
-from areal.trainer.rollout.http import HTTPRollout
-from areal.trainer.rollout.protocol import Completion, Sampling
+from areal.tests.unit.inference.local.rollouts import plain_logprobs
 
 TOLERANCE = 2e-5
 """Largest error of a log-prob, in nats."""

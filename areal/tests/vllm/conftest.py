@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from areal.inference.http import VLLM, HTTPRollout
 from areal.tests.vllm.server import VLLMProcess
-from areal.trainer.rollout.http import VLLM, HTTPRollout
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from areal.api import MicroBatchSpec, TrainEngine
+from areal.inference.http import HTTPRollout
+from areal.inference.local.sampler import log_probs
+from areal.inference.protocol import Completion, Sampling
 from areal.tests.harness.limits import wait_until
 from areal.tests.harness.tiny import started
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, prompt, run
 from areal.tests.vllm.server import CONTEXT, VLLMProcess, replica, served_model
-from areal.trainer.rollout.http import HTTPRollout
-from areal.trainer.rollout.protocol import Completion, Sampling, Sequence
-from areal.trainer.rollout.sampler import log_probs
+from areal.trainer.rollout.sequence import Sequence
 
 pytestmark = server.marks
 

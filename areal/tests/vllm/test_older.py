@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from areal.inference.http import HTTPRollout
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
 from areal.tests.vllm.server import VLLMProcess, replica, weights
 from areal.tests.vllm.updates import across_updates
-from areal.trainer.rollout.http import HTTPRollout
 
 pytestmark = server.marks
 

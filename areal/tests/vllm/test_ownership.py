@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from areal.inference.http import VLLM, HTTPRollout
+from areal.inference.protocol import Completion
 from areal.tests.harness.limits import wait_until
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
 from areal.tests.vllm.exchanges import folders
 from areal.tests.vllm.server import CONTEXT, VLLMProcess, replica, weights
 from areal.tests.vllm.updates import across_updates
-from areal.trainer.rollout.http import VLLM, HTTPRollout
-from areal.trainer.rollout.protocol import Completion
 
 pytestmark = server.marks
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from areal.inference.http import HTTPRollout
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import endless, prompt, run
-from areal.trainer.rollout.http import HTTPRollout
 
 pytestmark = server.marks
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal.api import MicroBatchSpec, OptimizerConfig
+from areal.inference.http import VLLM, HTTPRollout
 from areal.tests.harness.rl import Curve, Prompts, reward
 from areal.tests.harness.tiny import started
 from areal.tests.vllm import server
@@ -15,7 +16,6 @@ from areal.tests.vllm.answers import endless
 from areal.tests.vllm.server import VLLMProcess, served_model
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.rollout.episodes import SingleTurn
-from areal.trainer.rollout.http import VLLM, HTTPRollout
 from areal.trainer.rollout.plan import Plan
 from areal.trainer.rollout.runner import Runner
 

@@ -11,12 +11,12 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from areal.api import LoRAConfig, MicroBatchSpec
+from areal.inference.http import HTTPRollout
 from areal.tests.grid.models import adapter_dir
 from areal.tests.harness.tiny import started
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
 from areal.tests.vllm.server import VLLMProcess, replica, served_model, weights
-from areal.trainer.rollout.http import HTTPRollout
 
 pytestmark = server.marks
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from areal.inference.http import HTTPRollout
+from areal.inference.protocol import Completion
 from areal.tests.harness.limits import promptly, wait_until
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
 from areal.tests.vllm.exchanges import folders
 from areal.tests.vllm.server import VLLMProcess, replica, weights
-from areal.trainer.rollout.http import HTTPRollout
-from areal.trainer.rollout.protocol import Completion
 
 pytestmark = server.marks
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from areal.inference.http import HTTPRollout
 from areal.tests.harness.limits import promptly
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, Clients, endless, error, prompt, run
 from areal.tests.vllm.server import VLLMProcess, replica, weights
 from areal.tests.vllm.updates import across_updates
-from areal.trainer.rollout.http import HTTPRollout
 
 pytestmark = server.marks
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from areal.inference.http import HTTPRollout
 from areal.tests.vllm.answers import TOLERANCE, Clients, error
 from areal.tests.vllm.server import replica, weights
-from areal.trainer.rollout.http import HTTPRollout
 
 
 def across_updates(fresh: HTTPRollout) -> Clients:

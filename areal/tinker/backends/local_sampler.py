@@ -13,6 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from areal.engine.lora.adapter_set import peft_format
+from areal.inference.local.prompt_logprobs import PromptLogprobs
+from areal.inference.local.rollout import LocalRollout
+from areal.inference.protocol import Completion, Sampling, TopTokens
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult, TopLogprobs
 from areal.tinker.backends.protocol import ModelLimits, SamplingFactory
@@ -23,9 +26,6 @@ from areal.tinker.backends.sampler_config import (
     gather_or_cancel,
     with_seeds,
 )
-from areal.trainer.rollout.local import LocalRollout
-from areal.trainer.rollout.prompt_logprobs import PromptLogprobs
-from areal.trainer.rollout.protocol import Completion, Sampling, TopTokens
 
 _MOST_CONTEXT, _CACHE_TOKENS = 8192, 32768
 """Defaults of ``max_context`` and of ``cache_tokens``."""

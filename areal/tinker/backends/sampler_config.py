@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from areal.inference.protocol import Sampling
 from areal.tinker.backends.prepared import SamplingRequest
 from areal.tinker.backends.protocol import ModelLimits
-from areal.trainer.rollout.protocol import Sampling
 from areal.utils.seeding import mixed
 
 

@@ -1,16 +1,29 @@
-"""Ready-made episodes."""
+"""Episodes: how an item of the data set becomes sequences to train on."""
 
 from __future__ import annotations
 
 import collections.abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from areal.trainer.rollout.protocol import RolloutClient, Sampling, Sequence
+from areal.inference.protocol import RolloutClient, Sampling
 from areal.trainer.rollout.rewards import Reward, RewardPool
+from areal.trainer.rollout.sequence import Sequence
 
 Prompt = Callable[[Any], collections.abc.Sequence[int]]
 """Returns the prompt's token ids of an item."""
+
+
+class Episode(Protocol):
+    """Turns an item of the data set into sequences to train on, with any number of turns, tools and branches.
+
+    The sequences of one run are one member of their group: its reward in the baseline is the mean of their rewards.
+    If it has a method ``close``, a runner calls it at its end. ``run`` must not block the event loop, on which all episodes run: slow
+    synchronous work belongs in a :class:`~areal.trainer.rollout.rewards.RewardPool` or in ``asyncio.to_thread``.
+    """
+
+    async def run(self, client: RolloutClient, item: Any) -> list[Sequence]:
+        """Run the episode once. An exception counts as a failed episode, and the run continues."""
 
 
 class SingleTurn:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from areal.trainer.rollout.protocol import Sequence
+from areal.trainer.rollout.sequence import Sequence
 
 Keep = Callable[[list[Sequence]], bool]
 """Returns False for a group to replace with a group of the next item."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from areal.trainer.rollout.protocol import Completion
+from areal.inference.protocol import Completion
 
 Reward = Callable[[Any, Completion], float] | Callable[[Any, Completion], Awaitable[float]]
 """Returns the reward of an answer to an item. May be a coroutine function."""

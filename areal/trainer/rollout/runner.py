@@ -23,9 +23,11 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 
+from areal.inference.protocol import RolloutClient
+from areal.trainer.rollout.episodes import Episode
 from areal.trainer.rollout.plan import Group, Items, Keep, Plan
-from areal.trainer.rollout.protocol import Episode, RolloutClient, Sequence
 from areal.trainer.rollout.seeded import SeededClient
+from areal.trainer.rollout.sequence import Sequence
 from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)

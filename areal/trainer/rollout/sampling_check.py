@@ -10,7 +10,7 @@ from areal.api import TrainEngineConfig
 logger = logging.getLogger(__name__)
 
 SamplingItems = tuple[tuple[str, float], ...]
-"""Sampling parameters as names and values, in the order of :meth:`~areal.trainer.rollout.protocol.Sampling.distribution`."""
+"""Sampling parameters as names and values, in the order of :meth:`~areal.inference.protocol.Sampling.distribution`."""
 
 _ALL_TOKENS: Mapping[str, float] = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
 """Value of each parameter that excludes no token."""

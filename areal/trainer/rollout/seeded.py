@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 from dataclasses import replace
 
-from areal.trainer.rollout.protocol import Completion, RolloutClient, Sampling
+from areal.inference.protocol import Completion, RolloutClient, Sampling
 from areal.utils.seeding import mixed
 
 

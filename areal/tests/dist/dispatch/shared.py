@@ -10,12 +10,12 @@ import torch
 
 from areal.api import TrainEngine
 from areal.dispatch.placement import Kind, Part, SharedDevices
+from areal.inference.protocol import Completion, RolloutClient, Sampling
 from areal.tests.dist.dispatch.trainer_runs import TIMES
 from areal.tests.harness.rl import Curve
 from areal.tests.harness.tiny import (
     global_batch,
 )
-from areal.trainer.rollout.protocol import Completion, RolloutClient, Sampling
 
 KINDS = {Kind.WEIGHTS: "params", Kind.GRADIENTS: "grads", Kind.OPTIMIZER: "optimizer"}
 

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.placement import Kind, Need, Part, SharedDevices, Use, shared_devices
+from areal.inference.local.rollout import LocalRollout
+from areal.inference.protocol import Sampling
 from areal.tests.dist.dispatch.shared import FakeRollout, assert_agrees, samples, state_bytes
 from areal.tests.harness.tiny import (
     config,
@@ -27,8 +29,6 @@ from areal.tests.harness.tiny import (
     started,
     weights_of,
 )
-from areal.trainer.rollout.local import LocalRollout
-from areal.trainer.rollout.protocol import Sampling
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from areal.dispatch import InProcess, SharedDevices, WorkerGroup
 from areal.dispatch.executor import Work
 from areal.dispatch.placement import Part, shared_devices
 from areal.dispatch.workplace import Reply
+from areal.inference.local.rollout import LocalRollout
+from areal.inference.protocol import Sampling
 from areal.tests.dist.dispatch.shared import KINDS, OneByOne, assert_agrees, numbers, state_bytes
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import EPISODE, Curve, Prompts
@@ -31,9 +33,7 @@ from areal.trainer.estimators import CriticBased
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import ppo_objective, value_objective
 from areal.trainer.ppo import Critic, PPOTrainer, Updates
-from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Sampling
 from areal.trainer.rollout.runner import Runner
 from areal.utils.offload import storage_bytes
 

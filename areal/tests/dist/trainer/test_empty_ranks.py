@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api import MicroBatchSpec, OptimizerConfig, StepOutput, TrainEngine
+from areal.inference.protocol import Completion, RolloutClient
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness import tiny
 from areal.tests.harness.rl import EPISODE, SAMPLING, Curve, Prompts, played, reward
@@ -22,9 +23,9 @@ from areal.trainer.estimators import CriticBased, Estimator, GroupRelative
 from areal.trainer.losses import grpo_objective, ppo_objective, sft_objective, value_objective
 from areal.trainer.ppo import Critic, PPOTrainer, Updates
 from areal.trainer.preference import Pair, dpo_trainer, reward_trainer
-from areal.trainer.rollout.episodes import SingleTurn
+from areal.trainer.rollout.episodes import Episode, SingleTurn
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Completion, Episode, RolloutClient, Sequence
+from areal.trainer.rollout.sequence import Sequence
 from areal.trainer.supervised import SupervisedTrainer, sft_trainer
 from areal.utils.data import sharded_loader
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, TensorSource, TrainEngine
+from areal.inference.http import VLLM, HTTPRollout
+from areal.inference.local.rollout import LocalRollout
 from areal.tests.dist.dispatch.shared import OneByOne
 from areal.tests.dist.dispatch.trainer_runs import TIMES
 from areal.tests.dist.trainer.coordinates import COORDINATES
@@ -29,11 +31,9 @@ from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.grpo import grpo_trainer
 from areal.trainer.ppo import Sync, Updates
 from areal.trainer.rollout.exchange import RolloutExchange, set_runner_state
-from areal.trainer.rollout.http import VLLM, HTTPRollout
-from areal.trainer.rollout.local import LocalRollout
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Sequence
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.rollout.sequence import Sequence
 from areal.utils.distributed import init_default_group
 
 Players = Callable[[int, int], bool]

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from areal.api import OptimizerConfig, ParallelDims
+from areal.inference.protocol import Completion, Sampling
 from areal.tests.dist.trainer.coordinates import COORDINATES
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import Curve, played
@@ -19,7 +20,6 @@ from areal.trainer.grpo import grpo_trainer
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.exchange import RolloutExchange
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.runner import Runner
 from areal.utils.distributed import init_default_group
 

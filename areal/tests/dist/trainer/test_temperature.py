@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from areal.api import OptimizerConfig, TrainEngine
+from areal.inference.http import VLLM, Dialect, HTTPRollout, SGLang
+from areal.inference.protocol import Sampling
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.rl import SAMPLING, Curve, Prompts, played, reward
 from areal.tests.harness.servers.rollout_http import Process
@@ -17,9 +19,7 @@ from areal.trainer.grpo import grpo_trainer
 from areal.trainer.losses import grpo_objective
 from areal.trainer.ppo import Updates
 from areal.trainer.rollout.episodes import SingleTurn
-from areal.trainer.rollout.http import VLLM, Dialect, HTTPRollout, SGLang
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Sampling
 from areal.trainer.rollout.runner import Runner
 
 PLAN = Plan(groups=2, group_size=3, seed=1)

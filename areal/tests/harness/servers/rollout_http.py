@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal.api.weights import NamedTensor
+from areal.inference.protocol import Completion
 from areal.tests.grid.models import FAMILIES, VOCAB, model_dir, tiny_model
 from areal.tests.harness.pool import PRELOADED
 from areal.tests.harness.servers.rollout_server import serve
-from areal.trainer.rollout.protocol import Completion
 from areal.weight_sync.apply import ModuleSource
 
 PROMPT = [(7 * i + 3) % VOCAB for i in range(23)]

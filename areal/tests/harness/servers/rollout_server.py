@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import torch
 from pydantic import ValidationError
 
+from areal.inference.http.servers import sglang_schemas, vllm_schemas
 from areal.tests.harness.servers.generation import Drawing
 from areal.tests.harness.servers.server_state import Dead, State
 from areal.tests.harness.servers.vllm_routes import VLLMRoutes
-from areal.trainer.rollout.http.dialects import sglang_schemas, vllm_schemas
 
 
 class Handler(BaseHTTPRequestHandler):

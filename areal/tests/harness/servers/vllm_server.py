@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from areal.inference.http.servers import vllm_schemas
 from areal.tests.harness.servers.generation import load, merged
-from areal.trainer.rollout.http.dialects import vllm_schemas
 
 KEY = "secret"
 

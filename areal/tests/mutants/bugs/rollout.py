@@ -13,19 +13,19 @@ SAMPLING = "dist/trainer/test_temperature.py::{}"
 EXCHANGE = "dist/trainer/test_rollout_exchange.py::{}"
 ONE_OWNER = "dist/trainer/test_one_owner.py::{}"
 RUNNER = "unit/rollout/test_runner.py::{}"
-ADAPTERS = "unit/rollout/test_rollout_adapters.py::{}"
+ADAPTERS = "unit/inference/local/test_rollout_adapters.py::{}"
 SAMPLER = "unit/tinker/backends/test_local_sampler.py::{}"
 HTTP_SAMPLER = "unit/tinker/backends/test_http_sampler.py::{}"
 SNAPSHOTS = "unit/tinker/backends/test_sampler_snapshots.py::{}"
 REWARDS = "unit/rollout/test_rewards.py::{}"
-GROUP = "unit/rollout/group/test_group_updates.py::{}"
+GROUP = "unit/inference/group/test_group_updates.py::{}"
 NCCL = "unit/weight_sync/test_nccl.py::{}"
 
 
 @mutant(
-    "areal.trainer.rollout.protocol:Completion.segment",
+    "areal.inference.protocol:Completion.segment",
     SAMPLING.format("test_log_probs_are_those_of_the_rollouts_temperature[*fsdp:d1*]"),
-    "unit/rollout/test_sampling_parameters.py::test_sample_has_temperature_of_its_answers[0.5-0.5]",
+    "unit/inference/local/test_sampling_parameters.py::test_sample_has_temperature_of_its_answers[0.5-0.5]",
 )
 def temperature_not_carried(right: Function) -> Function:
     """A sample does not carry the temperature at which it was sampled."""
@@ -192,8 +192,8 @@ def keep_without_bound(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.sampler:end_tokens",
-    "unit/rollout/test_local.py::test_models_end_of_sequence_tokens_end_a_completion_by_default[True]",
+    "areal.inference.local.sampler:end_tokens",
+    "unit/inference/local/test_local.py::test_models_end_of_sequence_tokens_end_a_completion_by_default[True]",
 )
 def end_of_sequence_ignored(right: Function) -> Function:
     """An answer goes on after the model's end-of-sequence token."""
@@ -201,8 +201,8 @@ def end_of_sequence_ignored(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.stop_strings:StopStrings.end",
-    "unit/rollout/test_stop.py::test_window_finds_what_the_whole_text_has[0]",
+    "areal.inference.local.stop_strings:StopStrings.end",
+    "unit/inference/local/test_stop.py::test_window_finds_what_the_whole_text_has[0]",
 )
 def stop_strings_within_one_token(right: Function) -> Function:
     """A stop string is found only if one token has all of it."""
@@ -210,7 +210,7 @@ def stop_strings_within_one_token(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.batching.router:AdapterRouter._rows_of",
+    "areal.inference.local.adapter_router:AdapterRouter._rows_of",
     ADAPTERS.format("test_each_request_has_the_weights_of_its_adapter[tied]"),
     SNAPSHOTS.format("test_many_snapshots_are_served_at_once"),
 )
@@ -220,7 +220,7 @@ def adapter_of_another_request(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.batching.router:AdapterRouter._rows_of",
+    "areal.inference.local.adapter_router:AdapterRouter._rows_of",
     ADAPTERS.format("test_each_request_has_the_weights_of_its_adapter[split-prompts]"),
 )
 def adapter_on_one_token_per_request(right: Function) -> Function:
@@ -229,7 +229,7 @@ def adapter_on_one_token_per_request(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.batching.prefixes:keyed_tokens",
+    "areal.inference.local.shared_prompts:keyed_tokens",
     ADAPTERS.format("test_each_request_has_the_weights_of_its_adapter[untied]"),
     SNAPSHOTS.format("test_session_keeps_the_weights_that_it_was_created_from"),
 )
@@ -239,7 +239,7 @@ def prefix_shared_across_adapters(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.batching.prefixes:adapter_of",
+    "areal.inference.local.shared_prompts:adapter_of",
     ADAPTERS.format("test_prompt_is_shared_by_requests_of_one_adapter_only"),
 )
 def blocks_registered_for_the_model(right: Function) -> Function:
@@ -248,7 +248,7 @@ def blocks_registered_for_the_model(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.batching.adapters:ServedAdapters._free",
+    "areal.inference.local.served_adapters:ServedAdapters._free",
     ADAPTERS.format("test_removed_adapter_serves_running_requests_and_frees_its_memory"),
 )
 def removed_adapter_keeps_its_memory(right: Function) -> Function:
@@ -257,7 +257,7 @@ def removed_adapter_keeps_its_memory(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.batching.manager:_WakeUp.wait",
+    "areal.inference.local.generation_manager:_WakeUp.wait",
     SNAPSHOTS.format("test_idle_generator_does_nothing"),
 )
 def idle_generator_polls(right: Function) -> Function:
@@ -301,7 +301,7 @@ def diverged_adapter_served(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.sampler:RequestSampler._fail",
+    "areal.inference.local.sampler:RequestSampler._fail",
     SNAPSHOTS.format("test_request_without_a_distribution_fails_alone"),
 )
 def broken_logits_sampled(right: Function) -> Function:
@@ -332,7 +332,7 @@ def prompt_scored_at_another_temperature(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.http.group.sender:GroupSender._recover",
+    "areal.inference.http.group.sender:GroupSender._recover",
     GROUP.format("test_next_update_heals_servers_that_were_interrupted_by_the_source[*q_proj*]"),
     GROUP.format("test_next_update_heals_servers_of_which_one_refused_a_tensor"),
 )
@@ -342,7 +342,7 @@ def interrupted_servers_start_again(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.http.group.chunk:_Builder.add",
+    "areal.inference.http.group.chunk:_Builder.add",
     GROUP.format("test_packed_buffers_end_after_the_tensor_that_exceeds_their_size"),
 )
 def packed_buffer_cut_before_the_tensor(right: Function) -> Function:
@@ -357,7 +357,7 @@ def packed_buffer_cut_before_the_tensor(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.http.group.chunk:cut_chunks",
+    "areal.inference.http.group.chunk:cut_chunks",
     GROUP.format("test_all_workers_of_all_servers_have_the_weights_of_each_update[500-None]"),
 )
 def tensors_taken_before_they_are_copied(right: Function) -> Function:
@@ -366,7 +366,7 @@ def tensors_taken_before_they_are_copied(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.http.group.standalone:StandaloneServers.release",
+    "areal.inference.http.group.standalone:StandaloneServers.release",
     GROUP.format("test_next_update_heals_servers_that_were_interrupted_by_the_source[*norm*]"),
 )
 def interrupted_servers_go_on(right: Function) -> Function:

@@ -6,14 +6,14 @@ from typing import Any
 
 from areal.tests.mutants.planting import Function, mutant
 
-OWNER = "unit/rollout/http/test_owner.py::test_{}"
-MANY = "unit/rollout/http/test_many_servers.py::test_{}"
-UPDATES = "unit/rollout/http/test_server_updates.py::test_{}"
-ADAPTERS = "unit/rollout/http/test_adapter_updates.py::test_{}"
+OWNER = "unit/inference/http/test_owner.py::test_{}"
+MANY = "unit/inference/http/test_many_servers.py::test_{}"
+UPDATES = "unit/inference/http/test_server_updates.py::test_{}"
+ADAPTERS = "unit/inference/http/test_adapter_updates.py::test_{}"
 
 
 @mutant(
-    "areal.trainer.rollout.http.server:Server.recognise",
+    "areal.inference.http.server:Server.recognise",
     OWNER.format("restart_between_two_requests_is_noticed[completions]"),
 )
 def restarted_server_not_noticed(right: Function) -> Function:
@@ -26,7 +26,7 @@ def restarted_server_not_noticed(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.http.server:Server.restore",
+    "areal.inference.http.server:Server.restore",
     OWNER.format("restart_between_two_requests_is_noticed[tokens]"),
 )
 def weights_of_the_start_used_again(right: Function) -> Function:
@@ -40,13 +40,13 @@ def weights_of_the_start_used_again(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.trainer.rollout.http.owner:Owner.check", OWNER.format("two_owners_of_one_server_are_refused[tokens]"))
+@mutant("areal.inference.http.owner:Owner.check", OWNER.format("two_owners_of_one_server_are_refused[tokens]"))
 def second_owner_accepted(right: Function) -> Function:
     """An owner takes a server whose owner lives."""
     return lambda self, label: None
 
 
-@mutant("areal.trainer.rollout.http.label:ServerLabel.give", MANY.format("requests_run_on_across_updates[tokens]"))
+@mutant("areal.inference.http.label:ServerLabel.give", MANY.format("requests_run_on_across_updates[tokens]"))
 def label_before_the_weights(right: Function) -> Function:
     """The label of a version is set at the end of the pause only for the client: the server keeps the earlier one."""
 
@@ -59,26 +59,26 @@ def label_before_the_weights(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.trainer.rollout.http.completeness:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
+@mutant("areal.inference.http.completeness:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
 def partial_weights_loaded(right: Function) -> Function:
     """A directory that lacks a weight is loaded."""
     return lambda self, folder: None
 
 
-@mutant("areal.trainer.rollout.http.affinity:Affinity.find", MANY.format("answers_of_one_prompt_share_a_server"))
+@mutant("areal.inference.http.prefix_affinity:Affinity.find", MANY.format("answers_of_one_prompt_share_a_server"))
 def prefixes_forgotten(right: Function) -> Function:
     """Requests go to the server with the fewest requests only."""
     return lambda self, prompt: None
 
 
-@mutant("areal.trainer.rollout.http.fleet:Fleet._give_up", MANY.format("server_killed_during_an_update_and_back"))
+@mutant("areal.inference.http.fleet:Fleet._give_up", MANY.format("server_killed_during_an_update_and_back"))
 def update_waits_for_dead_servers(right: Function) -> Function:
     """An update of the others waits for a server that is gone."""
     return lambda self, pending: None
 
 
 @mutant(
-    "areal.trainer.rollout.http.updates:WeightUpdates.check",
+    "areal.inference.http.updates:WeightUpdates.check",
     ADAPTERS.format("update_of_the_model_under_an_adapter_is_refused"),
 )
 def model_updated_under_an_adapter(right: Function) -> Function:

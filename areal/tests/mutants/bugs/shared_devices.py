@@ -176,10 +176,10 @@ def optimizer_state_is_not_announced(right: Function) -> Function:
     return lambda optimizer: 0
 
 
-_SLEEP = "unit/rollout/test_sleep.py::test_"
+_SLEEP = "unit/inference/local/test_sleep.py::test_"
 
 
-@mutant("areal.trainer.rollout.local:LocalRollout.sleep", f"{_SLEEP}sleep_with_running_answers_is_refused")
+@mutant("areal.inference.local.rollout:LocalRollout.sleep", f"{_SLEEP}sleep_with_running_answers_is_refused")
 def sleep_loses_running_answers(right: Function) -> Function:
     """A rollout goes to sleep while answers are running."""
 
@@ -191,7 +191,7 @@ def sleep_loses_running_answers(right: Function) -> Function:
 
 
 @mutant(
-    "areal.trainer.rollout.http.client:HTTPRollout._check_awake",
+    "areal.inference.http.rollout:HTTPRollout._check_awake",
     f"{_SLEEP}update_of_sleeping_servers_is_refused_and_not_lost[vllm]",
 )
 def sleeping_servers_get_weights(right: Function) -> Function:
@@ -199,7 +199,7 @@ def sleeping_servers_get_weights(right: Function) -> Function:
     return lambda self: None
 
 
-@mutant("areal.trainer.rollout.http.server:Server.wake", f"{_SLEEP}sglang_without_a_backup_needs_an_update")
+@mutant("areal.inference.http.server:Server.wake", f"{_SLEEP}sglang_without_a_backup_needs_an_update")
 def lost_weights_of_a_server_are_used(right: Function) -> Function:
     """A server whose weights did not survive its sleep generates."""
 

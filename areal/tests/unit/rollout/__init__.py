@@ -1,1 +1,1 @@
-"""Rollouts in this process and on servers, the runner, and sampling."""
+"""Episodes, the runner, rewards and recorded samples."""

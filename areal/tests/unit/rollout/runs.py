@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from areal.inference.protocol import Completion, Sampling
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.plan import Plan
-from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.runner import Runner
 
 ITEMS = list(range(10))

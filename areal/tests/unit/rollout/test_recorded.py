@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal.inference.protocol import Sampling
 from areal.tests.harness.servers.rollout_http import Process
-from areal.tests.unit.rollout.rollouts import plain_logprobs
+from areal.tests.unit.inference.local.rollouts import plain_logprobs
 from areal.tests.vllm.exchanges import PROMPT, TOPICS, Record, death, differences, generation, keys, reload
 from areal.tests.vllm.server import CONTEXT, send, served_model
-from areal.trainer.rollout.protocol import Sampling
 
 LONG, STEP_SECONDS = 60, 0.02
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from areal.inference.protocol import Completion, Sampling
 from areal.tests.harness.limits import PROMPTLY, promptly, wait_until
 from areal.trainer.rollout.episodes import SingleTurn
 from areal.trainer.rollout.plan import Group, Plan
-from areal.trainer.rollout.protocol import Completion, Sampling
 from areal.trainer.rollout.rewards import RewardPool
 from areal.trainer.rollout.runner import Runner
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from areal.inference.protocol import Completion
 from areal.tests.harness.limits import wait_until
 from areal.tests.unit.rollout.runs import ITEMS, Client, batches, episode, running, tokens
-from areal.trainer.rollout import protocol
 from areal.trainer.rollout.exchange import set_runner_state
 from areal.trainer.rollout.plan import Group, Plan
-from areal.trainer.rollout.protocol import Completion
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
+from areal.trainer.rollout.sequence import Sequence
 from areal.utils.data import Segment
 
 
@@ -28,7 +28,7 @@ def test_staleness_is_bounded(staleness: int) -> None:
     plan = Plan(groups=4, group_size=2, max_staleness=staleness, shuffle=False)
 
     class Noting:
-        async def run(self, client: Any, item: int) -> list[protocol.Sequence]:
+        async def run(self, client: Any, item: int) -> list[Sequence]:
             started.setdefault(item, trained)
             return await episode().run(client, item)
 
@@ -170,7 +170,7 @@ def test_rank_and_size_are_those_of_the_world_unless_set() -> None:
 
 
 def test_keep_errors_and_invalid_arguments_raise() -> None:
-    def keep(group: list[protocol.Sequence]) -> bool:
+    def keep(group: list[Sequence]) -> bool:
         raise ZeroDivisionError("no spread")
 
     with running(Client(), episode(), Plan(groups=1), keep=keep) as runner:
@@ -207,7 +207,7 @@ def test_runner_resumes_from_state(staleness: int) -> None:
             rest.append(tokens(runner.next_batch(timeout=20)))
     assert [*first, *rest] == full
     assert fourth == rest[0]
-    waiting = [protocol.Sequence.of_state(each) for group in state["waiting"] for each in group["sequences"]]
+    waiting = [Sequence.of_state(each) for group in state["waiting"] for each in group["sequences"]]
     done = {int(sequence.segments[1].tokens[1]) for sequence in waiting}
     assert not done & {seed for _, seed in again.asked}
 
@@ -216,7 +216,7 @@ def test_close_cancels_running_episodes() -> None:
     ended = []
 
     class Endless:
-        async def run(self, client: Any, item: int) -> list[protocol.Sequence]:
+        async def run(self, client: Any, item: int) -> list[Sequence]:
             try:
                 await asyncio.sleep(1000)
             finally:
@@ -235,7 +235,7 @@ def test_close_cancels_running_episodes() -> None:
 
 def test_sequence_converts_to_training_sample() -> None:
     completion = Completion((7, 8, 9), (-0.5, -1.5, -2.5), (3, 3, 4), "length")
-    sample = protocol.Sequence.single([5, 6], completion, reward=0.25).sample()
+    sample = Sequence.single([5, 6], completion, reward=0.25).sample()
     assert sample["input_ids"].tolist() == [5, 6, 7, 8, 9]
     assert sample["loss_mask"].tolist() == [0, 1, 1, 1, 0]
     assert sample["rollout_logprobs"].tolist() == [0, -0.5, -1.5, -2.5, 0]
@@ -252,9 +252,9 @@ def test_invalid_sequence_fails_its_episode() -> None:
     }
 
     class Wrong:
-        async def run(self, client: Any, item: int) -> list[protocol.Sequence]:
+        async def run(self, client: Any, item: int) -> list[Sequence]:
             fields = {"segments": (Segment([5, 6], trainable=True),), "reward": 1.0, **wrong.get(item, {})}
-            return [protocol.Sequence(**fields)]
+            return [Sequence(**fields)]
 
     with running(Client(), Wrong(), Plan(groups=5, shuffle=False)) as runner:
         runner.advance(0)
@@ -265,9 +265,9 @@ def test_invalid_sequence_fails_its_episode() -> None:
 
 
 def test_report_computes_rollout_metrics() -> None:
-    def sequence(reward: float, tokens: int, version: int, **fields: Any) -> protocol.Sequence:
+    def sequence(reward: float, tokens: int, version: int, **fields: Any) -> Sequence:
         completion = Completion(tuple(range(3, 3 + tokens)), (-1.0,) * tokens, (version,) * tokens, "stop")
-        return replace(protocol.Sequence.single([1, 2], completion, reward), **fields)
+        return replace(Sequence.single([1, 2], completion, reward), **fields)
 
     groups = [
         Group(0, (sequence(1.0, 2, 4), sequence(0.0, 4, 5, truncated=True)), failed=1, error="KeyError: x"),
@@ -295,7 +295,7 @@ def test_report_computes_rollout_metrics() -> None:
 def test_reward_is_the_mean_over_episodes() -> None:
     """An episode of several sequences counts once, with the mean of their rewards, as in the baseline of its group."""
     answer = Completion((3,), (-1.0,), (0,), "stop")
-    single = protocol.Sequence.single([1], answer, 1.0)
+    single = Sequence.single([1], answer, 1.0)
     rewards = {0: [1.0], 1: [0.0, 0.5, 0.0, 0.5]}
     sequences = [replace(single, reward=reward, episode=number) for number in rewards for reward in rewards[number]]
     scalars = RolloutReport([Group(0, tuple(sequences))], None, 0).reduce(lambda x: x)

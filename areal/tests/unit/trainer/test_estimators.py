@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from areal.api import Metric, StepOutput
+from areal.inference.protocol import Sampling
 from areal.tests.unit.rollout.runs import Client, running
 from areal.trainer.advantages import Groups, dr_grpo, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from areal.trainer.estimators import (
@@ -20,8 +21,8 @@ from areal.trainer.estimators import (
 )
 from areal.trainer.monitoring import reduce_metrics, step_metrics, step_scalars
 from areal.trainer.rollout.plan import Group, Plan
-from areal.trainer.rollout.protocol import Sampling, Sequence
 from areal.trainer.rollout.report import RolloutReport
+from areal.trainer.rollout.sequence import Sequence
 from areal.utils.data import Segment
 
 

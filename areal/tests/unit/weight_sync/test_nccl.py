@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from areal.inference.http.group import NCCLCarrier
 from areal.tests.harness.limits import promptly
-from areal.trainer.rollout.http.group import NCCLCarrier
 from areal.weight_sync import nccl
 from areal.weight_sync.nccl import NCCLCommunicator, NCCLError, NCCLLibrary, find_library
 

@@ -9,10 +9,10 @@ import json
 import sys
 
 from areal.api import OptimizerConfig
+from areal.inference.http.group import GlooCarrier, VLLMGroupTransport
 from areal.tests.harness.tiny import global_batch, local_batch, loss, started, weights_of
 from areal.tests.vllm.group.generating import served_error
 from areal.tests.vllm.server import replica, served_model
-from areal.trainer.rollout.http.group import GlooCarrier, VLLMGroupTransport
 
 UPDATES = 3
 

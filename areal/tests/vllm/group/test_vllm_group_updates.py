@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from areal.api.weights import NamedTensor
+from areal.inference.http.group import GlooCarrier, VLLMGroupTransport
+from areal.inference.http.group.sender import GroupSender
 from areal.tests.harness.limits import PROMPTLY, promptly
 from areal.tests.vllm.group.engine import UPDATES
 from areal.tests.vllm.group.generating import Generated, differences, generate, served_error
 from areal.tests.vllm.server import PLUGIN, VLLMProcess, marks, replica
-from areal.trainer.rollout.http.group import GlooCarrier, VLLMGroupTransport
-from areal.trainer.rollout.http.group.sender import GroupSender
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync.apply import ModuleSource
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.vllm_schemas import VLLMChoice, VLLMCompleted, VLLMCompletion
+from areal.inference.protocol import Sampling
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, TopLogprobs
-from areal.trainer.rollout.http.dialects.call import HTTPCall
-from areal.trainer.rollout.http.dialects.vllm_schemas import VLLMChoice, VLLMCompleted, VLLMCompletion
-from areal.trainer.rollout.protocol import Sampling
 
 MIN_TEMPERATURE = 0.01
 """Smallest temperature above 0. The server raises smaller ones to it."""

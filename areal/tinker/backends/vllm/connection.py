@@ -8,14 +8,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from areal.inference.http.connection import RejectedCall, ServerConnection, StatusError, Unavailable
+from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.vllm_schemas import VLLMCard, VLLMModels
+from areal.inference.protocol import Sampling
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest
 from areal.tinker.backends.sampler_config import VLLMSamplerConfig, check_adapter_base
 from areal.tinker.backends.vllm.completions import completion_call
-from areal.trainer.rollout.http.connection import RejectedCall, ServerConnection, StatusError, Unavailable
-from areal.trainer.rollout.http.dialects.call import HTTPCall
-from areal.trainer.rollout.http.dialects.vllm_schemas import VLLMCard, VLLMModels
-from areal.trainer.rollout.protocol import Sampling
 
 _START_SECONDS = 30.0
 """Time limit of each of the first requests."""

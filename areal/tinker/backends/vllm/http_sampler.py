@@ -17,6 +17,11 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig
 
+from areal.inference.http.connection import RejectedCall, StatusError, Unavailable
+from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.schemas import Anything, ReplyBody
+from areal.inference.http.servers.vllm_schemas import VLLMChoice, VLLMLoadAdapter, VLLMUnloadAdapter
+from areal.inference.protocol import Sampling
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest, SamplingResult
 from areal.tinker.backends.protocol import ModelLimits, SamplingFactory
@@ -34,11 +39,6 @@ from areal.tinker.backends.vllm.completions import (
     read_prompt,
 )
 from areal.tinker.backends.vllm.connection import as_error, connect, copy_adapter, first_contact, reason_of
-from areal.trainer.rollout.http.connection import RejectedCall, StatusError, Unavailable
-from areal.trainer.rollout.http.dialects.call import HTTPCall
-from areal.trainer.rollout.http.dialects.schemas import Anything, ReplyBody
-from areal.trainer.rollout.http.dialects.vllm_schemas import VLLMChoice, VLLMLoadAdapter, VLLMUnloadAdapter
-from areal.trainer.rollout.protocol import Sampling
 
 R = TypeVar("R", bound=ReplyBody)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal import FinetuneSpec, LoRAConfig, OptimizerConfig, TrainEngineConfig, create_engine
 from areal.api.engine import TrainEngine
 from areal.tests.grid.models import VOCAB, model_dir
-from areal.tests.unit.rollout.rollouts import tokenizer
+from areal.tests.unit.inference.local.rollouts import tokenizer
 from areal.tinker.backends.local_sampler import LocalSampler, create
 from areal.tinker.backends.prepared import SamplingRequest, SamplingResult
 

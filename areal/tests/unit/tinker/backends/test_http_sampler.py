@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from areal.tests.grid.models import VOCAB
 from areal.tests.harness.servers.vllm_server import KEY, VLLMServer
-from areal.tests.unit.rollout.rollouts import shortest, tokenizer
+from areal.tests.unit.inference.local.rollouts import shortest, tokenizer
 from areal.tests.unit.tinker.backends.sampling import ENDLESS, base_model, engine_logprobs, trained_engine
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal.tests.grid.models import VOCAB
-from areal.tests.unit.rollout.rollouts import shortest, tokenizer
+from areal.tests.unit.inference.local.rollouts import shortest, tokenizer
 from areal.tests.unit.tinker.backends.sampling import (
     CONTEXT,
     ENDLESS,

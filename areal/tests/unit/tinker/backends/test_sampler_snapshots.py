@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal.tests.grid.models import VOCAB, model_dir
-from areal.tests.unit.rollout.rollouts import after_forwards
+from areal.tests.unit.inference.local.rollouts import after_forwards
 from areal.tests.unit.tinker.backends.sampling import (
     CONTEXT,
     ENDLESS,

@@ -1,0 +1,74 @@
+"""An answer that is generated in one or more requests."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from areal.inference.http.servers.dialect import ReplyPart
+from areal.inference.protocol import Completion, FinishReason, Sampling
+
+
+class Answer:
+    """State of an answer. An update of the weights interrupts a request, and the next request continues the answer.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        sampling: sampling parameters.
+        seed: seed of the sampling, or a random one.
+        tokens, logprobs, versions: tokens generated so far; see :class:`~areal.inference.protocol.Completion`.
+        finish: why the answer ended; ``None`` until then.
+        deadline: time on the monotonic clock by which the next tokens must arrive; ``None`` before the first attempt.
+    """
+
+    def __init__(self, prompt: list[int], sampling: Sampling) -> None:
+        self.prompt, self.sampling = prompt, sampling
+        # Servers take seeds of 63 bits.
+        self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**63
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish: FinishReason | None = None
+        self.deadline: float | None = None
+
+    def check_length(self, max_context: int | None) -> None:
+        """Raise if the answer does not fit into the context of a server, ``None`` if it is unknown.
+
+        Raises:
+            ValueError: it does not.
+        """
+        length = len(self.prompt) + self.sampling.max_new_tokens
+        if max_context is not None and length > max_context:
+            raise ValueError(
+                f"{len(self.prompt)} tokens of the prompt and Sampling.max_new_tokens = {self.sampling.max_new_tokens} are more than the "
+                f"server's context of {max_context}"
+            )
+
+    def check(self, reply: ReplyPart) -> None:
+        """Raise if a reply cannot be the next part.
+
+        Raises:
+            ValueError: it has too many tokens, or none where it stopped at one.
+        """
+        if len(reply.tokens) > self.sampling.max_new_tokens - len(self.tokens):
+            raise ValueError(f"{len(reply.tokens)} tokens came, which is more than were asked for")
+        if reply.finish == "stop" and not reply.tokens:
+            raise ValueError("it stopped at a token, and none came")
+
+    def add(self, reply: ReplyPart, versions: Sequence[int]) -> None:
+        """Append the tokens of one reply, with the version of the weights that generated each."""
+        self.tokens += reply.tokens
+        self.logprobs += reply.logprobs
+        self.versions += versions
+        if reply.finish == "length" or len(self.tokens) == self.sampling.max_new_tokens:
+            self.finish = "length"
+        # With stop tokens of the request, an end-of-sequence token of the model ends a part: the answer continues.
+        stops = self.sampling.stop_token_ids
+        if reply.finish == "stop" if stops is None else self.tokens and self.tokens[-1] in stops:
+            self.finish = "stop"
+
+    def completion(self) -> Completion:
+        """Return the answer so far, ``"aborted"`` if it is incomplete."""
+        return Completion(
+            tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), self.finish or "aborted", self.sampling
+        )

@@ -1,0 +1,270 @@
+"""All servers of one owner: which of them answers a request, updates of all, and servers that die and return."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from areal.inference.http.answer import Answer
+from areal.inference.http.connection import Unavailable
+from areal.inference.http.prefix_affinity import Affinity
+from areal.inference.http.server import Server
+from areal.inference.http.update_times import UpdateTimes
+
+logger = logging.getLogger(__name__)
+
+_OPEN_SECONDS = 10.0
+"""Time limit of the first contact. A server that does not answer then is examined when it does."""
+_GRACE_SECONDS = 10.0
+"""Seconds that an update waits for servers that cannot be reached, once another one has it."""
+_HANDOVER_SECONDS = 0.005
+"""Seconds between the end of an update and the requests that have waited for it."""
+_SLACK = 4
+"""Requests that a server may have more than another before known prefixes go elsewhere, in addition to a quarter of its requests."""
+
+
+class Fleet:
+    """Servers that an owner uses together. All methods run on one event loop.
+
+    A server that cannot be reached gets no requests until it answers again. One that was started anew gets the current weights first.
+
+    Args:
+        servers: the servers.
+        times: time limits of an update.
+
+    Attributes:
+        servers: the servers.
+        counts: numbers of events, by name.
+    """
+
+    def __init__(self, servers: Sequence[Server], times: UpdateTimes) -> None:
+        self.servers = list(servers)
+        self.counts = Counter(dict.fromkeys(("failed", "discarded", "away", "restarted"), 0))
+        self._times = times
+        self._affinity = Affinity()
+        self._current: tuple[str, int] | None = None  # folder and version of the last update
+        self._changed = asyncio.Condition()  # notified when a server may be asked again
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Make the first contact with the servers that can be reached.
+
+        Raises:
+            ValueError, RuntimeError: a server cannot be used; names it.
+        """
+        contacts = [server.examine(_OPEN_SECONDS) for server in self.servers]
+        results = await asyncio.gather(*contacts, return_exceptions=True)
+        for server, result in zip(self.servers, results, strict=True):
+            if isinstance(result, Unavailable):
+                self.report(server)
+            elif isinstance(result, BaseException):
+                raise result
+
+    # ---- requests
+
+    async def pick(self, answer: Answer, patience: float) -> Server | None:
+        """Return the server for the next request of an answer; ``None`` if the answer's deadline passes before one can be asked.
+
+        Args:
+            answer: it gets a deadline if it is without one. The deadline is suspended while all servers are in an update.
+            patience: seconds until a new deadline.
+
+        Raises:
+            RuntimeError: no server has known weights, and none can get them before an update.
+        """
+        while not (ready := [server for server in self.servers if _is_ready(server)]):
+            if not any(not server.is_open or server.is_away or server.is_new for server in self.servers):
+                raise RuntimeError(f"no server has known weights: {'; '.join(server.why for server in self.servers)}")
+            # Servers in an update return by themselves; others may never.
+            updating = any(not server.is_open for server in self.servers)
+            answer.deadline = None if updating else answer.deadline or time.monotonic() + patience
+            left = None if answer.deadline is None else max(0.0, answer.deadline - time.monotonic())
+            try:
+                async with asyncio.timeout(left), self._changed:
+                    await self._changed.wait()
+            except TimeoutError:
+                return None
+        answer.deadline = answer.deadline or time.monotonic() + patience
+        fewest = min(ready, key=lambda server: len(server.requests))
+        # A server that has the prompt's keys and values may have a little more to do than others.
+        text = answer.prompt + answer.tokens
+        known = self._affinity.find(text) if len(self.servers) > 1 else None
+        chosen = next((server for server in ready if server.url == known), fewest)
+        if len(chosen.requests) > _SLACK + 1.25 * len(fewest.requests):
+            chosen = fewest
+        if len(self.servers) > 1:
+            self._affinity.note(text, chosen.url)
+        return chosen
+
+    def report(self, server: Server) -> None:
+        """Note that a server could not be reached, or was started anew. It gets no requests until it can be trusted again."""
+        if server.is_away and any(task.get_name() == server.url for task in self._tasks):
+            return
+        server.is_away = True
+        self.counts["away"] += 1
+        self._start(self._bring_back(server), server.url)
+
+    async def _bring_back(self, server: Server) -> None:
+        """Ask a server until it answers, and give it the current weights if it was started anew."""
+        while True:
+            await asyncio.sleep(max(0.0, server.connection.backoff_until - time.monotonic()))
+            try:
+                await server.examine(_OPEN_SECONDS)
+                if server.version is not None:
+                    await server.recognise(anew=True)
+                if server.is_new:
+                    self.counts["restarted"] += 1
+                    await server.restore(self._current, self._times)
+            except Unavailable:
+                continue
+            except (RuntimeError, ValueError) as error:
+                server.is_new = False
+                server.lose(f"{server.url} is left out until the next update: {error}")
+                logger.warning(server.why)
+            server.is_away = False
+            await self._notify()
+            return
+
+    # ---- updates
+
+    async def load(self, folder: str, version: int) -> list[str]:
+        """Load a version on all servers at once. Returns the errors.
+
+        Servers that cannot be reached do not hold up the others for long: they get the version when they return.
+        """
+        tasks = {asyncio.create_task(self._load_on(server, folder, version)): server for server in self.servers}
+        pending = set(tasks)
+        while pending:
+            _, pending = await asyncio.wait(pending, timeout=0.5)
+            if any(server.version == version for server in self.servers):
+                self._current = (folder, version)
+                self._give_up({task: tasks[task] for task in pending})
+        for server in tasks.values():
+            if server.is_away:
+                self.report(server)
+        return [task.result() for task in tasks]
+
+    def _give_up(self, pending: dict[asyncio.Task[str], Server]) -> None:
+        """Cancel the updates of servers that have not been reachable for some time."""
+        for task, server in pending.items():
+            since = server.connection.away_since
+            if since is not None and time.monotonic() - since > _GRACE_SECONDS:
+                task.cancel()
+
+    async def _load_on(self, server: Server, folder: str, version: int) -> str:
+        """Load a version on one server, and wake the requests that wait for one."""
+        try:
+            return await server.update(folder, version, self._times)
+        except asyncio.CancelledError:
+            server.miss(f"{server.url} cannot be reached")
+            return server.why
+        finally:
+            # The trainer, which waits for the update, goes on before the requests do.
+            asyncio.get_running_loop().call_later(_HANDOVER_SECONDS, lambda: self._start(self._notify(), "notify"))
+
+    # ---- updates over a process group
+
+    async def reachable(self) -> list[Server]:
+        """Return the servers that can take part in an update.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        there = await asyncio.gather(*(server.answers() for server in self.servers))
+        some = [server for server, is_there in zip(self.servers, there, strict=True) if is_there]
+        for server, is_there in zip(self.servers, there, strict=True):
+            if not is_there:
+                self.report(server)
+        if not some:
+            reasons = "; ".join(server.why or f"{server.url} cannot be reached" for server in self.servers)
+            raise RuntimeError(f"no server can get weights: {reasons}")
+        return some
+
+    async def hold(self, servers: Sequence[Server]) -> None:
+        """Pause servers for an update, until :meth:`release`. Updates and loads after a restart wait.
+
+        Raises:
+            RuntimeError: a server cannot be paused.
+        """
+        for server in servers:
+            await server.turn.acquire()
+            server.is_open = False
+        faults = await asyncio.gather(*(server.hold(self._times) for server in servers), return_exceptions=True)
+        found = [str(fault) for fault in faults if isinstance(fault, BaseException)]
+        if found:
+            raise RuntimeError("; ".join(found))
+
+    async def release(self, servers: Sequence[Server], version: int | None, faults: Mapping[str, str]) -> None:
+        """End a pause of :meth:`hold`.
+
+        Args:
+            servers: those of :meth:`hold`.
+            version: version that servers without a fault have now; ``None`` if they have what they had.
+            faults: reason by URL of servers whose weights are lost.
+
+        Raises:
+            RuntimeError: a server without a fault does not continue.
+        """
+        ends = await asyncio.gather(*(self._release(each, version, faults.get(each.url, "")) for each in servers))
+        if version is not None:
+            self._current = None  # no folder has these weights
+            for server in set(self.servers) - set(servers):
+                server.lose(f"{server.url} was away when version {version} was sent: it gets the next one")
+        await self._notify()
+        found = [end for server, end in zip(servers, ends, strict=True) if end and server.url not in faults]
+        if found:
+            raise RuntimeError("; ".join(found))
+
+    async def _release(self, server: Server, version: int | None, fault: str) -> str:
+        try:
+            if fault:
+                server.lose(fault)
+            elif version is not None:
+                await server.confirm(version)
+            return await server.release(fault, self._times)
+        except (RuntimeError, ValueError) as error:
+            server.lose(str(error))
+            return str(error)
+        finally:
+            server.is_open = True
+            server.turn.release()
+
+    # ---- sleep
+
+    async def sleep(self) -> list[str]:
+        """Put all servers to sleep, or none. Returns the error of each, or an empty string."""
+        faults = await asyncio.gather(*(each.sleep(self._times.step) for each in self.servers))
+        if any(faults):
+            await self.wake([each for each, fault in zip(self.servers, faults, strict=True) if not fault])
+        return faults
+
+    async def wake(self, servers: Sequence[Server] | None = None) -> list[str]:
+        """Wake servers, by default all. Returns the error of each, or an empty string."""
+        return await asyncio.gather(*(each.wake(self._times.step) for each in servers or self.servers))
+
+    async def close(self) -> None:
+        """Leave the servers to others, and close the connections."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        await asyncio.gather(*(server.close() for server in self.servers))
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a coroutine in the background."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _is_ready(server: Server) -> bool:
+    """Return whether a server may get requests."""
+    return server.is_open and not server.is_away and server.version is not None

@@ -1,0 +1,220 @@
+"""Sender of weights over a process group, on the rank that owns the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from areal.api.weights import UpdateKind, WeightUpdateMeta
+from areal.inference.http.connection import Unavailable
+from areal.inference.http.group.carrier import Carrier
+from areal.inference.http.group.chunk import Chunk, ChunkMemory, cut_chunks
+from areal.inference.http.group.round import Round, is_gone
+from areal.inference.http.group.servers import Servers
+from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.group_routes import GroupRoutes
+from areal.inference.http.servers.schemas import ReplyBody
+from areal.weight_sync.transport import OutgoingTensors, ignore_errors
+
+_RECOVER_SECONDS = 5.0
+"""Time limit of a request that cleans up after an interrupted update."""
+
+
+class GroupSender:
+    """Implements :class:`~areal.weight_sync.transport.Sender` for inference servers.
+
+    One group has the trainer as rank 0 and the workers of all servers. It is created with the first update, and again after a fault, or
+    when servers have come, gone or restarted. Servers generate until the first chunk is ready. They load tensors as they come, so that
+    a server that is interrupted has lost its weights.
+
+    Args:
+        servers: owner of the servers.
+        routes: requests of the servers' kind.
+        carrier: carrier of the tensors.
+        chunk_bytes: maximum size of a chunk, unless a single tensor is larger. The carrier's device has two of them in memory.
+        packed_bytes: size of packed buffers; ``None`` to send tensors one by one.
+        timeout: seconds for each request, and for all members to join or to receive a chunk.
+
+    Attributes:
+        size: number of members of the group; 0 without a group.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        routes: GroupRoutes,
+        carrier: Carrier,
+        *,
+        chunk_bytes: int,
+        packed_bytes: int | None,
+        timeout: float,
+    ) -> None:
+        self._servers, self._routes, self._carrier = servers, routes, carrier
+        self._packed_bytes, self._timeout = packed_bytes, timeout
+        self._memory = ChunkMemory(chunk_bytes, carrier.device)
+        self.size = 0
+        self._joined: dict[str, int] = {}  # workers by URL of the group's servers
+        self._starts: dict[str, int] = {}  # numbers of restarts of the group's servers, as the owner counts
+        self._labels: dict[str, str | None] = {}  # label that each server must have, unless it was restarted
+        self._interrupted: set[str] = set()  # servers whose update was started and not finished
+        self._fresh = False  # the group has had no update yet
+        self._held = False
+        self._round: Round | None = None
+
+    def prepare(self, version: int, kind: UpdateKind) -> None:
+        if kind != "full":
+            raise ValueError("select: servers over a process group receive all tensors; leave it None, or use the disk")
+        starts = dict(self._servers.members())
+        members = list(starts)
+        labels = {url: self._routes.read_label(reply) for url, reply in self._ask(members, self._routes.label).items()}
+        # A restarted process is not a member of the group any more. Its owner knows, or its label has changed.
+        restarted = [url for url in members if url in self._labels and labels[url] != self._labels[url]]
+        if self._starts != starts or restarted or self._interrupted:
+            self._make_group(members)
+        self._starts, self._labels = starts, labels
+
+    def transfer(self, tensors: OutgoingTensors) -> None:
+        for chunk in cut_chunks(tensors, self._memory, self._packed_bytes):
+            # The next chunk is gathered while this one is on its way.
+            self._end_round()
+            if not self._held:
+                self._start()
+            self._send(chunk)
+        self._end_round()
+
+    def commit(self, meta: WeightUpdateMeta) -> None:
+        label = self._servers.label(meta.version)
+        errors = self._each(list(self._joined), self._routes.finish(label))
+        faults = {url: str(error) for url, error in errors.items()}
+        for url in self._joined:
+            if url not in faults:
+                self._interrupted.discard(url)
+                self._labels[url] = label
+        self._held = False
+        self._servers.release(meta.version, faults)
+        if faults:
+            raise RuntimeError("; ".join(faults.values()))
+
+    def abort(self, why: str) -> None:
+        self._round, aborted = None, self._round is not None
+        if self._interrupted or aborted:
+            self._leave()
+        faults = {url: f"{url} was interrupted in an update: {why}" for url in self._interrupted}
+        # Layers without weights would end the server at the next request.
+        interrupted = list(self._interrupted)
+        self._recover(interrupted)
+        self._each(interrupted, self._routes.leave, min(self._timeout, _RECOVER_SECONDS))
+        if self._held:
+            self._held = False
+            ignore_errors(lambda: self._servers.release(None, faults))
+
+    def close(self) -> None:
+        members = list(self._joined)
+        self._leave()
+        self._each(members, self._routes.leave, min(self._timeout, _RECOVER_SECONDS))
+
+    # ---- the group
+
+    def _make_group(self, members: Sequence[str]) -> None:
+        """Create a group with the trainer and all workers of the members."""
+        self._leave()
+        # Members that did not notice the end of the last group; there may be none.
+        self._each(members, self._routes.leave, min(self._timeout, _RECOVER_SECONDS))
+        sizes = {
+            url: self._routes.read_workers(reply) for url, reply in self._ask(members, self._routes.workers).items()
+        }
+        size = 1 + sum(sizes.values())
+        where = self._carrier.open(size)
+        calls: dict[str, Future[Any]] = {}
+        offset = 1
+        for url in members:
+            call = self._routes.join(where, offset, size, self._packed_bytes)
+            calls[url] = self._servers.call(url, call, self._timeout)
+            offset += sizes[url]
+        Round(
+            "the process group was not made",
+            calls,
+            self._carrier,
+            lambda: self._carrier.join(self._timeout),
+            self._timeout,
+        ).end()
+        self._joined, self.size, self._fresh = sizes, size, True
+
+    def _leave(self) -> None:
+        """Leave the group: the next update makes another one."""
+        self._carrier.abort()
+        self._joined, self._starts, self.size = {}, {}, 0
+
+    def _recover(self, urls: Sequence[str]) -> None:
+        """Bring servers into a state from which an update can start. Errors are left to that start."""
+        left = list(urls)
+        for call in self._routes.recover:
+            errors = self._each(left, [call], min(self._timeout, _RECOVER_SECONDS))
+            # A server that does not answer would not answer the other requests.
+            left = [url for url in left if not _is_unanswered(errors.get(url))]
+
+    # ---- one update
+
+    def _start(self) -> None:
+        """Stop generation, and start the update on all servers."""
+        self._held = True
+        self._servers.hold()
+        members = list(self._joined)
+        # A server may have started even if its answer is lost.
+        self._interrupted.update(members)
+        # This or an earlier trainer may have left them in the middle of an update.
+        if self._fresh:
+            self._recover(members)
+            self._fresh = False
+        errors = self._each(members, self._routes.start)
+        if errors:
+            raise RuntimeError("; ".join(map(str, errors.values())))
+
+    def _send(self, chunk: Chunk) -> None:
+        """Announce a chunk on all servers, and broadcast it."""
+        call = self._routes.update(chunk.specs)
+        calls = {url: self._servers.call(url, call, self._timeout) for url in self._joined}
+        first, last = chunk.specs[0].name, chunk.specs[-1].name
+        self._round = Round(
+            f"{first} to {last} did not reach every server",
+            calls,
+            self._carrier,
+            lambda: self._carrier.broadcast(chunk.buffers, self._timeout),
+            self._timeout,
+        )
+
+    def _end_round(self) -> None:
+        if self._round is not None:
+            self._round.end()
+            self._round = None
+
+    # ---- requests
+
+    def _ask(self, urls: Sequence[str], call: HTTPCall[ReplyBody]) -> dict[str, ReplyBody]:
+        """Send a request to servers at once, and return the replies by URL."""
+        futures = self._call(urls, call, self._timeout)
+        return {url: future.result() for url, future in futures.items()}
+
+    def _call(self, urls: Sequence[str], call: HTTPCall[ReplyBody], seconds: float) -> dict[str, Future[ReplyBody]]:
+        """Send a request to servers at once, and wait for the replies."""
+        futures = {url: self._servers.call(url, call, seconds) for url in urls}
+        wait(futures.values())
+        # A server closes a connection after an error, and may do so when the next request is on its way.
+        again = {url: self._servers.call(url, call, seconds) for url in urls if is_gone(futures[url].exception())}
+        wait(again.values())
+        return {**futures, **again}
+
+    def _each(
+        self, urls: Sequence[str], calls: Sequence[HTTPCall[ReplyBody]], seconds: float | None = None
+    ) -> dict[str, BaseException]:
+        """Send requests to each server in turn, to all servers at once. Returns errors by URL; a server ends with its first."""
+        errors: dict[str, BaseException] = {}
+        for call in calls:
+            futures = self._call([url for url in urls if url not in errors], call, seconds or self._timeout)
+            errors.update({url: error for url, future in futures.items() if (error := future.exception()) is not None})
+        return errors
+
+
+def _is_unanswered(error: BaseException | None) -> bool:
+    return isinstance(error, Unavailable) and error.status is None

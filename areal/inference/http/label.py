@@ -1,0 +1,120 @@
+"""The label that a server has with its weights, by which the weights are recognised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+from areal.inference.http.connection import ServerConnection
+from areal.inference.http.owner import Owner
+from areal.inference.http.servers.dialect import Routes
+
+LABEL_SECONDS = 10.0
+"""Time limit of a request for a label."""
+
+
+class WrongLabel(Exception):
+    """A server has another label than the one that it was given.
+
+    Args:
+        found: label that it has; ``None`` if it has none.
+    """
+
+    def __init__(self, found: str | None) -> None:
+        super().__init__(f"label {found!r}")
+        self.found = found
+
+
+class ServerLabel:
+    """The label that an owner gives a server with each version of its weights.
+
+    A server that was started anew has lost it. Servers without routes for labels are not asked, and take none.
+
+    Args:
+        connection: connection to the server.
+        owner: whose labels it gets.
+
+    Attributes:
+        given: label that the server should have; ``None`` before the first one.
+    """
+
+    def __init__(self, connection: ServerConnection, owner: Owner) -> None:
+        self._connection, self._owner = connection, owner
+        self.given: str | None = None
+        # Times on the monotonic clock: of the newest connection for generation, and of the start of the last check.
+        self._connected = self._checked = 0.0
+        self._checking = asyncio.Lock()
+
+    def note_connection(self) -> None:
+        """Note a new connection: it may lead to a server that was started anew."""
+        self._connected = time.monotonic()
+
+    async def read(self, routes: Routes, seconds: float) -> str | None:
+        """Return the label that the server has.
+
+        Raises:
+            RuntimeError: it does not answer.
+        """
+        if routes.label is None:
+            return None
+        return routes.read_label(await self._connection.send(routes.label, seconds))
+
+    async def give(self, routes: Routes, version: int) -> None:
+        """Set the label of a version.
+
+        Raises:
+            RuntimeError: the server does not take it.
+        """
+        self.given = self._owner.label(version)
+        if routes.label is not None:
+            self._checked = time.monotonic()
+            await self._connection.send(routes.set_label(self.given), LABEL_SECONDS)
+
+    async def check(self, routes: Routes) -> None:
+        """Ask the server for its label, unless it was asked since the newest connection.
+
+        Raises:
+            WrongLabel: it is not the one that was given.
+            RuntimeError: the server does not answer.
+        """
+        if routes.label is None:
+            return
+        async with self._checking:
+            # One check serves all connections that were there when it began.
+            while self._checked <= self._connected:
+                given, began = self.given, time.monotonic()
+                found = await self.read(routes, LABEL_SECONDS)
+                # Another one may have been given meanwhile.
+                if self.given == given:
+                    self._checked = began
+                    if found != given:
+                        raise WrongLabel(found)
+
+    def versions(self, labels: Sequence[str], version: int, *, mixed: bool) -> list[int]:
+        """Return the versions in the labels of a reply's tokens.
+
+        Args:
+            labels: one per token.
+            version: version of the weights when the request was sent. Before the first label, all tokens have it.
+            mixed: tokens may have other versions too: the server keeps requests across updates.
+
+        Raises:
+            WrongLabel: a label is not one of this owner, or has a version that cannot be.
+        """
+        if self.given is None:
+            return [version] * len(labels)
+        known: dict[str, int] = {}
+        for label in set(labels):
+            each = self._owner.version_of(label)
+            if each is None or not (mixed or each == version):
+                raise WrongLabel(label)
+            known[label] = each
+        return [known[label] for label in labels]
+
+    async def release(self, routes: Routes, seconds: float) -> None:
+        """Take the label back, so that another owner may take the server. Failures are ignored."""
+        if routes.label is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                await self._connection.send(routes.set_label("released"), seconds)

@@ -1,0 +1,372 @@
+"""Rollout engine on HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import collections.abc
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from areal.api.control import Control
+from areal.api.engine import TrainEngine
+from areal.api.weights import NamedTensor
+from areal.inference.http.answer import Answer
+from areal.inference.http.connection import ServerConnection, Unavailable
+from areal.inference.http.fleet import Fleet
+from areal.inference.http.group.carrier import Carrier
+from areal.inference.http.loop_thread import LoopThread
+from areal.inference.http.members import Members
+from areal.inference.http.owner import Owner
+from areal.inference.http.server import Server
+from areal.inference.http.servers.dialect import Dialect, ReplyPart
+from areal.inference.http.update_times import UpdateTimes
+from areal.inference.http.updates import WeightUpdates
+from areal.inference.protocol import Completion, Sampling
+from areal.utils.distributed import ControlPlane
+
+T = TypeVar("T")
+
+_GROUP_SECONDS = 120.0
+"""Maximum seconds of a step of an update over a process group. The other ranks wait in a collective of the engine meanwhile."""
+
+
+class HTTPRollout:
+    """Rollout engine on one or more servers. Each server has a complete copy of the model and is used by this engine only.
+
+    A request goes to the server that has the longest prefix of its prompt, or that has the fewest requests. It is retried, on another server
+    if there is one, after a failed connection, a timeout, or a status of 500 and above. A request that the server rejects (status 400 to
+    499) is not retried.
+
+    An update writes the weights to ``folder``. Every server then pauses, loads them and resumes, and every token has the version that
+    generated it. Servers that keep requests (vLLM with ``--enable-scale-out``) continue them with the new weights. Others return the tokens
+    generated so far, and the request is continued with these tokens as part of the prompt; requests that do not return within
+    ``drain_seconds`` of the pause are discarded and repeated. The new weights recompute all keys and values.
+
+    Servers with labels of weights are given one that names this engine. A server of another engine that lives is refused. A server that was
+    started anew is noticed before its next token counts, and gets the current weights first. A server that cannot be reached gets no requests
+    until it answers; its requests go to the others.
+
+    With ``control``, all ranks make this engine, and the first one owns the servers. ``sync``, ``update`` and ``load`` are collective then.
+    The other ranks have no :attr:`client`, make no connection and generate nothing.
+
+    ``generate`` may be awaited on any number of event loops. Requests are sent from an event loop in a thread of this engine.
+
+    Args:
+        urls: base URLs of the servers, such as ``http://host:30000``.
+        dialect: kind of server; see its docstring for the options with which the servers must be started.
+        folder: directory for weights only, which the servers can read under the same path. May be left out with a carrier.
+        carrier: sends weights over a process group with the servers' workers, such as
+            :class:`~areal.inference.http.group.NCCLCarrier`; adapters still go by ``folder``. ``None`` writes them to ``folder``.
+        control: control plane over the ranks of the trainer (``engine.control``); ``None`` if this process alone has the engine.
+        model: directory or hub name of the model, whose configuration is written with the weights. Needed only if servers are started from a
+            version's directory.
+        version: version of the weights that the servers have now.
+        cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
+        timeout: seconds for one request, including generation.
+        deadline: seconds without a new token, over all attempts, after which an answer fails. With ``timeout``, it limits how long a hung
+            server goes undetected.
+        update_seconds: seconds for each step of an update on a server.
+        drain_seconds: seconds for interrupted requests to return.
+        api_key: key of the servers, sent as ``Authorization: Bearer``.
+        take_over: use servers of another engine that may live. An engine whose process has ended needs no permission.
+
+    Raises:
+        ValueError: ``urls`` is empty or has duplicates, a time is not above 0, or a server that can be reached is not started as the dialect
+            needs it, or belongs to another engine. Raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        dialect: Dialect,
+        *,
+        folder: str | Path | None = None,
+        carrier: Carrier | None = None,
+        control: Control | None = None,
+        model: str | None = None,
+        version: int = 0,
+        cast: torch.dtype | None = None,
+        timeout: float = 600.0,
+        deadline: float = 1200.0,
+        update_seconds: float = 600.0,
+        drain_seconds: float = 10.0,
+        api_key: str | None = None,
+        take_over: bool = False,
+    ) -> None:
+        server_urls = [urls] if isinstance(urls, str) else list(urls)
+        if not server_urls or len(set(server_urls)) < len(server_urls):
+            raise ValueError(f"urls = {server_urls}: give each server once, and at least one")
+        times = {
+            "timeout": timeout,
+            "deadline": deadline,
+            "update_seconds": update_seconds,
+            "drain_seconds": drain_seconds,
+        }
+        for name, value in times.items():
+            if not value > 0:
+                raise ValueError(f"{name} = {value}: it must be above 0 seconds")
+        self._dialect, self._timeout, self._deadline = dialect, timeout, deadline
+        self._control: Control = ControlPlane(alone=True) if control is None else control
+        self._owner = Owner(take_over=take_over)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # Other ranks make no connection.
+        urls_here = server_urls if self.owns_servers else []
+        servers = [Server(ServerConnection(url, headers), dialect, self._owner, version) for url in urls_here]
+        self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds))
+        self._version = version
+        self._updating = threading.RLock()
+        self._closed = self._asleep = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = LoopThread("rollout-http")
+        path = None if folder is None else Path(folder).resolve()
+        self._updates = WeightUpdates(self._control, self._fleet, self._run, dialect, path, model, cast)
+        if carrier is not None:
+            members = Members(self._fleet, self._loop, self._owner)
+            self._updates.send_by(carrier, members, cast, min(update_seconds, _GROUP_SECONDS))
+        try:
+            self._control.attempt(lambda: self._run(self._fleet.open()))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def owns_servers(self) -> bool:
+        """True on the rank that has the servers."""
+        return self._control.rank == 0
+
+    @property
+    def client(self) -> HTTPRollout | None:
+        """This engine on the rank that owns the servers, ``None`` on others: what a runner takes."""
+        return self if self.owns_servers else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers of events since the start.
+
+        ``failed``: attempts without a reply. ``discarded``: replies that were thrown away, because an update cancelled them or the weights were
+        not those of the last update. ``away``: times that a server could not be reached. ``restarted``: servers that were started anew.
+        """
+        return dict(self._fleet.counts)
+
+    @property
+    def version(self) -> int:
+        """Oldest version among the servers. If no server's version is known, the last known one."""
+        versions = [server.version for server in self._fleet.servers if server.version is not None]
+        return min(versions, default=self._version)
+
+    async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
+        """Generate an answer to a prompt. Cancelling the task aborts the request on the server.
+
+        Raises:
+            ValueError: the prompt is empty, prompt and ``max_new_tokens`` together exceed the context, the dialect does not support the
+                sampling parameters, or the server rejects the request.
+            RuntimeError: the engine is closed or asleep, or another rank has the servers. No attempt succeeded within ``deadline``, a reply
+                does not have the documented form, or the weights of a server give log-probs that are not finite; names the server.
+        """
+        # Checked here, before a request is queued.
+        self._check_awake()
+        if not self.owns_servers:
+            raise RuntimeError("the first rank owns the servers, and this is another: give a runner rollout.client")
+        prompt = [int(token) for token in prompt_ids]
+        if not prompt:
+            raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
+        if sampling.stop or sampling.top_logprobs:
+            got = f"Sampling.stop = {sampling.stop}, Sampling.top_logprobs = {sampling.top_logprobs}"
+            raise ValueError(f"{got}: servers are not asked for these: use stop_token_ids, or LocalRollout")
+        self._dialect.check(sampling)
+        return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling))))
+
+    def sync(self, engine: TrainEngine, version: int) -> None:
+        """Send an engine's weights, or with ``VLLM(adapter=...)`` its selected adapter alone, to all servers. Collective over ``control``.
+
+        Args:
+            engine: its ranks are those of ``control``.
+            version: version of these weights.
+
+        Raises:
+            ValueError: the weights cannot be written, or a server answers with an adapter that they would not replace. The old weights stay in
+                use.
+            RuntimeError: see :meth:`load`.
+        """
+        with self._updating:
+            self._check_awake()
+            self._updates.sync(engine, version)
+            self._version = version
+
+    def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
+        """Write new weights to ``folder``, and load them on all servers. The iterator is always exhausted, because it may be collective.
+
+        Args:
+            tensors: full tensors under Hugging Face names.
+            version: version of these weights.
+
+        Raises:
+            ValueError, RuntimeError: see :meth:`sync`.
+        """
+        try:
+            with self._updating:
+                self._check_awake()
+                self._updates.update(tensors, version)
+                self._version = version
+        finally:
+            for _ in tensors:
+                pass
+
+    def load(self, folder: str | Path, version: int) -> None:
+        """Load weights from a directory on all servers. Collective over ``control``.
+
+        Args:
+            folder: model directory as written by transformers, at a path that the servers can read; that of an adapter with
+                ``VLLM(adapter=...)``.
+            version: version of these weights.
+
+        Raises:
+            ValueError: the directory lacks a tensor of ``model``.
+            RuntimeError: a server did not load them; lists the version of each server. A server that has its old version, or has loaded it
+                again, stays in use. One that may have some of the new weights is excluded until the next update. Servers that cannot be
+                reached are no error as long as one server has the weights. Or the engine is asleep.
+        """
+        with self._updating:
+            self._check_awake()
+            self._updates.load(folder, version)
+            self._version = version
+
+    @property
+    def asleep(self) -> bool:
+        """True between :meth:`sleep` and :meth:`wake`."""
+        return self._asleep
+
+    def sleep(self) -> None:
+        """Free the device memory of all servers. Requests and updates raise until :meth:`wake`. May be called twice.
+
+        Raises:
+            RuntimeError: answers are running, or a server cannot sleep: then all servers are awake.
+        """
+        with self._updating:
+            if not self._asleep and any(faults := self._run(self._sleep())):
+                raise RuntimeError(f"not every server can sleep: {'; '.join(filter(None, faults))}")
+
+    def wake(self) -> None:
+        """Wake all servers. May be called twice.
+
+        Raises:
+            RuntimeError: a server did not wake up. It is excluded until the next update.
+        """
+        with self._updating:
+            if self._asleep and any(faults := self._run(self._wake())):
+                raise RuntimeError(f"not every server has woken up: {'; '.join(filter(None, faults))}")
+
+    def close(self) -> None:
+        """End running requests with their tokens so far (``"aborted"``), and release thread and connections. May be called twice.
+
+        Servers that are asleep stay asleep.
+        """
+        with self._updating:
+            if self._closed:
+                return
+            self._updates.close()
+            self._run(self._close())
+            self._owner.retire()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- run by the engine's event loop
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        """Start a coroutine on the engine's event loop, from any thread."""
+        if self._closed:
+            work.close()
+            raise RuntimeError("the rollout was closed: make another one")
+        return self._loop.submit(work)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engine's event loop and wait for its result."""
+        result: T = self._submit(work).result()
+        return result
+
+    async def _answer(self, answer: Answer) -> Completion:
+        """Send requests until the answer is complete."""
+        task = asyncio.current_task()
+        if task is None or self._closed:
+            raise RuntimeError("the rollout was closed: make another one")
+        self._check_awake()
+        self._tasks.add(task)
+        try:
+            while answer.finish is None:
+                answer.add(*await self._next_reply(answer))
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            answer.finish = "aborted"
+        finally:
+            self._tasks.discard(task)
+        return answer.completion()
+
+    async def _next_reply(self, answer: Answer) -> tuple[ReplyPart, list[int]]:
+        """Return the next tokens of an answer and their versions. Retries until an attempt returns a token, or the deadline passes."""
+        answer.deadline = None
+        fault = "no server could be asked"
+        while True:
+            server = await self._fleet.pick(answer, self._deadline)
+            left = (answer.deadline or 0.0) - time.monotonic()
+            if server is None or left <= 0:
+                raise RuntimeError(f"no answer within {self._deadline:g} s; the last attempt: {fault}")
+            answer.check_length(server.routes.max_context if server.routes is not None else None)
+            try:
+                reply = await server.generate(uuid.uuid4().hex, answer, min(left, self._timeout))
+            except Unavailable as error:
+                fault = str(error)
+                self._fleet.counts["failed"] += 1
+                self._fleet.report(server)
+                continue
+            if reply is None:
+                self._fleet.counts["discarded"] += 1
+                if server.is_new:
+                    self._fleet.report(server)
+                continue
+            if reply[0].tokens or reply[0].finish == "length":
+                return reply
+            fault = f"{server.url} breaks off before the first token"
+            await asyncio.sleep(0.05)
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the rollout is asleep: call wake() first")
+
+    async def _sleep(self) -> list[str]:
+        """Put all servers to sleep, or none. Returns the error of each, or an empty string."""
+        if self._tasks:
+            raise RuntimeError(f"{len(self._tasks)} answers are running: wait for them before sleep()")
+        self._asleep = True
+        faults = await self._fleet.sleep()
+        self._asleep = not any(faults)
+        return faults
+
+    async def _wake(self) -> list[str]:
+        """Wake all servers. Returns the error of each, or an empty string."""
+        faults = await self._fleet.wake()
+        self._asleep = False
+        return faults
+
+    async def _close(self) -> None:
+        """Cancel all answers, and close the connections."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        await self._fleet.close()

@@ -1,0 +1,69 @@
+"""Interface of the requests with which a kind of server receives weights over a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.schemas import ReplyBody
+
+
+class GroupRoutes(Protocol):
+    """Requests of one kind of server. Replies are read by the methods next to the requests."""
+
+    @property
+    def packs(self) -> bool:
+        """True if tensors may be packed into buffers."""
+
+    @property
+    def workers(self) -> HTTPCall[ReplyBody]:
+        """Request for the number of the server's workers."""
+
+    def read_workers(self, reply: ReplyBody) -> int:
+        """Return the number of workers.
+
+        Raises:
+            ValueError: the layout of the workers is not supported.
+        """
+
+    @property
+    def label(self) -> HTTPCall[ReplyBody]:
+        """Request for the label of the server's weights, which a restart resets."""
+
+    def read_label(self, reply: ReplyBody) -> str | None:
+        """Return the label."""
+
+    def join(
+        self, where: Mapping[str, str | int], offset: int, size: int, packed_bytes: int | None
+    ) -> HTTPCall[ReplyBody]:
+        """Return the request to join a group. It returns when all members have joined.
+
+        Args:
+            where: values of the carrier.
+            offset: rank of the server's first worker.
+            size: number of members.
+            packed_bytes: size of packed buffers; ``None`` if tensors are sent one by one.
+
+        Raises:
+            ValueError: the server does not support packed buffers.
+        """
+
+    @property
+    def leave(self) -> Sequence[HTTPCall[ReplyBody]]:
+        """Requests that leave the group. They fail if there is none."""
+
+    @property
+    def start(self) -> Sequence[HTTPCall[ReplyBody]]:
+        """Requests before the first tensor. From here on the server has no complete weights."""
+
+    def update(self, specs: Sequence[TensorSpec]) -> HTTPCall[ReplyBody]:
+        """Return the request that announces tensors. It returns when they are received and loaded."""
+
+    def finish(self, label: str) -> Sequence[HTTPCall[ReplyBody]]:
+        """Return the requests after the last tensor. The last of them names the weights."""
+
+    @property
+    def recover(self) -> Sequence[HTTPCall[ReplyBody]]:
+        """Requests that end an interrupted update, so that the next one can start. Some fail, depending on where it was interrupted."""

@@ -1,0 +1,225 @@
+"""Requests and replies of vLLM servers.
+
+Taken from the project's public documentation and sources, and checked against a server of release 0.32.0: v0.32.0 and main at ``006ebac2``
+(``docs/training/async_rl.md``: ``/pause``, ``/resume``; ``docs/features/sleep_mode.md``: ``/sleep``, ``/wake_up``), ``002032ee``
+(``entrypoints/openai/completion/protocol.py``: ``/v1/completions``), ``055e47c2`` (``entrypoints/serve/dev/rpc/api_router.py``:
+``/collective_rpc``); in the wheel of 0.32.0 ``entrypoints/rl/online/api_router.py`` (``/weight_info``, ``/update_weight_version``) and
+``entrypoints/scale_out/token_in_token_out/protocol.py`` (``/inference/v1/generate``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from areal.inference.http.servers.schemas import LogProb, ReplyBody, RequestBody, TokenId
+
+
+class VLLMDrawing(RequestBody):
+    """Sampling parameters of one answer. Fields left out would be taken from the model's ``generation_config.json``."""
+
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    top_p: float = Field(gt=0, le=1)
+    top_k: int = Field(ge=0)
+    # Neutral values, sent explicitly: any other would change the distribution that log-probs refer to.
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: list[TokenId]
+    # True: only the stop tokens of the request end an answer.
+    ignore_eos: bool
+    seed: int = Field(ge=0, lt=2**63)
+    n: Literal[1] = 1
+
+
+class VLLMCompletion(VLLMDrawing):
+    """``POST /v1/completions`` with a prompt of token ids.
+
+    ``logprobs = 0`` requests those of the sampled tokens only. With ``return_tokens_as_token_ids``, the keys of ``top_logprobs`` are
+    ``token_id:7`` in place of text.
+    """
+
+    model: str | None = None
+    prompt: list[TokenId] = Field(min_length=1)
+    logprobs: int = Field(default=0, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    stop: list[str] | None = None
+    return_tokens_as_token_ids: Literal[True] | None = None
+    # Ids instead of text, and no token added to the prompt.
+    return_token_ids: Literal[True] = True
+    add_special_tokens: Literal[False] = False
+    skip_special_tokens: bool = False
+    request_id: str
+
+
+class VLLMLogProbs(ReplyBody):
+    """``choices[].logprobs``."""
+
+    token_logprobs: list[LogProb]
+    top_logprobs: list[dict[str, LogProb]] | None = None
+
+
+class VLLMPromptLogProb(ReplyBody):
+    """Value of ``choices[].prompt_logprobs[]``, whose keys are token ids."""
+
+    logprob: LogProb
+
+
+class VLLMChoice(ReplyBody):
+    """``choices[]``. A request aborted before its first token may lack log-probs. The first of ``prompt_logprobs`` is ``None``."""
+
+    finish_reason: Literal["stop", "length", "abort"]
+    token_ids: list[TokenId]
+    logprobs: VLLMLogProbs | None
+    prompt_logprobs: list[dict[int, VLLMPromptLogProb] | None] | None = None
+
+
+class VLLMCompleted(ReplyBody):
+    """Reply of ``/v1/completions``."""
+
+    choices: list[VLLMChoice] = Field(min_length=1, max_length=1)
+
+
+class VLLMPaused(ReplyBody):
+    """Reply of ``POST /pause?mode=abort``."""
+
+    status: Literal["paused"]
+
+
+class VLLMResumed(ReplyBody):
+    """Reply of ``POST /resume``."""
+
+    status: Literal["resumed"]
+
+
+class VLLMReloadArguments(RequestBody):
+    """Arguments of the workers' method ``reload_weights``: directory to load from instead of the model's."""
+
+    weights_path: str
+
+
+class VLLMReload(RequestBody):
+    """``POST /collective_rpc``: calls a method on every worker."""
+
+    method: Literal["reload_weights"] = "reload_weights"
+    kwargs: VLLMReloadArguments
+
+
+class VLLMReloaded(ReplyBody):
+    """Reply of ``/collective_rpc``: return value of each worker, ``None`` for ``reload_weights``."""
+
+    results: list[None]
+
+
+class VLLMCard(ReplyBody):
+    """``data[]`` of ``GET /v1/models``. An adapter has the model's name as ``parent``."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class VLLMModels(ReplyBody):
+    """Reply of ``GET /v1/models``."""
+
+    data: list[VLLMCard] = Field(min_length=1)
+
+
+class VLLMLoadAdapter(RequestBody):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: Literal[True] | None = None
+
+
+class VLLMUnloadAdapter(RequestBody):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str
+
+
+class VLLMSampling(VLLMDrawing):
+    """``sampling_params`` of ``/inference/v1/generate``."""
+
+    logprobs: Literal[0] = 0
+    detokenize: Literal[False] = False
+
+
+class VLLMGenerate(RequestBody):
+    """``POST /inference/v1/generate``."""
+
+    request_id: str
+    model: str | None = None
+    token_ids: list[TokenId] = Field(min_length=1)
+    sampling_params: VLLMSampling
+
+
+class VLLMTokenLogProb(ReplyBody):
+    """``choices[].logprobs.content[]``: a sampled token."""
+
+    token_id: TokenId
+    logprob: LogProb
+
+
+class VLLMTokenLogProbs(ReplyBody):
+    """``choices[].logprobs``."""
+
+    content: list[VLLMTokenLogProb]
+
+
+class VLLMSpan(ReplyBody):
+    """``choices[].weight_versions[]``: tokens from ``start``, before ``end``, are of the weights with this label."""
+
+    version: str
+    start: int
+    end: int
+
+
+class VLLMTokensChoice(ReplyBody):
+    """``choices[]`` of ``/inference/v1/generate``."""
+
+    finish_reason: Literal["stop", "length", "abort"]
+    token_ids: list[TokenId]
+    logprobs: VLLMTokenLogProbs | None
+    weight_versions: list[VLLMSpan]
+
+
+class VLLMGenerated(ReplyBody):
+    """Reply of ``/inference/v1/generate``."""
+
+    choices: list[VLLMTokensChoice] = Field(min_length=1, max_length=1)
+
+
+class VLLMLabel(RequestBody):
+    """``POST /update_weight_version``."""
+
+    new_version: str
+
+
+class VLLMWeightInfo(ReplyBody):
+    """Reply of ``GET /weight_info``: label of the weights, ``"default"`` after a start."""
+
+    weight_version: str
+
+
+class VLLMModelConfig(ReplyBody):
+    """``vllm_config.model_config`` of ``GET /server_info``."""
+
+    logprobs_mode: str
+
+
+class VLLMConfig(ReplyBody):
+    """``vllm_config`` of ``GET /server_info``."""
+
+    model_config_: VLLMModelConfig = Field(alias="model_config")
+
+
+class VLLMServerInfo(ReplyBody):
+    """Reply of ``GET /server_info?config_format=json``."""
+
+    vllm_config: VLLMConfig

@@ -1,0 +1,162 @@
+"""Ways of an engine's weights to the servers of a fleet: a folder with the model or an adapter, or a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from areal.api.control import Control
+from areal.api.engine import TrainEngine
+from areal.api.weights import NamedTensor
+from areal.engine.checkpoint.atomic_dir import prune
+from areal.inference.http.completeness import Completeness
+from areal.inference.http.fleet import Fleet
+from areal.inference.http.group.carrier import Carrier
+from areal.inference.http.group.chunk import PACKED_BYTES
+from areal.inference.http.group.transport import ProcessGroupTransport
+from areal.inference.http.members import Members
+from areal.inference.http.servers.dialect import Dialect
+from areal.weight_sync.apply import StreamSource
+from areal.weight_sync.disk import DiskTransport, version_name
+from areal.weight_sync.transport import Transport
+
+T = TypeVar("T")
+
+_KEPT = 2
+"""Versions of an adapter that stay in the folder, as of a model."""
+
+
+class Run(Protocol):
+    """Runs a coroutine on the event loop of the servers, and waits for its result."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
+
+
+class WeightUpdates:
+    """Updates of the servers of a fleet. All methods are collective over ``control``.
+
+    Args:
+        control: control plane over the ranks of the trainer.
+        fleet: the servers, on the rank that owns them; empty on others.
+        run: runs a coroutine on their event loop.
+        dialect: kind of server.
+        folder: directory for weights; ``None`` if a carrier sends them.
+        model: directory or hub name of the model, whose configuration is written with the weights.
+        cast: dtype in which weights are written or sent.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        fleet: Fleet,
+        run: Run,
+        dialect: Dialect,
+        folder: Path | None,
+        model: str | None,
+        cast: torch.dtype | None,
+    ) -> None:
+        self._control, self._fleet, self._run, self._dialect = control, fleet, run, dialect
+        self._folder, self._complete = folder, Completeness(model)
+        self._transport: Transport | None = None
+        if folder is not None:
+            self._transport = DiskTransport(control, folder, model=model, cast=cast)
+
+    def send_by(self, carrier: Carrier, members: Members, cast: torch.dtype | None, seconds: float) -> None:
+        """Send the model's weights over a process group from now on.
+
+        Args:
+            carrier: carrier of the tensors.
+            members: the servers as members of the group.
+            cast: dtype in which weights are sent.
+            seconds: time limit of each step.
+        """
+        servers = members if self._control.rank == 0 else None
+        packed = PACKED_BYTES if self._dialect.group.packs else None
+        self._transport = ProcessGroupTransport(
+            self._control, servers, self._dialect.group, carrier, packed_bytes=packed, cast=cast, timeout=seconds
+        )
+
+    def sync(self, engine: TrainEngine, version: int) -> None:
+        """Send an engine's weights, or its selected adapter if the dialect has one."""
+        self.check()
+        if self._dialect.adapter is None:
+            self._require_transport().send(engine, version)
+            self._load_written(version)
+        else:
+            path = self._require_folder() / version_name(version)
+            engine.adapters.save(engine.adapters.selected, path)
+            self.load(path, version)
+            # A server that was started anew loads this version, and one whose next load fails loads it again.
+            if self._control.rank == 0:
+                prune(path.parent, _KEPT)
+
+    def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
+        """Send a stream of full tensors."""
+        self.check()
+        if self._dialect.adapter is not None:
+            raise ValueError(
+                f"VLLM.adapter = {self._dialect.adapter!r}: a stream of tensors lacks the adapter's configuration: call sync()"
+            )
+        self._require_transport().send(StreamSource(tensors), version)
+        self._load_written(version)
+
+    def load(self, folder: str | Path, version: int) -> None:
+        """Load a directory on all servers."""
+        path = str(Path(folder).resolve())
+        self._control.attempt(lambda: self._load(path, version))
+
+    def check(self) -> None:
+        """Raise unless the servers answer with what an update replaces.
+
+        Raises:
+            ValueError: an adapter answers, and the model would be sent.
+        """
+        for server in self._fleet.servers:
+            serves = None if server.routes is None else server.routes.serves
+            if serves is not None:
+                raise ValueError(
+                    f"VLLM.model = {serves!r} is an adapter, which {server.url} would add to the new weights of the model: pass adapter= to "
+                    "send an engine's adapter, or leave model out"
+                )
+
+    def close(self) -> None:
+        """Leave the process group, and remove what is half written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _load_written(self, version: int) -> None:
+        """Load what the transport has written, if it writes."""
+        if isinstance(self._transport, DiskTransport):
+            self.load(self._require_folder() / version_name(version), version)
+
+    def _load(self, folder: str, version: int) -> None:
+        """Load a version on all servers of this rank."""
+        servers = self._fleet.servers
+        if not servers:
+            return
+        if self._dialect.adapter is None:
+            self._complete.check(Path(folder))
+        faults = self._run(self._fleet.load(folder, version))
+        # All servers had their attempt; report what each one serves now.
+        refused = [fault for fault, server in zip(faults, servers, strict=True) if fault and not server.is_away]
+        if refused or not any(server.version == version for server in servers):
+            states = [
+                f"{server.url} " + ("is left out" if server.version is None else f"serves version {server.version}")
+                for server in servers
+            ]
+            raise RuntimeError(
+                f"version {version} did not reach every server: {'; '.join(filter(None, faults))}. Now {', '.join(states)}"
+            )
+
+    def _require_folder(self) -> Path:
+        if self._folder is None:
+            raise ValueError("folder = None: adapters are sent by files; name a directory that the servers can read")
+        return self._folder
+
+    def _require_transport(self) -> Transport:
+        if self._transport is None:
+            raise ValueError("folder = None and carrier = None: pass one of them to send weights")
+        return self._transport

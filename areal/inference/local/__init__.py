@@ -1,0 +1,1 @@
+"""A model in this process that generates, with continuous batching and adapters."""

@@ -1,0 +1,135 @@
+"""What a model that generates is asked for and answers: sampling parameters, completions with log-probs and weight versions."""
+
+from __future__ import annotations
+
+import collections.abc
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from areal.utils.data.sequences import Segment
+
+FinishReason = Literal["stop", "length", "aborted"]
+"""``"stop"``: the last token is a stop token, or completes a stop string. ``"length"``: ``max_new_tokens`` or the context limit was reached.
+``"aborted"``: the request was ended early."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of a request.
+
+    Attributes:
+        max_new_tokens: maximum number of tokens of the answer.
+        temperature: divisor of the logits; 0 selects the most likely token (greedy).
+        top_p: keep the smallest set of most likely tokens whose probabilities add up to this; 1 keeps all.
+        top_k: keep this many most likely tokens; 0 keeps all.
+        stop_token_ids: tokens that end an answer. They are part of it. ``None``: the end-of-sequence tokens of the model's
+            ``generation_config``, if it has any. ``()``: none, so that every answer has ``max_new_tokens``.
+        seed: seed of this request. The same seed, prompt and weights give the same tokens, regardless of concurrent requests. ``None`` draws
+            a seed.
+        stop: strings that end an answer as soon as its text has one, however it is cut into tokens. The token that completes the string is part
+            of the answer, and so may be a few characters after it.
+        top_logprobs: number of most likely tokens to return at each position.
+
+    Raises:
+        ValueError: a number is out of range, or a stop string is empty.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        # Each field with its condition and the text of the rule.
+        limits = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "at least 0; 0 takes the most likely token"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all tokens"),
+            "top_k": (self.top_k >= 0, "at least 0; 0 keeps all tokens"),
+            "top_logprobs": (self.top_logprobs >= 0, "at least 0; 0 returns none"),
+            "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
+        }
+        for name, (fits, rule) in limits.items():
+            if not fits:
+                raise ValueError(f"Sampling.{name} = {getattr(self, name)!r}: it must be {rule}")
+
+    def distribution(self) -> dict[str, float]:
+        """Return the parameters that change the distribution from which tokens are drawn, by name."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
+class TopTokens(NamedTuple):
+    """The most likely tokens at one position, the most likely first, with their log-probs in nats."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer of the model.
+
+    Attributes:
+        tokens: sampled ids, including the stop token.
+        logprobs: log-prob of each token in nats, under the distribution from which it was drawn: after temperature, ``top_k`` and
+            ``top_p``; for greedy answers, at temperature 1.
+        versions: version of the weights that generated each token.
+        finish_reason: why generation ended.
+        sampling: parameters of the request; ``None`` if unknown. A sample that is made from the answer carries them.
+        top: the most likely tokens at each position, under the same distribution; empty without ``Sampling.top_logprobs``.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    sampling: Sampling | None = None
+    top: tuple[TopTokens, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"a completion has {len(self.tokens)} tokens, {len(self.logprobs)} log-probs and {len(self.versions)} versions: "
+                "one of each belongs to every token"
+            )
+
+    def segment(self) -> Segment:
+        """Return the answer as a trainable segment of a sequence, with ``rollout_logprobs``, ``versions`` and sampling parameters."""
+        return Segment(
+            self.tokens,
+            trainable=True,
+            values={
+                "rollout_logprobs": torch.tensor(self.logprobs, dtype=torch.float32),
+                "versions": torch.tensor(self.versions, dtype=torch.int64),
+            },
+            sampling={} if self.sampling is None else self.sampling.distribution(),
+        )
+
+
+class RolloutClient(Protocol):
+    """Interface through which an episode generates."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that generate now."""
+
+    async def generate(self, prompt_ids: collections.abc.Sequence[int], sampling: Sampling) -> Completion:
+        """Generate an answer to a prompt.
+
+        Args:
+            prompt_ids: token ids of the prompt; at least one.
+            sampling: sampling parameters.
+
+        Raises:
+            ValueError: the prompt is empty, or prompt and ``max_new_tokens`` together exceed the context.
+            RuntimeError: the rollout engine was closed, or failed.
+        """

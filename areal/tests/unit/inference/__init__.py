@@ -1,0 +1,1 @@
+"""Models that generate: local ones, and those of servers."""

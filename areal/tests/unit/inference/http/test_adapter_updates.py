@@ -1,0 +1,111 @@
+"""Updates that send an engine's adapter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal import FinetuneSpec, LoRAConfig, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
+from areal.inference.http import VLLM
+from areal.inference.protocol import Completion
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.limits import wait_until
+from areal.tests.harness.servers.rollout_http import PROMPT, Background, Process, run, weights
+from areal.tests.harness.tiny import global_batch, loss
+from areal.tests.unit.inference.http.conftest import Make
+from areal.tests.unit.inference.local.rollouts import endless
+from areal.trainer.rollout.sequence import Sequence
+
+TOKENS, LOAD, LOAD_ADAPTER = "/inference/v1/generate", "/collective_rpc", "/v1/load_lora_adapter"
+
+
+@pytest.fixture
+def engine() -> Iterator[TrainEngine]:
+    """An engine with an adapter that has been trained."""
+    lora = LoRAConfig(rank=4, target_modules=("q_proj", "v_proj", "down_proj"))
+    made = create_engine(
+        TrainEngineConfig(path=model_dir("qwen3"), dtype="float32", lora=lora, optimizer=OptimizerConfig(lr=3e-2))
+    )
+    made.initialize(FinetuneSpec(total_train_steps=20))
+    for seed in range(2):
+        made.train_batch(global_batch(seed), loss)
+    yield made
+    made.destroy()
+
+
+def error(engine: TrainEngine, answer: Completion) -> float:
+    """Return the largest difference between an answer's log-probs and the engine's, in nats."""
+    sample = Sequence.single(PROMPT, answer, reward=0.0).sample()
+    logprobs = engine.forward_batch([sample])[0]
+    return float((logprobs - sample["rollout_logprobs"])[sample["loss_mask"] > 0].abs().max())
+
+
+def test_adapter_is_sent_alone_and_answers_under_its_name(
+    make_vllm: Make, vllm: Process, engine: TrainEngine, tmp_path: Path
+) -> None:
+    rollout = make_vllm(vllm, dialect=VLLM(adapter="policy"))
+    (before,) = run(rollout.generate(PROMPT, endless(6, seed=1)))
+    assert before.versions == (0,) * 6
+    assert error(engine, before) > 1e-3, "the model without the adapter"
+    for version in (1, 2, 3):
+        engine.train_batch(global_batch(), loss)
+        rollout.sync(engine, version)
+        (answer,) = run(rollout.generate(PROMPT, endless(6, seed=version)))
+        assert answer.versions == (version,) * 6
+        assert error(engine, answer) < 1e-4
+    assert (vllm.calls(LOAD_ADAPTER), vllm.calls(LOAD)) == (3, 0)
+    folder = tmp_path / "weights" / "version-00000003"
+    assert sorted(path.name for path in folder.parent.glob("version-*")) == ["version-00000002", folder.name]
+    sent = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    model = sum(x.nbytes for _, x in engine.named_tensors())
+    assert sent < model / 5, f"{sent} bytes sent, and the model has {model}"
+
+
+def test_requests_run_on_across_updates_of_the_adapter(make_vllm: Make, vllm: Process, engine: TrainEngine) -> None:
+    rollout = make_vllm(vllm, dialect=VLLM(adapter="policy"))
+    rollout.sync(engine, 1)
+    engine.train_batch(global_batch(), loss)
+    vllm.tell(step_seconds=0.05)
+    background = Background(rollout.generate(PROMPT, endless(40, seed=1)))
+    wait_until(lambda: vllm.drawn() >= 2)
+    rollout.sync(engine, 2)
+    (answer,) = background.result()
+    assert set(answer.versions) == {1, 2}
+    assert vllm.calls(TOKENS) == 1
+    later = answer.versions.index(2)
+    sample = Sequence.single(PROMPT, answer, reward=0.0).sample()
+    difference = (engine.forward_batch([sample])[0] - sample["rollout_logprobs"])[sample["loss_mask"] > 0].abs()
+    assert difference[later:].max() < 1e-4
+    assert difference[:later].max() > 1e-4
+    assert torch.isfinite(difference).all()
+
+
+def test_update_of_the_model_under_an_adapter_is_refused(
+    make_vllm: Make, vllm: Process, engine: TrainEngine, tmp_path: Path
+) -> None:
+    """The server would add the adapter to weights that have it."""
+    engine.adapters.save("default", tmp_path / "adapter")
+    vllm.post(LOAD_ADAPTER, lora_name="policy", lora_path=str(tmp_path / "adapter"))
+    rollout = make_vllm(vllm, dialect=VLLM("policy"))
+    with pytest.raises(ValueError, match=r"VLLM.model = 'policy' is an adapter, which .* would add"):
+        rollout.update(weights(1), 1)
+    assert vllm.calls("/pause") == 0
+    (answer,) = run(rollout.generate(PROMPT, endless(6)))
+    assert error(engine, answer) < 1e-4
+    rollout.close()
+    with pytest.raises(ValueError, match=r"a stream of tensors lacks the adapter's configuration: call sync\(\)"):
+        make_vllm(vllm, dialect=VLLM(adapter="policy")).update(weights(1), 1)
+    with pytest.raises(ValueError, match=r"VLLM: model = 'a' and adapter = 'b'"):
+        VLLM("a", adapter="b")
+
+
+def test_servers_that_cannot_load_adapters_are_refused(make_vllm: Make, vllm: Process) -> None:
+    vllm.tell(without=[LOAD_ADAPTER])
+    with pytest.raises(ValueError, match=r"VLLM.adapter = 'policy': the server cannot load adapters.*--enable-lora"):
+        make_vllm(vllm, dialect=VLLM(adapter="policy"))
+    vllm.tell(without=[])
+    with pytest.raises(ValueError, match=r"VLLM.model = 'policy': the server has "):
+        make_vllm(vllm, dialect=VLLM("policy"))

@@ -1,0 +1,193 @@
+"""An owner and its servers: what is refused when it opens them, servers of others, and servers that were started anew."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from areal.inference.http import SGLang
+from areal.tests.harness.limits import wait_until
+from areal.tests.harness.servers.rollout_http import (
+    PROMPT,
+    Background,
+    Process,
+    assert_drawn_from,
+    replica,
+    run,
+    weights,
+)
+from areal.tests.unit.inference.http.conftest import Make
+from areal.tests.unit.inference.local.rollouts import endless
+
+TOKENS, COMPLETIONS, LOAD, LABEL = (
+    "/inference/v1/generate",
+    "/v1/completions",
+    "/collective_rpc",
+    "/update_weight_version",
+)
+OLDER = [TOKENS]
+"""What a server without ``--enable-scale-out`` lacks."""
+
+
+@pytest.fixture(params=["tokens", "completions"])
+def either(request: pytest.FixtureRequest, vllm: Process) -> Process:
+    """A server with the route for tokens, or without it."""
+    vllm.tell(without=[] if request.param == "tokens" else OLDER)
+    return vllm
+
+
+# ---- refused
+
+
+def test_log_probs_of_another_mode_are_refused_when_opened(make_vllm: Make, vllm: Process) -> None:
+    vllm.tell(logprobs_mode="raw_logprobs")
+    with pytest.raises(ValueError, match=rf"{vllm.url}: the server computes raw_logprobs.*--logprobs-mode processed"):
+        make_vllm(vllm)
+
+
+def test_answers_longer_than_the_context_are_refused(make_vllm: Make, either: Process) -> None:
+    either.tell(context=30)
+    rollout = make_vllm(either)
+    with pytest.raises(
+        ValueError, match=r"23 tokens of the prompt and Sampling.max_new_tokens = 8 are more than .* 30"
+    ):
+        run(rollout.generate(PROMPT, endless(8)))
+    assert either.calls(TOKENS) == either.calls(COMPLETIONS) == 0
+    assert len(run(rollout.generate(PROMPT, endless(7)))[0].tokens) == 7
+
+
+def test_directory_that_lacks_a_weight_is_refused(make_vllm: Make, vllm: Process) -> None:
+    """The server would keep its old value, and say that all is well."""
+    rollout = make_vllm(vllm)
+    some = (named for named in weights(1) if "k_proj" not in named.name)
+    with pytest.raises(ValueError, match=r"version-00000001 lacks 'model.layers.0.self_attn.k_proj.*send all tensors"):
+        rollout.update(some, 1)
+    assert vllm.calls(LOAD) == 0
+    (answer,) = run(rollout.generate(PROMPT, endless(5)))
+    assert answer.versions == (0,) * 5
+    assert_drawn_from(replica(), answer)
+
+
+def test_two_owners_of_one_server_are_refused(make_vllm: Make, either: Process) -> None:
+    first = make_vllm(either)
+    with pytest.raises(ValueError, match=rf"{either.url}: it belongs to another HTTPRollout, in process {os.getpid()}"):
+        make_vllm(either)
+    (answer,) = run(first.generate(PROMPT, endless(5)))
+    assert answer.versions == (0,) * 5
+    first.close()
+    assert len(run(make_vllm(either).generate(PROMPT, endless(5)))[0].tokens) == 5
+
+
+def test_server_of_an_owner_whose_process_has_ended_is_taken(make_vllm: Make, vllm: Process) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    vllm.tell(label=f"areal/{socket.gethostname()}/{ended.pid}/12ab/7")
+    make_vllm(vllm).close()
+    # On another host it may be alive.
+    vllm.tell(label=f"areal/elsewhere/{ended.pid}/12ab/7")
+    with pytest.raises(ValueError, match=r"process \d+ of host elsewhere.*take_over=True"):
+        make_vllm(vllm)
+    rollout = make_vllm(vllm, take_over=True, version=7)
+    assert run(rollout.generate(PROMPT, endless(3)))[0].versions == (7,) * 3
+
+
+def test_owner_notices_that_another_has_taken_its_server(make_vllm: Make, either: Process) -> None:
+    first = make_vllm(either)
+    run(first.generate(PROMPT, endless(3)))
+    second = make_vllm(either, take_over=True)
+    either.tell(step_seconds=0.05)
+    background = Background(second.generate(PROMPT, endless(5)))
+    wait_until(lambda: either.calls(TOKENS) + either.calls(COMPLETIONS) == 2)
+    # Its connection is used by nobody: a new one is checked before its reply counts.
+    with pytest.raises(RuntimeError, match=rf"{either.url} belongs to another HTTPRollout now"):
+        run(*(first.generate(PROMPT, endless(3)) for _ in range(2)))
+    with pytest.raises(RuntimeError, match="belongs to another HTTPRollout now"):
+        first.update(weights(1), 1)
+    # The label of the other stays.
+    first.close()
+    run(*(second.generate(PROMPT, endless(3)) for _ in range(2)))
+    assert second.counts["restarted"] == 0
+    assert_drawn_from(replica(), background.result()[0])
+
+
+# ---- started anew
+
+
+def test_restarted_server_gets_the_current_weights_before_its_next_token(make_vllm: Make, either: Process) -> None:
+    rollout = make_vllm(either)
+    rollout.update(weights(1), 5)
+    run(rollout.generate(PROMPT, endless(3)))
+    either.tell(step_seconds=0.05)
+    background = Background(*(rollout.generate(PROMPT, endless(30, seed=seed)) for seed in range(3)))
+    wait_until(lambda: either.calls(TOKENS) + either.calls(COMPLETIONS) == 4)
+    either.restart()
+    for answer in background.result():
+        assert answer.versions == (5,) * 30
+        assert_drawn_from(replica(1), answer)
+    assert either.calls(LOAD) == 1
+    assert rollout.counts["restarted"] == 1
+    assert rollout.counts["failed"] == 3
+
+
+def test_restart_between_two_requests_is_noticed(make_vllm: Make, either: Process) -> None:
+    """No request fails: the connection is opened again without a word."""
+    rollout = make_vllm(either)
+    rollout.update(weights(1), 5)
+    run(rollout.generate(PROMPT, endless(3)))
+    either.restart()
+    (answer,) = run(rollout.generate(PROMPT, endless(10)))
+    assert answer.versions == (5,) * 10
+    assert_drawn_from(replica(1), answer)
+    assert (rollout.counts["restarted"], rollout.counts["discarded"]) == (1, 1)
+
+
+def test_restart_before_the_first_update_brings_the_same_weights_back(make_vllm: Make, vllm: Process) -> None:
+    rollout = make_vllm(vllm, version=3)
+    vllm.restart()
+    (answer,) = run(rollout.generate(PROMPT, endless(10)))
+    assert answer.versions == (3,) * 10
+    assert_drawn_from(replica(), answer)
+    assert vllm.calls(LOAD) == 0
+
+
+def test_server_that_is_not_there_yet_is_examined_when_it_is(make_vllm: Make, vllm: Process) -> None:
+    vllm.kill()
+    rollout = make_vllm(vllm)
+    background = Background(rollout.generate(PROMPT, endless(5)))
+    wait_until(lambda: rollout.counts["away"] == 1)
+    vllm.restart()
+    assert_drawn_from(replica(), background.result()[0])
+    assert vllm.calls(LABEL) == 1
+
+
+# ---- SGLang
+
+
+@pytest.fixture(scope="module")
+def older_process() -> Iterator[Process]:
+    one = Process()
+    yield one
+    one.kill()
+
+
+def test_sglang_servers_have_an_owner_and_are_noticed_when_started_anew(
+    make_vllm: Make, older_process: Process
+) -> None:
+    server = older_process
+    server.tell(labels=True)
+    rollout = make_vllm(server, dialect=SGLang())
+    with pytest.raises(ValueError, match="it belongs to another HTTPRollout"):
+        make_vllm(server, dialect=SGLang())
+    rollout.update(weights(1), 4)
+    run(rollout.generate(PROMPT, endless(3)))
+    server.tell(label="default")  # as one that was started anew says
+    (answer,) = run(rollout.generate(PROMPT, endless(5)))
+    assert answer.versions == (4,) * 5
+    assert_drawn_from(replica(1), answer)
+    assert server.calls("/update_weights_from_disk") == 2
+    assert (rollout.counts["restarted"], rollout.counts["discarded"]) == (1, 1)

@@ -1,0 +1,1 @@
+"""The local model: batching, sampling, adapters, updates."""

@@ -1,1 +1,0 @@
-"""Generation of many requests in one forward: the loop, adapters per request, and prompts that requests share."""
