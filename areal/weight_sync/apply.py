@@ -14,7 +14,6 @@ from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, joined, stored_tensors
 from areal.engine.lora.plan import PREFIX
 from areal.utils.dtensor import full_box
-from areal.weight_sync.bucket import BucketSlice
 
 
 @dataclass(frozen=True)
@@ -133,49 +132,38 @@ class Replica:
 
 
 class Coverage:
-    """Tracks which elements of a replica's weights have arrived."""
+    """Tracks which of a replica's weights have arrived."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._counts: dict[str, int] = {}
+        # The trainer's name of each weight that has arrived, by the replica's.
         self._called: dict[str, str] = {}
-        self._sizes: dict[str, int] = {}
 
-    def add(self, name: str, shape: tuple[int, ...], start: int = 0, stop: int | None = None) -> str:
-        """Record elements ``start`` to ``stop`` of a tensor, by default all, and return the replica's name of it.
+    def add(self, name: str, shape: tuple[int, ...]) -> str:
+        """Record a tensor, and return the replica's name of it.
 
         Raises:
-            ValueError: the tensor is unknown, has another shape, or these elements are not the next ones.
+            ValueError: the tensor is unknown, has another shape, or has arrived before.
         """
         own_name = self._replica.resolve(name, shape)
+        called = self._called.get(own_name)
+        if called == name:
+            raise ValueError(f"{name}: it was sent twice")
         # Both names of a tied weight in one update mean that the trainer's model is not tied.
-        called = self._called.setdefault(own_name, name)
-        if called != name:
+        if called is not None:
             raise ValueError(
                 f"the trainer sends {called!r} and {name!r}, which are one tensor in the replica: tie_word_embeddings differs"
             )
-        # Slices of a tensor arrive in order, so that a count of elements is enough; -1 also covers tensors without
-        # elements.
-        received = self._counts.get(own_name, -1)
-        if start != max(received, 0) or received == torch.Size(shape).numel():
-            raise ValueError(
-                f"{name}: elements from {start} on arrived when {max(received, 0)} were there: it was sent twice"
-            )
-        self._sizes[own_name] = torch.Size(shape).numel()
-        self._counts[own_name] = self._sizes[own_name] if stop is None else stop
+        self._called[own_name] = name
         return own_name
 
     def check(self, *, complete: bool) -> None:
-        """Check that no tensor is incomplete.
+        """Check that no tensor is missing, if the update must be ``complete``.
 
         Raises:
-            ValueError: only some elements of a tensor have arrived, or, if ``complete``, a weight is missing; names
-                the first one.
+            ValueError: a weight is missing; names the first one.
         """
-        for name, count in self._counts.items():
-            if count != self._sizes[name]:
-                raise ValueError(f"{name}: {count} of its {self._sizes[name]} elements arrived")
-        missing = [name for name in self._replica if name not in self._counts]
+        missing = [name for name in self._replica if name not in self._called]
         if complete and missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise ValueError(
@@ -183,13 +171,13 @@ class Coverage:
             )
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._called)
 
 
 class Staging:
     """An update that is still arriving. The replica does not change before :meth:`commit`.
 
-    Staging needs as much memory as the weights, in the replica's dtypes, from the first slice to the commit.
+    Staging needs as much memory as the weights, in the replica's dtypes, from the first tensor to the commit.
 
     Args:
         complete: bool. If True, the update must contain all weights.
@@ -201,34 +189,21 @@ class Staging:
         self._coverage = Coverage(replica)
         self._staged: dict[str, Tensor] = {}
 
-    def put_slice(self, piece: BucketSlice, values: Tensor) -> None:
-        """Store a copy of a slice of a tensor.
+    def put(self, named: NamedTensor) -> None:
+        """Store a copy of a full tensor.
 
         Raises:
-            ValueError: the slice does not fit the replica.
+            ValueError: the tensor does not fit the replica, or has arrived before.
         """
-        name = self._coverage.add(piece.name, piece.shape, piece.start, piece.stop)
-        # Allocate in the replica's dtype: the copy below casts.
-        if name not in self._staged:
-            size = torch.Size(piece.shape).numel()
-            self._staged[name] = torch.empty(size, dtype=self._replica.view(name).dtype, device=self._device)
-        self._staged[name][piece.start : piece.stop].copy_(values)
-
-    def put_tensor(self, named: NamedTensor) -> None:
-        """Store a copy of a full tensor; see :meth:`put_slice`."""
-        flat = named.tensor.detach().reshape(-1)
-        self.put_slice(BucketSlice(named.name, flat.dtype, tuple(named.tensor.shape), 0, len(flat), 0), flat)
-
-    @property
-    def n_tensors(self) -> int:
-        """Number of tensors that have arrived, completely or in slices."""
-        return len(self._coverage)
+        name = self._coverage.add(named.name, tuple(named.tensor.shape))
+        dtype = self._replica.view(name).dtype
+        self._staged[name] = named.tensor.detach().to(self._device, dtype, copy=True)
 
     def check(self) -> None:
         """Check that the update is complete.
 
         Raises:
-            ValueError: a weight is incomplete or missing; names the first one.
+            ValueError: a weight is missing; names the first one.
         """
         self._coverage.check(complete=self._complete)
 
@@ -239,7 +214,7 @@ class Staging:
         # Free each staged tensor as soon as it is written.
         while self._staged:
             name, values = self._staged.popitem()
-            self._replica.fill(name, values.view(self._replica.view(name).shape))
+            self._replica.fill(name, values)
         self._replica.version = version
 
 

@@ -202,7 +202,7 @@ class _DirectSender:
     def transfer(self, tensors: OutgoingTensors) -> None:
         staging = self._require_staging()
         for named in tensors:
-            staging.put_tensor(named)
+            staging.put(named)
         staging.check()
 
     def commit(self, meta: WeightUpdateMeta) -> None:

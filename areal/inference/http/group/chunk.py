@@ -14,6 +14,9 @@ from areal.engine.checkpoint.safetensors import TensorSpec
 PACKED_BYTES = 2**30
 """Default of vLLM for the size of a packed buffer."""
 
+CHUNK_BYTES = 256 * 2**20
+"""Default size of a chunk."""
+
 _FIRST_BYTES = 16 * 2**20
 """Size up to which chunks are small."""
 

@@ -8,7 +8,7 @@ import torch
 
 from areal.api.control import Control
 from areal.inference.http.group.carrier import Carrier
-from areal.inference.http.group.chunk import PACKED_BYTES
+from areal.inference.http.group.chunk import CHUNK_BYTES, PACKED_BYTES
 from areal.inference.http.group.sender import GroupSender
 from areal.inference.http.group.servers import Servers
 from areal.inference.http.group.standalone import StandaloneServers
@@ -19,7 +19,6 @@ from areal.inference.http.servers.sglang_group import SGLangGroupRoutes
 from areal.inference.http.servers.sglang_schemas import SGLangPause
 from areal.inference.http.servers.vllm_group import VLLMGroupRoutes
 from areal.inference.http.servers.vllm_schemas import VLLMPaused, VLLMResumed
-from areal.weight_sync.bucket import DEFAULT_BYTES
 from areal.weight_sync.transport import Transport
 
 _KEEP = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
@@ -63,7 +62,7 @@ class ProcessGroupTransport(Transport):
         carrier: Carrier,
         *,
         packed_bytes: int | None = None,
-        chunk_bytes: int = DEFAULT_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
         cast: torch.dtype | None = None,
         timeout: float = 60.0,
     ) -> None:
@@ -113,7 +112,7 @@ class VLLMGroupTransport(_StandaloneTransport):
         carrier: Carrier,
         *,
         packed_bytes: int | None = PACKED_BYTES,
-        chunk_bytes: int = DEFAULT_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
         cast: torch.dtype | None = None,
         timeout: float = 60.0,
         api_key: str | None = None,
@@ -157,7 +156,7 @@ class SGLangGroupTransport(_StandaloneTransport):
         urls: Sequence[str],
         carrier: Carrier,
         *,
-        chunk_bytes: int = DEFAULT_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
         cast: torch.dtype | None = None,
         timeout: float = 60.0,
         api_key: str | None = None,

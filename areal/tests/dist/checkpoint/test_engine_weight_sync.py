@@ -1,19 +1,11 @@
 """Weight synchronization: a transformers replica gets the trainer's weights, for every registered layout and every transport."""
 
-import io
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -25,17 +17,13 @@ from areal.tests.harness.tiny import global_batch, layouts, local_batch, loss, s
 from areal.tests.harness.world import world
 from areal.utils.distributed import ControlPlane
 from areal.weight_sync import (
-    BroadcastReceiver,
-    BroadcastTransport,
     DirectTransport,
     DiskReceiver,
     DiskTransport,
     ModuleSource,
-    SharedMemoryReceiver,
-    SharedMemoryTransport,
 )
 
-BUCKET = 20_000
+FILE_BYTES = 20_000
 LEARN = OptimizerConfig(lr=0.05)
 SENT = (
     *(
@@ -79,64 +67,6 @@ def looked_at(module: nn.Module, sequences: list[Tensor]) -> Found:
     return weights, rows
 
 
-# ---- a process with replicas and no trainer state
-
-
-def serve(socket: str) -> None:
-    """Build a replica, apply one update and return its state, at each request of the first rank.
-
-    End with the connection.
-    """
-    with Listener(socket, family="AF_UNIX") as listener, listener.accept() as connection:
-        while True:
-            try:
-                way, address, path, adapter, sequences = torch.load(
-                    io.BytesIO(connection.recv_bytes()), weights_only=False
-                )
-            except EOFError:
-                os._exit(0)
-            module = replica(path, adapter=adapter)
-            kind: Any = {"broadcast": BroadcastReceiver, "ipc": SharedMemoryReceiver}[way]
-            receiver = kind(address, module, timeout=60.0)
-            version = receiver.receive(60.0)
-            receiver.close()
-            _put(connection, (version, *looked_at(module, sequences)))
-
-
-def _put(connection: Connection, value: Any) -> None:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    connection.send_bytes(stream.getvalue())
-
-
-_remote: list[Any] = []
-
-
-def remote() -> Connection:
-    """Connect to the replica process, which lives as long as this rank."""
-    if not _remote:
-        folder = tempfile.mkdtemp(prefix="areal-ws-")
-        code = f"from areal.tests.dist.checkpoint.test_engine_weight_sync import serve; serve({folder + '/serve'!r})"
-        process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
-        _remote.extend((_call(folder + "/serve", process), process))
-        shutil.rmtree(folder, ignore_errors=True)
-    return _remote[0]
-
-
-def _call(path: str, process: subprocess.Popen[bytes]) -> Connection:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return Client(path, family="AF_UNIX")
-        except OSError:
-            assert process.poll() is None, "the receiving process ended"
-            assert time.monotonic() < deadline, "the receiving process did not start"
-            time.sleep(0.1)
-
-
-# ---- transports
-
-
 def by_direct(
     engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None
 ) -> Found:
@@ -147,38 +77,12 @@ def by_direct(
 
 
 def by_disk(engine: TrainEngine, path: str, sequences: list[Tensor], folder: Path, adapter: str | None = None) -> Found:
-    transport = DiskTransport(engine.control, folder / "weights", file_bytes=BUCKET)  # type: ignore[attr-defined]
+    transport = DiskTransport(engine.control, folder / "weights", file_bytes=FILE_BYTES)  # type: ignore[attr-defined]
     transport.send(version=5, **sent(engine, adapter))
     module = replica(path, adapter=adapter)
     receiver: WeightReceiver = DiskReceiver(folder / "weights", module)
     assert receiver.receive(0) == 5
     return looked_at(module, sequences)
-
-
-def by_other_process(
-    way: str, engine: TrainEngine, path: str, sequences: list[Tensor], adapter: str | None = None
-) -> Found:
-    control: ControlPlane = engine.control  # type: ignore[attr-defined]
-    sockets = tempfile.mkdtemp(prefix="areal-ws-")
-    transport = (
-        BroadcastTransport(control, bucket_bytes=BUCKET)
-        if way == "broadcast"
-        else SharedMemoryTransport(control, f"{sockets}/ipc", bucket_bytes=BUCKET)
-    )
-    if world().rank == 0:
-        address = transport.address if isinstance(transport, BroadcastTransport) else f"{sockets}/ipc"
-        _put(remote(), (way, address, path, adapter, sequences))
-    transport.send(version=5, **sent(engine, adapter))
-    answer: list[Any] = [None]
-    if world().rank == 0:
-        assert remote().poll(60), "the receiving process does not answer"
-        answer = [torch.load(io.BytesIO(remote().recv_bytes()), weights_only=False)]
-    transport.close()
-    shutil.rmtree(sockets, ignore_errors=True)
-    dist.broadcast_object_list(answer, src=0)
-    version, weights, rows = answer[0]
-    assert version == 5
-    return weights, rows
 
 
 @pytest.mark.parametrize(
@@ -199,8 +103,6 @@ def test_replica_equals_trainer_after_sync(layout: Layout, tmp_path: Path) -> No
         shown = {
             "direct": by_direct(engine, cell.path, sequences, tmp_path),
             "disk": by_disk(engine, cell.path, sequences, tmp_path),
-            "broadcast": by_other_process("broadcast", engine, cell.path, sequences),
-            "ipc": by_other_process("ipc", engine, cell.path, sequences),
         }
     for way, (weights, logprobs) in shown.items():
         assert same_bits(weights, expected), way
@@ -218,20 +120,15 @@ def test_adapter_only_sync(backend: str, tmp_path: Path) -> None:
         expected = {name: tensor.clone() for name, tensor in engine.adapters.named_tensors()}
         rows = engine.forward_batch(local_batch(engine, everything))
         sequences = [sample["input_ids"] for sample in local_batch(engine, everything)]
-        first = [everything[0]["input_ids"]]
         shown = {
             "direct": by_direct(engine, path, sequences, tmp_path, adapter),
             "disk": by_disk(engine, path, sequences, tmp_path, adapter),
         }
-        afar = {way: by_other_process(way, engine, path, first, adapter) for way in ("broadcast", "ipc")}
     files = {name: tensor.clone() for name, tensor in ModuleSource(replica(path)).named_tensors()}
-    for way, (weights, logprobs) in {**shown, **afar}.items():
+    for way, (weights, logprobs) in shown.items():
         assert same_bits(weights, files | expected), way
-        assert way in afar or len(logprobs) == len(rows)
-        for actual, want in zip(rows, logprobs if way in shown else [], strict=way in shown):
+        for actual, want in zip(rows, logprobs, strict=True):
             assert (actual - want).abs().max() <= TOLERANCES["float32"] * max(1.0, want.abs().max().item()), way
-    rows_of_first = [actual[1][0] for actual in afar.values()]
-    assert torch.equal(*rows_of_first)
 
 
 @pytest.mark.parametrize("backend", layouts(1, 2))
@@ -266,7 +163,7 @@ def test_sender_fault_raises_on_all_ranks_and_engine_continues(backend: str, sta
             raise OSError("no space left on the device")
 
     with started(backend) as engine:
-        transport = DiskTransport(engine.control, tmp_path / "w", file_bytes=BUCKET, observe=fail)  # type: ignore[attr-defined]
+        transport = DiskTransport(engine.control, tmp_path / "w", file_bytes=FILE_BYTES, observe=fail)  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match=r"rank 0: OSError: no space left.*version 1 was not sent"):
             transport.send(engine, 1)
         assert world().rank > 0 or os.listdir(tmp_path / "w") == []

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from areal.tests.mutants.planting import Function, mutant
 
 ADAM = "dist/megatron/test_megatron_transformer_engine.py::"
 PLACEMENT = "unit/gpu/test_gpu_of_each_rank.py::"
-SYNC = "unit/gpu/test_weight_sync_on_gpus.py::"
 LATENT = "dist/megatron/test_megatron_latent.py::"
 
 
@@ -52,48 +49,6 @@ def first_gpu_without_local_rank(right: Function) -> Function:
         return [0 if seen.local_rank is None else at for seen, at in zip(ranks, right(ranks), strict=True)]
 
     return wrong
-
-
-# ---- weight transports
-
-
-@mutant("areal.weight_sync.ipc:with_own_index", SYNC + "test_a_handle_gets_the_index_of_the_receiver")
-def handle_opened_on_senders_index(right: Function) -> Function:
-    """A CUDA IPC handle is opened on the index that the sender has for its GPU."""
-
-    def wrong(rebuild: Any, args: Any, uuid: str, visible: Any) -> Any:
-        right(rebuild, args, uuid, visible)
-        return tuple(args)
-
-    return wrong
-
-
-@mutant("areal.weight_sync.broadcast:_group", SYNC + "test_open_connects_all_members")
-def communicator_made_with_first_bucket(right: Function) -> Function:
-    """The members of a broadcast are not connected when the transport opens."""
-
-    def wrong(store: Any, rank: int, size: int, device: Any, timeout: float) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-
-    return wrong
-
-
-@mutant(
-    "areal.weight_sync.broadcast:_within",
-    SYNC + "test_a_communicator_that_does_not_connect_is_aborted_in_time",
-)
-def connecting_without_a_limit(right: Function) -> Function:
-    """A missing member of a broadcast blocks the others for as long as NCCL waits."""
-    return lambda seconds, action: action()
-
-
-@mutant(
-    "areal.weight_sync.broadcast:_check_gpus",
-    SYNC + "test_members_on_one_gpu_are_refused_over_nccl[trainer and receiver]",
-)
-def one_gpu_over_nccl(right: Function) -> Function:
-    """A trainer and a receiver on one GPU make a communicator of NCCL."""
-    return lambda store, rank, size, device: None
 
 
 # ---- benchmarks

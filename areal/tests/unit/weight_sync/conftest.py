@@ -1,3 +1,3 @@
 """Fixtures of all tests of this folder."""
 
-from areal.tests.unit.weight_sync.transports import control, socket_dir  # noqa: F401
+from areal.tests.unit.weight_sync.updates import control  # noqa: F401

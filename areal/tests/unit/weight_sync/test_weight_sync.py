@@ -1,11 +1,9 @@
-"""Weight synchronization: buckets, and loading into modules by name."""
+"""Weight synchronization: streams of tensors, and loading into modules by name."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -14,10 +12,7 @@ from areal.tests.grid.models import FAMILIES, model_dir
 from areal.tests.harness.tiny import gpt2_dir, same_bits
 from areal.weight_sync import ModuleSource, load_named
 from areal.weight_sync.apply import Replica, Staging
-from areal.weight_sync.bucket import BucketSlice, check_bucket_bytes, pack_buckets
 from areal.weight_sync.transport import OutgoingTensors
-
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -42,72 +37,6 @@ def stored(module: torch.nn.Module) -> dict[str, Tensor]:
 
 def named(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in ModuleSource(module).named_tensors()}
-
-
-# ---- buckets
-
-
-def unpack(tensors: dict[str, Tensor], nbytes: int) -> tuple[dict[str, Tensor], list[int]]:
-    """Pack into buckets of this size and unpack, with two reused buffers. Also returns the bucket sizes."""
-    buffers, acquired, sizes = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)], 0, list[int]()
-    out: dict[str, Tensor] = {}
-
-    def acquire() -> Tensor:
-        nonlocal acquired
-        acquired += 1
-        return buffers[acquired % 2].fill_(acquired % 256)
-
-    for bucket in pack_buckets((NamedTensor(*item) for item in tensors.items()), acquire):
-        sizes.append(bucket.used)
-        for bucket_slice in (BucketSlice.from_json(bucket_slice.to_json()) for bucket_slice in bucket.slices):
-            flat = out.setdefault(bucket_slice.name, torch.zeros(bucket_slice.shape, dtype=bucket_slice.dtype)).view(-1)
-            flat[bucket_slice.start : bucket_slice.stop] = bucket_slice.view(bucket.buffer)
-    assert acquired == len(sizes)
-    return out, sizes
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8),
-    dtypes=st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),
-    nbytes=st.integers(16, 300),
-)
-def test_buckets_round_trip(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], nbytes: int) -> None:
-    tensors = {f"t{i}": tensor(shape, dtypes[i], i) for i, shape in enumerate(shapes)}
-    out, sizes = unpack(tensors, check_bucket_bytes(nbytes))
-    assert [*out] == [*tensors]
-    assert all(torch.equal(out[name], value) for name, value in tensors.items())
-    assert max(sizes) <= nbytes
-
-
-def test_buckets_are_filled_and_large_tensors_are_split() -> None:
-    tensors = {"large": tensor((100,), torch.float32), "small": tensor((3,), torch.bfloat16)}
-    out, sizes = unpack(tensors, 128)
-    assert sizes == [128, 128, 128, 16 + 6]
-    assert same_bits(out, tensors)
-
-
-def test_packing_reads_stream_lazily() -> None:
-    read = []
-
-    def stream():  # type: ignore[no-untyped-def]
-        for i in range(10):
-            read.append(i)
-            yield NamedTensor(f"t{i}", tensor((8,), torch.float32))
-
-    first = next(pack_buckets(stream(), lambda: torch.empty(64, dtype=torch.uint8)))
-    assert len(first.slices) == 2
-    assert len(read) <= 3
-
-
-def test_buckets_accept_strided_tensors_and_scalars() -> None:
-    tensors = {"t": tensor((6, 5), torch.float32).T, "scalar": torch.tensor(3.0)}
-    assert all(torch.equal(value, tensors[name]) for name, value in unpack(tensors, 32)[0].items())
-
-
-def test_too_small_bucket_raises() -> None:
-    with pytest.raises(ValueError, match=r"bucket_bytes = 15.*at least 16"):
-        check_bucket_bytes(15)
 
 
 def test_stream_casts_only_floats_selects_and_counts() -> None:
@@ -216,7 +145,7 @@ def test_mismatched_weights_raise_and_name_the_tensor(
 def stage(replica: Replica, tensors: list[NamedTensor], *, complete: bool = True) -> Staging:
     staging = Staging(replica, complete=complete, device=torch.device("cpu"))
     for item in tensors:
-        staging.put_tensor(item)
+        staging.put(item)
     return staging
 
 
@@ -229,17 +158,13 @@ def test_partial_update_keeps_other_weights() -> None:
     assert changed == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
 
 
-def test_duplicate_or_incomplete_tensor_raises() -> None:
+def test_duplicate_tensor_raises() -> None:
     target = model(seed=2)
     norm = NamedTensor("model.norm.weight", torch.ones(32))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight.*twice"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: it was sent twice"):
         load_named(target, [norm, norm], complete=False)
-    staging = stage(Replica(target), [], complete=False)
-    staging.put_slice(BucketSlice("model.norm.weight", torch.float32, (32,), 0, 30, 0), torch.ones(30))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight: 30 of its 32 elements"):
-        staging.check()
-    with pytest.raises(ValueError, match=r"model\.norm\.weight: elements from 31"):
-        staging.put_slice(BucketSlice("model.norm.weight", torch.float32, (32,), 31, 32, 0), torch.ones(1))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: it was sent twice"):
+        stage(Replica(target), [norm, norm], complete=False)
 
 
 def test_staging_does_not_change_weights_before_commit() -> None:

@@ -9,28 +9,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal.api import NamedTensor
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.unit.weight_sync.transports import BUCKET, alone, dying, ended, filled, number, start
+from areal.tests.unit.weight_sync.updates import FILE_BYTES, dying, ended, filled, number, start
 from areal.utils.distributed import ControlPlane, init_default_group
-from areal.weight_sync import DiskReceiver, DiskTransport, ModuleSource
+from areal.weight_sync import DirectTransport, DiskReceiver, DiskTransport, ModuleSource
 from areal.weight_sync.disk import published
 
 pytestmark = needs_own_world
-
-
-@pytest.fixture
-def control() -> Iterator[ControlPlane]:
-    with alone() as made:
-        yield made
 
 
 def publish_and_be_killed(folder: Path, stage: str) -> None:
     torch.set_num_threads(1)
     init_default_group()
     armed: list[bool] = []
-    transport = DiskTransport(ControlPlane(), folder, keep=1, file_bytes=BUCKET * 4, observe=dying(stage, armed))
+    transport = DiskTransport(ControlPlane(), folder, keep=1, file_bytes=FILE_BYTES * 4, observe=dying(stage, armed))
     transport.send(ModuleSource(filled(1)), 1)
     armed.append(True)
     transport.send(ModuleSource(filled(2)), 2)
@@ -102,7 +97,7 @@ def test_version_removed_while_opening_is_not_mixed(
 ) -> None:
     """Remove a version after some of its files have been opened."""
     module = filled(0)
-    transport = DiskTransport(control, tmp_path / "w", keep=1, file_bytes=BUCKET)
+    transport = DiskTransport(control, tmp_path / "w", keep=1, file_bytes=FILE_BYTES)
     transport.send(ModuleSource(filled(1)), 1)
     shape, asked = TensorFiles.shape, list[str]()
 
@@ -124,3 +119,35 @@ def test_invalid_disk_transport_options_raise(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         DiskTransport(control, tmp_path, **options)  # type: ignore[arg-type]
+
+
+class Breaking:
+    """Source that raises during iteration."""
+
+    def named_tensors(self) -> Iterator[NamedTensor]:
+        for i, named in enumerate(ModuleSource(filled(9)).named_tensors()):
+            if i == 5:
+                raise RuntimeError("the engine broke")
+            yield named
+
+
+@pytest.mark.parametrize("way", ["disk", "direct"])
+def test_failing_source_leaves_old_version(way: str, tmp_path: Path, control: ControlPlane) -> None:
+    module = filled(0)
+    receiver = DiskReceiver(tmp_path / "w", module) if way == "disk" else None
+    transport = (
+        DirectTransport(control, module)
+        if receiver is None
+        else DiskTransport(control, tmp_path / "w", file_bytes=FILE_BYTES)
+    )
+    for version in (1, 2, 3):
+        if version == 2:
+            with pytest.raises(RuntimeError, match=r"the engine broke.*version 2 was not sent"):
+                transport.send(Breaking(), 2)
+            assert receiver is None or not receiver.pending()
+            assert number(module) == 1
+            continue
+        transport.send(ModuleSource(filled(version)), version)
+        assert receiver is None or receiver.receive(0) == version
+        assert number(module) == version
+    transport.close()

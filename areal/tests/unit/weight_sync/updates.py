@@ -1,0 +1,71 @@
+"""Updates of weights, in other processes too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from areal.engine.checkpoint.async_save import Observe
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.pool import PRELOADED
+from areal.utils.distributed import ControlPlane, init_default_group
+
+FILE_BYTES = 5_000
+
+
+def filled(value: float, family: str = "qwen3") -> nn.Module:
+    """Return a tiny model whose weights are all one number."""
+    made = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(value)
+    return made
+
+
+def number(module: nn.Module) -> float:
+    """Return the number that all weights are equal to."""
+    values = {float(value) for parameter in module.parameters() for value in parameter.unique()}
+    assert len(values) == 1, f"a mix of {sorted(values)}"
+    return values.pop()
+
+
+@pytest.fixture
+def control() -> Iterator[ControlPlane]:
+    """The control plane of a trainer with one rank."""
+    had_group = dist.is_initialized()
+    init_default_group()
+    yield ControlPlane()
+    if not had_group:
+        dist.destroy_process_group()
+
+
+def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def ended(process: multiprocessing.process.BaseProcess) -> int | None:
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    return code
+
+
+def dying(stage: str, armed: list[bool]) -> Observe:
+    def die(reached: str) -> None:
+        if armed and reached == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
