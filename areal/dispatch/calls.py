@@ -17,9 +17,10 @@ from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
 from areal.dispatch.executor import Executor, Handle, Work
 from areal.dispatch.pending import PendingCall
+from areal.dispatch.placement.place import Place
+from areal.dispatch.placement.turns import Turn
 from areal.dispatch.placement.uses import Use
 from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
-from areal.dispatch.residence import BegunUse, Residence
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.dispatch.works import (
@@ -61,13 +62,13 @@ class Calls:
 
     Attributes:
         generation: that of the executor's processes in which the engine is.
-        residence: place of the engine on shared devices, or ``None``.
+        place: of the engine on shared devices, or ``None``.
     """
 
     def __init__(self, executor: Executor, name: str, config: TrainEngineConfig) -> None:
         self.executor, self.name, self.config = executor, name, config
         self.generation = executor.generation
-        self.residence: Residence | None = None
+        self.place: Place | None = None
         self._seats: list[Seat] | None = None
         self._numbers = itertools.count()
         # Keys of objects that the driver does not refer to any more. The garbage collector may run in any thread.
@@ -125,9 +126,9 @@ class Calls:
 
     def leave_devices(self) -> None:
         """Leave shared devices: nothing of the engine is left on them."""
-        residence, self.residence = self.residence, None
-        if residence is not None:
-            residence.remove()
+        place, self.place = self.place, None
+        if place is not None:
+            place.remove()
 
     @property
     def started(self) -> bool:
@@ -286,9 +287,9 @@ class Calls:
                 if not ended and self.started:
                     self.run(path, Drop((key,)))
 
-    def _begin(self, use: Use | None, *, call: bool = False) -> BegunUse | None:
+    def _begin(self, use: Use | None, *, call: bool = False) -> Turn | None:
         """Begin a use on shared devices. Elsewhere the state of the engine does not move."""
-        return None if use is None or self.residence is None else self.residence.begin(use, call=call)
+        return None if use is None or self.place is None else self.place.begin(use, call=call)
 
     @contextmanager
     def _during(self, use: Use | None) -> Iterator[None]:

@@ -26,10 +26,10 @@ from areal.api.engine import BatchInput
 from areal.dispatch.calls import Calls, rank_0
 from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
+from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.uses import Use
 from areal.dispatch.remote.adapters import GroupAdapters
 from areal.dispatch.remote.transport import GroupTransport
-from areal.dispatch.residence import Residence
 from areal.dispatch.table import TABLE, Returned
 from areal.dispatch.verbs import DispatchedVerbs
 from areal.dispatch.works import CarriedState, Destroy, Initialize, Load, MakeTransport
@@ -194,8 +194,8 @@ class WorkerGroup(DispatchedVerbs):
             raise RuntimeError("the group was never initialized: call initialize(FinetuneSpec(...))")
         if self._executor.lost is not None or self._calls.generation == self._executor.generation:
             self._executor.restart()
-        if self._calls.residence is not None:
-            self._calls.residence.renew()
+        if self._calls.place is not None:
+            self._calls.place.renew()
         self.initialize(self._spec)
         # An asynchronous save that a loss has interrupted was never published.
         published = [meta for meta in self._checkpoints if Path(meta.path).exists()]
@@ -281,9 +281,9 @@ class WorkerGroup(DispatchedVerbs):
 
     # ---- memory
 
-    def share_devices(self, residence: Residence | None) -> None:
+    def share_devices(self, place: Place | None) -> None:
         """Begin the use of each verb on devices that are shared with others. :meth:`~areal.dispatch.SharedDevices.add` calls it."""
-        self._calls.residence = residence
+        self._calls.place = place
 
     # ---- adapters
 

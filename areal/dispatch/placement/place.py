@@ -10,7 +10,7 @@ from areal.dispatch.placement.uses import Need, Use
 
 
 class Place:
-    """Implements :class:`~areal.dispatch.residence.Residence`.
+    """The place of a model or a rollout on shared devices.
 
     Args:
         turns: turns on the devices.
@@ -27,7 +27,15 @@ class Place:
         return Turn(self._turns, Need(self._name, use), background=background, call=call, ended=self._removed)
 
     def begin(self, use: Use, *, call: bool = False) -> Turn:
-        """Implement :meth:`~areal.dispatch.residence.Residence.begin`."""
+        """Wait until a use fits next to others, move what it needs to the device, and begin it.
+
+        Args:
+            use: use of the model.
+            call: it is that of one call. Nothing else of the model moves meanwhile.
+
+        Raises:
+            ValueError: it can never fit.
+        """
         turn = self.turn(use, call=call)
         self._turns.begin(turn)
         return turn
@@ -42,11 +50,11 @@ class Place:
             turn.end()
 
     def renew(self) -> None:
-        """Implement :meth:`~areal.dispatch.residence.Residence.renew`."""
+        """Note that the model's processes were replaced, and hold nothing."""
         self._turns.forget(self._name)
 
     def remove(self) -> None:
-        """Implement :meth:`~areal.dispatch.residence.Residence.remove`."""
+        """Note that the model is gone."""
         # Once: the name may be that of another by now.
         if not self._removed:
             self._removed = True

@@ -126,7 +126,7 @@ class HTTPRollout:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = LoopThread("rollout-http")
         path = None if folder is None else Path(folder).resolve()
-        self._updates = WeightUpdates(self._control, self._fleet, self._run, dialect, path, model, cast)
+        self._updates = WeightUpdates(self._control, self._fleet, self._loop, dialect, path, model, cast)
         if carrier is not None:
             members = Members(self._fleet, self._loop, self._owner)
             self._updates.send_by(carrier, members, cast, min(update_seconds, _GROUP_SECONDS))

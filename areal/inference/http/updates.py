@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,22 +16,15 @@ from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import PACKED_BYTES
 from areal.inference.http.group.transport import ProcessGroupTransport
+from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.members import Members
 from areal.inference.http.servers.dialect import Dialect
 from areal.weight_sync.apply import StreamSource
 from areal.weight_sync.disk import DiskTransport, version_name
 from areal.weight_sync.transport import Transport
 
-T = TypeVar("T")
-
 _KEPT = 2
 """Versions of an adapter that stay in the folder, as of a model."""
-
-
-class Run(Protocol):
-    """Runs a coroutine on the event loop of the servers, and waits for its result."""
-
-    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
 
 class WeightUpdates:
@@ -41,7 +33,7 @@ class WeightUpdates:
     Args:
         control: control plane over the ranks of the trainer.
         fleet: the servers, on the rank that owns them; empty on others.
-        run: runs a coroutine on their event loop.
+        loop: their event loop.
         dialect: kind of server.
         folder: directory for weights; ``None`` if a carrier sends them.
         model: directory or hub name of the model, whose configuration is written with the weights.
@@ -52,13 +44,13 @@ class WeightUpdates:
         self,
         control: Control,
         fleet: Fleet,
-        run: Run,
+        loop: LoopThread,
         dialect: Dialect,
         folder: Path | None,
         model: str | None,
         cast: torch.dtype | None,
     ) -> None:
-        self._control, self._fleet, self._run, self._dialect = control, fleet, run, dialect
+        self._control, self._fleet, self._loop, self._dialect = control, fleet, loop, dialect
         self._folder, self._complete = folder, Completeness(model)
         self._transport: Transport | None = None
         if folder is not None:
@@ -139,7 +131,7 @@ class WeightUpdates:
             return
         if self._dialect.adapter is None:
             self._complete.check(Path(folder))
-        faults = self._run(self._fleet.load(folder, version))
+        faults = self._loop.submit(self._fleet.load(folder, version)).result()
         # All servers had their attempt; report what each one serves now.
         refused = [fault for fault, server in zip(faults, servers, strict=True) if fault and not server.is_away]
         if refused or not any(server.version == version for server in servers):
