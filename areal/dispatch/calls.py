@@ -20,10 +20,7 @@ from areal.dispatch.pending import PendingCall
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.turns import Turn
 from areal.dispatch.placement.uses import Use
-from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
-from areal.dispatch.shards import ShardPlan, plan_shards
-from areal.dispatch.table import TABLE, Returned, Route, Sent
-from areal.dispatch.works import (
+from areal.dispatch.rank_calls import (
     Argument,
     Drop,
     EnterContext,
@@ -33,10 +30,13 @@ from areal.dispatch.works import (
     NextTensors,
     OnMicroBatches,
     OpenStream,
-    Seat,
+    RankLayout,
     Sees,
     Verb,
 )
+from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
+from areal.dispatch.shards import ShardPlan, plan_shards
+from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.engine.loss_arguments import resolve_loss
 from areal.engine.loss_step import check_normalization, with_returned
 
@@ -69,7 +69,7 @@ class Calls:
         self.executor, self.name, self.config = executor, name, config
         self.generation = executor.generation
         self.place: Place | None = None
-        self._seats: list[Seat] | None = None
+        self._rank_layouts: list[RankLayout] | None = None
         self._numbers = itertools.count()
         # Keys of objects that the driver does not refer to any more. The garbage collector may run in any thread.
         self._unused: list[str] = []
@@ -120,9 +120,9 @@ class Calls:
 
     # ---- the engine's life
 
-    def take_seats(self, seats: list[Seat] | None) -> None:
+    def take_rank_layouts(self, rank_layouts: list[RankLayout] | None) -> None:
         """Set the places of all ranks in the layout, which an initialized engine has; ``None`` without an engine."""
-        self._seats, self.generation = seats, self.executor.generation
+        self._rank_layouts, self.generation = rank_layouts, self.executor.generation
 
     def leave_devices(self) -> None:
         """Leave shared devices: nothing of the engine is left on them."""
@@ -133,9 +133,13 @@ class Calls:
     @property
     def started(self) -> bool:
         """True if the engine is initialized in processes that live."""
-        return self._seats is not None and self.executor.lost is None and self.generation == self.executor.generation
+        return (
+            self._rank_layouts is not None
+            and self.executor.lost is None
+            and self.generation == self.executor.generation
+        )
 
-    def require_seats(self) -> list[Seat]:
+    def require_rank_layouts(self) -> list[RankLayout]:
         """Return the places of all ranks.
 
         Raises:
@@ -143,11 +147,11 @@ class Calls:
         """
         if self.executor.lost is not None:
             raise RuntimeError(f"{_LOST}: {self.executor.lost}") from self.executor.lost
-        if self._seats is None:
+        if self._rank_layouts is None:
             raise RuntimeError(_NOT_INITIALIZED)
         if self.generation != self.executor.generation:
             raise RuntimeError(f"{_LOST}: its processes were replaced")
-        return self._seats
+        return self._rank_layouts
 
     # ---- a member of the interface
 
@@ -163,7 +167,7 @@ class Calls:
         """
         row = TABLE[name]
         use = row.use_with(arguments)
-        self.require_seats()
+        self.require_rank_layouts()
         if row.sent is Sent.SHARDS:
             return self._start_on_shards(name, row, arguments, use)
         if row.sent is Sent.MICROBATCHES:
@@ -216,16 +220,16 @@ class Calls:
         Raises:
             ValueError: the batch or an output is invalid, with the text of an engine's error. Nothing was sent.
         """
-        seats = self.require_seats()
+        rank_layouts = self.require_rank_layouts()
         if self.executor.in_driver:
             # The engine checks the batch in this process.
             plan = ShardPlan((batch,), self.config.mb_spec)
         else:
-            rules, n = seats[0].rules, 1 + max(seat.dp_rank for seat in seats)
+            rules, n = rank_layouts[0].rules, 1 + max(rank_layout.dp_rank for rank_layout in rank_layouts)
             check = None if rules is None else partial(rules.plan, outputs=outputs, trees=False)
             plan = plan_shards(batch, self.config.mb_spec, n, check=check)
         handles = [self.executor.put(shard) for shard in plan.shards]
-        return plan, [handles[seat.dp_rank] for seat in seats]
+        return plan, [handles[rank_layout.dp_rank] for rank_layout in rank_layouts]
 
     def verb(self, path: str, arguments: Mapping[str, Any], returned: Returned) -> Verb:
         """Return the work that calls a member of the engine. Functions among the arguments are shipped.
@@ -270,7 +274,7 @@ class Calls:
         Args:
             path: member that returns the stream.
         """
-        self.require_seats()
+        self.require_rank_layouts()
         key, use = self.new_key("stream"), TABLE[path].use_with({})
         self.run(path, OpenStream(self.verb(path, {}, Returned.RANK_0), key), use=use)
         return self._chunks(path, key, use)
@@ -315,7 +319,7 @@ class Calls:
         Raises:
             ValueError: there is no such rank.
         """
-        size = len(self.require_seats())
+        size = len(self.require_rank_layouts())
         unknown = [rank for rank in ranks or () if not 0 <= rank < size]
         if unknown:
             raise ValueError(f"ranks = {ranks}: there is no rank {unknown[0]}; ranks are from 0 to {size - 1}")
@@ -355,7 +359,11 @@ class Calls:
 
     def by_coordinate(self, values: Sequence[T]) -> list[T]:
         """Return the values of the ranks that have the outputs, by data-parallel coordinate."""
-        mains = sorted((seat.dp_rank, rank) for rank, seat in enumerate(self.require_seats()) if seat.is_main)
+        mains = sorted(
+            (rank_layout.dp_rank, rank)
+            for rank, rank_layout in enumerate(self.require_rank_layouts())
+            if rank_layout.is_main
+        )
         return [values[rank] for _, rank in mains]
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from areal.dispatch.workplace import Handle, Reply, Workplace
+from areal.dispatch.rank_objects import Handle, RankObjects, Reply
 
-Work = Callable[[Workplace, Any], Any]
+Work = Callable[[RankObjects, Any], Any]
 """Runs in the process of a rank, with the objects that the process holds and the argument of the rank."""
 
 
@@ -52,7 +52,7 @@ class Executor(Protocol):
         ...
 
     def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
-        """Run ``work(workplace, arguments[rank])`` on every rank.
+        """Run ``work(rank_objects, arguments[rank])`` on every rank.
 
         Args:
             what: name of the call, for errors.

@@ -28,11 +28,11 @@ from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.uses import Use
+from areal.dispatch.rank_calls import CarriedState, Destroy, Initialize, Load, MakeTransport
 from areal.dispatch.remote.adapters import GroupAdapters
 from areal.dispatch.remote.transport import GroupTransport
 from areal.dispatch.table import TABLE, Returned
 from areal.dispatch.verbs import DispatchedVerbs
-from areal.dispatch.works import CarriedState, Destroy, Initialize, Load, MakeTransport
 from areal.engine.options import engine_config
 from areal.engine.registry import engine_class
 from areal.utils.distributed import ControlPlane
@@ -106,7 +106,7 @@ class WorkerGroup(DispatchedVerbs):
         self, fn: Callable[[TrainEngine, Any], R], batch: BatchInput | None = None, *, use: Use | None = Use.ALL
     ) -> Pending[list[R]]:
         """Start :meth:`run` and return its future."""
-        self._calls.require_seats()
+        self._calls.require_rank_layouts()
         shards = None if batch is None else self._calls.shards(batch)[1]
         return self._calls.start("run", self._calls.function(fn, Returned.RANKS), list, shards, use=use)
 
@@ -169,7 +169,9 @@ class WorkerGroup(DispatchedVerbs):
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
         self._spec, self.version = spec, 0
         work = Initialize(self._calls.name, self.config, spec)
-        return self._calls.start("initialize", work, self._calls.take_seats, use=TABLE["initialize"].use_with({}))
+        return self._calls.start(
+            "initialize", work, self._calls.take_rank_layouts, use=TABLE["initialize"].use_with({})
+        )
 
     def destroy(self) -> None:
         self._call("destroy")
@@ -179,7 +181,7 @@ class WorkerGroup(DispatchedVerbs):
         if not self._calls.started:
             self._calls.leave_devices()
             return Finished(None)
-        self._calls.take_seats(None)
+        self._calls.take_rank_layouts(None)
         return self._calls.start("destroy", Destroy(self._calls.name), lambda _: self._calls.leave_devices())
 
     def restart(self) -> None:
@@ -254,13 +256,13 @@ class WorkerGroup(DispatchedVerbs):
         Args:
             make: called on every rank with its engine, such as ``lambda engine: DiskTransport(engine.control, folder)``.
         """
-        self._calls.require_seats()
+        self._calls.require_rank_layouts()
         key, handle = self._calls.new_key("transport"), self._executor.ship(make, "make")
         self._calls.run("transport", MakeTransport(self._calls.name, handle, key))
         return GroupTransport(self._calls, key, handle, self)
 
     def _start_save(self, meta: SaveLoadMeta) -> Pending[None]:
-        self._calls.require_seats()
+        self._calls.require_rank_layouts()
         self._calls.check_shared(Path(meta.path).parent)
         # The driver's objects stay here: their state travels.
         carried = {name: CarriedState(stateful.state_dict()) for name, stateful in meta.stateful.items()}
@@ -275,7 +277,7 @@ class WorkerGroup(DispatchedVerbs):
                 meta.stateful[name].load_state_dict(state)
             self._remember(meta)
 
-        self._calls.require_seats()
+        self._calls.require_rank_layouts()
         named = dataclasses.replace(meta, stateful={name: CarriedState() for name in meta.stateful})
         return self._calls.start("load", Load(self._calls.name, named), finish, use=TABLE["load"].use_with({}))
 

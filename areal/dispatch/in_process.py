@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal.dispatch.executor import Work
-from areal.dispatch.workplace import Handle, Reply, Workplace, reply_to
+from areal.dispatch.rank_objects import Handle, RankObjects, Reply, reply_to
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class InProcess:
 
     def __init__(self) -> None:
         self.generation = 0
-        self._workplace = Workplace(0, 1)
+        self._objects = RankObjects(0, 1)
 
     def put(self, value: Any) -> Handle:
         return Here(value)
@@ -40,7 +40,7 @@ class InProcess:
 
     def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         future: Future[list[Reply]] = Future()
-        future.set_result([reply_to(work, self._workplace, arguments[0])])
+        future.set_result([reply_to(work, self._objects, arguments[0])])
         return future
 
     def restart(self) -> None:
@@ -48,4 +48,4 @@ class InProcess:
         self.generation += 1
 
     def close(self) -> None:
-        self._workplace.objects.clear()
+        self._objects.by_name.clear()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from areal.dispatch.workplace import KINDS, Reply
+from areal.dispatch.rank_objects import KINDS, Reply
 
 T = TypeVar("T")
 

@@ -30,9 +30,9 @@ from areal.utils import platform
 from areal.utils.distributed import ControlPlane, EngineLostError, init_default_group
 from areal.utils.group_set import GroupSet
 from areal.utils.mesh import build_batch_mesh, describe_mesh, release_groups
-from areal.utils.placement import check_separate
 from areal.utils.profiling.phase_timer import PhaseTimer
 from areal.utils.profiling.profiler import profiled
+from areal.utils.rank_gpus import check_separate
 from areal.utils.seeding import seed_everything
 
 logger = logging.getLogger(__name__)

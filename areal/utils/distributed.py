@@ -15,7 +15,7 @@ import torch.distributed as dist
 from areal.utils import platform
 from areal.utils.fault_watch import FaultWatch, Verdict
 from areal.utils.group_set import GroupSet, as_timeout
-from areal.utils.placement import VisibleGPUs, exchange, place
+from areal.utils.rank_gpus import VisibleGPUs, exchange, place
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def init_default_group() -> None:
     """Start the default process group, unless it runs: from torchrun's variables, or else with this process alone.
 
     Raises:
-        ValueError: the ranks do not have fitting GPUs, see :func:`~areal.utils.placement.place`.
+        ValueError: the ranks do not have fitting GPUs, see :func:`~areal.utils.rank_gpus.place`.
     """
     if dist.is_initialized():
         return

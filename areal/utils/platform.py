@@ -61,7 +61,7 @@ def local_gpu(device: torch.device) -> int | None:
 def current_device() -> torch.device:
     """Return the device of this process: the GPU of its local rank, else the current GPU, or the CPU.
 
-    Without ``LOCAL_RANK`` the GPU is chosen when the default process group starts (:mod:`areal.utils.placement`).
+    Without ``LOCAL_RANK`` the GPU is chosen when the default process group starts (:mod:`areal.utils.rank_gpus`).
     """
     if accelerator() == "cpu":
         return torch.device("cpu")

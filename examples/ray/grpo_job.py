@@ -90,7 +90,7 @@ class JobRun(Run):
 
 def nodes(workers: RayWorkers) -> str:
     """Return the number of processes of each node."""
-    names = [station.node_name for station in workers.stations]
+    names = [process_info.node_name for process_info in workers.process_infos]
     return ", ".join(f"{name}: {names.count(name)} processes" for name in dict.fromkeys(names))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from areal.dispatch.placement.residency import LOOKAHEAD
+from areal.dispatch.placement.eviction import LOOKAHEAD
 from areal.dispatch.placement.uses import Need, Use
 
 LENGTH = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from areal.dispatch.placement.residency import Residency, UsedParts
+from areal.dispatch.placement.eviction import Eviction, UsedParts
 from areal.dispatch.placement.uses import CREATED, NEEDED, Action, Kind, Move, Need, Part, Use
 
 _ALL = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
@@ -28,7 +28,7 @@ class Placement:
         if not budgets or min(budgets.values()) < 0:
             raise ValueError(f"budgets = {dict(budgets)}: give at least one device, and 0 or more bytes for each")
         self._budgets = dict(budgets)
-        self._state = Residency(budgets)
+        self._state = Eviction(budgets)
         self._fixed: dict[str, dict[str, int]] = {}
         self._freed_by_step: set[Part] = set()
         self._active: list[Need] = []

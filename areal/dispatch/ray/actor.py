@@ -14,9 +14,9 @@ import ray
 from torch.distributed import TCPStore
 
 from areal.dispatch.executor import Handle, Work
+from areal.dispatch.rank_objects import RankObjects, Reply, reply_to
 from areal.dispatch.ray.results import seal
 from areal.dispatch.wire import Packed
-from areal.dispatch.workplace import Reply, Workplace, reply_to
 from areal.utils.distributed import enter_world
 from areal.utils.platform import gpu_uuids
 
@@ -25,7 +25,7 @@ FRAMES = 4
 
 
 @dataclass(frozen=True)
-class Station:
+class ProcessInfo:
     """Place and process id of a rank.
 
     Attributes:
@@ -53,8 +53,8 @@ class Station:
 
 
 @dataclass(frozen=True)
-class Position:
-    """Position of the thread that runs the calls of a process.
+class StackPosition:
+    """StackPosition of the thread that runs the calls of a process.
 
     Attributes:
         mark: number that changes when the thread moves.
@@ -75,7 +75,7 @@ class RankProcess:
 
     def __init__(self, bundle: int, max_result_bytes: int) -> None:
         self._bundle, self._max_result_bytes = bundle, max_result_bytes
-        self._workplace = Workplace(0, 1)
+        self._objects = RankObjects(0, 1)
         self._store: TCPStore | None = None
         self._calls = 0
         # The thread that runs a call: Ray runs them all in one thread, which is not the main one.
@@ -83,12 +83,12 @@ class RankProcess:
 
     # ---- start
 
-    def station(self) -> Station:
+    def process_info(self) -> ProcessInfo:
         """Return the place of this process."""
         context = ray.get_runtime_context()
         assigned = {kind: ids for kind, ids in context.get_accelerator_ids().items() if ids}
         others = tuple(f"{kind} {number}" for kind, ids in sorted(assigned.items()) for number in ids)
-        return Station(
+        return ProcessInfo(
             context.get_node_id(),
             ray.util.get_node_ip_address(),
             os.getpid(),
@@ -116,7 +116,7 @@ class RankProcess:
             address, port: address of the rendezvous store.
         """
         enter_world(rank, size, local, address, port)
-        self._workplace = Workplace(rank, size)
+        self._objects = RankObjects(rank, size)
 
     # ---- calls
 
@@ -124,12 +124,12 @@ class RankProcess:
         """Run a call. An error in it, or in sending its result, becomes part of the reply."""
         self._calls, self._thread = self._calls + 1, threading.get_ident()
         try:
-            return reply_to(lambda place, value: self._sealed(what, work(place, value)), self._workplace, argument)
+            return reply_to(lambda place, value: self._sealed(what, work(place, value)), self._objects, argument)
         finally:
             self._thread = None
 
     def _sealed(self, what: str, value: Any) -> Packed:
-        return seal(value, f"the result of {what} on rank {self._workplace.rank}", self._max_result_bytes)
+        return seal(value, f"the result of {what} on rank {self._objects.rank}", self._max_result_bytes)
 
     # ---- questions, answered while a call runs
 
@@ -139,13 +139,13 @@ class RankProcess:
         threading.Event().wait()
 
     @ray.method(concurrency_group="health")
-    def position(self) -> Position:
+    def position(self) -> StackPosition:
         """Return the position of the thread that runs calls."""
         thread, calls = self._thread, self._calls
         frame = sys._current_frames().get(thread) if thread is not None else None
         if frame is None:
-            return Position(hash((calls, "idle")), "")
-        return Position(hash((calls, *_steps(frame))), "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip())
+            return StackPosition(hash((calls, "idle")), "")
+        return StackPosition(hash((calls, *_steps(frame))), "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip())
 
     @ray.method(concurrency_group="health")
     def check(self, function: Handle) -> str:

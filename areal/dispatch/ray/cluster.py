@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from areal.dispatch.ray.actor import Station
+from areal.dispatch.ray.actor import ProcessInfo
 
 PLACEMENT_SECONDS = 10.0
 """Limit of the wait for a placement group that Ray is placing. Placing takes milliseconds."""
@@ -163,31 +163,31 @@ def _show(resources: Resources) -> str:
 # ---- the order of ranks
 
 
-def by_rank(stations: Sequence[Station]) -> list[int]:
+def by_rank(process_infos: Sequence[ProcessInfo]) -> list[int]:
     """Return the index of the process of each rank: processes of a node are consecutive, in the order of their accelerators.
 
     Args:
-        stations: of the processes, by bundle. The nodes are in the order of their first bundles.
+        process_infos: of the processes, by bundle. The nodes are in the order of their first bundles.
     """
     nodes: dict[str, int] = {}
-    for station in stations:
-        nodes.setdefault(station.node, len(nodes))
-    return sorted(range(len(stations)), key=lambda i: (nodes[stations[i].node], stations[i].indices, i))
+    for info in process_infos:
+        nodes.setdefault(info.node, len(nodes))
+    return sorted(range(len(process_infos)), key=lambda i: (nodes[process_infos[i].node], process_infos[i].indices, i))
 
 
-def local_ranks(stations: Sequence[Station]) -> list[tuple[int, int]]:
+def local_ranks(process_infos: Sequence[ProcessInfo]) -> list[tuple[int, int]]:
     """Return ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` of each rank: among the processes of the node that see the same devices.
 
     Ray shows a process only its own accelerators: then these are 0 and 1. Processes that see no accelerator share the node.
 
     Args:
-        stations: by rank.
+        process_infos: by rank.
     """
-    sharers = Counter((station.node, station.devices) for station in stations)
+    sharers = Counter((info.node, info.devices) for info in process_infos)
     seen: Counter[tuple[str, tuple[str, ...]]] = Counter()
     locals_ = []
-    for station in stations:
-        key = (station.node, station.devices)
+    for info in process_infos:
+        key = (info.node, info.devices)
         locals_.append((seen[key], sharers[key]))
         seen[key] += 1
     return locals_

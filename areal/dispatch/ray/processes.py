@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal.dispatch.ray.actor import RankProcess, Station
+from areal.dispatch.ray.actor import ProcessInfo, RankProcess
 from areal.dispatch.ray.cluster import Demand, by_rank, check_bundles, local_ranks, release, reserve
 
 _Actor: Any = cast(Any, ray.remote)(concurrency_groups={"health": 2, "life": 1}, max_restarts=0, max_task_retries=0)(
@@ -39,12 +39,12 @@ class Processes:
 
     Attributes:
         actors: Ray actors of :class:`RankProcess`, by rank.
-        stations: where they run, by rank.
+        process_infos: where they run, by rank.
         group: placement group to remove with them, or ``None``.
     """
 
     actors: tuple[Any, ...]
-    stations: tuple[Station, ...]
+    process_infos: tuple[ProcessInfo, ...]
     group: PlacementGroup | None
 
     def end(self) -> None:
@@ -90,21 +90,21 @@ def _new_actor(start: Start, group: PlacementGroup, bundle: int) -> Any:
 
 def _join(start: Start, actors: list[Any], group: PlacementGroup | None) -> Processes:
     """Give each process its rank. Ranks follow from where the processes run, which is known once they do."""
-    found: list[Station] = _all(start, "start", [actor.station.remote() for actor in actors])
+    found: list[ProcessInfo] = _all(start, "start", [actor.process_info.remote() for actor in actors])
     order = by_rank(found)
-    ranked, stations = [actors[i] for i in order], [found[i] for i in order]
+    ranked, process_infos = [actors[i] for i in order], [found[i] for i in order]
     # The process of rank 0 listens on the port from here on, so that no other program can take it.
-    address = start.address or stations[0].address
+    address = start.address or process_infos[0].address
     [port] = _all(start, f"listen on port = {start.port or 'any'}", [ranked[0].open_store.remote(start.port or 0)])
     _all(
         start,
         "join",
         [
             actor.enter.remote(rank, len(ranked), local, address, port)
-            for rank, (actor, local) in enumerate(zip(ranked, local_ranks(stations), strict=True))
+            for rank, (actor, local) in enumerate(zip(ranked, local_ranks(process_infos), strict=True))
         ],
     )
-    return Processes(tuple(ranked), tuple(stations), group)
+    return Processes(tuple(ranked), tuple(process_infos), group)
 
 
 def _all(start: Start, what: str, refs: list[Any]) -> list[Any]:

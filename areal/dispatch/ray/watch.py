@@ -18,10 +18,10 @@ from ray.exceptions import RayError, RayTaskError
 
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Work
-from areal.dispatch.ray.actor import Position, last_lines
+from areal.dispatch.rank_objects import Reply
+from areal.dispatch.ray.actor import StackPosition, last_lines
 from areal.dispatch.ray.processes import Processes
 from areal.dispatch.ray.results import unseal
-from areal.dispatch.workplace import Reply
 
 SILENT_SECONDS = 5.0
 """Limit for ranks that do not move once the engine of another rank has reported a lost rank."""
@@ -262,7 +262,7 @@ class Watch:
     def _hear(self, rank: int, sign: Sign, ref: ObjectRef) -> None:
         """Note the position of a rank."""
         try:
-            position: Position = ray.get(ref)
+            position: StackPosition = ray.get(ref)
         except RayError as error:
             raise Loss(rank, "died") from error
         sign.asked, sign.heard = None, time.monotonic()
@@ -293,27 +293,27 @@ class Watch:
 
     def _lost(self, rank: int, reason: str) -> WorkerLostError:
         """Make the error of a lost process, while others can still read what it has printed."""
-        station = self._processes.stations[rank]
+        info = self._processes.process_infos[rank]
         output = self._output(rank)
         printed = f"\nlast lines that it printed:\n{output}" if output else ""
         return WorkerLostError(
-            f"rank {rank} (pid {station.pid} on node {station.node_name}) {reason}; the other processes were ended: call restart() to go on "
+            f"rank {rank} (pid {info.pid} on node {info.node_name}) {reason}; the other processes were ended: call restart() to go on "
             f"from the last checkpoint{printed}",
             rank,
-            station.node_name,
-            station.pid,
+            info.node_name,
+            info.pid,
             output,
         )
 
     def _output(self, rank: int) -> str:
         """Return the last lines that a process printed, from a process of its node."""
-        station = self._processes.stations[rank]
-        if station.address == ray.util.get_node_ip_address() and (text := last_lines(station.files)):
+        info = self._processes.process_infos[rank]
+        if info.address == ray.util.get_node_ip_address() and (text := last_lines(info.files)):
             return text
-        for other, actor in zip(self._processes.stations, self._processes.actors, strict=True):
-            if other.node == station.node and other.pid != station.pid:
+        for other, actor in zip(self._processes.process_infos, self._processes.actors, strict=True):
+            if other.node == info.node and other.pid != info.pid:
                 with suppress(RayError):
-                    return ray.get(actor.last_lines.remote(station.files), timeout=1.0)
+                    return ray.get(actor.last_lines.remote(info.files), timeout=1.0)
         return ""
 
     def _finish(self, error: Exception) -> Exception:

@@ -14,12 +14,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 
 from areal.dispatch.executor import Handle, Work
-from areal.dispatch.ray.actor import Station
+from areal.dispatch.rank_objects import Reply
+from areal.dispatch.ray.actor import ProcessInfo
 from areal.dispatch.ray.cluster import Demand
 from areal.dispatch.ray.processes import Processes, Start, start_processes
 from areal.dispatch.ray.stored import Store
 from areal.dispatch.ray.watch import Limits, Watch
-from areal.dispatch.workplace import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RayWorkers:
         placement_group: placement group of the caller, who removes it. Defaults to one that is made, and removed with the processes.
 
     Attributes:
-        stations: where the process of each rank runs, by rank.
+        process_infos: where the process of each rank runs, by rank.
         store: counts the batches and functions that were stored.
         generation: number of times that the processes were replaced.
         lost: error that has ended the processes, or ``None``.
@@ -105,12 +105,12 @@ class RayWorkers:
         self._watch = Watch(self._processes, self._limits)
         # The thread of the watch refers to the processes: without this, they would outlive an executor that was not closed.
         weakref.finalize(self, self._watch.end, RuntimeError(_CLOSED)).atexit = False
-        nodes = dict.fromkeys(station.node_name for station in self.stations)
+        nodes = dict.fromkeys(info.node_name for info in self.process_infos)
         logger.info("%d processes on %d nodes: %s", self.size, len(nodes), ", ".join(nodes))
 
     @property
-    def stations(self) -> tuple[Station, ...]:
-        return self._processes.stations
+    def process_infos(self) -> tuple[ProcessInfo, ...]:
+        return self._processes.process_infos
 
     @property
     def lost(self) -> Exception | None:

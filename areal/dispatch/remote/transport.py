@@ -8,7 +8,7 @@ from areal.api import SelectName, TensorSource, WeightUpdateMeta
 from areal.dispatch.calls import Calls
 from areal.dispatch.executor import Handle
 from areal.dispatch.placement.uses import Use
-from areal.dispatch.works import Argument, OnTransport
+from areal.dispatch.rank_calls import Argument, OnTransport
 
 
 class GroupTransport:
@@ -34,7 +34,7 @@ class GroupTransport:
             raise ValueError(
                 f"source = {source!r}: the transport is on the ranks of one group and sends its weights: pass that group"
             )
-        self._calls.require_seats()
+        self._calls.require_rank_layouts()
         arguments: dict[str, Any] = {"version": version}
         if select is not None:
             arguments["select"] = Argument(self._calls.executor.ship(select, "select"))

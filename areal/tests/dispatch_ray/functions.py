@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from areal.dispatch.pending import PendingCall
-from areal.dispatch.workplace import Workplace
+from areal.dispatch.rank_objects import RankObjects
 from areal.utils.distributed import init_default_group
 
 
@@ -23,15 +23,15 @@ def start(workers: Any, work: Any, arguments: list[Any] | None = None, what: str
     return PendingCall(workers.start(what, work, arguments or [None] * workers.size), list)
 
 
-def rank_and_size(workplace: Workplace, _: Any) -> tuple[int, int]:
-    return workplace.rank, workplace.size
+def rank_and_size(rank_objects: RankObjects, _: Any) -> tuple[int, int]:
+    return rank_objects.rank, rank_objects.size
 
 
-def environment(workplace: Workplace, _: Any) -> dict[str, str]:
+def environment(rank_objects: RankObjects, _: Any) -> dict[str, str]:
     return dict(os.environ)
 
 
-def all_reduce(workplace: Workplace, value: float) -> float:
+def all_reduce(rank_objects: RankObjects, value: float) -> float:
     """Sum a value over all ranks by a collective of the default group."""
     init_default_group()
     tensor = torch.tensor(value)
@@ -39,56 +39,56 @@ def all_reduce(workplace: Workplace, value: float) -> float:
     return tensor.item()
 
 
-def get(workplace: Workplace, handle: Any) -> Any:
+def get(rank_objects: RankObjects, handle: Any) -> Any:
     """Return a value that was stored."""
     return handle.get()
 
 
-def write_on_rank_0(workplace: Workplace, handle: Any) -> list[float]:
+def write_on_rank_0(rank_objects: RankObjects, handle: Any) -> list[float]:
     """Write into a batch on one rank: into its tensor, a tensor on its array, and the array. Returns the start of the array."""
     init_default_group()
     batch = handle.get()
     array = batch["meta"]["object"].array
-    if workplace.rank == 0:
+    if rank_objects.rank == 0:
         batch["input_ids"].fill_(1)
         torch.from_numpy(array)[:2] = 1.0
     dist.barrier()
-    if workplace.rank == 0:
+    if rank_objects.rank == 0:
         array[2] = 1.0
     return array[:3].tolist()
 
 
-def call(workplace: Workplace, handle: Any) -> Any:
+def call(rank_objects: RankObjects, handle: Any) -> Any:
     """Call a function that was shipped."""
-    return handle.get()(workplace)
+    return handle.get()(rank_objects)
 
 
-def note(workplace: Workplace, token: int) -> None:
+def note(rank_objects: RankObjects, token: int) -> None:
     """Add to the list of calls of this rank."""
-    workplace.objects.setdefault("tokens", []).append(token)
+    rank_objects.by_name.setdefault("tokens", []).append(token)
 
 
-def noted(workplace: Workplace, _: Any) -> list[int]:
+def noted(rank_objects: RankObjects, _: Any) -> list[int]:
     """Return the list of calls of this rank, and clear it."""
-    return workplace.objects.pop("tokens", [])
+    return rank_objects.by_name.pop("tokens", [])
 
 
-def fail_on_rank_1(workplace: Workplace, kind: type[Exception]) -> str:
-    if workplace.rank == 1:
+def fail_on_rank_1(rank_objects: RankObjects, kind: type[Exception]) -> str:
+    if rank_objects.rank == 1:
         raise kind("a bad value")
     return "fine"
 
 
-def zeros(workplace: Workplace, sizes: list[int]) -> torch.Tensor:
+def zeros(rank_objects: RankObjects, sizes: list[int]) -> torch.Tensor:
     """Return a tensor of so many bytes."""
-    return torch.zeros(sizes[workplace.rank], dtype=torch.uint8)
+    return torch.zeros(sizes[rank_objects.rank], dtype=torch.uint8)
 
 
-def oversleep(workplace: Workplace, late: int) -> None:
+def oversleep(rank_objects: RankObjects, late: int) -> None:
     """Sleep on one rank, while the others wait for it in a collective."""
     init_default_group()
-    print(f"rank {workplace.rank} begins", flush=True)
-    if workplace.rank == late:
+    print(f"rank {rank_objects.rank} begins", flush=True)
+    if rank_objects.rank == late:
         time.sleep(600)
     dist.barrier()
 

@@ -9,31 +9,31 @@ import pytest
 from ray.util.placement_group import placement_group, placement_group_table
 
 from areal.dispatch.ray import RayWorkers
-from areal.dispatch.ray.actor import Station
+from areal.dispatch.ray.actor import ProcessInfo
 from areal.dispatch.ray.cluster import Demand, by_rank, explain, local_ranks, release
 from areal.tests.dispatch_ray.leftovers import available, contents, leftovers, wait_until
 
 
-def station(node: str, bundle: int, *gpus: int, sees: tuple[str, ...] | None = None) -> Station:
+def process_info(node: str, bundle: int, *gpus: int, sees: tuple[str, ...] | None = None) -> ProcessInfo:
     """A process on a node, to which Ray has assigned these GPUs."""
     devices = tuple(f"{node} {gpu}" for gpu in gpus) if sees is None else sees
-    return Station(node, "10.0.0.1", 100 + bundle, bundle, devices, gpus, ())
+    return ProcessInfo(node, "10.0.0.1", 100 + bundle, bundle, devices, gpus, ())
 
 
 def test_ranks_of_a_node_are_consecutive_in_the_order_of_their_gpus() -> None:
-    stations = [station("b", 0, 1), station("a", 1, 0), station("b", 2, 0), station("a", 3, 1)]
-    assert by_rank(stations) == [2, 0, 1, 3]
-    assert by_rank([station("a", 0, 10), station("a", 1, 9)]) == [1, 0]
-    assert by_rank([station("a", 0), station("b", 1), station("a", 2)]) == [0, 2, 1]
+    process_infos = [process_info("b", 0, 1), process_info("a", 1, 0), process_info("b", 2, 0), process_info("a", 3, 1)]
+    assert by_rank(process_infos) == [2, 0, 1, 3]
+    assert by_rank([process_info("a", 0, 10), process_info("a", 1, 9)]) == [1, 0]
+    assert by_rank([process_info("a", 0), process_info("b", 1), process_info("a", 2)]) == [0, 2, 1]
 
 
 def test_local_ranks_number_the_processes_that_see_the_same_devices() -> None:
-    own = [station("a", 0, 0), station("a", 1, 1)]
+    own = [process_info("a", 0, 0), process_info("a", 1, 1)]
     assert local_ranks(own) == [(0, 1), (0, 1)]
     everything = ("gpu 0", "gpu 1")
-    same = [station("a", 0, 0, sees=everything), station("a", 1, 1, sees=everything)]
+    same = [process_info("a", 0, 0, sees=everything), process_info("a", 1, 1, sees=everything)]
     assert local_ranks(same) == [(0, 2), (1, 2)]
-    cpus = [station("a", 0), station("a", 1), station("b", 2), station("a", 3)]
+    cpus = [process_info("a", 0), process_info("a", 1), process_info("b", 2), process_info("a", 3)]
     assert local_ranks(cpus) == [(0, 3), (1, 3), (0, 1), (2, 3)]
 
 

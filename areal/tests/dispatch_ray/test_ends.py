@@ -19,8 +19,8 @@ import torch
 from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
+from areal.dispatch.rank_objects import RankObjects
 from areal.dispatch.ray import RayWorkers
-from areal.dispatch.workplace import Workplace
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run, wait_until_ended
 from areal.tests.dist.dispatch.results import same, untimed
@@ -36,17 +36,17 @@ ray.init(sys.argv[1], log_to_driver=False)
 workers = RayWorkers(2)
 functions.start(workers, functions.oversleep, [1, 1])
 time.sleep(3)
-print(*[station.pid for station in workers.stations], flush=True)
+print(*[info.pid for info in workers.process_infos], flush=True)
 time.sleep(600)
 """
 
 
-def fail_on_rank_0(workplace: Workplace, argument: Any) -> None:
+def fail_on_rank_0(rank_objects: RankObjects, argument: Any) -> None:
     """Fail on one rank, outside of an engine that would tell the others."""
-    functions.all_reduce(workplace, 1.0)
-    if workplace.rank == 0:
+    functions.all_reduce(rank_objects, 1.0)
+    if rank_objects.rank == 0:
         raise ValueError("a bad value")
-    functions.all_reduce(workplace, 1.0)
+    functions.all_reduce(rank_objects, 1.0)
 
 
 @pytest.mark.timeout(240)
@@ -94,7 +94,7 @@ def test_rank_killed_at_any_place_is_replaced(cluster: Any, tmp_path: Path) -> N
         group.save(SaveLoadMeta(tmp_path / "first", weight_format="dcp"))
         expected = untimed(group.train_batch(global_batch(1), loss))
         for place, call in calls.items():
-            pid = workers.stations[1].pid
+            pid = workers.process_infos[1].pid
             group.run(killed_in(place))
             with promptly(), pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
                 call(group)
@@ -113,7 +113,7 @@ def test_address_and_port_can_be_set(cluster: Any) -> None:
     assert (its["MASTER_ADDR"], its["MASTER_PORT"]) == ("127.0.0.1", str(port))
     assert run(workers, functions.all_reduce, [2.0]) == [2.0]
     # Processes end with the last reference to them, without close().
-    pid = workers.stations[0].pid
+    pid = workers.process_infos[0].pid
     del workers
     gc.collect()
     wait_until_ended([pid])
@@ -131,7 +131,7 @@ def test_processes_end_with_the_driver(cluster: Any) -> None:
     wait_until_ended(pids)
 
 
-def runtime_of_jax(workplace: Workplace, _: Any) -> tuple[str, int, int, str]:
+def runtime_of_jax(rank_objects: RankObjects, _: Any) -> tuple[str, int, int, str]:
     """Return the platform, the number of processes, the number of devices of this one, and a variable that it was started with."""
     jax = importlib.import_module("jax")
     return jax.default_backend(), jax.process_count(), len(jax.local_devices()), os.environ["XLA_FLAGS"]
@@ -155,8 +155,8 @@ def test_jax_runs_on_tpu_hosts_and_a_dead_rank_is_replaced(cluster: Any, tmp_pat
     }
     with RayWorkers(2, resources={"TPU": 4}, environment=variables) as workers:
         # Each process has its own chips, and is alone with them.
-        assert len({station.devices for station in workers.stations}) == 2
-        assert all(len(station.devices) == 4 for station in workers.stations)
+        assert len({info.devices for info in workers.process_infos}) == 2
+        assert all(len(info.devices) == 4 for info in workers.process_infos)
         with pytest.raises(ValueError, match=r"jax:d4.* 2"):
             WorkerGroup(config("jax:d4"), workers)
         with WorkerGroup(config("jax:d2"), workers) as group:
@@ -167,7 +167,7 @@ def test_jax_runs_on_tpu_hosts_and_a_dead_rank_is_replaced(cluster: Any, tmp_pat
             expected = untimed(group.train_batch(global_batch(1), loss))
 
             # The loss is named, and the new processes join a world of their own.
-            pid = workers.stations[1].pid
+            pid = workers.process_infos[1].pid
             group.run(killed_in_a_program)
             with promptly(), pytest.raises(WorkerLostError, match=rf"rank 1 \(pid {pid} "):
                 group.train_batch(global_batch(), loss)

@@ -13,9 +13,9 @@ from torch import Tensor
 from areal.api import Batch, FinetuneSpec, LoRAConfig, SaveLoadMeta, TokenOutputs
 from areal.dispatch import WorkerGroup
 from areal.dispatch.pending import RemoteTraceback
+from areal.dispatch.rank_objects import RankObjects
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.shards import plan_shards
-from areal.dispatch.workplace import Workplace
 from areal.engine.registry import create_engine
 from areal.tests.dispatch_ray.functions import run
 from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, untimed, weights_in
@@ -27,7 +27,7 @@ from areal.weight_sync.disk import DiskTransport
 SPEC = FinetuneSpec(total_train_steps=1000)
 
 
-def on_the_ranks(workplace: Workplace, handle: Any) -> tuple[list[Any], Any, dict[str, Tensor]]:
+def on_the_ranks(rank_objects: RankObjects, handle: Any) -> tuple[list[Any], Any, dict[str, Tensor]]:
     """Train an engine as each rank of torchrun does, with its own shards."""
     settings, shards = handle.get()
     with create_engine(settings) as engine:

@@ -32,7 +32,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 @contextmanager
 def ending(workers: RayWorkers) -> Iterator[list[int]]:
     """Yield the process ids, and check afterwards that the processes end, and that their placement group is removed."""
-    pids, groups = [station.pid for station in workers.stations], reserved() - 1
+    pids, groups = [info.pid for info in workers.process_infos], reserved() - 1
     yield pids
     wait_until_ended(pids)
     assert reserved() == groups
@@ -46,7 +46,7 @@ def reserved() -> int:
 def wait_until_begun(workers: RayWorkers, rank: int) -> None:
     """Wait until a rank has printed that it begins."""
     limit = time.monotonic() + 90
-    while not any(f"rank {rank} begins" in Path(file).read_text() for file in workers.stations[rank].files):
+    while not any(f"rank {rank} begins" in Path(file).read_text() for file in workers.process_infos[rank].files):
         assert time.monotonic() < limit, "the rank does not begin"
         time.sleep(0.02)
 
@@ -76,7 +76,7 @@ def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
             with promptly(), pytest.raises(WorkerLostError, match=message) as raised:
                 first.result(60)
             lost = raised.value
-            assert (lost.rank, lost.pid, lost.node) == (1, pids[1], workers.stations[1].node_name)
+            assert (lost.rank, lost.pid, lost.node) == (1, pids[1], workers.process_infos[1].node_name)
             assert "rank 1 begins" in lost.output
             with pytest.raises(WorkerLostError, match="rank 1"):
                 second.result(10)

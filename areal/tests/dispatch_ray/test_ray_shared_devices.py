@@ -18,8 +18,8 @@ from areal.dispatch import SharedDevices, WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Work
 from areal.dispatch.placement import Kind, Part, shared_devices
+from areal.dispatch.rank_objects import RankObjects, Reply
 from areal.dispatch.ray import RayWorkers
-from areal.dispatch.workplace import Reply, Workplace
 from areal.tests.dist.dispatch.shared import KINDS, OneByOne, numbers
 from areal.tests.dist.trainer.ppo_runs import CRITIC, OPTIMIZER
 from areal.tests.grid.models import model_dir
@@ -37,16 +37,16 @@ DEVICES = ("gpu0", "gpu1")
 """Devices of ranks 0 and 1. The rollout is on the first device."""
 
 
-def measured(workplace: Workplace, argument: tuple[Work, Any]) -> tuple[Any, list[int]]:
+def measured(rank_objects: RankObjects, argument: tuple[Work, Any]) -> tuple[Any, list[int]]:
     """Do a call's work. Returns its value, and the bytes that the engines of this rank had on the device before and after."""
     work, inner = argument
-    before = on_device(workplace)
-    value = work(workplace, inner)
-    return value, [before, on_device(workplace)]
+    before = on_device(rank_objects)
+    value = work(rank_objects, inner)
+    return value, [before, on_device(rank_objects)]
 
 
-def on_device(workplace: Workplace) -> int:
-    engines = [value for value in workplace.objects.values() if isinstance(value, TrainEngine)]
+def on_device(rank_objects: RankObjects) -> int:
+    engines = [value for value in rank_objects.by_name.values() if isinstance(value, TrainEngine)]
     return sum(engine.memory()[0].on_device for engine in engines)
 
 
@@ -210,7 +210,7 @@ def test_calls_of_several_threads_take_turns_until_a_process_dies(cluster: Any) 
         made["policy"].start(TrainEngine.train_batch, global_batch(), loss)
         made["far"].train_batch(global_batch(), loss)
         made["policy"].onload()
-        os.kill(workers.stations[1].pid, signal.SIGKILL)
+        os.kill(workers.process_infos[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             made["policy"].train_batch(global_batch(), loss)
         # Its memory is free. Nothing is offloaded, and nothing waits.

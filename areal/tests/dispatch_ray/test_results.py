@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from areal.dispatch.errors import WorkerLostError
+from areal.dispatch.rank_objects import Reply
 from areal.dispatch.ray.results import seal, seal_batch, unseal
 from areal.dispatch.ray.watch import Limits
-from areal.dispatch.workplace import Reply
 
 
 def test_result_is_the_same_in_the_driver() -> None:

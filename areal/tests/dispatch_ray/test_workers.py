@@ -92,7 +92,7 @@ def test_batch_that_cannot_be_sent_raises(pair: RayWorkers) -> None:
 
 def test_function_is_stored_once_as_long_as_it_does_not_change(pair: RayWorkers) -> None:
     def scaled(scale: int) -> Any:
-        return lambda workplace: scale * workplace.rank
+        return lambda rank_objects: scale * rank_objects.rank
 
     before = pair.store.functions
     for scale in (2, 2, 3, 2):
@@ -104,7 +104,7 @@ def test_function_is_stored_once_as_long_as_it_does_not_change(pair: RayWorkers)
 def test_function_with_a_lock_raises_before_any_rank_runs(pair: RayWorkers) -> None:
     lock = threading.Lock()
 
-    def locked(workplace: Any) -> bool:
+    def locked(rank_objects: Any) -> bool:
         return lock.locked()
 
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_function_of_a_module_that_ranks_cannot_import_raises(
     pair: RayWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = types.ModuleType("only_here")
-    exec("def helper(workplace):\n    return workplace.rank + 10\n", module.__dict__)
+    exec("def helper(rank_objects):\n    return rank_objects.rank + 10\n", module.__dict__)
     monkeypatch.setitem(sys.modules, "only_here", module)
     before = pair.store.functions
     with pytest.raises(
@@ -162,7 +162,7 @@ def test_result_above_the_limit_raises(pair: RayWorkers) -> None:
 
 
 def test_result_that_cannot_be_sent_raises(pair: RayWorkers) -> None:
-    handle = pair.ship(lambda workplace: threading.Lock(), "fn")
+    handle = pair.ship(lambda rank_objects: threading.Lock(), "fn")
     with pytest.raises(ValueError, match=r"the result of run on rank 0 cannot be sent to the driver: .*lock"):
         run(pair, functions.call, [handle, handle], "run")
 

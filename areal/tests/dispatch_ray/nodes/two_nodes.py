@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
     workers = RayWorkers(
         4, processes_per_bundle=2, strategy="STRICT_SPREAD", start_seconds=300, environment={"OMP_NUM_THREADS": "1"}
     )
-    ids = [station.node for station in workers.stations]
+    ids = [info.node for info in workers.process_infos]
     environments = functions.run(workers, functions.environment)
     said: dict[str, Any] = {
         "nodes": [ids.index(each) for each in ids],
@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
         said["resumed"] = trainer.resume()
         trainer.train(STEPS)
 
-    now = [station.node for station in workers.stations]
+    now = [info.node for info in workers.process_infos]
     said |= {"nodes now": [now.index(each) for each in now], "lost node is used": ids[2] in now}
     said["curves"] = {name: [whole[name], curve[name]] for name in COMPARED}
     workers.close()

@@ -23,8 +23,8 @@ from areal.api import (
     TrainEngine,
 )
 from areal.dispatch import InProcess, WorkerGroup
-from areal.dispatch.workplace import Reply
-from areal.dispatch.works import Sees
+from areal.dispatch.rank_calls import Sees
+from areal.dispatch.rank_objects import Reply
 from areal.engine.registry import create_engine
 from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
@@ -238,7 +238,7 @@ def test_futures() -> None:
 def test_microbatches_are_dropped_with_the_last_reference() -> None:
     with group("fsdp:d1") as handle:
         mbs = handle.microbatches(global_batch())
-        kept = lambda: [key for key in handle._executor._workplace.objects if "microbatches" in key]  # noqa: E731
+        kept = lambda: [key for key in handle._executor._objects.by_name if "microbatches" in key]  # noqa: E731
         assert len(kept()) == 1
         with pytest.raises(ValueError, match="what microbatches"):
             handle.global_weight(create_engine_mbs())

@@ -15,7 +15,7 @@ from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.in_process import InProcess
-from areal.dispatch.workplace import Reply
+from areal.dispatch.rank_objects import Reply
 from areal.tests.dist.dispatch.results import same, untimed
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.rl import Curve, played

@@ -20,7 +20,7 @@ from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
 from areal.dispatch import InProcess, SharedDevices, WorkerGroup
 from areal.dispatch.executor import Work
 from areal.dispatch.placement import Part, shared_devices
-from areal.dispatch.workplace import Reply
+from areal.dispatch.rank_objects import Reply
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Sampling
 from areal.tests.dist.dispatch.shared import KINDS, OneByOne, assert_agrees, numbers, state_bytes
@@ -67,7 +67,7 @@ class Stage:
 
     def on_device(self) -> int:
         """Return the bytes that the engines and the rollout report."""
-        engines = [engine for group in self.groups.values() for engine in group._executor._workplace.objects.values()]
+        engines = [engine for group in self.groups.values() for engine in group._executor._objects.by_name.values()]
         return sum(engine.memory()[0].on_device for engine in engines if isinstance(engine, TrainEngine))
 
     def sync(self, source: TrainEngine, version: int) -> None:

@@ -127,14 +127,14 @@ def interrupted_save_is_loaded(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.dispatch.works:OnTransport.__call__", f"{_RECOVERY}transport_goes_on_after_a_restart[w1]")
+@mutant("areal.dispatch.rank_calls:OnTransport.__call__", f"{_RECOVERY}transport_goes_on_after_a_restart[w1]")
 def transport_is_lost_in_a_restart(right: Function) -> Function:
     """New processes do not make the transport again."""
 
-    def wrong(self: Any, workplace: Any, _: Any) -> Any:
-        if self.key not in workplace.objects:
+    def wrong(self: Any, rank_objects: Any, _: Any) -> Any:
+        if self.key not in rank_objects.by_name:
             raise KeyError(self.key)
-        return right(self, workplace, _)
+        return right(self, rank_objects, _)
 
     return wrong
 
@@ -174,7 +174,7 @@ if find_spec("ray") is not None:
     )
     def ranks_in_the_order_of_bundles(right: Function) -> Function:
         """Ranks follow the bundles, of which those of a node are not consecutive."""
-        return lambda stations: list(range(len(stations)))
+        return lambda process_infos: list(range(len(process_infos)))
 
     @mutant(
         "areal.dispatch.ray.cluster:local_ranks",
@@ -182,7 +182,7 @@ if find_spec("ray") is not None:
     )
     def local_ranks_of_the_node(right: Function) -> Function:
         """Processes with a GPU of their own are numbered like processes that see all GPUs of the node."""
-        return lambda stations: right([dataclasses.replace(station, devices=()) for station in stations])
+        return lambda process_infos: right([dataclasses.replace(info, devices=()) for info in process_infos])
 
     @mutant(
         "areal.dispatch.ray.results:unseal", RAY + "test_results.py::test_arrays_in_any_object_are_read_into_new_memory"

@@ -25,7 +25,7 @@ def megatron_mutant(target: str, *tests: str) -> Callable[[Callable[[Function], 
 
 
 @mutant(
-    "areal.utils.placement:place", PLACEMENT + "test_ranks_share_a_gpu_only_where_its_uuid_is_the_same[one GPU each]"
+    "areal.utils.rank_gpus:place", PLACEMENT + "test_ranks_share_a_gpu_only_where_its_uuid_is_the_same[one GPU each]"
 )
 def visible_gpus_are_counted(right: Function) -> Function:
     """Ranks share a GPU wherever there are more ranks than visible GPUs."""
@@ -39,7 +39,7 @@ def visible_gpus_are_counted(right: Function) -> Function:
 
 
 @mutant(
-    "areal.utils.placement:choose_gpus",
+    "areal.utils.rank_gpus:choose_gpus",
     PLACEMENT + "test_ranks_share_a_gpu_only_where_its_uuid_is_the_same[all GPUs, no LOCAL_RANK]",
 )
 def first_gpu_without_local_rank(right: Function) -> Function:

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal.api import EngineMemory, KindMemory
 from areal.dispatch.placement import Kind, Move, Need, Part, Use
-from areal.dispatch.placement.residency import UsedParts
+from areal.dispatch.placement.eviction import UsedParts
 from areal.tests.mutants.planting import Function, mutant
 
 _PLACEMENT = "unit/dispatch/test_placement.py::"
@@ -40,7 +40,7 @@ def optimizer_is_needed_for_a_forward(right: Function) -> Function:
 
 
 @mutant(
-    "areal.dispatch.placement.residency:Residency._without_surplus",
+    "areal.dispatch.placement.eviction:Eviction._without_surplus",
     f"{_PLACEMENT}test_small_part_that_makes_room_alone_leaves_alone",
 )
 def parts_leave_in_vain(right: Function) -> Function:
@@ -48,7 +48,7 @@ def parts_leave_in_vain(right: Function) -> Function:
     return lambda self, kept, victims: list(victims)
 
 
-@mutant("areal.dispatch.placement.residency:Residency._victims", f"{_PLACEMENT}test_each_device_has_its_own_budget")
+@mutant("areal.dispatch.placement.eviction:Eviction._victims", f"{_PLACEMENT}test_each_device_has_its_own_budget")
 def only_the_first_device_has_a_budget(right: Function) -> Function:
     """The second device fills up."""
 
@@ -63,7 +63,7 @@ def only_the_first_device_has_a_budget(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.dispatch.placement.residency:Residency.plan", f"{_PLACEMENT}test_announced_uses_keep_what_comes_next")
+@mutant("areal.dispatch.placement.eviction:Eviction.plan", f"{_PLACEMENT}test_announced_uses_keep_what_comes_next")
 def announced_uses_are_ignored(right: Function) -> Function:
     """The least recently used part leaves, whatever comes next."""
     return lambda self, request, upcoming=(), pinned=frozenset(): right(self, request, (), pinned)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from areal.utils import distributed, platform
-from areal.utils.placement import VisibleGPUs, check_separate, choose_gpus, exchange, place
+from areal.utils.rank_gpus import VisibleGPUs, check_separate, choose_gpus, exchange, place
 
 A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
 

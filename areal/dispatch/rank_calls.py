@@ -14,14 +14,14 @@ from typing import Any
 from areal.api import FinetuneSpec, MicroBatchList, NamedTensor, SaveLoadMeta, TrainEngineConfig
 from areal.dispatch.executor import Handle
 from areal.dispatch.in_process import Here
+from areal.dispatch.rank_objects import RankObjects
 from areal.dispatch.table import Returned
-from areal.dispatch.workplace import Workplace
 from areal.engine.batch_rules import BatchRules, rules_of
 from areal.engine.registry import create_engine
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankLayout:
     """The place of a rank in the layout.
 
     Attributes:
@@ -37,22 +37,22 @@ class Seat:
 
 @dataclass(frozen=True)
 class Initialize:
-    """Creates and initializes the engine of a group. Returns the rank's :class:`Seat`."""
+    """Creates and initializes the engine of a group. Returns the rank's :class:`RankLayout`."""
 
     engine: str
     config: TrainEngineConfig
     spec: FinetuneSpec
 
-    def __call__(self, workplace: Workplace, _: Any) -> Seat:
-        if self.engine in workplace.objects:
+    def __call__(self, rank_objects: RankObjects, _: Any) -> RankLayout:
+        if self.engine in rank_objects.by_name:
             raise RuntimeError(
                 f"the engine is already initialized: destroy it, or give another group a name that is not "
                 f"{self.engine!r}: WorkerGroup(name=...)"
             )
         engine = create_engine(self.config)
         engine.initialize(self.spec)
-        workplace.objects[self.engine] = engine
-        return Seat(engine.dp_rank, engine.is_main, rules_of(engine))
+        rank_objects.by_name[self.engine] = engine
+        return RankLayout(engine.dp_rank, engine.is_main, rules_of(engine))
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Destroy:
 
     engine: str
 
-    def __call__(self, workplace: Workplace, _: Any) -> None:
-        engine = workplace.objects.pop(self.engine, None)
-        for key in [key for key in workplace.objects if key.startswith(f"{self.engine}/")]:
-            del workplace.objects[key]
+    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
+        engine = rank_objects.by_name.pop(self.engine, None)
+        for key in [key for key in rank_objects.by_name if key.startswith(f"{self.engine}/")]:
+            del rank_objects.by_name[key]
         if engine is not None:
             engine.destroy()
 
@@ -78,14 +78,14 @@ class Verb:
     arguments: Mapping[str, Any]
     returned: Returned
 
-    def __call__(self, workplace: Workplace, shard: Handle | None) -> Any:
-        engine = workplace.engine(self.engine)
+    def __call__(self, rank_objects: RankObjects, shard: Handle | None) -> Any:
+        engine = rank_objects.engine(self.engine)
         arguments = resolved(self.arguments)
         if shard is not None:
             arguments["batch"] = shard.get()
         member = attrgetter(self.path)(engine)
         value = member(**arguments) if callable(member) else member
-        if not is_kept(self.returned, workplace, engine):
+        if not is_kept(self.returned, rank_objects, engine):
             return None
         # The wire format packs the tensors of a tuple, but not those inside a step.
         return (dataclasses.replace(value, outputs={}), value.outputs) if self.returned is Returned.STEP else value
@@ -99,19 +99,19 @@ class Function:
     function: Handle
     returned: Returned
 
-    def __call__(self, workplace: Workplace, shard: Handle | None) -> Any:
-        engine = workplace.engine(self.engine)
+    def __call__(self, rank_objects: RankObjects, shard: Handle | None) -> Any:
+        engine = rank_objects.engine(self.engine)
         value = self.function.get()(engine, None if shard is None else shard.get())
-        return value if is_kept(self.returned, workplace, engine) else None
+        return value if is_kept(self.returned, rank_objects, engine) else None
 
 
-def is_kept(returned: Returned, workplace: Workplace, engine: Any) -> bool:
+def is_kept(returned: Returned, rank_objects: RankObjects, engine: Any) -> bool:
     """Return whether the driver reads the result of this rank."""
     if returned is Returned.RANKS:
         return True
     if returned in (Returned.STEP, Returned.SAMPLES, Returned.MICROBATCHES, Returned.LAYOUT):
         return engine.is_main
-    return workplace.rank == 0
+    return rank_objects.rank == 0
 
 
 def resolved(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,9 +139,9 @@ class Keep:
     engine: str
     key: str
 
-    def __call__(self, workplace: Workplace, shard: Handle) -> MicroBatchList | None:
-        engine = workplace.engine(self.engine)
-        mbs = workplace.objects[self.key] = engine.microbatches(shard.get())
+    def __call__(self, rank_objects: RankObjects, shard: Handle) -> MicroBatchList | None:
+        engine = rank_objects.engine(self.engine)
+        mbs = rank_objects.by_name[self.key] = engine.microbatches(shard.get())
         return _without_tensors(mbs) if engine.is_main else None
 
 
@@ -152,12 +152,12 @@ class OnMicroBatches:
     verb: Verb
     key: str
 
-    def __call__(self, workplace: Workplace, _: Any) -> Any:
-        mbs = workplace.objects.get(self.key)
+    def __call__(self, rank_objects: RankObjects, _: Any) -> Any:
+        mbs = rank_objects.by_name.get(self.key)
         if mbs is None:
             raise ValueError("mbs is not on the ranks of this group: pass what its microbatches() returned")
         return dataclasses.replace(self.verb, arguments={**self.verb.arguments, "mbs": Argument(Here(mbs))})(
-            workplace, None
+            rank_objects, None
         )
 
 
@@ -180,9 +180,9 @@ class Drop:
 
     keys: tuple[str, ...]
 
-    def __call__(self, workplace: Workplace, _: Any) -> None:
+    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
         for key in self.keys:
-            workplace.objects.pop(key, None)
+            rank_objects.by_name.pop(key, None)
 
 
 # ---- streams and contexts
@@ -195,9 +195,9 @@ class OpenStream:
     verb: Verb
     key: str
 
-    def __call__(self, workplace: Workplace, _: Any) -> None:
-        member = attrgetter(self.verb.path)(workplace.engine(self.verb.engine))
-        workplace.objects[self.key] = iter(member(**resolved(self.verb.arguments)))
+    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
+        member = attrgetter(self.verb.path)(rank_objects.engine(self.verb.engine))
+        rank_objects.by_name[self.key] = iter(member(**resolved(self.verb.arguments)))
 
 
 @dataclass(frozen=True)
@@ -212,17 +212,17 @@ class NextTensors:
     key: str
     nbytes: int
 
-    def __call__(self, workplace: Workplace, _: Any) -> tuple[list[NamedTensor], bool]:
+    def __call__(self, rank_objects: RankObjects, _: Any) -> tuple[list[NamedTensor], bool]:
         chunk: list[NamedTensor] = []
         total = 0
-        for name, tensor in workplace.objects[self.key]:
+        for name, tensor in rank_objects.by_name[self.key]:
             total += tensor.nbytes
-            if workplace.rank == 0:
+            if rank_objects.rank == 0:
                 # A copy, because the next tensor may reuse the memory.
                 chunk.append(NamedTensor(name, tensor.detach().to("cpu", copy=True)))
             if total >= self.nbytes:
                 return chunk, False
-        del workplace.objects[self.key]
+        del rank_objects.by_name[self.key]
         return chunk, True
 
 
@@ -238,13 +238,13 @@ class EnterContext:
     key: str
     ranks: frozenset[int] | None = None
 
-    def __call__(self, workplace: Workplace, _: Any) -> Any:
-        if self.ranks is not None and workplace.rank not in self.ranks:
+    def __call__(self, rank_objects: RankObjects, _: Any) -> Any:
+        if self.ranks is not None and rank_objects.rank not in self.ranks:
             return None
-        member = attrgetter(self.verb.path)(workplace.engine(self.verb.engine))
+        member = attrgetter(self.verb.path)(rank_objects.engine(self.verb.engine))
         context: AbstractContextManager[Any] = member(**resolved(self.verb.arguments))
         value = context.__enter__()
-        workplace.objects[self.key] = context
+        rank_objects.by_name[self.key] = context
         return value if self.verb.returned is Returned.FOLDERS else None
 
 
@@ -254,8 +254,8 @@ class ExitContext:
 
     key: str
 
-    def __call__(self, workplace: Workplace, _: Any) -> None:
-        context = workplace.objects.pop(self.key, None)
+    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
+        context = rank_objects.by_name.pop(self.key, None)
         if context is not None:
             context.__exit__(None, None, None)
 
@@ -269,7 +269,7 @@ class Sees:
 
     path: Path
 
-    def __call__(self, workplace: Workplace, _: Any) -> tuple[bool, str]:
+    def __call__(self, rank_objects: RankObjects, _: Any) -> tuple[bool, str]:
         return self.path.exists(), socket.gethostname()
 
 
@@ -293,11 +293,13 @@ class Load:
     engine: str
     meta: SaveLoadMeta
 
-    def __call__(self, workplace: Workplace, _: Any) -> tuple[int, dict[str, dict[str, Any]]] | None:
-        engine = workplace.engine(self.engine)
+    def __call__(self, rank_objects: RankObjects, _: Any) -> tuple[int, dict[str, dict[str, Any]]] | None:
+        engine = rank_objects.engine(self.engine)
         carried = {name: CarriedState() for name in self.meta.stateful}
         engine.load(dataclasses.replace(self.meta, stateful=dict(carried)))
-        return (engine.version, {name: each.state for name, each in carried.items()}) if workplace.rank == 0 else None
+        return (
+            (engine.version, {name: each.state for name, each in carried.items()}) if rank_objects.rank == 0 else None
+        )
 
 
 # ---- weight transports
@@ -311,8 +313,8 @@ class MakeTransport:
     make: Handle
     key: str
 
-    def __call__(self, workplace: Workplace, _: Any) -> None:
-        workplace.objects[self.key] = self.make.get()(workplace.engine(self.engine))
+    def __call__(self, rank_objects: RankObjects, _: Any) -> None:
+        rank_objects.by_name[self.key] = self.make.get()(rank_objects.engine(self.engine))
 
 
 @dataclass(frozen=True)
@@ -325,11 +327,11 @@ class OnTransport:
     method: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, workplace: Workplace, _: Any) -> Any:
+    def __call__(self, rank_objects: RankObjects, _: Any) -> Any:
         arguments = resolved(self.arguments)
-        if self.key not in workplace.objects:
-            MakeTransport(self.engine, self.make, self.key)(workplace, None)
+        if self.key not in rank_objects.by_name:
+            MakeTransport(self.engine, self.make, self.key)(rank_objects, None)
         if self.method == "send":
-            arguments["source"] = workplace.engine(self.engine)
-        value = getattr(workplace.objects[self.key], self.method)(**arguments)
-        return value if workplace.rank == 0 else None
+            arguments["source"] = rank_objects.engine(self.engine)
+        value = getattr(rank_objects.by_name[self.key], self.method)(**arguments)
+        return value if rank_objects.rank == 0 else None

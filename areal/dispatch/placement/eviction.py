@@ -33,7 +33,7 @@ class UsedParts:
     freed: frozenset[Part] = frozenset()
 
 
-class Residency:
+class Eviction:
     """Parts on the devices, next to those that the least-recently-used rule would keep there.
 
     That rule is simulated from the beginning, because it bounds the moves: a choice that looks ahead is made only if, at the end of what is
@@ -119,7 +119,7 @@ class Residency:
         """Return whether the parts fit on their devices together."""
         return all(self.bytes_on(device, parts) <= capacity for device, capacity in self.capacity.items())
 
-    def _trial(self, window: Sequence[UsedParts], steps: int, pinned: frozenset[Part]) -> Residency:
+    def _trial(self, window: Sequence[UsedParts], steps: int, pinned: frozenset[Part]) -> Eviction:
         """Return the state after some requests, of which ``steps`` look ahead."""
         trial = copy.copy(self)
         for name in ("existing", "on_device", "_lru", "_last"):

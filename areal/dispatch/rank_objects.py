@@ -24,17 +24,17 @@ class Handle(Protocol):
         ...
 
 
-class Workplace:
+class RankObjects:
     """The objects of one rank's process.
 
     Attributes:
         rank, size: rank of the process, and number of ranks.
-        objects: engines by name, and objects that calls keep for later calls: micro-batches, streams, open contexts.
+        by_name: engines by name, and objects that calls keep for later calls: micro-batches, streams, open contexts.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.objects: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}
 
     def engine(self, name: str) -> TrainEngine:
         """Return an engine.
@@ -42,9 +42,9 @@ class Workplace:
         Raises:
             RuntimeError: there is none of this name.
         """
-        if name not in self.objects:
+        if name not in self.by_name:
             raise RuntimeError("the engine cannot be used: it is not initialized: call initialize(FinetuneSpec(...))")
-        return self.objects[name]
+        return self.by_name[name]
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Reply:
         return Reply, (self.value, self.kind, self.text, self.trace)
 
 
-def reply_to(work: Callable[[Workplace, Any], Any], workplace: Workplace, argument: Any) -> Reply:
+def reply_to(work: Callable[[RankObjects, Any], Any], rank_objects: RankObjects, argument: Any) -> Reply:
     """Call a function on this rank. An error becomes part of the reply."""
     try:
-        return Reply(work(workplace, argument))
+        return Reply(work(rank_objects, argument))
     except Exception as error:
         kind = type(error).__name__
         text = str(error) if kind in KINDS else f"{kind}: {error}"
