@@ -24,7 +24,9 @@ SKIPPED = "dist/trainer/test_empty_ranks.py::test_ppo_skips_a_batch_without_any_
 # ---- the step
 
 
-@mutant("areal.engine.loss_step:local_weights", {"empty_rank": "first", "layout": "fsdp:d2"})
+@mutant(
+    "areal.engine.loss_step:local_weights", {"empty_rank": "first", "layout": "fsdp:d2", "objective_name": "policy"}
+)
 def empty_rank_has_a_weight(right: Function) -> Function:
     """A rank without samples adds 1 to the global weight."""
 

@@ -98,7 +98,7 @@ def test_hanging_reward_fails_its_episode_only(workers: int) -> None:
 
     def reward(item: int, answer: Completion) -> float:
         if item == 1:
-            end.wait(60)
+            end.wait(2 * PROMPTLY)
         time.sleep(0.02)
         return 1.0
 
