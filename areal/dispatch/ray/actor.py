@@ -54,7 +54,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class StackPosition:
-    """StackPosition of the thread that runs the calls of a process.
+    """Position of the thread that runs the calls of a process.
 
     Attributes:
         mark: number that changes when the thread moves.

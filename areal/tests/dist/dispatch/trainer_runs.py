@@ -83,8 +83,10 @@ def grpo(make: Make) -> Curve:
     """Run GRPO, with the start of the policy as reference."""
     curve, engine, reference = Curve(), make("policy"), make("reference", optimizer=None)
     with played(engine, PLAN) as rollout:
-        options: dict[str, Any] = {"updates": Updates(minibatches=2), "reference": reference}
-        grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve, **options).train(STEPS)
+        updates = Updates(minibatches=2)
+        grpo_trainer(engine, rollout.runner, rollout.sync, tracker=curve, updates=updates, reference=reference).train(
+            STEPS
+        )
     return curve
 
 

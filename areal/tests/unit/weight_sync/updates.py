@@ -5,26 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from areal.engine.checkpoint.async_save import Observe
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.pool import PRELOADED
-from areal.utils.distributed import ControlPlane, init_default_group
 
 FILE_BYTES = 5_000
 
 
-def filled(value: float, family: str = "qwen3") -> nn.Module:
+def filled(value: float) -> nn.Module:
     """Return a tiny model whose weights are all one number."""
-    made = AutoModelForCausalLM.from_pretrained(model_dir(family), dtype=torch.float32)
+    made = AutoModelForCausalLM.from_pretrained(model_dir("qwen3"), dtype=torch.float32)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.fill_(value)
@@ -36,16 +33,6 @@ def number(module: nn.Module) -> float:
     values = {float(value) for parameter in module.parameters() for value in parameter.unique()}
     assert len(values) == 1, f"a mix of {sorted(values)}"
     return values.pop()
-
-
-@pytest.fixture
-def control() -> Iterator[ControlPlane]:
-    """The control plane of a trainer with one rank."""
-    had_group = dist.is_initialized()
-    init_default_group()
-    yield ControlPlane()
-    if not had_group:
-        dist.destroy_process_group()
 
 
 def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
