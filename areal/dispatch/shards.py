@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from areal.api import BatchForm, MicroBatchSpec, StepOutput
 from areal.api.engine import BatchInput
-from areal.engine.step_sync import empty_batch
+from areal.engine.batch_rules import empty_batch
 from areal.utils.data import BatchPlan, deal, deal_sharing, plan_batch, read_batch, sequence_cost
 from areal.utils.data.prefixes import HIDDEN_STATE_KEYS, Prefixes
 

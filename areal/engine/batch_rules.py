@@ -9,8 +9,7 @@ from areal.api.config import MicroBatchSpec
 from areal.api.engine import BatchInput, Outputs, TrainEngine
 from areal.api.loss import Normalization
 from areal.engine.loss_step import check_outputs
-from areal.engine.model.inputs import check_temperature
-from areal.engine.moe.routing import RoutingRules
+from areal.engine.moe.rules import RoutingRules
 from areal.utils.data import ADAPTER, BatchPlan, plan_batch
 
 
@@ -59,7 +58,7 @@ class BatchRules:
         """
         self.check_outputs(outputs)
         plan = plan_batch(batch, self.spec, align=self.align, vocab_size=self.vocab_size, trees=trees)
-        check_temperature(plan)
+        _check_temperature(plan)
         self.routing.check(plan)
         if plan.adapters is not None and not self.adapters:
             raise ValueError(
@@ -68,6 +67,17 @@ class BatchRules:
         if adapters is not None:
             _check_indices(plan.adapters or (), adapters)
         return plan
+
+
+def _check_temperature(plan: BatchPlan) -> None:
+    """Raise if the key ``temperature`` is not one number per sequence.
+
+    Raises:
+        ValueError: the key is per-token, or has more than one value per sequence.
+    """
+    temperature = {**plan.tokens, **plan.sequences}.get("temperature")
+    if temperature is not None and ("temperature" in plan.tokens or temperature.dim() != 1):
+        raise ValueError("key 'temperature' is not one number per sequence: pass [B], or a scalar in each sample")
 
 
 def _check_indices(indices: Sequence[int], names: Sequence[str]) -> None:
@@ -82,6 +92,19 @@ def _check_indices(indices: Sequence[int], names: Sequence[str]) -> None:
                 f"key {ADAPTER!r} is {index} in sample {sample}: it is an index in engine.adapters.names = {tuple(names)}, from 0 to "
                 f"{len(names) - 1}"
             )
+
+
+def empty_batch(dropped: int) -> ValueError:
+    """Return the error for a global batch without a sample. Its text is the same on all ranks."""
+    if dropped:
+        return ValueError(
+            f"empty batch: all {dropped} sequences of the global batch were dropped for their length: raise "
+            "MicroBatchSpec.max_tokens_per_mb, set overlong='alone', or skip the call on all ranks"
+        )
+    return ValueError(
+        "empty batch: no rank has a sample: a rank may pass an empty list while another one has samples; pass at least one sequence, "
+        "or skip the call on all ranks"
+    )
 
 
 def check_one_adapter(adapters: Sequence[str] | None, normalization: Normalization, *, steps: bool) -> None:

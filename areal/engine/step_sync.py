@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from areal.api.loss import LossWeightFn
 from areal.api.microbatch import MicroBatchList
+from areal.engine.batch_rules import empty_batch
 from areal.engine.loss_step import LossResult, LossWeights, StepSums, local_weights, sum_results
 from areal.engine.moe.balance_loss import RoutingSums
 from areal.engine.moe.routing import Tally
@@ -212,16 +213,3 @@ def _named_by_any(counts: Sequence[int], named: Sequence[frozenset[int] | None])
             f"{next(rank for rank in filled if rank not in without)} it is not: give it to the samples of all ranks"
         )
     return frozenset(index for rank in filled for index in named[rank] or ())
-
-
-def empty_batch(dropped: int) -> ValueError:
-    """Return the error for a global batch without a sample. Its text is the same on all ranks."""
-    if dropped:
-        return ValueError(
-            f"empty batch: all {dropped} sequences of the global batch were dropped for their length: raise "
-            "MicroBatchSpec.max_tokens_per_mb, set overlong='alone', or skip the call on all ranks"
-        )
-    return ValueError(
-        "empty batch: no rank has a sample: a rank may pass an empty list while another one has samples; pass at least one sequence, "
-        "or skip the call on all ranks"
-    )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def installed_release(package: str) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.model.layout import layout_of, pad_rows
 from areal.engine.model.packed_lm import ModelInputs
-from areal.engine.moe.routing import ROUTED_EXPERTS, ExpertRouting
-from areal.utils.data import BatchPlan
+from areal.engine.moe.routing import ExpertRouting
+from areal.engine.moe.rules import ROUTED_EXPERTS
 
 
 def model_inputs(
@@ -57,17 +57,6 @@ def model_inputs(
         routing=routing.of(mb, layout, record=ROUTED_EXPERTS in outputs) if routing else None,
         adapters=layout.adapters,
     )
-
-
-def check_temperature(plan: BatchPlan) -> None:
-    """Raise if the key ``temperature`` is not one number per sequence.
-
-    Raises:
-        ValueError: the key is per-token, or has more than one value per sequence.
-    """
-    temperature = {**plan.tokens, **plan.sequences}.get("temperature")
-    if temperature is not None and ("temperature" in plan.tokens or temperature.dim() != 1):
-        raise ValueError("key 'temperature' is not one number per sequence: pass [B], or a scalar in each sample")
 
 
 def _per_token(mb: MicroBatch, key: str) -> Tensor:

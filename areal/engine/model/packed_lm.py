@@ -23,7 +23,8 @@ from areal.engine.loss_step import split_outputs
 from areal.engine.model.adapter_runs import AdapterRuns
 from areal.engine.model.decoder import decoder_of
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, head_of_runs, no_update
-from areal.engine.moe.routing import ROUTED_EXPERTS, Routing
+from areal.engine.moe.routing import Routing
+from areal.engine.moe.rules import ROUTED_EXPERTS
 from areal.utils.dtensor import local_part
 
 
