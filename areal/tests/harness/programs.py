@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """XLA optimizes little, unless ``XLA_FLAGS`` is set: most of the time of a test of the JAX engine is compilation."""
+
+WAIT = 60.0
+"""Seconds that a rank waits for a program which the first rank compiles. Then it compiles the program itself."""
 
 
 def share_programs(directory: Path) -> None:
@@ -27,18 +31,35 @@ def share_programs(directory: Path) -> None:
             sys.modules["jax"].config.update(name, value)
 
 
-def write_programs_on_this_rank() -> None:
-    """Let JAX write programs to disk on every rank. It does on rank 0 only, and on CPUs the names of programs differ by rank."""
+def compile_once_in_a_world() -> None:
+    """Let JAX compile a program of several ranks on the first of them only, and write those of one rank on that rank.
+
+    JAX writes on rank 0 only, and on CPUs the names of programs differ by rank, so that every rank would compile all of them.
+    """
     if "jax" not in sys.modules:
         return
+    importlib.import_module("jax._src.cache_key")._hash_accelerator_config = lambda *_: None
     compiler: Any = importlib.import_module("jax._src.compiler")
-    write = compiler._cache_write
+    compile_here, write = compiler._compile_and_write_cache, compiler._cache_write
+
+    def compile_or_wait(backend: Any, program: Any, devices: Any, options: Any, callbacks: Any, *names: str) -> Any:
+        ranks = {device.process_index for device in devices}
+        deadline = time.monotonic() + WAIT
+        while not callbacks and jax_rank() > min(ranks) and time.monotonic() < deadline:
+            executable, _ = compiler._cache_read(*names, options, backend, devices)
+            if executable is not None:
+                return executable
+            time.sleep(0.01)
+        return compile_here(backend, program, devices, options, callbacks, *names)
+
+    def jax_rank() -> int:
+        return compiler.distributed.global_state.process_id
 
     def write_as_rank_0(*args: Any, **kwargs: Any) -> None:
         with mock.patch.object(compiler, "distributed", _OfRank0(compiler.distributed)):
             write(*args, **kwargs)
 
-    compiler._cache_write = write_as_rank_0
+    compiler._compile_and_write_cache, compiler._cache_write = compile_or_wait, write_as_rank_0
 
 
 class _OfRank0:

@@ -30,7 +30,7 @@ from _pytest.assertion import util as assertion_util
 from _pytest.config import Config, get_config
 
 from areal.tests.everyday.costs import spent
-from areal.tests.harness.programs import write_programs_on_this_rank
+from areal.tests.harness.programs import compile_once_in_a_world
 from areal.tests.harness.world import World, enter, take_records
 
 REWRITTEN = ("areal.tests.grid.compare", "areal.tests.dist", "areal.tests.unit")
@@ -87,7 +87,7 @@ def serve(connection: Connection, seat: Seat) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a pool is a world of CPU ranks; GPUs are for torchrun, one per rank
     torch.set_num_threads(1)
     enter(World(seat.rank, seat.size, seat.cache))
-    write_programs_on_this_rank()
+    compile_once_in_a_world()
     rewrite_assertions()
     store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=seat.timeout)
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=seat.timeout)

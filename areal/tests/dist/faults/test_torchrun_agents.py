@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 class Nodes:
-    """Agents of torchrun that meet at a port, each with two processes.
+    """Agents of torchrun that meet at a port, each with one process.
 
     Args:
         folder: directory of the run, with the output of the agents.
@@ -61,7 +61,7 @@ class Nodes:
         Args:
             arguments: further arguments of the program on this node.
         """
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=run"]
         command += [f"--max-restarts={self._restarts}", "--local-addr=127.0.0.1"]
         command += ["-m", "areal.tests.dist.trainer.grpo_program", model_dir("qwen3"), str(self._folder), *arguments]
@@ -123,9 +123,9 @@ def curve(folder: Path) -> Curve:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    """Return the curve of a run of four processes on one node, without a loss."""
+    """Return the curve of a run of two processes on one node, without a loss."""
     folder = tmp_path_factory.mktemp("whole")
-    program = ["--standalone", "--nproc-per-node=4", "-m", "areal.tests.dist.trainer.grpo_program"]
+    program = ["--standalone", "--nproc-per-node=2", "-m", "areal.tests.dist.trainer.grpo_program"]
     command = [sys.executable, "-m", "torch.distributed.run", *program, model_dir("qwen3"), str(folder)]
     subprocess.run(command, check=True, timeout=280, env=ENVIRONMENT)
     steps = curve(folder)

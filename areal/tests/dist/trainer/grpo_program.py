@@ -1,6 +1,6 @@
 """GRPO under torchrun, with a checkpoint after each step, and a line of JSON for each step.
 
-    torchrun --standalone --nproc-per-node 4 -m areal.tests.dist.trainer.grpo_program MODEL FOLDER
+    torchrun --standalone --nproc-per-node 2 -m areal.tests.dist.trainer.grpo_program MODEL FOLDER
     torchrun ... -m areal.tests.dist.trainer.grpo_program MODEL FOLDER STEP
 
 With ``STEP``, a rank of this node hangs in that step, after it has written the file ``stalled``.
@@ -50,7 +50,7 @@ def stall(engine: TrainEngine, flag: Path) -> None:
 
 def main(model: str, folder: Path, stall_in: int = 0) -> None:
     """Train until all steps are taken, from the newest checkpoint in the folder."""
-    engine = create_engine(config("fsdp:d4", path=model, optimizer=OPTIMIZER))
+    engine = create_engine(config(f"fsdp:d{os.environ['WORLD_SIZE']}", path=model, optimizer=OPTIMIZER))
     engine.initialize(FinetuneSpec(total_train_steps=1000))
     with engine, played(engine, PLAN) as rollout, open(folder / "curve", "a") as file:
         kept = Checkpoints(folder / "checkpoints", every=1)
@@ -60,7 +60,7 @@ def main(model: str, folder: Path, stall_in: int = 0) -> None:
         def after_step(scalars: Mapping[str, float]) -> None:
             if os.environ["RANK"] == "0":
                 print(json.dumps([trainer.step, [scalars[name] for name in COMPARED]]), file=file, flush=True)
-            if trainer.step == stall_in - 1 and os.environ["LOCAL_RANK"] == "1":
+            if trainer.step == stall_in - 1 and os.environ["LOCAL_RANK"] == "0":
                 stall(engine, folder / "stalled")
 
         trainer.train(STEPS, after_step=after_step)

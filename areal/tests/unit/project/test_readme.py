@@ -45,8 +45,7 @@ def assert_same(lines: list[list[float]], expected: list[list[float]]) -> None:
 def test_engine_prints_the_same_under_torchrun(tmp_path: Path) -> None:
     expected = run(tmp_path, PROGRAMS[""])
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for layout in ("fsdp:d2", "fsdp:t2"):
-        assert_same(run(tmp_path, PROGRAMS[""].replace("fsdp:d1", layout), *launcher), expected)
+    assert_same(run(tmp_path, PROGRAMS[""].replace("fsdp:d1", "fsdp:t2"), *launcher), expected)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
