@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import nn
 
 from areal.api.control import Control
 from areal.api.weights import NamedTensor, UpdateKind, WeightUpdateMeta
-from areal.engine.checkpoint.async_save import Observe, ignore
 from areal.engine.checkpoint.atomic_dir import (
     FileRecord,
     Manifest,
@@ -31,6 +31,8 @@ from areal.engine.model.hub import copy_model_files, read_config
 from areal.utils.dtensor import full_box
 from areal.weight_sync.apply import Replica
 from areal.weight_sync.transport import OutgoingTensors, Transport, ignore_errors
+
+logger = logging.getLogger(__name__)
 
 KIND = "weights"
 """Value of the field ``kind`` in the manifest of a version."""
@@ -63,7 +65,6 @@ class DiskTransport(Transport):
         model: directory or hub name of the model. If given, configuration and tokenizer are written next to the
             weights, so that ``from_pretrained`` and inference servers can load a version like any model.
         file_bytes: maximum size of a file, unless a single tensor is larger.
-        observe: called with the name of each stage.
 
     Raises:
         ValueError: ``keep`` or ``file_bytes`` is below 1.
@@ -78,22 +79,21 @@ class DiskTransport(Transport):
         cast: torch.dtype | None = None,
         model: str | None = None,
         file_bytes: int = FILE_BYTES,
-        observe: Observe = ignore,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep = {keep}: keep at least 1 version")
         if file_bytes < 1:
             raise ValueError(f"file_bytes = {file_bytes}: give at least 1")
-        sender = _DiskSender(Path(folder), keep, model, file_bytes, observe) if control.rank == 0 else None
+        sender = _DiskSender(Path(folder), keep, model, file_bytes) if control.rank == 0 else None
         super().__init__(control, sender, cast=cast)
 
 
 class _DiskSender:
     """Implements :class:`~areal.weight_sync.transport.Sender` on a draft directory."""
 
-    def __init__(self, folder: Path, keep: int, model: str | None, file_bytes: int, observe: Observe) -> None:
+    def __init__(self, folder: Path, keep: int, model: str | None, file_bytes: int) -> None:
         self._folder, self._keep, self._model = folder, keep, model
-        self._file_bytes, self._observe = file_bytes, observe
+        self._file_bytes = file_bytes
         self._path = folder
         self._draft: Path | None = None
         self._records: list[FileRecord] = []
@@ -101,7 +101,7 @@ class _DiskSender:
     def prepare(self, version: int, kind: UpdateKind) -> None:
         self._path = self._folder / version_name(version)
         self._draft, self._records = open_draft(self._path), []
-        self._observe("draft opened")
+        logger.debug("%s: draft opened", self._path)
 
     def transfer(self, tensors: OutgoingTensors) -> None:
         draft, files = self._require_draft(), dict[str, list[TensorSpec]]()
@@ -120,17 +120,17 @@ class _DiskSender:
         (draft / INDEX_FILE).write_text(json.dumps(index_of(files), indent=1))
         model_files = [] if self._model is None else _write_model_files(self._model, _main_dtype(files), draft)
         self._records += [record(draft, name) for name in [INDEX_FILE, *model_files]]
-        self._observe("written")
+        logger.debug("%s: written", self._path)
 
     def commit(self, meta: WeightUpdateMeta) -> None:
         about = {"version": meta.version, "update": meta.kind, "n_tensors": meta.n_tensors, "nbytes": meta.nbytes}
         # One rename makes the version visible; afterwards it cannot be aborted.
         publish(self._require_draft(), self._path, KIND, self._records, about)
         self._draft = None
-        self._observe("published")
+        logger.debug("%s: published", self._path)
         # Remove old versions only now, so that readers always find one.
         prune(self._folder, self._keep)
-        self._observe("pruned")
+        logger.debug("%s: pruned", self._path)
 
     def abort(self, why: str) -> None:
         draft, self._draft = self._draft, None
@@ -146,9 +146,8 @@ class _DiskSender:
         writer = TensorWriter(draft / file, specs)
         for i, (_, tensor) in enumerate(tensors):
             writer.write(tensor)
-            # Kill tests stop the process here, in the middle of a file.
             if i == 0:
-                self._observe(f"in file {len(files) + 1}")
+                logger.debug("%s: in file %d", self._path, len(files) + 1)
         writer.close()
         files[file] = specs
         self._records.append(FileRecord(file, writer.size, writer.crc32))

@@ -7,6 +7,7 @@ threads agree over the control plane in :meth:`CheckpointSaver.wait`, so that an
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 import time
@@ -18,14 +19,9 @@ from typing import Any
 from areal.engine.checkpoint.atomic_dir import FileRecord, discard, open_draft, prune, publish
 from areal.utils.distributed import ControlPlane
 
-Observe = Callable[[str], None]
-"""Function that is called with the name of each stage of a save, on every rank, in the thread that reaches it."""
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02  # between looks for the reports of other ranks
-
-
-def ignore(stage: str) -> None:
-    """Do nothing: the default :data:`Observe`."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,10 @@ class CheckpointSaver:
 
     Args:
         control: control plane over all ranks of the engine.
-        observe: function that is called with every stage.
     """
 
-    def __init__(self, control: ControlPlane, observe: Observe = ignore) -> None:
+    def __init__(self, control: ControlPlane) -> None:
         self._control = control
-        self._observe = observe
         self._job: _SaveJob | None = None
 
     def save(
@@ -90,7 +84,7 @@ class CheckpointSaver:
         self.wait()
         path = path.resolve()
         draft = self._open_draft(path)
-        self._observe("draft opened")
+        logger.debug("%s: draft opened", path)
 
         # 2. Everything that needs collectives or the current values of tensors happens here, in the calling thread.
         def prepare_together() -> SaveTask:
@@ -103,10 +97,10 @@ class CheckpointSaver:
         except Exception:
             self._discard(draft)
             raise
-        self._observe("prepared")
+        logger.debug("%s: prepared", path)
 
         # 3. Write and publish in threads. A synchronous save waits for them.
-        self._job = _SaveJob(self._control, path, draft, kind, task, keep_last, self._observe)
+        self._job = _SaveJob(self._control, path, draft, kind, task, keep_last)
         self._job.start()
         if not asynchronous:
             self.wait()
@@ -154,11 +148,10 @@ class _SaveJob:
         kind: str,
         task: SaveTask,
         keep_last: int | None,
-        observe: Observe,
     ) -> None:
         self.path, self.draft = path, draft
         self._rank, self._size = control.rank, control.size
-        self._kind, self._task, self._keep_last, self._observe = kind, task, keep_last, observe
+        self._kind, self._task, self._keep_last = kind, task, keep_last
         self._stopped = threading.Event()
         self._errors: dict[str, BaseException] = {}
         self._writer = self._thread("write", self._write)
@@ -200,14 +193,14 @@ class _SaveJob:
 
     def _write(self) -> None:
         """Write this rank's files, then its report."""
-        self._observe("writing")
+        logger.debug("%s: writing", self.path)
         written = self._task.write()
-        self._observe("written")
+        logger.debug("%s: written", self.path)
         # Renamed when complete: the first rank must not read half a report.
         partial = self.draft / f".report-{self._rank}.partial"
         partial.write_bytes(pickle.dumps(written))
         partial.rename(_report(self.draft, self._rank))
-        self._observe("reported")
+        logger.debug("%s: reported", self.path)
 
     def _publish(self) -> None:
         """Wait for the reports of all ranks, write the last files and publish the checkpoint."""
@@ -217,16 +210,16 @@ class _SaveJob:
                 return
             time.sleep(_POLL_SECONDS)
         written: list[WrittenFiles] = [pickle.loads(report.read_bytes()) for report in reports]
-        self._observe("all written")
+        logger.debug("%s: all written", self.path)
         # Files that describe the others, such as the metadata of all tensors.
         last = self._task.finish([w.payload for w in written])
-        self._observe("finished")
+        logger.debug("%s: finished", self.path)
         # Reports do not belong to the checkpoint.
         for report in reports:
             report.unlink()
         files = [file for w in written for file in w.files]
         publish(self.draft, self.path, self._kind, [*files, *last], self._task.about)
-        self._observe("published")
+        logger.debug("%s: published", self.path)
         if self._keep_last is not None:
             prune(self.path.parent, self._keep_last)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from areal.api.checkpoint import SaveLoadMeta, Stateful
 from areal.api.parallel import ParallelDims
-from areal.engine.checkpoint.async_save import CheckpointSaver, Observe, SaveTask, ignore
+from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
 from areal.engine.checkpoint.atomic_dir import Manifest, is_complete, verify
 from areal.engine.checkpoint.huggingface import MAX_FILE_BYTES, Export, prepare_hf
 from areal.engine.checkpoint.run_state import STATE_FILE, read_state, rng_file, state_of, to_bytes
@@ -57,7 +57,6 @@ class EngineCheckpointer(ABC):
         run: version and layout of the engine. Loading sets the version.
         control: control plane over all ranks.
         source: directory or hub name from which tokenizer files are copied.
-        observe: function that is called with every stage of a save.
         max_file_bytes: size of the largest weight file of an ``"hf"`` checkpoint.
     """
 
@@ -79,7 +78,6 @@ class EngineCheckpointer(ABC):
         control: ControlPlane,
         source: str,
         *,
-        observe: Observe = ignore,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self._schedule = schedule
@@ -89,8 +87,7 @@ class EngineCheckpointer(ABC):
         self._source = source
         self._max_file_bytes = max_file_bytes
         self._control = control
-        self._observe = observe
-        self._saver = CheckpointSaver(control, observe)
+        self._saver = CheckpointSaver(control)
 
     # ---- implemented by each engine
 
@@ -154,7 +151,6 @@ class EngineCheckpointer(ABC):
             self._source,
             draft,
             asynchronous=meta.asynchronous,
-            observe=self._observe,
             max_file_bytes=self._max_file_bytes,
         )
 

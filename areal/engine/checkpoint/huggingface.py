@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from areal.engine.checkpoint.async_save import Observe, SaveTask, WrittenFiles
+from areal.engine.checkpoint.async_save import SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import FileRecord, record
 from areal.engine.checkpoint.gather_slices import ComputedSlice, Slice, SliceGatherer
 from areal.engine.checkpoint.safetensors import (
@@ -28,6 +29,8 @@ from areal.engine.checkpoint.safetensors import (
 from areal.engine.model.hub import copy_model_files
 from areal.utils.distributed import ControlPlane
 from areal.utils.dtensor import Box
+
+logger = logging.getLogger(__name__)
 
 VALUE_HEAD = "value_head.weight"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -167,7 +170,6 @@ def prepare_hf(
     draft: Path,
     *,
     asynchronous: bool,
-    observe: Observe,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> SaveTask:
     """Gather weights and write them into the files of a draft. Collective.
@@ -181,7 +183,6 @@ def prepare_hf(
         source: directory or hub name from which tokenizer files and code are copied.
         draft: directory to write into.
         asynchronous: whether the files are written later, in a thread.
-        observe: function that is called with the stages of the save.
         max_file_bytes: size of the largest weight file.
     """
     # 1. Divide the weights into files, and the files among the ranks. The value head gets a separate file, which is not in
@@ -198,7 +199,7 @@ def prepare_hf(
 
     # 2. Gather tensor by tensor.
     sink = _CopySink(draft, own_files) if asynchronous else _FileSink(draft, own_files)
-    faults = _gather_tensors(files, writers, SliceGatherer(export.slices, control), sink, observe)
+    faults = _gather_tensors(files, writers, SliceGatherer(export.slices, control), sink)
     control.settle(faults[0] if faults else None)
 
     # 3. Close the files. The first rank also writes configuration, tokenizer and index.
@@ -220,7 +221,6 @@ def _gather_tensors(
     writers: Mapping[str, int],
     gatherer: SliceGatherer,
     sink: _FileSink | _CopySink,
-    observe: Observe,
 ) -> list[Exception]:
     """Gather all tensors of all files, and pass those of this rank's files to ``sink``. Collective.
 
@@ -234,9 +234,7 @@ def _gather_tensors(
                 sink.put(file, tensor)
             except Exception as error:
                 faults.append(error)
-        # Two stages within the loop, for tests that kill a rank there.
-        if done in (0, 8):
-            observe(f"tensor {done}")
+        logger.debug("%s: tensor %d", file, done)
     return faults
 
 

@@ -17,6 +17,7 @@ from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.tests.dist.checkpoint.checkpoints import Counter, flip, step, unharmed
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
+from areal.tests.harness.stages import at_stages
 from areal.tests.harness.tiny import (
     OPTIMIZER,
     checkpointer_of,
@@ -331,16 +332,16 @@ def test_write_error_on_one_rank_raises_on_all_ranks(
             raise OSError(28, "No space left on device")
 
     def save() -> None:
-        failing.save(SaveLoadMeta(tmp_path / "saved", weight_format=weight_format, asynchronous=asynchronous))
-        failing.wait()
+        engine.save(SaveLoadMeta(tmp_path / "saved", weight_format=weight_format, asynchronous=asynchronous))
+        engine.wait_for_checkpoint()
 
     with started("fsdp:d2") as engine:
         engine.save(SaveLoadMeta(tmp_path / "saved", weight_format=weight_format))
         expected: dict[str, Tensor] = weights_of(engine)
         step(engine, 1)
-        failing = checkpointer_of(engine, model_dir("qwen3"), observe=full_disk)
         with (
             unharmed(engine),
+            at_stages(full_disk),
             pytest.raises(RuntimeError, match=rf"rank {rank}: OSError.*No space left.*nothing was saved"),
         ):
             save()

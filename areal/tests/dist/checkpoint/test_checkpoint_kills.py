@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from areal.engine.registry import engine_names
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import PROMPTLY
 from areal.tests.harness.processes import needs_own_world, run_world
+from areal.tests.harness.stages import at_stages
 from areal.tests.harness.tiny import NEEDS_JAX, checkpointer_of, started
 from areal.tests.harness.world import world
 from areal.utils.distributed import RankLostError
@@ -59,18 +61,17 @@ def save_and_be_killed(
     """
 
     def die(reached: str) -> None:
-        if armed and reached == stage and world().rank == victim:
+        if reached == stage and world().rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    armed: list[bool] = []
     path = model_dir("qwen3")
-    with started(backend, path=path) as engine:
-        checkpointer = checkpointer_of(engine, path, observe=die, max_file_bytes=12_000)
+    with started(backend, path=path) as engine, ExitStack() as stack:
+        checkpointer = checkpointer_of(engine, path, max_file_bytes=12_000)
         for value in (1, 2):
             fill(engine, value)
             engine.set_version(value)
             if value == 2:
-                armed.append(True)
+                stack.enter_context(at_stages(die))
                 dist.barrier()
             start = time.monotonic()
             try:
@@ -135,10 +136,10 @@ def save_with_four(folder: str, stage: str) -> None:
 
     path = model_dir("qwen3")
     with started("fsdp:d4", path=path) as engine:
-        checkpointer = checkpointer_of(engine, path, observe=die)
         start = time.monotonic()
         try:
-            checkpointer.save(SaveLoadMeta(Path(folder) / "saved"))
+            with at_stages(die):
+                engine.save(SaveLoadMeta(Path(folder) / "saved"))
         except RuntimeError as error:
             Path(folder, f"survivor{world().rank}").write_text(f"{time.monotonic() - start:.1f} {error}")
         while time.monotonic() - start < 60 and len(list(Path(folder).glob("survivor*"))) < 3:

@@ -13,6 +13,7 @@ from areal.api import OptimizerConfig, TrainEngine, WeightReceiver
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.layouts import LORA, TOLERANCES, Cell, Layout, all_layouts
 from areal.tests.grid.models import adapter_dir, model_dir
+from areal.tests.harness.stages import at_stages
 from areal.tests.harness.tiny import global_batch, layouts, local_batch, loss, same_bits, started, weights_of
 from areal.tests.harness.world import world
 from areal.utils.distributed import ControlPlane
@@ -156,18 +157,18 @@ def test_bfloat16_replica_of_float32_trainer(backend: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("backend", layouts(2))
 @pytest.mark.parametrize("stage", ["draft opened", "in file 2", "written"])
 def test_sender_fault_raises_on_all_ranks_and_engine_continues(backend: str, stage: str, tmp_path: Path) -> None:
-    armed = [True]
-
     def fail(reached: str) -> None:
-        if armed and reached == stage:
+        if reached == stage:
             raise OSError("no space left on the device")
 
     with started(backend) as engine:
-        transport = DiskTransport(engine.control, tmp_path / "w", file_bytes=FILE_BYTES, observe=fail)  # type: ignore[attr-defined]
-        with pytest.raises(RuntimeError, match=r"rank 0: OSError: no space left.*version 1 was not sent"):
+        transport = DiskTransport(engine.control, tmp_path / "w", file_bytes=FILE_BYTES)  # type: ignore[attr-defined]
+        with (
+            at_stages(fail),
+            pytest.raises(RuntimeError, match=r"rank 0: OSError: no space left.*version 1 was not sent"),
+        ):
             transport.send(engine, 1)
         assert world().rank > 0 or os.listdir(tmp_path / "w") == []
-        armed.clear()
         transport.send(engine, 2)
         module = replica(model_dir("qwen3"))
         assert DiskReceiver(tmp_path / "w", module).receive(0) == 2

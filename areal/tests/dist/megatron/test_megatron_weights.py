@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
-from areal.engine.checkpoint.async_save import CheckpointSaver, ignore
+from areal.engine.checkpoint.async_save import CheckpointSaver
 from areal.engine.checkpoint.huggingface import prepare_hf
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.engine.registry import create_engine
@@ -85,9 +85,7 @@ def save_hf(engine: TrainEngine, path: Path, *, asynchronous: bool = False, **op
     saver.save(
         path,
         "hf",
-        lambda draft: prepare_hf(
-            weights.export(), engine.control, source, draft, asynchronous=asynchronous, observe=ignore, **options
-        ),
+        lambda draft: prepare_hf(weights.export(), engine.control, source, draft, asynchronous=asynchronous, **options),
         asynchronous=asynchronous,
     )
     return saver

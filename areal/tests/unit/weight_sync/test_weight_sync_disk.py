@@ -13,7 +13,8 @@ from areal.api import NamedTensor
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.unit.weight_sync.updates import FILE_BYTES, dying, ended, filled, number, start
+from areal.tests.harness.stages import at_stages
+from areal.tests.unit.weight_sync.updates import FILE_BYTES, ended, filled, number, start
 from areal.utils.distributed import ControlPlane, init_default_group
 from areal.weight_sync import DirectTransport, DiskReceiver, DiskTransport, ModuleSource
 from areal.weight_sync.disk import published
@@ -24,11 +25,15 @@ pytestmark = needs_own_world
 def publish_and_be_killed(folder: Path, stage: str) -> None:
     torch.set_num_threads(1)
     init_default_group()
-    armed: list[bool] = []
-    transport = DiskTransport(ControlPlane(), folder, keep=1, file_bytes=FILE_BYTES * 4, observe=dying(stage, armed))
+    transport = DiskTransport(ControlPlane(), folder, keep=1, file_bytes=FILE_BYTES * 4)
     transport.send(ModuleSource(filled(1)), 1)
-    armed.append(True)
-    transport.send(ModuleSource(filled(2)), 2)
+
+    def die(reached: str) -> None:
+        if reached == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with at_stages(die):
+        transport.send(ModuleSource(filled(2)), 2)
 
 
 @pytest.mark.parametrize("stage", ["draft opened", "in file 1", "in file 3", "written", "published", "pruned"])

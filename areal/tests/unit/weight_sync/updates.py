@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from areal.engine.checkpoint.async_save import Observe
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.pool import PRELOADED
 
@@ -48,11 +45,3 @@ def ended(process: multiprocessing.process.BaseProcess) -> int | None:
     code = process.exitcode
     process.kill()
     return code
-
-
-def dying(stage: str, armed: list[bool]) -> Observe:
-    def die(reached: str) -> None:
-        if armed and reached == stage:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return die
