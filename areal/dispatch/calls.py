@@ -37,8 +37,7 @@ from areal.dispatch.rank_calls import (
 from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.dispatch.table import TABLE, Returned, Route, Sent
-from areal.engine.loss_arguments import resolve_loss
-from areal.engine.loss_step import check_normalization, with_returned
+from areal.engine.loss_call import LossCall
 
 T = TypeVar("T")
 
@@ -378,11 +377,7 @@ def computed_outputs(arguments: Mapping[str, Any]) -> Outputs:
     """
     if "loss_fn" not in arguments:
         return arguments.get("outputs", DEFAULT_OUTPUTS)
-    normalization = arguments.get("normalization", "weight")
-    check_normalization(normalization, arguments.get("loss_weight", 1.0))
-    loss, weight = arguments["loss_fn"], arguments.get("loss_weight_fn")
-    outputs = resolve_loss(loss, weight, arguments.get("outputs"), normalization)[2]
-    return with_returned(outputs, arguments.get("returns", ()))
+    return LossCall.of(**arguments).outputs
 
 
 def rank_0(values: Sequence[T]) -> T:

@@ -30,14 +30,12 @@ from areal.engine.batch_rules import BatchRules, check_one_adapter
 from areal.engine.call_gradients import call_gradients
 from areal.engine.components import CallGradients, EngineComponents
 from areal.engine.faults import Faults, check_loss, zero_gradient_loss
-from areal.engine.loss_arguments import resolve_loss
+from areal.engine.loss_call import LossCall
 from areal.engine.loss_step import (
     LossStep,
     OutputStep,
-    check_normalization,
     loss_divisors,
     step_output,
-    with_returned,
 )
 from areal.engine.model.layout import StreamLayout, layout_of
 from areal.engine.model.outputs import gather_outputs
@@ -86,25 +84,15 @@ class BaseTrainEngine(EngineState):
         components = self._require_components()
         if components.gradients.state.accumulated:
             raise RuntimeError("train_batch with pending gradients: call optimizer_step() or zero_grad() first")
-        with self.timer.call() as call:
+        call = LossCall.of(loss_fn, loss_weight_fn, outputs, returns=returns)
+        with self.timer.call() as timed:
             # All transfers from host memory come first, where they are counted.
             self._onload_for_step(grads=True, optimizer=True)
             with components.schedule.last_call(), self.timer.call() as inner:
-                step = self._loss_batch(
-                    inner,
-                    batch,
-                    loss_fn,
-                    loss_weight_fn,
-                    outputs,
-                    "weight",
-                    1.0,
-                    returns,
-                    forward_only=False,
-                    steps=True,
-                )
+                step = self._loss_batch(inner, batch, call, steps=True)
             stats = self._apply_gradients()
             # The slowest rank is the one that the others waited for.
-            seconds, timings = max(self.control.gather(call.read()), key=lambda times: times[0])
+            seconds, timings = max(self.control.gather(timed.read()), key=lambda times: times[0])
         return dataclasses.replace(step, **vars(stats), seconds=seconds, timings=timings)
 
     def forward_backward(
@@ -118,10 +106,11 @@ class BaseTrainEngine(EngineState):
         loss_weight: float = 1.0,
         returns: Outputs = (),
     ) -> StepOutput:
-        with self.timer.call() as call:
-            return self._loss_batch(
-                call, batch, loss_fn, loss_weight_fn, outputs, normalization, loss_weight, returns, forward_only=False
-            )
+        call = LossCall.of(
+            loss_fn, loss_weight_fn, outputs, returns=returns, normalization=normalization, loss_weight=loss_weight
+        )
+        with self.timer.call() as timed:
+            return self._loss_batch(timed, batch, call)
 
     def eval_batch(
         self,
@@ -132,10 +121,9 @@ class BaseTrainEngine(EngineState):
         outputs: Outputs | None = None,
         returns: Outputs = (),
     ) -> StepOutput:
-        with self.timer.call() as call, self._require_components().evaluating():
-            return self._loss_batch(
-                call, batch, loss_fn, loss_weight_fn, outputs, "weight", 1.0, returns, forward_only=True
-            )
+        call = LossCall.of(loss_fn, loss_weight_fn, outputs, returns=returns)
+        with self.timer.call() as timed, self._require_components().evaluating():
+            return self._loss_batch(timed, batch, call, forward_only=True)
 
     # ---- verb without a loss
 
@@ -152,50 +140,38 @@ class BaseTrainEngine(EngineState):
     # ---- one call with a loss, in five steps
 
     def _loss_batch(
-        self,
-        call: TimedCall,
-        batch: BatchInput,
-        loss: LossFn | LossObjective,
-        weight_fn: LossWeightFn | None,
-        named_outputs: Outputs | None,
-        normalization: Normalization,
-        loss_weight: float,
-        returns: Outputs,
-        *,
-        forward_only: bool,
-        steps: bool = False,
+        self, timed: TimedCall, batch: BatchInput, call: LossCall, *, forward_only: bool = False, steps: bool = False
     ) -> StepOutput:
         components = self._require_components()
-        check_normalization(normalization, loss_weight)
-        loss_fn, loss_weight_fn, outputs = resolve_loss(loss, weight_fn, named_outputs, normalization)
-        outputs = with_returned(outputs, returns)
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
-        mbs = self._prepare(batch, outputs)
-        check_one_adapter(mbs.adapters, 1.0 if forward_only else normalization, steps=steps)
+        mbs = self._prepare(batch, call.outputs)
+        check_one_adapter(mbs.adapters, 1.0 if forward_only else call.normalization, steps=steps)
 
         # 2. Sum the loss weights over micro-batches and ranks: they are what each term of the loss is divided by.
-        weights = self._sync.weights(mbs, loss_weight_fn, required=normalization == "weight")
+        weights = self._sync.weights(mbs, call.weight_fn, required=call.normalization == "weight")
         totals = components.routing.with_terms(weights.total, weights.sequences, weights.tokens)
-        divisors = loss_divisors(totals, normalization)
+        divisors = loss_divisors(totals, call.normalization)
 
         # 3. Run all micro-batches forward and backward. Meanwhile, routers add the gradient of the balancing losses.
         # 4. For each micro-batch, the process function calls the loss function and divides its terms.
-        process = LossStep(loss_fn, weights, divisors, loss_weight, returns)
-        with components.routing.counting(divisors, loss_weight * components.schedule.grad_scale(len(mbs))) as routed:
-            results = self.forward_backward_batch(mbs, process, outputs=outputs, forward_only=forward_only)
+        process = LossStep(call.loss_fn, weights, divisors, call.loss_weight, call.returns)
+        with components.routing.counting(
+            divisors, call.loss_weight * components.schedule.grad_scale(len(mbs))
+        ) as routed:
+            results = self.forward_backward_batch(mbs, process, outputs=call.outputs, forward_only=forward_only)
 
         # 5. Sum the results over micro-batches and ranks. Per-token outputs stay on their rank.
         gradients = None if forward_only else call_gradients(components, mbs.adapters)
         with self._undoing(gradients):
             note = "" if gradients is None else gradients.on_error
-            sums = self._sync.sum_results(mbs, results, routed, call, note, self._moved)
+            sums = self._sync.sum_results(mbs, results, routed, timed, note, self._moved)
         if gradients is not None:
             gradients.end()
         self._moved.clear()
         may_drop = self.config.mb_spec.overlong == "drop"
-        returned = self._restored(mbs, [result.outputs for result in results]) if returns else {}
-        return step_output(sums, weights, divisors, loss_weight, returned, n_mbs=len(mbs), may_drop=may_drop)
+        returned = self._restored(mbs, [result.outputs for result in results]) if call.returns else {}
+        return step_output(sums, weights, divisors, call.loss_weight, returned, n_mbs=len(mbs), may_drop=may_drop)
 
     # ---- step 1: micro-batches
 

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from areal.api.batch import Metric, OutputName, Reduction, StepOutput, TokenOutputs, TopK
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.engine.loss_arguments import ReadOutputs, naming_missing_outputs
 from areal.engine.moe.balance_loss import RoutingSums
+from areal.engine.read_outputs import ReadOutputs, naming_missing_outputs
 
 LOSS = "loss"
 """Name of the term of a loss with one term."""
@@ -121,17 +121,6 @@ def split_outputs(outputs: tuple[OutputName, ...], argument: str = "outputs") ->
     return names, next(iter(tops), None)
 
 
-def with_returned(outputs: tuple[OutputName, ...], returns: tuple[OutputName, ...]) -> tuple[OutputName, ...]:
-    """Return the outputs that a call computes: those that its loss reads, and those that it returns.
-
-    Raises:
-        ValueError: ``returns`` has an unknown output.
-    """
-    if returns:
-        split_outputs(returns, "returns")
-    return (*outputs, *(output for output in returns if output not in outputs))
-
-
 def _fields_of(outputs: tuple[OutputName, ...]) -> list[str]:
     """Return the fields of ``TokenOutputs`` with these outputs."""
     return [output if isinstance(output, str) else "topk" for output in outputs]
@@ -150,21 +139,6 @@ def check_outputs(outputs: tuple[OutputName, ...], *, value_head: bool, vocab_si
         raise ValueError(
             "outputs has 'values', but the engine has no value head: set TrainEngineConfig.value_head=True"
         )
-
-
-def check_normalization(normalization: Normalization, loss_weight: float) -> None:
-    """Check the arguments that divide and scale a loss.
-
-    Raises:
-        ValueError: names the argument.
-    """
-    number = isinstance(normalization, int | float) and 0 < normalization < math.inf
-    if normalization not in ("weight", "sum") and not number:
-        raise ValueError(
-            f"normalization = {normalization!r}: choose 'weight', 'sum', or a positive number to divide by"
-        )
-    if not math.isfinite(loss_weight):
-        raise ValueError(f"loss_weight = {loss_weight}: it must be finite")
 
 
 def loss_divisors(totals: Mapping[str, float], normalization: Normalization) -> dict[str, float]:

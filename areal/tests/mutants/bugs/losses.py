@@ -55,7 +55,7 @@ def unmeasured_is_zero(right: Function) -> Function:
     return lambda self: {"rollout/logprob_error": 0.0, "rollout/logprob_k3": 0.0} | right(self)
 
 
-@mutant("areal.engine.loss_arguments:resolve_loss", OBJECTIVES.format("verbs_take_an_objective"))
+@mutant("areal.engine.loss_call:resolve_loss", OBJECTIVES.format("verbs_take_an_objective"))
 def weight_function_of_objective_is_forgotten(right: Function) -> Function:
     """A verb takes the loss function and the outputs of an objective, and divides by the number of tokens."""
 
@@ -68,7 +68,7 @@ def weight_function_of_objective_is_forgotten(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.loss_arguments:resolve_loss",
+    "areal.engine.loss_call:resolve_loss",
     OBJECTIVES.format("a_forgotten_weight_function_or_output_is_refused_by_name"),
 )
 def loss_alone_is_accepted(right: Function) -> Function:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal.api import Batch, Metric, TokenOutputs, default_loss_weight
-from areal.engine.loss_arguments import resolve_loss
+from areal.engine.loss_call import resolve_loss
 from areal.tests.unit.losses.losses_world import Step, batch_of, logprobs, samples, step
 from areal.trainer import losses
 from areal.trainer.losses import (
