@@ -139,18 +139,17 @@ class SharedDevices:
     # ---- uses
 
     @contextlib.contextmanager
-    def use(self, name: str, use: Use, upcoming: Sequence[Need] | None = None) -> Iterator[None]:
+    def use(self, name: str, use: Use) -> Iterator[None]:
         """Context of a use: what it needs is on the device inside. Uses can be nested, such as a weight sync in a rollout that is awake.
 
         Args:
             name: name of the model or rollout.
             use: what is done inside.
-            upcoming: uses that follow, as far as they are known. By default, those that followed the last time.
 
         Raises:
             ValueError: see :meth:`Placement.request`.
         """
-        turn = Turn(self._turns, Need(name, use), upcoming)
+        turn = Turn(self._turns, Need(name, use))
         try:
             self._turns.begin(turn)
             yield

@@ -22,7 +22,6 @@ class Turn:
     Args:
         turns: turns of the same devices.
         need: model or rollout, and its use.
-        upcoming: uses that follow; ``None`` predicts them.
         background: does not begin while another use waits, and is independent of the other uses of its thread.
         call: the use of one call. Nothing else of the model moves meanwhile.
         ended: has ended without a begin.
@@ -36,14 +35,13 @@ class Turn:
         self,
         turns: Turns,
         need: Need,
-        upcoming: Sequence[Need] | None = None,
         *,
         background: bool = False,
         call: bool = False,
         ended: bool = False,
     ) -> None:
         self._turns = turns
-        self.need, self.upcoming = need, upcoming
+        self.need = need
         self.background, self.call = background, call
         self.thread = threading.get_ident()
         self.holder: object = self if background else self.thread
@@ -241,9 +239,7 @@ class Turns:
 
     def _plan(self, turn: Turn) -> list[Move]:
         """Begin a use in the placement. Returns the moves that it needs."""
-        upcoming = turn.upcoming
-        if upcoming is None:
-            upcoming = () if self._placement.ready(turn.need) else self._history.following(turn.need)
+        upcoming = () if self._placement.ready(turn.need) else self._history.following(turn.need)
         moves = self._placement.request(turn.need, upcoming, self._busy())
         self._history.add(turn.need)
         self._active.append(turn)

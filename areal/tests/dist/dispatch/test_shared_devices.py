@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
-from areal.dispatch.placement import Kind, Need, Part, SharedDevices, Use, shared_devices
+from areal.dispatch.placement import Kind, Part, SharedDevices, Use, shared_devices
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Sampling
 from areal.tests.dist.dispatch.shared import FakeRollout, assert_agrees, samples, state_bytes
@@ -47,8 +47,7 @@ def value_loss(out: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", [*layouts(1), layout("jax:d1")])
-@pytest.mark.parametrize("announced", [pytest.param(False, id="unannounced"), pytest.param(True, id="announced")])
-def test_bytes_agree_with_the_placement_after_each_use(backend: str, announced: bool, tmp_path: Path) -> None:
+def test_bytes_agree_with_the_placement_after_each_use(backend: str, tmp_path: Path) -> None:
     batch = samples()
     with three_models(backend) as engines, started(backend) as alone:
         policy, critic, reference = engines.values()
@@ -76,12 +75,11 @@ def test_bytes_agree_with_the_placement_after_each_use(backend: str, announced: 
         shared.add_rollout("rollout", rollout, state_bytes(policy) // 2)
         assert_agrees(shared, engines)
         rounds = [(round_, *verb) for round_ in range(2) for verb in verbs]
-        uses = [Need(name, use) for _, name, use, _ in rounds]
         with mock.patch.object(shared_devices.logger, "warning") as warning:
-            for number, (round_, name, use, verb) in enumerate(rounds):
+            for round_, name, use, verb in rounds:
                 if use is Use.CHECKPOINT and round_:
                     continue
-                with shared.use(name, use, uses[number + 1 :] if announced else ()):
+                with shared.use(name, use):
                     assert shared.placement.bytes_on_device("gpu") <= state_bytes(policy) + 10_000
                     before = shared.placement.moved
                     verb()

@@ -69,7 +69,7 @@ def announced_uses_are_ignored(right: Function) -> Function:
     return lambda self, request, upcoming=(), pinned=frozenset(): right(self, request, (), pinned)
 
 
-@mutant("areal.dispatch.placement.placement:Placement.release", _EXAMPLE, _SHARED.format("announced-fsdp:d1"))
+@mutant("areal.dispatch.placement.placement:Placement.release", _EXAMPLE, _SHARED.format("fsdp:d1"))
 def gradients_stay_after_a_step(right: Function) -> Function:
     """Gradients that a step has freed still count."""
 
@@ -79,7 +79,7 @@ def gradients_stay_after_a_step(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.dispatch.placement.shared_devices:SharedDevices._move", _SHARED.format("announced-fsdp:d1"))
+@mutant("areal.dispatch.placement.shared_devices:SharedDevices._move", _SHARED.format("fsdp:d1"))
 def first_move_of_an_engine_is_not_executed(right: Function) -> Function:
     """The first planned move of each use is left to the verb."""
     return lambda self, moves: right(self, moves[1:])
