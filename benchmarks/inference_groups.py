@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from areal.inference import VLLM, HTTPRollout
-from areal.inference.http.group import GlooCarrier, VLLMGroupTransport
+from areal.inference.http.group import GlooCarrier
 from areal.tests.grid.models import FAMILIES, tiny_model
+from areal.tests.harness.servers.group_sending import GroupSending
 from areal.tests.vllm.server import PLUGIN, PYTHON, SIZES, VLLMProcess
-from areal.utils.distributed import ControlPlane
 from areal.weight_sync.apply import ModuleSource
 
 LARGE = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"{'updates (median, ms)':34}{'disk':>10}{'group':>10}{'ratio':>8}")
         try:
             for way, options in WAYS.items():
-                transport = VLLMGroupTransport(ControlPlane(alone=True), [vllm.url], GlooCarrier(), **options)
+                transport = GroupSending([vllm.url], VLLM(), GlooCarrier(), timeout=60, **options)
                 disk, group = [], []
                 with HTTPRollout(vllm.url, VLLM(), folder=Path(folder) / "weights", take_over=True) as rollout:
                     for number in range(rounds):

@@ -17,7 +17,7 @@ R = TypeVar("R", bound=ReplyBody)
 
 
 class Members:
-    """Implements :class:`~areal.inference.http.group.servers.Servers` by a fleet.
+    """The servers of a fleet that receive an update together. Called from the thread of the trainer, which waits for each call.
 
     Servers that are away when an update begins, or lose their weights in it, get no requests until a later update.
 
@@ -32,20 +32,33 @@ class Members:
         self._members: dict[str, Server] = {}
 
     def members(self) -> Mapping[str, int]:
+        """Return the servers that can be reached, for the next update: URL -> number of restarts that the fleet has noticed.
+
+        Raises:
+            RuntimeError: no server is left.
+        """
         self._members = {server.url: server for server in self._loop.submit(self._fleet.reachable()).result()}
         return {url: server.restarts for url, server in self._members.items()}
 
     def call(self, url: str, call: HTTPCall[R], seconds: float) -> Future[R]:
+        """Send a request to a member, without retries. Returns at once.
+
+        The future raises :class:`~areal.inference.http.connection.Unavailable`, another ``RuntimeError`` or a ``ValueError`` that
+        names the server.
+        """
         future: Future[R] = self._loop.submit(self._members[url].connection.send(call, seconds))
         return future
 
     def label(self, version: int) -> str:
+        """Return the name that the servers give the weights of a version."""
         return self._owner.label(version)
 
     def hold(self) -> None:
+        """Stop generation on all members, until :meth:`release`; see :meth:`Fleet.hold`."""
         self._loop.submit(self._fleet.hold(self._list())).result()
 
     def release(self, version: int | None, faults: Mapping[str, str]) -> None:
+        """Continue generation on all members. Called once after each :meth:`hold`, also if that failed; see :meth:`Fleet.release`."""
         self._loop.submit(self._fleet.release(self._list(), version, faults)).result()
 
     def _list(self) -> list[Server]:

@@ -11,7 +11,7 @@ from areal.inference.http.connection import Unavailable
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import Chunk, ChunkMemory, cut_chunks
 from areal.inference.http.group.round import Round, is_gone
-from areal.inference.http.group.servers import Servers
+from areal.inference.http.members import Members
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.group_routes import GroupRoutes
 from areal.inference.http.servers.schemas import ReplyBody
@@ -29,7 +29,7 @@ class GroupSender:
     a server that is interrupted has lost its weights.
 
     Args:
-        servers: owner of the servers.
+        servers: the servers.
         routes: requests of the servers' kind.
         carrier: carrier of the tensors.
         chunk_bytes: maximum size of a chunk, unless a single tensor is larger. The carrier's device has two of them in memory.
@@ -42,7 +42,7 @@ class GroupSender:
 
     def __init__(
         self,
-        servers: Servers,
+        servers: Members,
         routes: GroupRoutes,
         carrier: Carrier,
         *,
@@ -55,7 +55,7 @@ class GroupSender:
         self._memory = ChunkMemory(chunk_bytes, carrier.device)
         self.size = 0
         self._joined: dict[str, int] = {}  # workers by URL of the group's servers
-        self._starts: dict[str, int] = {}  # numbers of restarts of the group's servers, as the owner counts
+        self._starts: dict[str, int] = {}  # numbers of restarts of the group's servers, as their fleet counts
         self._labels: dict[str, str | None] = {}  # label that each server must have, unless it was restarted
         self._interrupted: set[str] = set()  # servers whose update was started and not finished
         self._fresh = False  # the group has had no update yet

@@ -366,7 +366,7 @@ def tensors_taken_before_they_are_copied(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.group.standalone:StandaloneServers.release",
+    "areal.inference.http.members:Members.release",
     GROUP.format("test_next_update_heals_servers_that_were_interrupted_by_the_source[*norm*]"),
 )
 def interrupted_servers_go_on(right: Function) -> Function:

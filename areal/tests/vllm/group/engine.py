@@ -9,7 +9,9 @@ import json
 import sys
 
 from areal.api import OptimizerConfig
-from areal.inference.http.group import GlooCarrier, VLLMGroupTransport
+from areal.inference.http import VLLM
+from areal.inference.http.group import GlooCarrier
+from areal.tests.harness.servers.group_sending import GroupSending
 from areal.tests.harness.tiny import global_batch, local_batch, loss, started, weights_of
 from areal.tests.vllm.group.generating import served_error
 from areal.tests.vllm.server import replica, served_model
@@ -20,10 +22,11 @@ UPDATES = 3
 def main(url: str, backend: str, packed_bytes: int, chunk_bytes: int) -> None:
     everything = global_batch()
     with started(backend, path=served_model(), dtype="float32", optimizer=OptimizerConfig(lr=0.05)) as engine:
-        transport = VLLMGroupTransport(
-            engine.control,  # type: ignore[attr-defined]
+        transport = GroupSending(
             [url],
+            VLLM(),
             GlooCarrier(),
+            control=engine.control,  # type: ignore[attr-defined]
             packed_bytes=packed_bytes or None,
             chunk_bytes=chunk_bytes,
             timeout=60,
@@ -32,7 +35,7 @@ def main(url: str, backend: str, packed_bytes: int, chunk_bytes: int) -> None:
             engine.train_batch(local_batch(engine, everything), loss)
             transport.send(engine, version)
             weights = weights_of(engine)
-            if transport.servers is not None:
+            if transport.servers:
                 model = replica()
                 before = served_error(url, model, version)
                 model.load_state_dict(weights, strict=True)

@@ -1,0 +1,81 @@
+"""Weights over a process group, as a rollout with a carrier sends them, with buffers of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from areal.api.control import Control
+from areal.api.weights import WeightUpdateMeta
+from areal.inference.http.connection import ServerConnection
+from areal.inference.http.fleet import Fleet
+from areal.inference.http.group import Carrier
+from areal.inference.http.group.transport import ProcessGroupTransport
+from areal.inference.http.loop_thread import LoopThread
+from areal.inference.http.members import Members
+from areal.inference.http.owner import Owner
+from areal.inference.http.server import Server
+from areal.inference.http.servers.dialect import Dialect
+from areal.inference.http.update_times import UpdateTimes
+from areal.utils.distributed import ControlPlane
+
+
+class GroupSending:
+    """Servers that the first rank owns, and the transport to them.
+
+    Args:
+        urls: base URLs.
+        dialect: kind of server.
+        carrier: carrier of the tensors.
+        control: control plane over the ranks of the trainer.
+        timeout: seconds for each step of an update.
+        options: those of :class:`ProcessGroupTransport`.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        dialect: Dialect,
+        carrier: Carrier,
+        *,
+        control: Control | None = None,
+        timeout: float = 10.0,
+        **options: Any,
+    ) -> None:
+        control = control or ControlPlane(alone=True)
+        self._owner, self._loop = Owner(take_over=True), LoopThread("test-servers")
+        here = urls if control.rank == 0 else []
+        self.servers = [Server(ServerConnection(url, {}), dialect, self._owner, 0) for url in here]
+        self._fleet = Fleet(self.servers, UpdateTimes(timeout, 1.0))
+        members = Members(self._fleet, self._loop, self._owner) if here else None
+        options = {"timeout": timeout, **options}
+        self._transport = ProcessGroupTransport(control, members, dialect.group, carrier, **options)
+        self._loop.submit(self._fleet.open()).result()
+
+    def send(self, source: Any, version: int, **options: Any) -> WeightUpdateMeta:
+        return self._transport.send(source, version, **options)
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Reason by URL of the servers whose weights are not known."""
+        return {server.url: server.why for server in self.servers if server.version is None}
+
+    def close(self) -> None:
+        self._transport.close()
+        self._loop.submit(self._fleet.close()).result()
+        self._owner.retire()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def version_in(label: str) -> str:
+    """Return the version at the end of a label of a server's weights."""
+    return label.rpartition("/")[2]
