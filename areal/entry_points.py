@@ -16,10 +16,10 @@ ENGINE_GROUP = "areal.engines"
 """Entry point group of engine classes."""
 
 TRAINING_GROUP = "areal.tinker_backends"
-"""Entry point group of functions that are a :class:`~areal.tinker.backends.protocol.TrainingFactory`."""
+"""Entry point group of functions that are a :class:`~areal.tinker.backends.backend.TrainingFactory`."""
 
 SAMPLING_GROUP = "areal.tinker_samplers"
-"""Entry point group of functions that are a :class:`~areal.tinker.backends.protocol.SamplingFactory`."""
+"""Entry point group of functions that are a :class:`~areal.tinker.backends.backend.SamplingFactory`."""
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     ENGINE_GROUP: {

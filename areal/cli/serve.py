@@ -17,9 +17,9 @@ import tyro
 import uvicorn
 
 from areal.tinker.api.app import create_app
-from areal.tinker.api.settings import MIB, ApiSettings
-from areal.tinker.backends.registry import create_sampling_backend, create_training_backend
-from areal.tinker.engine.service import Service, ServiceSettings
+from areal.tinker.api.http_settings import MIB, ApiSettings
+from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
+from areal.tinker.service.service import Service, ServiceSettings
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
 from areal.dispatch.executor import Executor, Handle, Work
-from areal.dispatch.pending import PendingCall
+from areal.dispatch.pending_call import PendingCall
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.turns import Turn
 from areal.dispatch.placement.uses import Use

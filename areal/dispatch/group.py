@@ -29,8 +29,8 @@ from areal.dispatch.in_process import InProcess
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.uses import Use
 from areal.dispatch.rank_calls import CarriedState, Destroy, Initialize, Load, MakeTransport
-from areal.dispatch.remote.adapters import GroupAdapters
-from areal.dispatch.remote.transport import GroupTransport
+from areal.dispatch.remote.remote_adapters import GroupAdapters
+from areal.dispatch.remote.remote_transport import GroupTransport
 from areal.dispatch.table import TABLE, Returned
 from areal.dispatch.verbs import DispatchedVerbs
 from areal.engine.options import engine_config

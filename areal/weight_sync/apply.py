@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, joined, stored_tensors
-from areal.engine.lora.plan import PREFIX
+from areal.engine.lora.adapter_plan import PREFIX
 from areal.utils.dtensor import full_box
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# The file names of areal.cli.doctor.probe, which cannot be imported where torch is missing.
-_RESULTS, _MODULE = "results.jsonl", "areal.cli.doctor.probe"
+# The file names of areal.cli.doctor.rank_process, which cannot be imported where torch is missing.
+_RESULTS, _MODULE = "results.jsonl", "areal.cli.doctor.rank_process"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a launcher, which belong to the program that called this one."""
 
@@ -24,7 +24,7 @@ class Observed:
 
     Attributes:
         devices: one line for each device.
-        engines: name -> result of :func:`~areal.cli.doctor.probe.try_engine`.
+        engines: name -> result of :func:`~areal.cli.doctor.rank_process.try_engine`.
         one, two: losses and gradient norms on one rank and on two, as far as they got.
         stage: what rank 0 did last, empty at its end.
         seconds: time until both processes had ended.

@@ -36,8 +36,8 @@ from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.fsdp.router import fsdp_expert_info, watch_routers, why_no_router
 from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
+from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.lora.components import with_adapters
 from areal.engine.model.hub import read_config
 from areal.engine.model.inputs import model_inputs
 from areal.engine.model.packed_lm import PackedCausalLM

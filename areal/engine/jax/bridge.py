@@ -23,9 +23,9 @@ from areal.engine.jax.lora.factors import StackedFactors, factor_sharding
 from areal.engine.jax.mesh import to_numpy
 from areal.engine.jax.model.attention import Visibility
 from areal.engine.jax.model.decoder import Stream
-from areal.engine.jax.model.outputs import Outputs, Rows, Wanted, compute_outputs
 from areal.engine.jax.model.spec import ModelSpec, Params
-from areal.engine.jax.state import ModelState
+from areal.engine.jax.model.token_outputs import Outputs, Rows, Wanted, compute_outputs
+from areal.engine.jax.model_arrays import ModelState
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree", "places"])

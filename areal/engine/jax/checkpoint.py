@@ -24,8 +24,8 @@ from areal.engine.checkpoint.dcp import (
 )
 from areal.engine.checkpoint.run_tensors import MODEL, OPTIM, check_weights, weight_key
 from areal.engine.jax.mesh import host_view
+from areal.engine.jax.model_arrays import ModelState
 from areal.engine.jax.optimizer import OptaxOptimizer
-from areal.engine.jax.state import ModelState
 from areal.engine.jax.weights import JAXWeights
 from areal.engine.optimizer import ClippingOptimizer
 from areal.utils.distributed import ControlPlane

@@ -22,20 +22,20 @@ from areal.engine.jax.bridge import ForwardCall
 from areal.engine.jax.checkpoint import JAXCheckpointer
 from areal.engine.jax.inputs import Sizes, StreamInputs
 from areal.engine.jax.lora.factors import FactorStacks, jax_adapter_layout
-from areal.engine.jax.memory import JAXMemory
 from areal.engine.jax.mesh import build_mesh, check_experts_of
 from areal.engine.jax.model.architecture import Architecture, meta_model, parameters_of
-from areal.engine.jax.model.kernels import kernel_for
+from areal.engine.jax.model.fused_attention import kernel_for
 from areal.engine.jax.model.products import Numbers
 from areal.engine.jax.model.spec import ModelSpec
+from areal.engine.jax.model_arrays import ModelGradients, ModelState, norm_of_gradients, scale_grads
+from areal.engine.jax.offload import JAXMemory
 from areal.engine.jax.optimizer import OptaxOptimizer
 from areal.engine.jax.runtime import world
 from areal.engine.jax.runtime.compilation import CompileWatch, use_cache
 from areal.engine.jax.runtime.tracing import traced
-from areal.engine.jax.state import ModelGradients, ModelState, norm_of_gradients, scale_grads
 from areal.engine.jax.weights import JAXWeights
+from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.lora.components import with_adapters
 from areal.engine.model.hub import model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.options import TEMPLATE_OPTIONS

@@ -14,7 +14,7 @@ from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch, PrefixTree
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.jax.model.attention import BLOCK
-from areal.engine.jax.model.outputs import Wanted
+from areal.engine.jax.model.token_outputs import Wanted
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.layout import layout_of
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from areal.api.config import OptimizerConfig
 from areal.engine.jax.model.spec import ModelSpec, Params
-from areal.engine.jax.state import ModelState, consuming
+from areal.engine.jax.model_arrays import ModelState, consuming
 
 
 class OptaxOptimizer:

@@ -22,7 +22,7 @@ from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.checkpoint.tensor_layout import DiskTensor, disk_layout, divided_as, joined, tied_names
 from areal.engine.jax.mesh import host_view, local_boxes, to_torch
 from areal.engine.jax.model.spec import ModelSpec
-from areal.engine.jax.state import ModelState
+from areal.engine.jax.model_arrays import ModelState
 from areal.engine.model.random_init import draw
 from areal.utils.dtensor import Box, full_box
 

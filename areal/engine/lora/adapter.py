@@ -15,8 +15,8 @@ from areal.api.config import FinetuneSpec, OptimizerConfig
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.engine.lora.adapter_plan import AdapterPlan
 from areal.engine.lora.low_rank import Factor, LowRank, TensorParallelRanks, TensorParallelSplit, WeightDelta
-from areal.engine.lora.plan import AdapterPlan
 from areal.engine.optimizer import ClippingOptimizer, GradientState, sum_of_squares, torch_optimizer
 from areal.utils.seeding import mixed
 

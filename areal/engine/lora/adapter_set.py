@@ -17,10 +17,10 @@ from areal.api.step_settings import StepSettings
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
 from areal.engine.lora.adapter import Adapter, AdapterLayout
-from areal.engine.lora.files import adapter_files, read_training, write_files
+from areal.engine.lora.adapter_files import adapter_files, read_training, write_files
+from areal.engine.lora.adapter_plan import AdapterPlan
 from areal.engine.lora.low_rank import LowRank, WeightDelta
 from areal.engine.lora.mixed import MixedLowRank, mixed_pairs
-from areal.engine.lora.plan import AdapterPlan
 from areal.engine.model.adapter_runs import AdapterRuns
 from areal.utils.distributed import ControlPlane
 from areal.utils.functional import HeadUpdate

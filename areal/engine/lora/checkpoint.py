@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from areal.api.checkpoint import SaveLoadMeta
 from areal.engine.checkpoint.async_save import SaveTask
 from areal.engine.checkpoint.checkpointer import EngineCheckpointer, FolderWeights, RunInfo
+from areal.engine.lora.adapter_files import write_files
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.lora.files import write_files
 from areal.utils.distributed import ControlPlane
 
 _FOLDER = "adapters"

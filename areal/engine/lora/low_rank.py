@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from areal.engine.lora.plan import Target
+from areal.engine.lora.adapter_plan import Target
 from areal.utils.collectives import all_gather_rows
 from areal.utils.dtensor import Box, full_box
 from areal.utils.functional import HeadUpdate

@@ -22,7 +22,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api.config import LoRAConfig
 from areal.engine.checkpoint.safetensors import TensorFiles
-from areal.engine.lora.plan import FEED_FORWARD, PREFIX, AdapterPlan, Target, decoder_linears, head_name, layer_kind
+from areal.engine.lora.adapter_plan import (
+    FEED_FORWARD,
+    PREFIX,
+    AdapterPlan,
+    Target,
+    decoder_linears,
+    head_name,
+    layer_kind,
+)
 from areal.engine.model.hub import model_folder
 from areal.utils.dtensor import full_box
 

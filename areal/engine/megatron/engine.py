@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.lora.components import with_adapters
 from areal.engine.megatron import cpu
 
 if not torch.cuda.is_available():

@@ -10,9 +10,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from areal.inference.http.answer import Answer
-from areal.inference.http.connection import Unavailable
 from areal.inference.http.prefix_affinity import Affinity
 from areal.inference.http.server import Server
+from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.update_times import UpdateTimes
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from areal.inference.http.connection import ServerConnection
 from areal.inference.http.owner import Owner
+from areal.inference.http.server_connection import ServerConnection
 from areal.inference.http.servers.dialect import Routes
 
 LABEL_SECONDS = 10.0

@@ -10,8 +10,8 @@ from areal.inference.http.fleet import Fleet
 from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.owner import Owner
 from areal.inference.http.server import Server
+from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
-from areal.inference.http.servers.schemas import ReplyBody
 
 R = TypeVar("R", bound=ReplyBody)
 
@@ -43,7 +43,7 @@ class Members:
     def call(self, url: str, call: HTTPCall[R], seconds: float) -> Future[R]:
         """Send a request to a member, without retries. Returns at once.
 
-        The future raises :class:`~areal.inference.http.connection.Unavailable`, another ``RuntimeError`` or a ``ValueError`` that
+        The future raises :class:`~areal.inference.http.server_connection.Unavailable`, another ``RuntimeError`` or a ``ValueError`` that
         names the server.
         """
         future: Future[R] = self._loop.submit(self._members[url].connection.send(call, seconds))

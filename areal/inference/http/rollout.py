@@ -18,13 +18,13 @@ from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.inference.http.answer import Answer
-from areal.inference.http.connection import ServerConnection, Unavailable
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.members import Members
 from areal.inference.http.owner import Owner
 from areal.inference.http.server import Server
+from areal.inference.http.server_connection import ServerConnection, Unavailable
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.update_times import UpdateTimes
 from areal.inference.http.updates import WeightUpdates

@@ -9,12 +9,12 @@ import time
 from typing import Any, TypeVar
 
 from areal.inference.http.answer import Answer
-from areal.inference.http.connection import ServerConnection, StatusError, Unavailable, UnexpectedStatus
 from areal.inference.http.label import LABEL_SECONDS, ServerLabel, WrongLabel
 from areal.inference.http.owner import Owner
+from areal.inference.http.server_connection import ServerConnection, StatusError, Unavailable, UnexpectedStatus
+from areal.inference.http.servers.base_schemas import Anything, ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.dialect import Dialect, ReplyPart, Routes
-from areal.inference.http.servers.schemas import Anything, ReplyBody
 from areal.inference.http.update_times import UpdateTimes
 
 R = TypeVar("R", bound=ReplyBody)

@@ -15,7 +15,7 @@ from areal.inference.http.completeness import Completeness
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import PACKED_BYTES
-from areal.inference.http.group.transport import ProcessGroupTransport
+from areal.inference.http.group.process_group_transport import ProcessGroupTransport
 from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.members import Members
 from areal.inference.http.servers.dialect import Dialect

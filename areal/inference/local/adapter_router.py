@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from areal.engine.lora.plan import head_name
+from areal.engine.lora.adapter_plan import head_name
 from areal.inference.local.served_adapters import ServedAdapter, adapter_of
 
 Runs = list[tuple[ServedAdapter, slice | Tensor]]

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from areal.engine.lora.adapter_plan import AdapterPlan
 from areal.engine.lora.adapter_set import peft_format
-from areal.engine.lora.plan import AdapterPlan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal.dispatch.pending import PendingCall
+from areal.dispatch.pending_call import PendingCall
 from areal.dispatch.rank_objects import RankObjects
 from areal.utils.distributed import init_default_group
 

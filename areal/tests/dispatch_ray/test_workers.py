@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from areal.dispatch.pending import RemoteTraceback
+from areal.dispatch.pending_call import RemoteTraceback
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.ray.stored import SmallBatch, StoredBatch
 from areal.tests.dispatch_ray import functions

@@ -7,7 +7,8 @@ from fastapi import FastAPI
 from areal.tinker.api.auth import ApiKeys, Authentication, LinkSigner
 from areal.tinker.api.bodies import BodyLimits
 from areal.tinker.api.context import ApiContext
-from areal.tinker.api.errors import add_error_handlers
+from areal.tinker.api.error_replies import add_error_handlers
+from areal.tinker.api.http_settings import ApiSettings
 from areal.tinker.api.metrics import ServerMetrics
 from areal.tinker.api.request_log import RequestLog
 from areal.tinker.api.routes.checkpoints import checkpoint_routes, download_routes
@@ -16,8 +17,7 @@ from areal.tinker.api.routes.pages import page_routes
 from areal.tinker.api.routes.sampling import sampling_routes
 from areal.tinker.api.routes.sessions import session_routes
 from areal.tinker.api.routes.training import training_routes
-from areal.tinker.api.settings import ApiSettings
-from areal.tinker.engine.service import Service
+from areal.tinker.service.service import Service
 
 DESCRIPTION = """Training and sampling for clients of the `tinker` SDK. Most requests are answered with the id of a future, whose
 result `retrieve_future` returns. A key, if the server needs one, goes into the header `X-API-Key`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal.tinker.api.errors import error_response
+from areal.tinker.api.error_replies import error_response
 
 OPEN_PATHS = ("/api/v1/healthz", "/download/")
 """Beginnings of paths that need no key: the health check, and links that carry a signature."""

@@ -8,7 +8,7 @@ import zstandard
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal.tinker.api.errors import BodyError, error_response
+from areal.tinker.api.error_replies import BodyError, error_response
 
 LARGE_ROUTES = ("/api/v1/forward", "/api/v1/forward_backward")
 """Routes with batches of training data. The bodies of other routes have a smaller limit."""

@@ -10,8 +10,8 @@ from fastapi import Depends, Query, Request
 from fastapi import Path as PathParameter
 
 from areal.tinker.api.auth import LinkSigner
-from areal.tinker.api.settings import ApiSettings
-from areal.tinker.engine.service import Service
+from areal.tinker.api.http_settings import ApiSettings
+from areal.tinker.service.service import Service
 
 
 @dataclass

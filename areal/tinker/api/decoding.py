@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from areal.tinker.api import schemas, wire_pb2
-from areal.tinker.api.errors import BodyError, field_errors
-from areal.tinker.engine.requests import (
+from areal.tinker.api.error_replies import BodyError, field_errors
+from areal.tinker.service.requests import (
     ForwardBackward,
     OptimStep,
     RawChunk,

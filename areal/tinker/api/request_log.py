@@ -9,7 +9,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal.tinker.api.errors import error_response
+from areal.tinker.api.error_replies import error_response
 from areal.tinker.api.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)

@@ -20,14 +20,14 @@ from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
 from areal.tinker.backends.adam import step_settings
 from areal.tinker.backends.adapter_memory import RankMemory, rank_memory, shortage
+from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.base_model import find_base_model
 from areal.tinker.backends.engine_config import EngineBackendConfig
 from areal.tinker.backends.engine_errors import lost_error, protocol_errors
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
-from areal.tinker.backends.losses.table import loss_keys, make_loss
+from areal.tinker.backends.losses.loss_table import loss_keys, make_loss
 from areal.tinker.backends.passes import SHORT, Pass, divide_into_calls, rounds_alike, run_passes
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, PassResult, PreparedBatch
-from areal.tinker.backends.protocol import ModelLimits
 from areal.tinker.backends.rank_work import no_loss, no_weight, threads, vocab_size
 from areal.tinker.backends.samples import engine_samples
 from areal.utils.seeding import mixed
@@ -60,7 +60,7 @@ class Slot:
 
 
 class EngineBackend:
-    """Implements :class:`~areal.tinker.backends.protocol.TrainingBackend` on a group of ranks, which may be this process alone.
+    """Implements :class:`~areal.tinker.backends.backend.TrainingBackend` on a group of ranks, which may be this process alone.
 
     Each model is an adapter of the engine. Samples name their adapter, and short requests of several models may share a call.
 
@@ -378,5 +378,5 @@ class EngineBackend:
 
 
 def create(model: str, backend: str, config: Mapping[str, Any]) -> EngineBackend:
-    """Start a backend: a :class:`~areal.tinker.backends.protocol.TrainingFactory`."""
+    """Start a backend: a :class:`~areal.tinker.backends.backend.TrainingFactory`."""
     return EngineBackend(model, backend, EngineBackendConfig.parse(config))

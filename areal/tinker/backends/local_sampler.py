@@ -16,9 +16,9 @@ from areal.engine.lora.adapter_set import peft_format
 from areal.inference.local.prompt_logprobs import PromptLogprobs
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Completion, Sampling, TopTokens
+from areal.tinker.backends.backend import ModelLimits, SamplingFactory
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult, TopLogprobs
-from areal.tinker.backends.protocol import ModelLimits, SamplingFactory
 from areal.tinker.backends.sampler_config import (
     LocalSamplerConfig,
     check_adapter_base,
@@ -45,7 +45,7 @@ _PROBE_TOKENS = 16
 
 
 class LocalSampler:
-    """Implements :class:`~areal.tinker.backends.protocol.SamplingBackend`.
+    """Implements :class:`~areal.tinker.backends.backend.SamplingBackend`.
 
     Args:
         rollout: generator, which this object closes.

@@ -13,7 +13,7 @@ from areal.api import ParallelDims
 from areal.dispatch import WorkerGroup
 from areal.engine.model.hub import read_config
 from areal.tinker.backends.losses.by_model import LossByModel
-from areal.tinker.backends.losses.loss import ProtocolLoss
+from areal.tinker.backends.losses.loss_interface import ProtocolLoss
 from areal.tinker.backends.prepared import PassResult, PreparedBatch
 from areal.tinker.backends.rank_work import unit_weight
 from areal.tinker.backends.samples import target_arrays

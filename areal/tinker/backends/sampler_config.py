@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from areal.inference.protocol import Sampling
+from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.prepared import SamplingRequest
-from areal.tinker.backends.protocol import ModelLimits
 from areal.utils.seeding import mixed
 
 

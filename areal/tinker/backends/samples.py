@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areal.api import IGNORE_INDEX
 from areal.tinker.backends.errors import UserError
-from areal.tinker.backends.losses.loss import CLIP_KEYS, ProtocolLoss
+from areal.tinker.backends.losses.loss_interface import CLIP_KEYS, ProtocolLoss
 from areal.tinker.backends.prepared import Datum
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from areal.api import BatchForm, MicroBatchSpec
-from areal.utils.data.adapters import adapters_of_groups, merge_bins
+from areal.utils.data.named_adapters import adapters_of_groups, merge_bins
 from areal.utils.data.packing import pack, pack_sharing
 from areal.utils.data.padding import round_up
 from areal.utils.data.prefixes import Prefixes

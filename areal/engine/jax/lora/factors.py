@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal.engine.jax.inputs import Sizes, power_of_two
-from areal.engine.jax.lora.low_rank import DOWN, UP
+from areal.engine.jax.lora.contribution import DOWN, UP
 from areal.engine.jax.mesh import STREAMS, to_numpy, to_torch, ways
 from areal.engine.jax.model.architecture import stacked_name
 from areal.engine.jax.model.spec import ModelSpec
 from areal.engine.lora.adapter import Adapter, AdapterLayout
+from areal.engine.lora.adapter_plan import decoder_linears, head_name
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.low_rank import TensorParallelRanks, TensorParallelSplit
-from areal.engine.lora.plan import decoder_linears, head_name
 from areal.engine.model.adapter_runs import AdapterRuns
 
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax.lora.low_rank import add_adapters
+from areal.engine.jax.lora.contribution import add_adapters
 from areal.engine.jax.mesh import STREAMS
 from areal.engine.jax.model.architecture import EMBEDDING, LAYER, Architecture, layer_arrays
 from areal.engine.jax.model.attention import BLOCK, Visibility, attention
 from areal.engine.jax.model.experts import routed_feed_forward
-from areal.engine.jax.model.kernels import kernel_attention
+from areal.engine.jax.model.fused_attention import kernel_attention
 from areal.engine.jax.model.products import linear, lookup, scaled, shifted
 from areal.engine.jax.model.spec import ModelSpec, Params
 

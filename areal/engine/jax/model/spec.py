@@ -12,10 +12,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from areal.engine.jax.lora.low_rank import FactorUse
+from areal.engine.jax.lora.contribution import FactorUse
 from areal.engine.jax.mesh import STREAMS, gathered_spec, row_spec, stored_spec, ways
 from areal.engine.jax.model.architecture import LAYER, Architecture
-from areal.engine.jax.model.kernels import Kernel
+from areal.engine.jax.model.fused_attention import Kernel
 from areal.engine.jax.model.products import Numbers, WeightUse
 
 Params = Mapping[str, Array]

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx2
 
-from areal.inference.http.connection import Unavailable
 from areal.inference.http.group.carrier import Carrier, in_thread
+from areal.inference.http.server_connection import Unavailable
 
 _NAMING_SECONDS = 2.0
 """Time for the servers to say what went wrong, after the carrier has failed."""

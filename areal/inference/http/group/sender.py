@@ -7,14 +7,14 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from areal.api.weights import UpdateKind, WeightUpdateMeta
-from areal.inference.http.connection import Unavailable
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import Chunk, ChunkMemory, cut_chunks
 from areal.inference.http.group.round import Round, is_gone
 from areal.inference.http.members import Members
+from areal.inference.http.server_connection import Unavailable
+from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.group_routes import GroupRoutes
-from areal.inference.http.servers.schemas import ReplyBody
 from areal.weight_sync.transport import OutgoingTensors, ignore_errors
 
 _RECOVER_SECONDS = 5.0

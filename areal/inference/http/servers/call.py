@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from areal.inference.http.servers.schemas import Empty, ReplyBody, RequestBody
+from areal.inference.http.servers.base_schemas import Empty, ReplyBody, RequestBody
 
 R = TypeVar("R", bound=ReplyBody, covariant=True)
 

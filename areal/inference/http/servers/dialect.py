@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.group_routes import GroupRoutes
-from areal.inference.http.servers.schemas import ReplyBody
 from areal.inference.protocol import FinishReason, Sampling
 
 R = TypeVar("R", bound=ReplyBody, covariant=True)

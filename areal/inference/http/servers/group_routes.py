@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
-from areal.inference.http.servers.schemas import ReplyBody
 
 
 class GroupRoutes(Protocol):

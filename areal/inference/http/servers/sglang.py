@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from areal.inference.http.servers.base_schemas import Anything, Empty, OpenAPI, ReplyBody
 from areal.inference.http.servers.call import HTTPCall, expect
 from areal.inference.http.servers.dialect import Ask, ReplyPart
-from areal.inference.http.servers.schemas import Anything, Empty, OpenAPI, ReplyBody
 from areal.inference.http.servers.sglang_group import SGLangGroupRoutes
 from areal.inference.http.servers.sglang_schemas import (
     SGLangAbort,

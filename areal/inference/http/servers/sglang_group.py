@@ -13,8 +13,8 @@ from typing import Literal
 from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.inference.http.servers.base_schemas import Anything, Empty, ReplyBody, RequestBody
 from areal.inference.http.servers.call import HTTPCall, expect
-from areal.inference.http.servers.schemas import Anything, Empty, ReplyBody, RequestBody
 from areal.inference.http.servers.sglang_schemas import SGLangLabel, SGLangModelInfo
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from areal.inference.http.servers.schemas import LogProb, ReplyBody, RequestBody, TokenId
+from areal.inference.http.servers.base_schemas import LogProb, ReplyBody, RequestBody, TokenId
 
 
 class SGLangSampling(RequestBody):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from areal.inference.http.servers.base_schemas import Anything, Empty, OpenAPI, ReplyBody
 from areal.inference.http.servers.call import HTTPCall, expect
 from areal.inference.http.servers.dialect import Ask, ReplyPart
-from areal.inference.http.servers.schemas import Anything, Empty, OpenAPI, ReplyBody
 from areal.inference.http.servers.vllm_group import VLLMGroupRoutes
 from areal.inference.http.servers.vllm_schemas import (
     VLLMCard,

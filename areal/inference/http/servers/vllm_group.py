@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
+from areal.inference.http.servers.base_schemas import Anything, Empty, ReplyBody, RequestBody
 from areal.inference.http.servers.call import HTTPCall, expect
-from areal.inference.http.servers.schemas import Anything, Empty, ReplyBody, RequestBody
 from areal.inference.http.servers.vllm_schemas import VLLMWeightInfo
 
 INTERRUPTED = "interrupted"

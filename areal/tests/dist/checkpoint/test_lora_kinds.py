@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.api import LoRAConfig, ParallelDims
+from areal.engine.lora.adapter_plan import layer_kind
 from areal.engine.lora.adapter_set import peft_format
-from areal.engine.lora.plan import layer_kind
 from areal.engine.model.tiny_config import shrink
 from areal.tests.dist.checkpoint.lora_engines import logprobs, mine_of, of, scores, train
 from areal.tests.grid.models import model_dir

@@ -21,7 +21,7 @@ from areal.tests.harness.world import record
 pytest.importorskip("jax")
 
 from areal.engine.jax import engine as engine_module
-from areal.engine.jax.model.kernels import Kernel
+from areal.engine.jax.model.fused_attention import Kernel
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {

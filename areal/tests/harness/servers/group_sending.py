@@ -8,14 +8,14 @@ from typing import Any, Self
 
 from areal.api.control import Control
 from areal.api.weights import WeightUpdateMeta
-from areal.inference.http.connection import ServerConnection
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group import Carrier
-from areal.inference.http.group.transport import ProcessGroupTransport
+from areal.inference.http.group.process_group_transport import ProcessGroupTransport
 from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.members import Members
 from areal.inference.http.owner import Owner
 from areal.inference.http.server import Server
+from areal.inference.http.server_connection import ServerConnection
 from areal.inference.http.servers.dialect import Dialect
 from areal.inference.http.update_times import UpdateTimes
 from areal.utils.distributed import ControlPlane

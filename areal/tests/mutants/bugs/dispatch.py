@@ -17,7 +17,7 @@ SHARDS = "unit/dispatch/test_shards.py::"
 WIRE = "unit/dispatch/test_wire.py::"
 RAY = "dispatch_ray/"
 BAD = "dist/dispatch/test_bad_batches_in_the_driver.py::"
-SERVER = "unit/tinker/engine/"
+SERVER = "unit/tinker/service/"
 PARITY = "dist/dispatch/test_shard_parity.py::test_step_of_all_shards_is_that_of_the_batch[fsdp:d2-tokens64]"
 
 
@@ -232,7 +232,7 @@ def futures_that_wait(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.engine.order:LiveModel.head",
+    "areal.tinker.service.order:LiveModel.head",
     SERVER + "test_order.py::test_groups_have_one_request_per_model_and_keep_each_order",
 )
 def requests_run_in_order_of_arrival(right: Function) -> Function:
@@ -246,14 +246,14 @@ def requests_run_in_order_of_arrival(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.tinker.engine.store.futures:_insert", SERVER + "test_order.py::test_concurrent_retries_are_one_request")
+@mutant("areal.tinker.service.store.futures:_insert", SERVER + "test_order.py::test_concurrent_retries_are_one_request")
 def retries_executed_again(right: Function) -> Function:
     """A retried request is stored as a new one."""
     return lambda connection, row: right(connection, row | {"seq_id": None})
 
 
 @mutant(
-    "areal.tinker.engine.training:Training._watch_gap",
+    "areal.tinker.service.training:Training._watch_gap",
     SERVER + "test_order.py::test_a_gap_waits_and_then_fails_what_waits_without_executing_it",
 )
 def gaps_wait_for_ever(right: Function) -> Function:
@@ -261,14 +261,14 @@ def gaps_wait_for_ever(right: Function) -> Function:
     return lambda self, model: None
 
 
-@mutant("areal.tinker.engine.validation:_check_ids", SERVER + "test_validation.py::test_each_fault_is_named[id above]")
+@mutant("areal.tinker.service.validation:_check_ids", SERVER + "test_validation.py::test_each_fault_is_named[id above]")
 def ids_not_checked(right: Function) -> Function:
     """Token ids outside the vocabulary reach the backend."""
     return lambda rows, name, limits: list(rows)
 
 
 @mutant(
-    "areal.tinker.engine.store.files:CheckpointFiles._inside",
+    "areal.tinker.service.store.files:CheckpointFiles._inside",
     SERVER + "test_checkpoint_store.py::test_a_link_does_not*",
 )
 def links_followed(right: Function) -> Function:
@@ -277,7 +277,7 @@ def links_followed(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.engine.store.database:Database._transact",
+    "areal.tinker.service.store.database:Database._transact",
     SERVER + "test_durability.py::test_a_server_that_lost_its_lease_stops_writing_and_fails",
 )
 def lease_not_checked(right: Function) -> Function:
@@ -285,7 +285,7 @@ def lease_not_checked(right: Function) -> Function:
     return lambda self, work, owned: right(self, work, False)
 
 
-@mutant("areal.tinker.engine.runs:Runs.recover", SERVER + "test_durability.py::test_kill_at_any_point*[12]")
+@mutant("areal.tinker.service.runs:Runs.recover", SERVER + "test_durability.py::test_kill_at_any_point*[12]")
 def unfinished_requests_forgotten(right: Function) -> Function:
     """Requests that a killed server left unfinished stay pending for ever."""
 
@@ -295,7 +295,7 @@ def unfinished_requests_forgotten(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.tinker.engine.snapshots:Snapshots.close", SERVER + "test_sessions.py::test_finish_releases_models*")
+@mutant("areal.tinker.service.snapshots:Snapshots.close", SERVER + "test_sessions.py::test_finish_releases_models*")
 def snapshots_stay_open(right: Function) -> Function:
     """The weights of a sampling session stay in memory after its end."""
 

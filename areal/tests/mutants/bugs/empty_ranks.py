@@ -76,7 +76,7 @@ def empty_list_refused_by_its_rank(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.utils.data.microbatch:BatchPlan.beside_idle_ranks", LOOP)
+@mutant("areal.utils.data.batch_plan:BatchPlan.beside_idle_ranks", LOOP)
 def fillers_without_keys_of_the_batch(right: Function) -> Function:
     """The fillers of a rank without samples have token ids and targets only."""
     return lambda self, keys: right(self, NO_SAMPLES)

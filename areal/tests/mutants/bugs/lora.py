@@ -162,7 +162,7 @@ def runs_of_the_first_rank(right: Function) -> Function:
     return lambda self, n_rows, rank: right(self, n_rows, 0)
 
 
-@mutant("areal.utils.data.microbatch:BatchPlan._build_real", EACH.format("megatron:p2"), PACKED + "test_each_adapter_*")
+@mutant("areal.utils.data.batch_plan:BatchPlan._build_real", EACH.format("megatron:p2"), PACKED + "test_each_adapter_*")
 def run_begins_one_sample_late(right: Function) -> Function:
     """The first sample of a run has the adapter of the run before."""
 
@@ -209,7 +209,7 @@ def bins_of_an_adapter_are_merged(right: Function) -> Function:
 IN_JAX = EACH.format("jax:t2-whole")
 
 
-@mutant("areal.engine.jax.lora.low_rank:_of_slots", IN_JAX)
+@mutant("areal.engine.jax.lora.contribution:_of_slots", IN_JAX)
 def tokens_have_all_adapters(right: Function) -> Function:
     """Each token has the contributions of all adapters of its micro-batch."""
     return lambda low, slots, use: right(low, None, use)

@@ -160,7 +160,7 @@ def memory_reports_the_whole_model(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.lora.components:AdaptedMemory.report",
+    "areal.engine.lora.adapter_components:AdaptedMemory.report",
     _REPORT.format("adapters_are_counted_and_stay_on_the_device", "fsdp:d1"),
 )
 def adapters_are_not_reported(right: Function) -> Function:

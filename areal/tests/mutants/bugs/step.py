@@ -392,7 +392,7 @@ def fault_stays_with_its_rank(right: Function) -> Function:
 
 
 @mutant(
-    "areal.utils.data.microbatch:BatchPlan.digest",
+    "areal.utils.data.batch_plan:BatchPlan.digest",
     "dist/faults/test_faults.py::test_different_batches_in_one_dp_shard_raise[fsdp:c2]",
 )
 def different_batches_accepted(right: Function) -> Function:

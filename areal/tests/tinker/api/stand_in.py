@@ -12,11 +12,11 @@ import httpx2
 import numpy as np
 
 from areal.tinker.api.app import create_app
-from areal.tinker.api.settings import ApiSettings
+from areal.tinker.api.http_settings import ApiSettings
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
-from areal.tinker.engine.errors import BusyError, NotFoundError, SessionOverError
-from areal.tinker.engine.requests import (
+from areal.tinker.service.errors import BusyError, NotFoundError, SessionOverError
+from areal.tinker.service.requests import (
     CreateModel,
     ForwardBackward,
     OptimStep,

@@ -13,7 +13,7 @@ import zstandard
 from areal.tests.tinker.api.bodies import PROTOBUF, cross_entropy_request
 from areal.tests.tinker.api.stand_in import StandInService, client_of
 from areal.tinker.api.bodies import decompress
-from areal.tinker.api.errors import BodyError
+from areal.tinker.api.error_replies import BodyError
 
 BODY = cross_entropy_request().SerializeToString()
 ZSTD = {**PROTOBUF, "Content-Encoding": "zstd"}

@@ -18,10 +18,10 @@ from areal.tinker.api.decoding import (
     sample_from_json,
 )
 from areal.tinker.api.encoding import MISSING_LOGPROB, to_json, to_protobuf
-from areal.tinker.api.errors import BodyError
+from areal.tinker.api.error_replies import BodyError
 from areal.tinker.api.schemas import OptimStepBody, SampleBody
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
-from areal.tinker.engine.requests import ForwardBackward, RefusedRequest
+from areal.tinker.service.requests import ForwardBackward, RefusedRequest
 
 
 def test_protobuf_request() -> None:

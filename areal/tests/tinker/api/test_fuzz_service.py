@@ -13,7 +13,7 @@ import pytest
 from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_request
 from areal.tests.tinker.api.fuzz import places, replaced
 from areal.tests.tinker.api.stand_in import client_of
-from areal.tests.unit.tinker.engine.fakes import FakeSampling, serving
+from areal.tests.unit.tinker.service.fakes import FakeSampling, serving
 
 VALUES = [
     *(None, True, -1, 0, 1, 7, 2**31, 2**63 - 1, -(2**63), 0.5, 1e308, "", "a", "\0", "é" * 300, "../../x", "🙂"),

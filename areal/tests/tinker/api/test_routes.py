@@ -17,8 +17,8 @@ from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_r
 from areal.tests.tinker.api.stand_in import StandInService, client_of
 from areal.tinker.api import wire_pb2
 from areal.tinker.api.auth import LinkSigner
-from areal.tinker.api.settings import ApiSettings
-from areal.tinker.engine.requests import CreateModel, LoadWeights, Outcome, RefusedRequest, SaveForSampler
+from areal.tinker.api.http_settings import ApiSettings
+from areal.tinker.service.requests import CreateModel, LoadWeights, Outcome, RefusedRequest, SaveForSampler
 
 Run = Callable[[httpx2.AsyncClient], Awaitable[Any]]
 ACCEPT = {"Accept": "application/x-protobuf, application/json"}

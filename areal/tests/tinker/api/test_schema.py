@@ -14,9 +14,9 @@ import pytest
 import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
 
-from areal.tests.unit.tinker.engine.fakes import FakeSampling, serving
+from areal.tests.unit.tinker.service.fakes import FakeSampling, serving
 from areal.tinker.api.app import create_app
-from areal.tinker.api.settings import ApiSettings
+from areal.tinker.api.http_settings import ApiSettings
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 

@@ -15,7 +15,7 @@ import uvicorn
 
 from areal.tests.tinker.api.stand_in import HOSTILE, StandInService
 from areal.tinker.api.app import create_app
-from areal.tinker.api.settings import ApiSettings
+from areal.tinker.api.http_settings import ApiSettings
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

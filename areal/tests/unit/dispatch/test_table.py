@@ -10,7 +10,7 @@ import pytest
 
 from areal.api import Adapters, TrainEngine
 from areal.dispatch import WorkerGroup
-from areal.dispatch.remote.adapters import GroupAdapters
+from areal.dispatch.remote.remote_adapters import GroupAdapters
 from areal.dispatch.table import TABLE, dispatch_table
 
 

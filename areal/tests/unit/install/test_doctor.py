@@ -16,7 +16,7 @@ from areal.cli.doctor import command, packages
 from areal.cli.doctor.command import check_engines, check_names, compare_ranks
 from areal.cli.doctor.findings import Finding, State
 from areal.cli.doctor.packages import NEWEST_TESTED, check_extras, check_packages, check_python
-from areal.cli.doctor.probe import try_engine
+from areal.cli.doctor.rank_process import try_engine
 from areal.cli.doctor.ranks import Observed, observe
 from areal.tests.unit.install.environments import (
     ROOT,

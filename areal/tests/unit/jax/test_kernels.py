@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from areal.engine.jax.inputs import bucket, walk
 from areal.engine.jax.model.architecture import UNLIMITED, Architecture, meta_model
 from areal.engine.jax.model.attention import BLOCK, Visibility, attention
-from areal.engine.jax.model.kernels import Kernel, kernel_attention, kernel_for
+from areal.engine.jax.model.fused_attention import Kernel, kernel_attention, kernel_for
 from areal.engine.jax.model.products import Numbers
 from areal.tests.harness.tiny import family_dir
 

@@ -28,7 +28,7 @@ from areal.engine.registry import GROUP
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import NEEDS_JAX
 from areal.tests.lint.pages import CODE, Page, pages
-from areal.tinker.backends.registry import SAMPLING_GROUP, TRAINING_GROUP
+from areal.tinker.backends.backend_registry import SAMPLING_GROUP, TRAINING_GROUP
 
 GROUPS = (GROUP, SAMPLING_GROUP, TRAINING_GROUP)
 ROOT = Path(__file__).parents[4]

@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 from areal.tinker.api import schemas
 from areal.tinker.api.archive import archive_bytes, archive_pieces
 from areal.tinker.api.context import ApiContext, Context, Identifier, Limit, Offset, ServiceDependency
-from areal.tinker.api.errors import BodyError
+from areal.tinker.api.error_replies import BodyError
 
 checkpoint_routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 download_routes = APIRouter(tags=["checkpoints"])

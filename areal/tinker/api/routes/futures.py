@@ -10,10 +10,10 @@ from fastapi.responses import Response
 
 from areal.tinker.api import encoding, schemas
 from areal.tinker.api.context import ApiContext, Context, ServiceDependency
-from areal.tinker.api.errors import error_response
+from areal.tinker.api.error_replies import error_response
 from areal.tinker.api.routes.training import PROTOBUF, THREAD_BYTES
 from areal.tinker.backends.prepared import PassResult, SamplingResult
-from areal.tinker.engine.requests import Outcome
+from areal.tinker.service.requests import Outcome
 
 future_routes = APIRouter(prefix="/api/v1", tags=["futures"])
 

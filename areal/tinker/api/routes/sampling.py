@@ -8,7 +8,7 @@ from fastapi import APIRouter
 
 from areal.tinker.api import decoding, schemas
 from areal.tinker.api.context import Identifier, ServiceDependency
-from areal.tinker.api.errors import BodyError
+from areal.tinker.api.error_replies import BodyError
 from areal.tinker.api.routes.training import submitted_json
 
 sampling_routes = APIRouter(prefix="/api/v1", tags=["sampling"])

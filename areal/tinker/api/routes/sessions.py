@@ -8,7 +8,7 @@ from fastapi import APIRouter
 
 from areal.tinker.api import schemas
 from areal.tinker.api.context import Identifier, Limit, Offset, ServiceDependency
-from areal.tinker.api.errors import BodyError, error_response
+from areal.tinker.api.error_replies import BodyError, error_response
 
 session_routes = APIRouter(prefix="/api/v1", tags=["sessions"])
 

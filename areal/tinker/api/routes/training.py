@@ -13,8 +13,8 @@ from fastapi.routing import APIRoute
 
 from areal.tinker.api import decoding, schemas
 from areal.tinker.api.context import ServiceDependency
-from areal.tinker.api.errors import field_errors
-from areal.tinker.engine.requests import (
+from areal.tinker.api.error_replies import field_errors
+from areal.tinker.service.requests import (
     CreateModel,
     LoadWeights,
     ModelRequest,
@@ -24,7 +24,7 @@ from areal.tinker.engine.requests import (
     Submitted,
     UnloadModel,
 )
-from areal.tinker.engine.service import Service
+from areal.tinker.service.service import Service
 
 
 class _InTurn(APIRoute):

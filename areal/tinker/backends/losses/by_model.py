@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
-from areal.tinker.backends.losses.loss import ProtocolLoss, target_logprobs
+from areal.tinker.backends.losses.loss_interface import ProtocolLoss, target_logprobs
 from areal.utils.data import ADAPTER
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
-from areal.tinker.backends.losses.loss import target_logprobs
+from areal.tinker.backends.losses.loss_interface import target_logprobs
 
 
 @dataclass(frozen=True)

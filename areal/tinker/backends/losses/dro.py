@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
-from areal.tinker.backends.losses.loss import RATIO_KEYS, sampling_ratio_metrics, target_logprobs
+from areal.tinker.backends.losses.loss_interface import RATIO_KEYS, sampling_ratio_metrics, target_logprobs
 
 
 @dataclass(frozen=True)

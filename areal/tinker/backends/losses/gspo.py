@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch, Metric, TokenOutputs
-from areal.tinker.backends.losses.loss import (
+from areal.tinker.backends.losses.loss_interface import (
     CLIP_KEYS,
     RATIO_KEYS,
     check_thresholds,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from areal.inference.http.connection import RejectedCall, ServerConnection, StatusError, Unavailable
+from areal.inference.http.server_connection import RejectedCall, ServerConnection, StatusError, Unavailable
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.vllm_schemas import VLLMCard, VLLMModels
 from areal.inference.protocol import Sampling

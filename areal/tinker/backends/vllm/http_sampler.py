@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig
 
-from areal.inference.http.connection import RejectedCall, StatusError, Unavailable
+from areal.inference.http.server_connection import RejectedCall, StatusError, Unavailable
+from areal.inference.http.servers.base_schemas import Anything, ReplyBody
 from areal.inference.http.servers.call import HTTPCall
-from areal.inference.http.servers.schemas import Anything, ReplyBody
 from areal.inference.http.servers.vllm_schemas import VLLMChoice, VLLMLoadAdapter, VLLMUnloadAdapter
 from areal.inference.protocol import Sampling
+from areal.tinker.backends.backend import ModelLimits, SamplingFactory
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest, SamplingResult
-from areal.tinker.backends.protocol import ModelLimits, SamplingFactory
 from areal.tinker.backends.sampler_config import (
     VLLMSamplerConfig,
     checked_sampling,
@@ -70,7 +70,7 @@ class ServedSnapshot:
 
 
 class VLLMSampler:
-    """Implements :class:`~areal.tinker.backends.protocol.SamplingBackend`. Adapters that the server has lost by a restart are loaded again.
+    """Implements :class:`~areal.tinker.backends.backend.SamplingBackend`. Adapters that the server has lost by a restart are loaded again.
 
     Args:
         settings: address and limits of the server.

@@ -33,7 +33,7 @@ def branches_see_each_other_in_jax(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.jax.model.kernels:_without_other_sequences",
+    "areal.engine.jax.model.fused_attention:_without_other_sequences",
     "unit/jax/test_kernels.py::test_kernel_of_a_tpu_leaves_out_blocks_of_other_sequences",
 )
 def kernel_visits_all_blocks(right: Function) -> Function:

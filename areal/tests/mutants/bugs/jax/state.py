@@ -21,7 +21,7 @@ def resumed_without_steps(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.jax.state:ModelState.weights_in",
+    "areal.engine.jax.model_arrays:ModelState.weights_in",
     _CHECKPOINT.format("test_random_weights_are_those_of_the_fsdp_engine[jax:d1]"),
 )
 def layers_in_reverse(right: Function) -> Function:
@@ -35,7 +35,7 @@ def layers_in_reverse(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.jax.state:ModelState.box",
+    "areal.engine.jax.model_arrays:ModelState.box",
     _CHECKPOINT.format("test_random_weights_are_those_of_the_fsdp_engine[jax:t2]"),
 )
 def box_of_the_first_rank(right: Function) -> Function:
@@ -47,7 +47,7 @@ def box_of_the_first_rank(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.jax.memory:_shard_bytes", "dist/step/test_memory_report.py::test_report_is_of_the_shard[jax:d2]")
+@mutant("areal.engine.jax.offload:_shard_bytes", "dist/step/test_memory_report.py::test_report_is_of_the_shard[jax:d2]")
 def bytes_of_all_ranks(right: Function) -> Function:
     """The report counts the shards of all ranks."""
     return lambda array: array.nbytes

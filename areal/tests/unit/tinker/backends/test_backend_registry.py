@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from areal.tinker.backends.engine_backend import create
-from areal.tinker.backends.registry import (
+from areal.tinker.backends.backend_registry import (
     SAMPLING_GROUP,
     TRAINING_GROUP,
     create_sampling_backend,
     create_training_backend,
 )
+from areal.tinker.backends.engine_backend import create
 
 ROOT = Path(__file__).parents[5]
 
 MODULE = '''
 from areal.tinker.backends.prepared import AdapterSpec
-from areal.tinker.backends.protocol import ModelLimits, TrainingBackend
+from areal.tinker.backends.backend import ModelLimits, TrainingBackend
 
 
 class Constant:
@@ -40,7 +40,7 @@ class Constant:
 '''
 
 PROGRAM = """
-from areal.tinker.backends.registry import backend_names, create_sampling_backend, create_training_backend
+from areal.tinker.backends.backend_registry import backend_names, create_sampling_backend, create_training_backend
 
 assert "constant" in backend_names("areal.tinker_backends")
 made = create_training_backend("model", "constant:any:layout", {"a": 1})

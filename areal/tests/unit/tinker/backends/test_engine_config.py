@@ -15,7 +15,7 @@ from areal.tests.unit.tinker.backends.conftest import Start
 from areal.tinker.backends.base_model import find_base_model
 from areal.tinker.backends.engine_backend import create
 from areal.tinker.backends.engine_config import EngineBackendConfig, RayConfig
-from areal.tinker.backends.losses.table import loss_keys
+from areal.tinker.backends.losses.loss_table import loss_keys
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from areal.tests.grid.models import VOCAB
 from areal.tests.harness.servers.vllm_server import KEY, VLLMServer
 from areal.tests.unit.inference.local.rollouts import shortest, tokenizer
 from areal.tests.unit.tinker.backends.sampling import ENDLESS, base_model, engine_logprobs, trained_engine
+from areal.tinker.backends.backend_registry import create_sampling_backend
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest
-from areal.tinker.backends.registry import create_sampling_backend
 from areal.tinker.backends.vllm.http_sampler import VLLMSampler
 
 CONTEXT = 64

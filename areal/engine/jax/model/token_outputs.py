@@ -1,0 +1,127 @@
+"""Per-token outputs from hidden states: log-probs, entropy, top-k, logits, values and the hidden states themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from areal.api.batch import IGNORE_INDEX
+from areal.engine.checkpoint.huggingface import VALUE_HEAD
+from areal.engine.jax.lora.contribution import add_adapters
+from areal.engine.jax.model.architecture import HEAD, NORM
+from areal.engine.jax.model.decoder import Stream, decode, norm
+from areal.engine.jax.model.products import linear
+from areal.engine.jax.model.spec import ModelSpec, Params
+
+_CHUNK = 512
+"""Most rows whose logits exist at a time, where they are not kept for the backward."""
+
+
+_HEAD = HEAD.removesuffix(".weight")
+
+
+class Rows(NamedTuple):
+    """The tokens with outputs; a token may have several rows, with different targets.
+
+    Attributes:
+        places: int32 ``[D, R]``. Place of each row in the stream.
+        targets: int32 ``[D, R]`` or ``[D, R, K]``.
+        temperature: ``[D, R]``, in the dtype of the outputs.
+    """
+
+    places: Array
+    targets: Array
+    temperature: Array
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The outputs to compute: names of :class:`~areal.api.batch.TokenOutputs`, and ``k`` of ``topk`` (0 without). Hashable."""
+
+    names: frozenset[str]
+    topk: int
+
+
+Outputs = dict[str, Array]
+
+
+def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
+    """Run the model. Returns the outputs by name, each ``[D, R, ...]``; of top-k, ``topk`` are log-probs and ``topk_ids`` tokens."""
+    hidden = decode(spec, params, stream)
+    hidden = spec.spread(jnp.take_along_axis(hidden, rows.places[..., None], 1), "cp")
+    hidden = norm(spec, hidden, NORM, params[NORM])
+    slots = None if stream.slots is None else jnp.take_along_axis(stream.slots, rows.places, 1)
+    out: Outputs = {}
+    if "hidden" in wanted.names:
+        out["hidden"] = hidden
+    if "values" in wanted.names:
+        weight = params[VALUE_HEAD]
+        out["values"] = linear(hidden, weight, spec.use(VALUE_HEAD, weight.shape))[..., 0].astype(spec.numbers.stats)
+    if "logits" in wanted.names:
+        out["logits"] = _logits(spec, params, hidden, rows.temperature, slots)
+    if wanted.topk or wanted.names & {"logprobs", "entropy"}:
+        out |= _of_head(spec, wanted, params, hidden, rows, slots)
+    return {name: spec.spread(value) for name, value in out.items()}
+
+
+def _logits(spec: ModelSpec, params: Params, hidden: Array, temperature: Array, slots: Array | None) -> Array:
+    """Return the logits after temperature, in the dtype of the outputs."""
+    stats, weight = spec.numbers.stats, params[spec.arch.head]
+    dtype = stats if spec.fp32_head else None
+    logits = linear(hidden, weight, spec.use(spec.arch.head, weight.shape, dtype))
+    # With tied embeddings, too, an adapter of the head is not one of the embedding.
+    logits = add_adapters(logits, hidden, params, _HEAD, slots, spec.use_of_factors(dtype))
+    return logits.astype(stats) / temperature[..., None]
+
+
+def _of_head(
+    spec: ModelSpec, wanted: Wanted, params: Params, hidden: Array, rows: Rows, slots: Array | None
+) -> Outputs:
+    """Compute the outputs that need the head, all rows at once if their logits may be kept, else in chunks."""
+
+    def of(chunk: tuple[Array, Array, Array, Array | None]) -> Outputs:
+        states, targets, temperature, slots = chunk
+        return _statistics(_logits(spec, params, states, temperature, slots), targets, wanted)
+
+    n_rows, vocab = hidden.shape[1], params[spec.arch.head].shape[0]
+    chunks = (hidden, rows.targets, rows.temperature, slots)
+    if n_rows * vocab * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes:
+        return of(chunks)
+    return _by_chunks(jax.checkpoint(of), chunks, math.gcd(n_rows, _CHUNK))
+
+
+def _by_chunks(of: Callable[[Any], Outputs], arrays: tuple[Array | None, ...], size: int) -> Outputs:
+    """Apply a function to chunks of ``[D, R, ...]`` arrays, one after the other."""
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+    return jax.tree.map(join, lax.map(of, jax.tree.map(split, arrays)))
+
+
+def _statistics(logits: Array, targets: Array, wanted: Wanted) -> Outputs:
+    """Return log-probs, entropy and top-k of logits ``[D, R, V]``."""
+    out: Outputs = {}
+    lse = jax.nn.logsumexp(logits, -1)
+    if "logprobs" in wanted.names:
+        columns = targets if targets.ndim == 3 else targets[..., None]
+        known = (columns >= 0) & (columns < logits.shape[-1])
+        picked = jnp.take_along_axis(logits, jnp.where(known, columns, 0), -1) - lse[..., None]
+        # A target outside of the vocabulary cannot be refused here, without waiting for the device.
+        picked = jnp.where(known, picked, jnp.where(columns == IGNORE_INDEX, 0.0, jnp.nan))
+        out["logprobs"] = picked.reshape(targets.shape)
+    if "entropy" in wanted.names:
+        out["entropy"] = lse - (jnp.exp(logits - lse[..., None]) * logits).sum(-1)
+    if wanted.topk:
+        best, out["topk_ids"] = lax.top_k(logits, wanted.topk)
+        out["topk"] = best - lse[..., None]
+    return out

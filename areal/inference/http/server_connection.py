@@ -1,0 +1,220 @@
+"""Connection to one server: requests, errors, and retries with back-off."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx2
+from pydantic import ValidationError
+
+from areal.inference.http.servers.base_schemas import ReplyBody
+from areal.inference.http.servers.call import HTTPCall
+
+R = TypeVar("R", bound=ReplyBody)
+Trace = Callable[[str, Any], Awaitable[None]]
+
+_CONNECT_SECONDS = 10.0
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
+"""Seconds without new requests after the first fault, doubled with each further fault in a row, up to the maximum."""
+_KEEPALIVE_SECONDS = 3.0
+"""Seconds that an idle TCP connection is kept. Servers close it after 5, and may do so when a request is on its way."""
+_POOLS = 16
+"""Number of pools of TCP connections. For each request, a pool looks at all of its connections."""
+_SHOWN = 300
+"""Maximum number of characters of a server's reply in an error message."""
+
+
+class Unavailable(RuntimeError):
+    """The server could not be reached or reports an internal error: another attempt may succeed.
+
+    Attributes:
+        status: status of the answer; ``None`` if there was none.
+        text: body of the answer; empty if there was none.
+    """
+
+    def __init__(self, report: str, status: int | None = None, text: str = "") -> None:
+        super().__init__(report)
+        self.status, self.text = status, text
+
+
+class StatusError(Exception):
+    """The server answered with a status other than 200, below 500.
+
+    Attributes:
+        status: status of the answer.
+        text: body of the answer.
+    """
+
+    def __init__(self, report: str, status: int, text: str) -> None:
+        super().__init__(report)
+        self.status, self.text = status, text
+
+
+class RejectedCall(StatusError, ValueError):
+    """Status 400, 413 or 422: the request is wrong."""
+
+
+class UnexpectedStatus(StatusError, RuntimeError):
+    """Any other status."""
+
+
+class _Pool:
+    """TCP connections, and the number of requests that run on them."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None, verify: ssl.SSLContext | bool) -> None:
+        self.running = 0
+        self.http = httpx2.AsyncClient(
+            base_url=url,
+            headers=headers,
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS
+            ),
+            trust_env=False,  # servers are in the cluster: no proxy
+            verify=verify,
+        )
+
+
+class ServerConnection:
+    """Sends requests to one server. All methods run on one event loop.
+
+    Args:
+        url: base URL.
+        headers: headers of each request, such as an API key.
+
+    Attributes:
+        url: base URL.
+        backoff_until: time on the monotonic clock until which the server should get no new requests, after a fault.
+        away_since: time of the first request that got no answer, if none has got one since.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.backoff_until = 0.0
+        self.away_since: float | None = None
+        self._faults = 0
+        verify = httpx2.create_ssl_context() if self.url.startswith("https") else False
+        self._pools = [_Pool(self.url, headers, verify) for _ in range(_POOLS)]
+
+    async def send(self, call: HTTPCall[R], seconds: float, on_connect: Callable[[], None] | None = None) -> R:
+        """Send one request, without retries. Errors name the server and the route.
+
+        Args:
+            call: route, body and type of the reply.
+            seconds: time limit, including generation.
+            on_connect: called if the request opens a new TCP connection.
+
+        Raises:
+            Unavailable: the connection failed, the time limit passed, or the status is 500 or above.
+            RejectedCall: the server rejects the request (400, 413, 422).
+            RuntimeError: any other status (:class:`UnexpectedStatus`), or a reply that does not have the documented form.
+        """
+        # The pool is unbounded, so waiting for a connection needs no limit.
+        timeout = httpx2.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
+        extensions = {} if on_connect is None else {"trace": _observer(on_connect)}
+        body = None if call.method == "GET" else call.body.model_dump(mode="json", exclude_none=True)
+        pool = min(self._pools, key=lambda each: each.running)
+        pool.running += 1
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await pool.http.request(
+                    call.method,
+                    call.route,
+                    json=body,
+                    params=dict(call.query),
+                    timeout=timeout,
+                    extensions=extensions,
+                )
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            self._miss()
+            raise Unavailable(f"{self.url}{call.route}: no answer within {seconds:.3g} s") from error
+        except httpx2.TransportError as error:
+            self._miss()
+            raise Unavailable(f"{self.url}{call.route}: {type(error).__name__}: {error}") from error
+        finally:
+            pool.running -= 1
+        self.away_since = None
+        # Server errors may be retried; rejected requests may not.
+        report = f"{self.url}{call.route}: status {answer.status_code}: {answer.text[:_SHOWN]}"
+        if answer.status_code >= 500:
+            self._back_off()
+            raise Unavailable(report, answer.status_code, answer.text)
+        if answer.status_code in (400, 413, 422):
+            raise RejectedCall(report, answer.status_code, answer.text)
+        if answer.status_code != 200:
+            raise UnexpectedStatus(report, answer.status_code, answer.text)
+        self._faults = 0
+        return self._read(call, answer.content)
+
+    async def insist(self, call: HTTPCall[R], deadline: float, *, fails: bool = False) -> R:
+        """Call :meth:`send` until it succeeds or ``deadline``, on the monotonic clock, passes.
+
+        Args:
+            call: route, body and type of the reply.
+            deadline: time on the monotonic clock.
+            fails: a status of 500 means that the call cannot succeed.
+
+        Raises:
+            Unavailable: the last fault of the server that it explained itself, or the last one.
+            RuntimeError, ValueError: see :meth:`send`.
+        """
+        said: Unavailable | None = None
+        while True:
+            try:
+                return await self.send(call, max(0.05, deadline - time.monotonic()))
+            except Unavailable as error:
+                if error.text or said is None:
+                    said = error
+                if self.backoff_until >= deadline or (fails and error.status == 500):
+                    raise said from error.__cause__
+                await asyncio.sleep(max(0.0, self.backoff_until - time.monotonic()))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for pool in self._pools:
+            await pool.http.aclose()
+
+    def _read(self, call: HTTPCall[R], content: bytes) -> R:
+        """Parse and validate a reply."""
+        # Some routes reply with text or nothing.
+        if not call.reply.model_fields:
+            return call.reply()
+        try:
+            return call.reply.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if first["type"] == "json_invalid":
+                raise RuntimeError(f"{self.url}{call.route}: the reply is no JSON: {content[:_SHOWN]!r}") from error
+            field = ".".join(str(key) for key in first["loc"])
+            raise RuntimeError(
+                f"{self.url}{call.route}: the field {field!r} of the reply does not fit: {first['msg']}. Is it a server of this kind "
+                "and of a release that is supported?"
+            ) from error
+
+    def _miss(self) -> None:
+        """Note that there was no answer."""
+        if self.away_since is None:
+            self.away_since = time.monotonic()
+        self._back_off()
+
+    def _back_off(self) -> None:
+        """Send no new requests for a while. Randomised, so that several engines do not retry together."""
+        if time.monotonic() < self.backoff_until:
+            return  # one fault, seen by all requests that were running
+        self._faults += 1
+        seconds = min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** (self._faults - 1))
+        self.backoff_until = time.monotonic() + seconds * random.uniform(0.5, 1.0)
+
+
+def _observer(on_connect: Callable[[], None]) -> Trace:
+    """Return a function that httpx calls with the events of a request."""
+
+    async def observe(event: str, _: Any) -> None:
+        if event == "connection.connect_tcp.complete":
+            on_connect()
+
+    return observe

@@ -1,0 +1,75 @@
+"""A server that is killed, and what the next one must have."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from areal.tests.unit.tinker.service.fakes import (
+    FakeSampling,
+    FakeTraining,
+    digest,
+    done,
+    outcome,
+    refused,
+    sample,
+    serving,
+    train,
+)
+from areal.tinker.service.requests import CreateModel
+
+
+def start(root: Path, url: str | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "areal.tests.unit.tinker.service.crash_server", str(root), *([url] if url else [])]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def kill(server: subprocess.Popen[str], lines: int) -> dict[str, list[list[str]]]:
+    """Read so many acknowledged steps, kill the server at once, and return all that it acknowledged by kind."""
+    assert server.stdout is not None
+    read = [server.stdout.readline() for _ in range(lines)]
+    assert all(read), "the server ended by itself"
+    server.send_signal(signal.SIGKILL)
+    read += server.stdout.readlines()
+    server.wait()
+    told: dict[str, list[list[str]]] = {}
+    for line in read:
+        kind, *words = line.split()
+        told.setdefault(kind, []).append(words)
+    return told
+
+
+async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: str | None = None) -> None:
+    """Start the next server, and look for everything that the killed one acknowledged."""
+    async with serving(root, FakeTraining(), FakeSampling(), database_url=url, lease_s=1.0) as service:
+        (session,), (model,) = told["session"][0], told["model"][0]
+        # Results that were acknowledged can be read again.
+        for (request_id,) in told.get("done", []):
+            assert (await service.retrieve(request_id, 0)).result["type"] == "optim_step"
+        # Every published checkpoint is there and can be used.
+        paths = [path for (path,) in told.get("saved", [])]
+        published = [c["tinker_path"] for c in (await service.all_checkpoints())["checkpoints"]]
+        assert set(published) >= set(paths)
+        for number, path in enumerate(paths, 1):
+            assert (await service.checkpoint_folder(path) / "state.json").exists()
+            if "/weights/" in path:
+                await done(service, CreateModel(session, number, digest(path), path=path, optimizer=True))
+        # Unfinished training fails and says how to go on; unfinished sampling is sent again by the client.
+        # The last checkpoint may have been published without an acknowledgement.
+        last = [path for path in published if "/weights/" in path][:1]
+        for (request_id,) in told.get("training", []):
+            answer = await service.retrieve(request_id, 0)
+            assert (answer.state, answer.category) == ("failed", "server")
+            assert last[0] in (answer.error or "")
+        for request_id, name in told.get("sampling", []):
+            assert (await service.retrieve(request_id, 0)).state == "gone"
+            again = await service.submit(sample(name, 1))
+            assert again.request_id == request_id
+            assert (await outcome(service, again)).state == "done"
+        # The model died with its process.
+        message = await refused(service, train(model, 1000), "server")
+        assert "was lost" in message
+        assert not last or last[0] in message
+        assert (await service.training_run(model))["corrupted"]

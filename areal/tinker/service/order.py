@@ -1,0 +1,155 @@
+"""Order of training requests: by ``seq_id`` within a model, fair between models."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal.tinker.backends.prepared import AdapterSpec
+from areal.tinker.service.requests import CreateModel, ModelRequest
+from areal.tinker.service.store.futures import Category
+
+BATCHED = ("forward", "forward_backward")
+"""Kinds of which a backend may receive several models' requests in one call."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A stored request in the order of its model. ``prepared`` is its validated content."""
+
+    request_id: str
+    kind: str
+    request: ModelRequest | CreateModel
+    seq: int = 0
+    prepared: Any = None
+    refused: bool = False
+
+
+@dataclass(eq=False)
+class LiveModel:
+    """A model of this process, with the requests that wait for it.
+
+    Attributes:
+        spec: adapter; ``None`` until a model that is created from a checkpoint is loaded.
+        next_seq: number of the next request that may run. The creation has the number 0.
+        top_seq: highest number that any request has.
+        in_backend: whether the backend may have an adapter of this name.
+        closed: why the model takes no more requests.
+        blame: category of the failure of a request that comes after that.
+        failed: numbers of requests that failed before their turn.
+        losses: ``(seq_id, loss, tokens)`` of the last passes.
+    """
+
+    id: str
+    session_id: str
+    base_model: str
+    optimizer: str
+    created: float = field(default_factory=time.time)
+    spec: AdapterSpec | None = None
+    user_metadata: Any = None
+    next_seq: int = 0
+    top_seq: int = 0
+    arriving: int = 0
+    busy: bool = False
+    in_backend: bool = False
+    closed: str | None = None
+    blame: Category = "user"
+    waiting: dict[int, Entry] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=500))
+    last_request: float = field(default_factory=time.time)
+    gap_timer: Any = None
+    running: tuple[str, ...] = ()
+
+    def number(self, seq_id: int | None) -> int:
+        """Return the number of an arriving request: its own, or the next one for old clients."""
+        seq = self.top_seq + 1 if seq_id is None else seq_id
+        self.top_seq = max(self.top_seq, seq)
+        return seq
+
+    def put(self, entry: Entry) -> None:
+        """Add a stored request. One that was refused has used its number."""
+        if entry.refused:
+            self.failed.add(entry.seq)
+        else:
+            self.waiting[entry.seq] = entry
+        self._skip_failed()
+
+    def pass_over(self) -> list[Entry]:
+        """Remove all waiting requests, which fail, and return them. Their numbers are used."""
+        entries = list(self.waiting.values())
+        self.failed.update(self.waiting)
+        self.waiting.clear()
+        return entries
+
+    def _skip_failed(self) -> None:
+        while self.next_seq in self.failed:
+            self.failed.remove(self.next_seq)
+            self.next_seq += 1
+
+    def head(self) -> Entry | None:
+        """Return the request that may run now. A gap in the numbers waits."""
+        return None if self.busy or self.closed else self.waiting.get(self.next_seq)
+
+    def take(self) -> Entry:
+        """Remove the request that runs now. The next one runs after :meth:`release`."""
+        entry = self.waiting.pop(self.next_seq)
+        self.next_seq += 1
+        self.busy = True
+        return entry
+
+    def release(self) -> None:
+        """Let the next request run."""
+        self.busy = False
+        self._skip_failed()
+
+    def has_gap(self) -> bool:
+        """Return whether requests wait for one with a lower number, which is missing."""
+        return bool(self.waiting) and self.next_seq not in self.waiting and not self.busy
+
+    def queued(self) -> int:
+        """Return the number of requests that arrived and did not start."""
+        return len(self.waiting) + self.arriving
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the model as a JSON value."""
+        return {
+            "model_id": self.id,
+            "session_id": self.session_id,
+            "rank": self.spec.rank if self.spec else None,
+            "created": self.created,
+            "last_request": self.last_request,
+            "queued": self.queued(),
+            "seq_id": self.next_seq - 1,
+        }
+
+
+class Order:
+    """Live models in the order of their turns."""
+
+    def __init__(self) -> None:
+        self.models: OrderedDict[str, LiveModel] = OrderedDict()
+
+    def queued(self) -> int:
+        """Return the number of requests that wait."""
+        return sum(model.queued() for model in self.models.values())
+
+    def next_group(self, most: int) -> list[tuple[LiveModel, Entry]]:
+        """Take the requests of the next call of the backend, one for each model.
+
+        The model whose turn was longest ago comes first. Ready requests of the same kind of other models join it if the kind is one of
+        :data:`BATCHED`, up to ``most``.
+        """
+        first = next((entry for model in self.models.values() if (entry := model.head()) is not None), None)
+        if first is None:
+            return []
+        # Models with a ready request of this kind, in the order of their turns.
+        heads = ((model, model.head()) for model in self.models.values())
+        ready = [model for model, entry in heads if entry is not None and entry.kind == first.kind]
+        chosen = ready[: most if first.kind in BATCHED else 1]
+        # Each of them has had its turn.
+        for model in chosen:
+            self.models.move_to_end(model.id)
+        return [(model, model.take()) for model in chosen]

@@ -1,0 +1,262 @@
+"""Futures: stored before they are acknowledged, completed once, and retrieved by waiting on an event."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import Connection, and_, delete, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from areal.tinker.service.errors import ConflictError, NotFoundError
+from areal.tinker.service.requests import FutureState, Outcome
+from areal.tinker.service.store.codec import decode_result, encode_result
+from areal.tinker.service.store.database import Database
+from areal.tinker.service.store.tables import futures, sessions
+
+Category = Literal["user", "server", "unknown"]
+_INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Key:
+    """Owner of a request, and its number there. The same key and digest is a retry."""
+
+    digest: bytes
+    session_id: str | None = None
+    model_id: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+
+
+@dataclass
+class _Waiting:
+    kind: str
+    done: asyncio.Future[Outcome]
+    claimed: bool = False
+
+
+class Futures:
+    """All requests that have a result later.
+
+    Args:
+        cache_bytes: size of the results that are kept in memory for a second retrieval.
+    """
+
+    def __init__(self, database: Database, cache_bytes: int) -> None:
+        self._database = database
+        self._cache_bytes = cache_bytes
+        self._waiting: dict[str, _Waiting] = {}
+        self._cache: OrderedDict[str, Outcome] = OrderedDict()
+        self._cached = 0
+        self._delivered: dict[str, float] = {}
+
+    def pending(self) -> int:
+        """Return the number of requests without a result."""
+        return len(self._waiting)
+
+    async def add(self, kind: str, key: Key, notes: Any = None) -> tuple[str, bool]:
+        """Store a new request. Returns its id, and whether it is new: a retry has the id of the first request.
+
+        Raises:
+            ConflictError: the number belongs to another request.
+        """
+        request_id = uuid.uuid4().hex
+        row = {
+            "request_id": request_id,
+            **vars(key),
+            "kind": kind,
+            "state": "pending",
+            "created": time.time(),
+            "notes": notes,
+        }
+        # A client that guesses the id of a row must find its future.
+        self._waiting[request_id] = _Waiting(kind, asyncio.get_running_loop().create_future())
+        try:
+            found = await self._database.write(lambda connection: _insert(connection, row))
+        except BaseException:
+            self._waiting.pop(request_id, None)
+            raise
+        if found is None:
+            return request_id, True
+        # Another request has this number.
+        waiting = self._waiting.pop(request_id)
+        if bytes(found["digest"]) != key.digest or found["kind"] != kind:
+            raise ConflictError(
+                f"seq_id {key.seq_id} of {key.model_id or key.sampling_session_id} belongs to an earlier {found['kind']} "
+                f"request with another content; a new request must have a new seq_id"
+            )
+        # A result that was lost with an earlier server: this attempt replaces it.
+        if found["state"] == "gone":
+            self._waiting[found["request_id"]] = waiting
+            return found["request_id"], True
+        return found["request_id"], False
+
+    async def finish(
+        self, request_id: str, result: Any, *, loss: float | None = None, tokens: int | None = None
+    ) -> bool:
+        """Store a result, then wake those that wait. Returns False if the request has failed before."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or waiting.claimed:
+            return False
+        waiting.claimed = True
+        # A request that is cancelled now has its result all the same.
+        return await asyncio.shield(self._store_result(request_id, waiting, result, loss, tokens))
+
+    async def _store_result(
+        self, request_id: str, waiting: _Waiting, result: Any, loss: float | None, tokens: int | None
+    ) -> bool:
+
+        def store(connection: Connection) -> int:
+            blob = encode_result(result)
+            done = {"state": "done", "result": blob, "finished": time.time(), "loss": loss, "tokens": tokens}
+            connection.execute(update(futures).where(futures.c.request_id == request_id).values(**done))
+            return len(blob)
+
+        # Acknowledge nothing that is not stored.
+        try:
+            size = await self._database.write(store)
+        except Exception as error:
+            logger.exception("the result of %s could not be stored", request_id)
+            self._resolve(
+                request_id,
+                Outcome("failed", waiting.kind, error=f"the result could not be stored: {error}", category="server"),
+            )
+            return False
+        self._resolve(request_id, Outcome("done", waiting.kind, result, result_bytes=size))
+        return True
+
+    async def fail(self, request_ids: Collection[str], error: str, category: Category) -> None:
+        """Store and report a failure. Requests that have a result keep it."""
+        failed = [r for r in request_ids if r in self._waiting and not self._waiting[r].claimed]
+        if not failed:
+            return
+        for request_id in failed:
+            self._waiting[request_id].claimed = True
+        await asyncio.shield(self._store_failure(failed, error, category))
+
+    async def _store_failure(self, failed: list[str], error: str, category: Category) -> None:
+        row = {"state": "failed", "error": error, "category": category, "finished": time.time()}
+
+        def store(connection: Connection) -> None:
+            # A statement has a limit of parameters.
+            for i in range(0, len(failed), 500):
+                connection.execute(update(futures).where(futures.c.request_id.in_(failed[i : i + 500])).values(**row))
+
+        # A failure that cannot be stored is reported all the same: the next server finds the row unfinished and fails it.
+        try:
+            await self._database.write(store)
+        except Exception:
+            logger.exception("the failure of %d requests could not be stored", len(failed))
+        for request_id in failed:
+            if request_id in self._waiting:
+                self._resolve(
+                    request_id, Outcome("failed", self._waiting[request_id].kind, error=error, category=category)
+                )
+
+    async def retrieve(self, request_id: str, timeout_s: float) -> Outcome:
+        """Return the state of a request, after at most ``timeout_s`` if it is pending.
+
+        Raises:
+            NotFoundError: the request is unknown, or its result was delivered and pruned.
+        """
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            # The timeout must not cancel the future of others.
+            await asyncio.wait({waiting.done}, timeout=timeout_s)
+            if not waiting.done.done():
+                return Outcome("pending", waiting.kind)
+            outcome = waiting.done.result()
+        elif request_id in self._cache:
+            outcome = self._cache[request_id]
+        else:
+            outcome = await self._load(request_id)
+        if outcome.state != "pending":
+            self._delivered[request_id] = time.time()
+        return outcome
+
+    def abandon(self, error: str) -> None:
+        """Answer all who wait, without storing: another server owns the rows, and lets clients send sampling requests again."""
+        for request_id, waiting in list(self._waiting.items()):
+            lost = Outcome(
+                "gone" if waiting.kind == "sample" else "failed", waiting.kind, error=error, category="server"
+            )
+            waiting.claimed = True
+            self._resolve(request_id, lost)
+
+    async def prune(self, keep_s: float) -> None:
+        """Forget results that were delivered, and rows of sessions that ended, more than ``keep_s`` ago."""
+        delivered, self._delivered = self._delivered, {}
+        old = time.time() - keep_s
+
+        def work(connection: Connection) -> None:
+            for request_id, when in delivered.items():
+                connection.execute(update(futures).where(futures.c.request_id == request_id).values(delivered=when))
+            # A row without its result still tells a retry from a new request.
+            connection.execute(
+                update(futures)
+                .where(futures.c.delivered < old, futures.c.state == "done")
+                .values(state="pruned", result=None)
+            )
+            over = select(sessions.c.id).where(sessions.c.ended < old)
+            connection.execute(delete(futures).where(futures.c.session_id.in_(over), futures.c.state != "pending"))
+            connection.execute(delete(futures).where(futures.c.session_id.is_(None), futures.c.delivered < old))
+
+        await self._database.write(work)
+        # Results that are still wanted are read again.
+        self._cache.clear()
+        self._cached = 0
+
+    async def _load(self, request_id: str) -> Outcome:
+        """Read the outcome of a request that ended earlier, or in an earlier process."""
+
+        def work(connection: Connection) -> Any:
+            return connection.execute(select(futures).where(futures.c.request_id == request_id)).mappings().first()
+
+        row = await self._database.read(work)
+        if row is None or row["state"] == "pruned":
+            raise NotFoundError(f"request {request_id!r} is unknown, or its result was delivered and deleted since")
+        state: FutureState = row["state"]
+        if state != "done":
+            return Outcome(state, row["kind"], error=row["error"], category=row["category"])
+        blob = bytes(row["result"])
+        outcome = Outcome("done", row["kind"], decode_result(blob), result_bytes=len(blob))
+        self._keep(request_id, outcome)
+        return outcome
+
+    def _resolve(self, request_id: str, outcome: Outcome) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return
+        self._keep(request_id, outcome)
+        if not waiting.done.done():
+            waiting.done.set_result(outcome)
+
+    def _keep(self, request_id: str, outcome: Outcome) -> None:
+        """Keep an outcome for a retrieval soon, and forget the oldest."""
+        self._cache[request_id] = outcome
+        self._cached += outcome.result_bytes + 1024
+        while self._cached > self._cache_bytes and len(self._cache) > 1:
+            self._cached -= self._cache.popitem(last=False)[1].result_bytes + 1024
+
+
+def _insert(connection: Connection, row: dict[str, Any]) -> Any:
+    """Insert a row. Returns the one that has its key already, after renewing it if its result is gone."""
+    statement = _INSERTS[connection.dialect.name](futures).values(**row).on_conflict_do_nothing()
+    if connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 1:
+        return None
+    owner = "model_id" if row["model_id"] is not None else "sampling_session_id"
+    same = and_(futures.c[owner] == row[owner], futures.c.seq_id == row["seq_id"])
+    found = connection.execute(select(futures).where(same)).mappings().one()
+    if found["state"] == "gone" and bytes(found["digest"]) == row["digest"]:
+        again = {"state": "pending", "created": row["created"], "error": None, "category": None}
+        connection.execute(update(futures).where(futures.c.request_id == found["request_id"]).values(**again))
+    return found
