@@ -60,7 +60,7 @@ def assert_equal_steps(engine: TrainEngine, untouched: TrainEngine, seed: int) -
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("program", "lost"),
-    [("optimizer._update", "weights and optimizer state"), ("state._scaled", "gradients")],
+    [("optimizer._update", "weights and optimizer state"), ("model_arrays._scaled", "gradients")],
     ids=["update", "clip"],
 )
 def test_failed_step_that_lost_arrays_ends_the_engine(program: str, lost: str, backend: str, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_failed_step_that_lost_arrays_ends_the_engine(program: str, lost: str, b
 
 
 @pytest.mark.parametrize("backend", [layout("jax:d1")])
-@pytest.mark.parametrize(("program", "clipping"), [("optimizer._update", None), ("state._scaled", 0.5)])
+@pytest.mark.parametrize(("program", "clipping"), [("optimizer._update", None), ("model_arrays._scaled", 0.5)])
 def test_step_that_fails_before_it_runs_changes_nothing(program: str, clipping: float | None, backend: str) -> None:
     options: dict[str, Any] = {"optimizer": OPTIMIZER.model_copy(update={"gradient_clipping": clipping})}
     with started(backend, **options) as engine, started(backend, **options) as untouched:

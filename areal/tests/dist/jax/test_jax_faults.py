@@ -16,7 +16,7 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from areal.engine.jax.model import outputs
+from areal.engine.jax.model import token_outputs
 from areal.tests.dist.faults.lost import everywhere, raised
 from areal.tests.harness.limits import COMPILING
 from areal.tests.harness.tiny import (
@@ -40,7 +40,7 @@ def no_memory() -> None:
 @contextmanager
 def layers_that_fail_on(guilty: int) -> Iterator[None]:
     """Compile models whose layers end with an error on one rank, inside of the program."""
-    decode = outputs.decode
+    decode = token_outputs.decode
 
     def fail(x: np.ndarray) -> np.ndarray:
         if world().rank == guilty:
@@ -57,7 +57,7 @@ def layers_that_fail_on(guilty: int) -> Iterator[None]:
 
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outputs, "decode", failing)
+        patch.setattr(token_outputs, "decode", failing)
         yield
     jax.clear_caches()
 
