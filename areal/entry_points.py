@@ -28,13 +28,13 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "jax": "areal.engine.jax.engine:JAXEngine",
     },
     TRAINING_GROUP: {
-        "fsdp": "areal.tinker.backends.engine_backend:create",
-        "megatron": "areal.tinker.backends.engine_backend:create",
-        "jax": "areal.tinker.backends.engine_backend:create",
+        "fsdp": "areal.tinker.backends.training.engine_backend:create",
+        "megatron": "areal.tinker.backends.training.engine_backend:create",
+        "jax": "areal.tinker.backends.training.engine_backend:create",
     },
     SAMPLING_GROUP: {
-        "local": "areal.tinker.backends.local_sampler:create",
-        "vllm": "areal.tinker.backends.vllm.http_sampler:create",
+        "local": "areal.tinker.backends.sampling.local_sampler:create",
+        "vllm": "areal.tinker.backends.sampling.vllm.http_sampler:create",
     },
 }
 """Group -> name -> ``module:attribute``. pyproject.toml declares the same, for programs that read metadata."""

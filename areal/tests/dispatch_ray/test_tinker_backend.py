@@ -27,9 +27,9 @@ from areal.tests.unit.tinker.backends.reference import (
     trained,
     weights,
 )
-from areal.tinker.backends.engine_backend import EngineBackend, create
 from areal.tinker.backends.errors import BackendLostError, UserError
 from areal.tinker.backends.prepared import AdapterSpec, PassResult
+from areal.tinker.backends.training.engine_backend import EngineBackend, create
 
 RAY = {"environment": {"OMP_NUM_THREADS": "1"}, "hang_seconds": 60.0}
 OVERFLOW = scaled(data("logprobs", "advantages"), 1e30, "logprobs")

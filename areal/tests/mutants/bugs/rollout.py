@@ -266,7 +266,7 @@ def idle_generator_polls(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.local_sampler:with_seeds",
+    "areal.tinker.backends.sampling.local_sampler:with_seeds",
     SAMPLER.format("test_answer_of_a_seed_is_the_same_whatever_else_runs"),
 )
 def one_seed_for_all_answers(right: Function) -> Function:
@@ -279,7 +279,7 @@ def one_seed_for_all_answers(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.local_sampler:check_adapter_base",
+    "areal.tinker.backends.sampling.local_sampler:check_adapter_base",
     SNAPSHOTS.format("test_bad_snapshots_are_user_errors[of another base*]"),
 )
 def adapter_of_another_base_served(right: Function) -> Function:
@@ -288,7 +288,7 @@ def adapter_of_another_base_served(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.local_sampler:LocalSampler._is_finite",
+    "areal.tinker.backends.sampling.local_sampler:LocalSampler._is_finite",
     SNAPSHOTS.format("test_snapshot_of_a_diverged_adapter_is_refused[nan]"),
 )
 def diverged_adapter_served(right: Function) -> Function:
@@ -310,7 +310,7 @@ def broken_logits_sampled(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.vllm.http_sampler:VLLMSampler._drop",
+    "areal.tinker.backends.sampling.vllm.http_sampler:VLLMSampler._drop",
     HTTP_SAMPLER.format("test_two_snapshots_and_the_model_at_once_have_the_log_probs_of_the_engine"),
 )
 def released_adapters_kept_on_the_server(right: Function) -> Function:
@@ -323,7 +323,7 @@ def released_adapters_kept_on_the_server(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.vllm.http_sampler:check_supported",
+    "areal.tinker.backends.sampling.vllm.http_sampler:check_supported",
     HTTP_SAMPLER.format("test_requests_that_cannot_be_served_are_refused_by_name*"),
 )
 def prompt_scored_at_another_temperature(right: Function) -> Function:

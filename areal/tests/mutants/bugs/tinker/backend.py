@@ -11,7 +11,7 @@ SERVER = "unit/tinker/backends/"
 
 
 @mutant(
-    "areal.tinker.backends.passes:run_passes",
+    "areal.tinker.backends.training.passes:run_passes",
     SERVER + "test_passes.py::test_requests_that_share_a_call_have_the_results_of_separate_calls",
 )
 def shared_call_returns_results_of_another_request(right: Function) -> Function:
@@ -20,7 +20,7 @@ def shared_call_returns_results_of_another_request(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.passes:divide_into_calls",
+    "areal.tinker.backends.training.passes:divide_into_calls",
     SERVER + "test_passes.py::test_bad_request_in_a_shared_call_fails_alone",
     SERVER + "test_passes.py::test_requests_of_one_model_keep_their_order",
 )
@@ -45,7 +45,7 @@ def loss_normalised_by_its_weights(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.samples:target_arrays",
+    "areal.tinker.backends.training.samples:target_arrays",
     SERVER + "test_engine_backend.py::test_outputs_are_in_the_callers_order",
 )
 def outputs_in_packed_order(right: Function) -> Function:
@@ -54,7 +54,7 @@ def outputs_in_packed_order(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.adam:step_settings",
+    "areal.tinker.backends.training.adam:step_settings",
     SERVER + "test_optim_step.py::test_steps_equal_torchs_adamw",
 )
 def step_clips_by_default(right: Function) -> Function:
@@ -68,7 +68,7 @@ def step_clips_by_default(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.base_model:find_base_model",
+    "areal.tinker.backends.training.base_model:find_base_model",
     SERVER + "test_model_checkpoints.py::test_checkpoint_of_another_base_model_is_refused",
 )
 def base_model_known_by_its_shape(right: Function) -> Function:
@@ -77,7 +77,7 @@ def base_model_known_by_its_shape(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.adapter_memory:rank_memory",
+    "areal.tinker.backends.training.adapter_memory:rank_memory",
     SERVER + "test_engine_backend.py::test_short_memory_is_reported_and_delete_releases_it",
 )
 def memory_of_weights_only(right: Function) -> Function:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from areal.tests.grid.models import model_dir
-from areal.tinker.backends.engine_backend import EngineBackend, create
+from areal.tinker.backends.training.engine_backend import EngineBackend, create
 
 Start = Callable[..., EngineBackend]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from areal.tests.grid.models import VOCAB, model_dir
-from areal.tinker.backends.engine_backend import EngineBackend
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, Datum, PassResult, PreparedBatch
+from areal.tinker.backends.training.engine_backend import EngineBackend
 
 PREFIX = "base_model.model."
 LENGTHS = (7, 30, 1, 12, 22)

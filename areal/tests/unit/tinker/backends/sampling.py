@@ -15,8 +15,8 @@ from areal import FinetuneSpec, LoRAConfig, OptimizerConfig, TrainEngineConfig, 
 from areal.api.engine import TrainEngine
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.unit.inference.local.rollouts import tokenizer
-from areal.tinker.backends.local_sampler import LocalSampler, create
 from areal.tinker.backends.prepared import SamplingRequest, SamplingResult
+from areal.tinker.backends.sampling.local_sampler import LocalSampler, create
 
 CONTEXT = 128
 PROMPT = [(7 * i + 3) % VOCAB for i in range(41)]

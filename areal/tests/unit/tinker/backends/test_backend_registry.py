@@ -17,7 +17,7 @@ from areal.tinker.backends.backend_registry import (
     create_sampling_backend,
     create_training_backend,
 )
-from areal.tinker.backends.engine_backend import create
+from areal.tinker.backends.training.engine_backend import create
 
 ROOT = Path(__file__).parents[5]
 

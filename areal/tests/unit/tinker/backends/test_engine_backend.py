@@ -24,9 +24,9 @@ from areal.tests.unit.tinker.backends.reference import (
     trained,
     weights,
 )
-from areal.tinker.backends.engine_backend import EngineBackend
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, Datum, PassResult, PreparedBatch
+from areal.tinker.backends.training.engine_backend import EngineBackend
 from areal.utils.distributed import EngineLostError
 
 INFINITE = scaled(data("logprobs", "advantages"), 1e30, "logprobs")

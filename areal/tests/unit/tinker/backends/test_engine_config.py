@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from areal.api import FSDPConfig
 from areal.tests.grid.models import model_dir
 from areal.tests.unit.tinker.backends.conftest import Start
-from areal.tinker.backends.base_model import find_base_model
-from areal.tinker.backends.engine_backend import create
-from areal.tinker.backends.engine_config import EngineBackendConfig, RayConfig
 from areal.tinker.backends.losses.loss_table import loss_keys
+from areal.tinker.backends.training.base_model import find_base_model
+from areal.tinker.backends.training.engine_backend import create
+from areal.tinker.backends.training.engine_config import EngineBackendConfig, RayConfig
 
 
 @pytest.mark.parametrize(

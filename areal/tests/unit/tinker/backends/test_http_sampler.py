@@ -21,7 +21,7 @@ from areal.tests.unit.tinker.backends.sampling import ENDLESS, base_model, engin
 from areal.tinker.backends.backend_registry import create_sampling_backend
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest
-from areal.tinker.backends.vllm.http_sampler import VLLMSampler
+from areal.tinker.backends.sampling.vllm.http_sampler import VLLMSampler
 
 CONTEXT = 64
 PROMPT = [(7 * i + 3) % VOCAB for i in range(11)]

@@ -25,8 +25,8 @@ from areal.tests.unit.tinker.backends.sampling import (
     with_tokenizer,
 )
 from areal.tinker.backends.errors import UserError
-from areal.tinker.backends.local_sampler import LocalSampler, create
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult
+from areal.tinker.backends.sampling.local_sampler import LocalSampler, create
 
 
 @pytest.mark.parametrize("tied", [True, False])

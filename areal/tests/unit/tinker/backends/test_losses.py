@@ -23,9 +23,9 @@ from areal.tests.unit.tinker.backends.reference import (
     scaled,
     trained,
 )
-from areal.tinker.backends.engine_backend import EngineBackend
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import Datum, PassResult
+from areal.tinker.backends.training.engine_backend import EngineBackend
 
 Formula = Callable[[Tensor, dict[str, Tensor]], Tensor]
 RATIO = ("logprobs", "advantages")

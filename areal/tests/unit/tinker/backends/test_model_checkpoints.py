@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from areal.tests.grid.models import model_dir
 from areal.tests.unit.tinker.backends.conftest import Start
 from areal.tests.unit.tinker.backends.reference import STEP, data, request, run, same, trained, weights
-from areal.tinker.backends.engine_backend import EngineBackend
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import AdapterSpec, PassResult
+from areal.tinker.backends.training.engine_backend import EngineBackend
 
 
 def history(backend: EngineBackend, model: str, steps: int) -> list[Any]:

@@ -20,9 +20,9 @@ from areal.tests.unit.tinker.backends.reference import (
     trained,
     weights,
 )
-from areal.tinker.backends.engine_backend import EngineBackend
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdamParams, Datum
+from areal.tinker.backends.training.engine_backend import EngineBackend
 
 
 def steep() -> list[Datum]:

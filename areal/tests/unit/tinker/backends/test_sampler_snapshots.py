@@ -26,8 +26,8 @@ from areal.tests.unit.tinker.backends.sampling import (
     trained_engine,
 )
 from areal.tinker.backends.errors import ServerError, UserError
-from areal.tinker.backends.local_sampler import LocalSampler
 from areal.tinker.backends.prepared import SamplingRequest
+from areal.tinker.backends.sampling.local_sampler import LocalSampler
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from areal.inference.http.servers.vllm_schemas import VLLMCard, VLLMModels
 from areal.inference.protocol import Sampling
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest
-from areal.tinker.backends.sampler_config import VLLMSamplerConfig, check_adapter_base
-from areal.tinker.backends.vllm.completions import completion_call
+from areal.tinker.backends.sampling.sampler_config import VLLMSamplerConfig, check_adapter_base
+from areal.tinker.backends.sampling.vllm.completions import completion_call
 
 _START_SECONDS = 30.0
 """Time limit of each of the first requests."""

@@ -18,18 +18,18 @@ from areal.api import FinetuneSpec, LoRAConfig
 from areal.dispatch import WorkerGroup
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.engine.lora.adapter_set import DEFAULT_NAME
-from areal.tinker.backends.adam import step_settings
-from areal.tinker.backends.adapter_memory import RankMemory, rank_memory, shortage
 from areal.tinker.backends.backend import ModelLimits
-from areal.tinker.backends.base_model import find_base_model
-from areal.tinker.backends.engine_config import EngineBackendConfig
-from areal.tinker.backends.engine_errors import lost_error, protocol_errors
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
 from areal.tinker.backends.losses.loss_table import loss_keys, make_loss
-from areal.tinker.backends.passes import SHORT, Pass, divide_into_calls, rounds_alike, run_passes
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec, PassResult, PreparedBatch
-from areal.tinker.backends.rank_work import no_loss, no_weight, threads, vocab_size
-from areal.tinker.backends.samples import engine_samples
+from areal.tinker.backends.training.adam import step_settings
+from areal.tinker.backends.training.adapter_memory import RankMemory, rank_memory, shortage
+from areal.tinker.backends.training.base_model import find_base_model
+from areal.tinker.backends.training.engine_config import EngineBackendConfig
+from areal.tinker.backends.training.engine_errors import lost_error, protocol_errors
+from areal.tinker.backends.training.passes import SHORT, Pass, divide_into_calls, rounds_alike, run_passes
+from areal.tinker.backends.training.rank_work import no_loss, no_weight, threads, vocab_size
+from areal.tinker.backends.training.samples import engine_samples
 from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)

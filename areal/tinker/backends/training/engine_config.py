@@ -39,7 +39,7 @@ class RayConfig(StrictConfig):
 
 
 class EngineBackendConfig(StrictConfig):
-    """Settings of :class:`~areal.tinker.backends.engine_backend.EngineBackend`: the content of ``--backend-config``.
+    """Settings of :class:`~areal.tinker.backends.training.engine_backend.EngineBackend`: the content of ``--backend-config``.
 
     Fields that the engine has, too, are described by :class:`areal.api.TrainEngineConfig`.
     """

@@ -19,7 +19,7 @@ from areal.inference.protocol import Completion, Sampling, TopTokens
 from areal.tinker.backends.backend import ModelLimits, SamplingFactory
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, SamplingResult, TopLogprobs
-from areal.tinker.backends.sampler_config import (
+from areal.tinker.backends.sampling.sampler_config import (
     LocalSamplerConfig,
     check_adapter_base,
     checked_sampling,
@@ -67,7 +67,7 @@ class LocalSampler:
 
         Args:
             model: directory or hub name.
-            config: fields of :class:`~areal.tinker.backends.sampler_config.LocalSamplerConfig`.
+            config: fields of :class:`~areal.tinker.backends.sampling.sampler_config.LocalSamplerConfig`.
 
         Raises:
             ValueError: a setting is unknown or out of range, the model cannot be read, or peft is not installed.

@@ -51,7 +51,7 @@ class SamplerConfig(BaseModel):
 
 
 class LocalSamplerConfig(SamplerConfig):
-    """Settings of :class:`~areal.tinker.backends.local_sampler.LocalSampler`: the content of ``--sampler-config``."""
+    """Settings of :class:`~areal.tinker.backends.sampling.local_sampler.LocalSampler`: the content of ``--sampler-config``."""
 
     sampler = "local"
 
@@ -78,7 +78,7 @@ class LocalSamplerConfig(SamplerConfig):
 
 
 class VLLMSamplerConfig(SamplerConfig):
-    """Settings of :class:`~areal.tinker.backends.vllm.http_sampler.VLLMSampler`: the content of ``--sampler-config``."""
+    """Settings of :class:`~areal.tinker.backends.sampling.vllm.http_sampler.VLLMSampler`: the content of ``--sampler-config``."""
 
     sampler = "vllm"
 

@@ -25,20 +25,20 @@ from areal.inference.protocol import Sampling
 from areal.tinker.backends.backend import ModelLimits, SamplingFactory
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest, SamplingResult
-from areal.tinker.backends.sampler_config import (
+from areal.tinker.backends.sampling.sampler_config import (
     VLLMSamplerConfig,
     checked_sampling,
     gather_or_cancel,
     with_seeds,
 )
-from areal.tinker.backends.vllm.completions import (
+from areal.tinker.backends.sampling.vllm.completions import (
     MIN_TEMPERATURE,
     check_supported,
     completion_call,
     read_answer,
     read_prompt,
 )
-from areal.tinker.backends.vllm.connection import as_error, connect, copy_adapter, first_contact, reason_of
+from areal.tinker.backends.sampling.vllm.connection import as_error, connect, copy_adapter, first_contact, reason_of
 
 R = TypeVar("R", bound=ReplyBody)
 
@@ -100,7 +100,7 @@ class VLLMSampler:
 
         Args:
             model: directory or hub name of the base model.
-            config: fields of :class:`~areal.tinker.backends.sampler_config.VLLMSamplerConfig`.
+            config: fields of :class:`~areal.tinker.backends.sampling.sampler_config.VLLMSamplerConfig`.
 
         Raises:
             ValueError: a setting is unknown or out of range, the model cannot be read, or the server does not fit.

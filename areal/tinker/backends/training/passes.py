@@ -15,8 +15,8 @@ from areal.engine.model.hub import read_config
 from areal.tinker.backends.losses.by_model import LossByModel
 from areal.tinker.backends.losses.loss_interface import ProtocolLoss
 from areal.tinker.backends.prepared import PassResult, PreparedBatch
-from areal.tinker.backends.rank_work import unit_weight
-from areal.tinker.backends.samples import target_arrays
+from areal.tinker.backends.training.rank_work import unit_weight
+from areal.tinker.backends.training.samples import target_arrays
 from areal.utils.data import ADAPTER
 
 FEWEST_TOKENS = 4

@@ -1,0 +1,1 @@
+"""Backends that sample: this process, or servers."""

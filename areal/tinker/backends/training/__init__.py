@@ -1,0 +1,1 @@
+"""Backends that train: an engine, its passes and its adapters."""
