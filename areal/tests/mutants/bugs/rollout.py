@@ -323,6 +323,15 @@ def released_adapters_kept_on_the_server(right: Function) -> Function:
 
 
 @mutant(
+    "areal.tinker.backends.sampling.vllm.http_sampler:VLLMSampler._pick",
+    HTTP_SAMPLER.format("test_requests_go_to_another_server_while_one_is_gone"),
+)
+def no_other_server_is_asked(right: Function) -> Function:
+    """An answer fails with the server that was asked first."""
+    return lambda self: (right(self)[0], True)
+
+
+@mutant(
     "areal.tinker.backends.sampling.vllm.http_sampler:check_supported",
     HTTP_SAMPLER.format("test_requests_that_cannot_be_served_are_refused_by_name*"),
 )

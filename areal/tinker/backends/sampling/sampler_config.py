@@ -6,9 +6,9 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from areal.inference.protocol import Sampling
 from areal.tinker.backends.backend import ModelLimits
@@ -46,7 +46,7 @@ class SamplerConfig(BaseModel):
             return cls(**config)
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
+            name = ".".join(part for part in first["loc"] if isinstance(part, str))
             raise ValueError(f"sampler_config.{name} = {first['input']!r}: {first['msg']}") from error
 
 
@@ -82,7 +82,9 @@ class VLLMSamplerConfig(SamplerConfig):
 
     sampler = "vllm"
 
-    url: str = Field(pattern="^https?://", description="Base URL of the server, such as http://127.0.0.1:8100.")
+    url: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(
+        min_length=1, description="Base URL of the server, such as http://127.0.0.1:8100, or a list of several."
+    )
     served_name: str | None = Field(
         default=None,
         description="Name under which the server has the base model. None: the server's only model, if its path ends with the same name.",
@@ -109,6 +111,18 @@ class VLLMSamplerConfig(SamplerConfig):
         ge=1,
         description="Maximum number of most likely tokens at each position: --max-logprobs of the server.",
     )
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _listed(cls, url: Any) -> Any:
+        return (url,) if isinstance(url, str) else url
+
+    @field_validator("url")
+    @classmethod
+    def _different(cls, url: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(url)) < len(url):
+            raise ValueError("give each server once")
+        return url
 
 
 def check_adapter_base(folder: Path, model: str) -> None:

@@ -264,6 +264,7 @@ def test_damaged_and_refused_adapters(server: VLLMServer, adapters: tuple[Path, 
     [
         ({"adress": 1}, "sampler_config has 'adress', which is no setting of the vllm sampler: choose among url"),
         ({"url": "ftp://x"}, "sampler_config.url = 'ftp://x'"),
+        ({"url": ["http://x", "http://x"]}, "sampler_config.url = .*give each server once"),
         ({"timeout": 0}, "sampler_config.timeout = 0"),
         ({"served_name": "other"}, "served_name = 'other'"),
         ({"url": "http://127.0.0.1:9"}, "127.0.0.1:9.*Start vLLM there"),
@@ -362,3 +363,50 @@ def test_cancelled_request_ends_on_the_server(server: VLLMServer, adapters: tupl
         await until(lambda: not server.adapters)
 
     serve(server, work)
+
+
+def test_requests_go_to_another_server_while_one_is_gone(server: VLLMServer, adapters: tuple[Path, Any]) -> None:
+    other = VLLMServer(MODEL, context=CONTEXT)
+
+    async def work(sampler: VLLMSampler) -> None:
+        async def answers() -> list[list[int]]:
+            results = await asyncio.gather(*(sampler.sample("one", asked(num_samples=2)) for _ in range(4)))
+            return [answer.tokens.tolist() for result in results for answer in result.answers]
+
+        await sampler.open("one", adapters[0] / "default")
+        assert len(server.adapters) == len(other.adapters) == 1
+        before, asked_of = await answers(), [each.calls["/v1/completions"] for each in (server, other)]
+        assert min(asked_of) >= 1 + 4  # a probe, and half of the answers
+        server.stop()
+        assert await answers() == before
+        assert sampler.healthy()
+        # One that is started anew gets the adapter with its first request.
+        server.start()
+        async with asyncio.timeout(10):
+            while not server.adapters:
+                assert await answers() == before
+        await sampler.release("one")
+        assert not server.adapters
+        assert not other.adapters
+
+    try:
+        serve(server, work, url=[server.url, other.url])
+    finally:
+        other.stop()
+
+
+def test_adapter_is_opened_while_a_server_is_gone(server: VLLMServer, adapters: tuple[Path, Any]) -> None:
+    other = VLLMServer(MODEL, context=CONTEXT)
+
+    async def work(sampler: VLLMSampler) -> None:
+        other.stop()
+        await sampler.open("one", adapters[0] / "default")
+        await sampler.sample("one", asked())
+        server.stop()
+        with pytest.raises(ServerError, match="not available"):
+            await sampler.open("two", adapters[0] / "second")
+
+    try:
+        serve(server, work, url=[server.url, other.url])
+    finally:
+        other.stop()

@@ -1,7 +1,8 @@
-"""ServerConnection to a vLLM server: the check of the server at the start, adapters as it reads them, and its errors."""
+"""Connection to a vLLM server: the check of the server at the start, adapters as it reads them, and its errors."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -27,7 +28,7 @@ _RAW = 1e-4
 """With one token left to draw, a log-prob further from 0 is one before ``top_k``."""
 
 
-def connect(settings: VLLMSamplerConfig) -> ServerConnection:
+def connect(settings: VLLMSamplerConfig, url: str) -> ServerConnection:
     """Return a connection with the key of the settings."""
     headers = {}
     if settings.api_key_file is not None:
@@ -37,37 +38,41 @@ def connect(settings: VLLMSamplerConfig) -> ServerConnection:
             raise ValueError(
                 f"sampler_config.api_key_file = {settings.api_key_file!r} cannot be read: {error}"
             ) from error
-    return ServerConnection(settings.url, headers)
+    return ServerConnection(url, headers)
 
 
-async def first_contact(settings: VLLMSamplerConfig, model: str) -> VLLMCard:
-    """Return the server's description of the base model.
+async def first_contact(settings: VLLMSamplerConfig, model: str) -> list[VLLMCard]:
+    """Return the description of the base model by each server.
 
     Raises:
-        ValueError: the server cannot be reached, has another model, or returns log-probs before ``top_k``.
+        ValueError: a server cannot be reached, has another model, or returns log-probs before ``top_k``.
     """
-    server = connect(settings)
+    return list(await asyncio.gather(*(_first_contact(settings, url, model) for url in settings.url)))
+
+
+async def _first_contact(settings: VLLMSamplerConfig, url: str, model: str) -> VLLMCard:
+    server = connect(settings, url)
     try:
         listed = await server.send(HTTPCall.get("/v1/models", VLLMModels), _START_SECONDS)
-        card = _base_card(listed, settings, model)
+        card = _base_card(listed, settings, url, model)
         # With one token left to draw, its log-prob is 0.
         call = completion_call(card.id, _PROBE, Sampling(1, top_k=1, stop_token_ids=()), scored=False)
         answer = (await server.send(call, _START_SECONDS)).choices[0]
     except (RuntimeError, StatusError) as error:
         raise ValueError(
-            f"sampler_config.url = {settings.url!r}: {error}. Start vLLM there before this server, or correct the address"
+            f"sampler_config.url = {url!r}: {error}. Start vLLM there before this server, or correct the address"
         ) from error
     finally:
         await server.close()
     if answer.logprobs is None or any(value < -_RAW for value in answer.logprobs.token_logprobs):
         raise ValueError(
-            f"sampler_config.url = {settings.url!r}: the server's log-probs are those before top_k, top_p and temperature: start it with "
+            f"sampler_config.url = {url!r}: the server's log-probs are those before top_k, top_p and temperature: start it with "
             "--logprobs-mode processed_logprobs"
         )
     return card
 
 
-def _base_card(listed: VLLMModels, settings: VLLMSamplerConfig, model: str) -> VLLMCard:
+def _base_card(listed: VLLMModels, settings: VLLMSamplerConfig, url: str, model: str) -> VLLMCard:
     """Return the base model among those that a server lists."""
     cards = [card for card in listed.data if card.parent is None]
     if settings.served_name is not None:
@@ -75,11 +80,11 @@ def _base_card(listed: VLLMModels, settings: VLLMSamplerConfig, model: str) -> V
             if card.id == settings.served_name:
                 return card
         names = ", ".join(card.id for card in cards)
-        raise ValueError(f"sampler_config.served_name = {settings.served_name!r}: {settings.url} has {names}")
+        raise ValueError(f"sampler_config.served_name = {settings.served_name!r}: {url} has {names}")
     if not cards or Path(cards[0].root or cards[0].id).name != Path(model).name:
         names = ", ".join(card.root or card.id for card in cards)
         raise ValueError(
-            f"sampler_config.url = {settings.url!r} has the model {names}, and this server has {model!r}: start vLLM with this model, or "
+            f"sampler_config.url = {url!r} has the model {names}, and this server has {model!r}: start vLLM with this model, or "
             "name it by served_name if it is the same"
         )
     return cards[0]

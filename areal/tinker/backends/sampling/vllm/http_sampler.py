@@ -1,4 +1,4 @@
-"""Sampling on a running vLLM server. Entry point ``vllm`` of the group ``areal.tinker_samplers``."""
+"""Sampling on running vLLM servers. Entry point ``vllm`` of the group ``areal.tinker_samplers``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import AutoConfig
 
-from areal.inference.http.server_connection import RejectedCall, StatusError, Unavailable
-from areal.inference.http.servers.base_schemas import Anything, ReplyBody
-from areal.inference.http.servers.call import HTTPCall
-from areal.inference.http.servers.vllm_schemas import VLLMChoice, VLLMLoadAdapter, VLLMUnloadAdapter
+from areal.inference.http.server_connection import StatusError
+from areal.inference.http.servers.vllm_schemas import VLLMChoice
 from areal.inference.protocol import Sampling
 from areal.tinker.backends.backend import ModelLimits, SamplingFactory
 from areal.tinker.backends.errors import ServerError, UserError
@@ -38,50 +35,30 @@ from areal.tinker.backends.sampling.vllm.completions import (
     read_answer,
     read_prompt,
 )
-from areal.tinker.backends.sampling.vllm.connection import as_error, connect, copy_adapter, first_contact, reason_of
+from areal.tinker.backends.sampling.vllm.connection import as_error, copy_adapter, first_contact
+from areal.tinker.backends.sampling.vllm.replica import NotAvailableError, Replica, ServedSnapshot
 
-R = TypeVar("R", bound=ReplyBody)
-
-_HEALTH_SECONDS, _CLOSE_SECONDS = 5.0, 5.0
-"""Time limits of a look at the server's health, and of removing adapters at the end."""
+_CLOSE_SECONDS = 5.0
+"""Time limit of removing adapters at the end."""
 
 _PROBE_TOKENS = 8
 """Tokens of the prompt that checks a new adapter."""
 
-_ADD_FAILED = "add_lora method failed"
-"""Part of the server's error if its workers cannot use an adapter."""
-
-
-@dataclass
-class ServedSnapshot:
-    """Snapshot on the server.
-
-    Attributes:
-        name: name of the model or adapter there.
-        folder: copy of the adapter; ``None`` for the base model.
-        running: number of requests.
-        released: whether it goes when the last request has ended.
-    """
-
-    name: str
-    folder: Path | None
-    running: int = 0
-    released: bool = False
-
 
 class VLLMSampler:
-    """Implements :class:`~areal.tinker.backends.backend.SamplingBackend`. Adapters that the server has lost by a restart are loaded again.
+    """Implements :class:`~areal.tinker.backends.backend.SamplingBackend`. A request goes to the server with the fewest, and to
+    another one if that is not available. Adapters that a server has lost by a restart are loaded again.
 
     Args:
-        settings: address and limits of the server.
+        settings: addresses and limits of the servers.
         limits: sizes of the model.
         model: directory or hub name of the base model.
-        served: name of the base model on the server.
+        served: name of the base model on each server.
     """
 
-    def __init__(self, settings: VLLMSamplerConfig, limits: ModelLimits, model: str, served: str) -> None:
-        self._settings, self._limits, self._model, self._base = settings, limits, model, served
-        self._server = connect(settings)
+    def __init__(self, settings: VLLMSamplerConfig, limits: ModelLimits, model: str, served: Sequence[str]) -> None:
+        self._settings, self._limits, self._model = settings, limits, model
+        self._replicas = [Replica(settings, url, base) for url, base in zip(settings.url, served, strict=True)]
         if settings.folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="areal-adapters-"))
         else:
@@ -92,18 +69,18 @@ class VLLMSampler:
         self._prefix, self._numbers = f"areal-{secrets.token_hex(4)}", itertools.count()
         self._opening, self._slots = asyncio.Lock(), asyncio.Semaphore(settings.max_requests)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._alive, self._seen, self._closed = True, time.monotonic(), False
+        self._closed = False
 
     @classmethod
     def create(cls, model: str, config: Mapping[str, Any]) -> VLLMSampler:
-        """Connect to a server, and check that it has the model and returns the log-probs of the distribution that it draws from.
+        """Connect to the servers, and check that they have the model and return the log-probs of the distribution that they draw from.
 
         Args:
             model: directory or hub name of the base model.
             config: fields of :class:`~areal.tinker.backends.sampling.sampler_config.VLLMSamplerConfig`.
 
         Raises:
-            ValueError: a setting is unknown or out of range, the model cannot be read, or the server does not fit.
+            ValueError: a setting is unknown or out of range, the model cannot be read, or a server does not fit.
         """
         settings = VLLMSamplerConfig.checked(config)
         try:
@@ -112,9 +89,10 @@ class VLLMSampler:
             raise ValueError(f"model = {model!r} cannot be read: {error}") from error
         # In another thread: this may be called with or without a running one.
         with ThreadPoolExecutor(1) as pool:
-            card = pool.submit(asyncio.run, first_contact(settings, model)).result()
-        context = card.max_model_len or sizes.max_position_embeddings
-        return cls(settings, ModelLimits(sizes.vocab_size, context, settings.max_rank), model, card.id)
+            cards = pool.submit(asyncio.run, first_contact(settings, model)).result()
+        context = min(card.max_model_len or sizes.max_position_embeddings for card in cards)
+        limits = ModelLimits(sizes.vocab_size, context, settings.max_rank)
+        return cls(settings, limits, model, [card.id for card in cards])
 
     def limits(self) -> ModelLimits:
         """Return the sizes against which requests are checked."""
@@ -126,11 +104,11 @@ class VLLMSampler:
             if self._closed:
                 raise ServerError("the server is stopping: try again when it is back")
             if snapshot not in self._served:
-                added = ServedSnapshot(self._base, None) if folder is None else await self._add(folder)
+                added = ServedSnapshot(None, None) if folder is None else await self._add(folder)
                 self._served[snapshot] = added
 
     async def release(self, snapshot: str) -> None:
-        """Stop serving a snapshot. The server forgets it after its last running request. Does nothing if it is not served."""
+        """Stop serving a snapshot. The servers forget it after its last running request. Does nothing if it is not served."""
         async with self._opening:
             served = self._served.pop(snapshot, None)
             if served is not None:
@@ -173,16 +151,17 @@ class VLLMSampler:
         return SamplingResult(answers, scores if request.prompt_logprobs else None, top)
 
     def healthy(self) -> bool:
-        """Return whether the server answered when it was last asked. A state that is old starts another look in the background."""
-        if not self._closed and time.monotonic() - self._seen > self._settings.health_seconds:
-            with contextlib.suppress(RuntimeError):  # no running loop
-                asyncio.get_running_loop()
-                self._seen = time.monotonic()
-                self._later(self._look())
-        return self._alive and not self._closed
+        """Return whether a server answered when it was last asked. A state that is old starts another look in the background."""
+        for replica in self._replicas:
+            if not self._closed and time.monotonic() - replica.seen > self._settings.health_seconds:
+                with contextlib.suppress(RuntimeError):  # no running loop
+                    asyncio.get_running_loop()
+                    replica.seen = time.monotonic()
+                    self._later(replica.look())
+        return not self._closed and any(replica.alive for replica in self._replicas)
 
     async def close(self) -> None:
-        """Remove the adapters from the server, and close the connections. May be called twice."""
+        """Remove the adapters from the servers, and close the connections. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -190,46 +169,71 @@ class VLLMSampler:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*(self._drop(each) for each in served), *self._tasks)
-        await self._server.close()
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _choice(
         self, served: ServedSnapshot, request: SamplingRequest, sampling: Sampling, *, scored: bool
     ) -> VLLMChoice:
-        """Return the server's reply for one answer."""
-        call = completion_call(served.name, request, sampling, scored=scored)
+        """Return the reply for one answer, of the first server that is available."""
+        end = time.monotonic() + self._settings.retry_seconds
         async with self._slots:
-            try:
-                reply = await self._send(call, self._settings.timeout)
-            except StatusError as error:
-                # A server that was started again does not have the adapters.
-                if error.status != 404 or served.folder is None:
-                    raise as_error(error) from error
-                await self._load(served)
+            while True:
+                replica, is_last = self._pick()
+                replica.running += 1
                 try:
-                    reply = await self._send(call, self._settings.timeout)
-                except StatusError as again:
-                    raise as_error(again) from again
+                    return await self._ask(replica, served, request, sampling, end if is_last else 0.0, scored=scored)
+                except NotAvailableError:
+                    if is_last:
+                        raise
+                finally:
+                    replica.running -= 1
+
+    def _pick(self) -> tuple[Replica, bool]:
+        """Return the server for a request, and whether there is no other one to ask after it."""
+        now = time.monotonic()
+        ready = [replica for replica in self._replicas if replica.ready_at <= now]
+        if not ready:
+            return min(self._replicas, key=lambda replica: replica.ready_at), True
+        return min(ready, key=lambda replica: replica.running), len(ready) == 1
+
+    async def _ask(
+        self,
+        replica: Replica,
+        served: ServedSnapshot,
+        request: SamplingRequest,
+        sampling: Sampling,
+        until: float,
+        *,
+        scored: bool,
+    ) -> VLLMChoice:
+        """Return the reply of one server."""
+        call = completion_call(replica.name_of(served), request, sampling, scored=scored)
+        try:
+            reply = await replica.send(call, self._settings.timeout, until)
+        except StatusError as error:
+            # A server that was started again does not have the adapters.
+            if error.status != 404 or served.folder is None:
+                raise as_error(error) from error
+            await replica.load(served, until)
+            try:
+                reply = await replica.send(call, self._settings.timeout, until)
+            except StatusError as again:
+                raise as_error(again) from again
         return reply.choices[0]
 
     async def _add(self, folder: Path) -> ServedSnapshot:
-        """Copy an adapter, load it on the server, and check that its log-probs are finite.
+        """Copy an adapter, load it on the servers, and check that its log-probs are finite.
 
-        The copy is kept: the server reads it again when it needs the memory, and after a restart.
+        The copy is kept: a server reads it again when it needs the memory, and after a restart.
         """
         number = next(self._numbers)
         served = ServedSnapshot(f"{self._prefix}-{number}", self._folder / str(number))
-        probe = SamplingRequest(_probe(self._limits), prompt_logprobs=True)
-        call = completion_call(served.name, probe, Sampling(1, stop_token_ids=()), scored=True)
         try:
             await asyncio.to_thread(
                 copy_adapter, folder, self._folder / str(number), self._model, self._settings.max_rank
             )
             await self._load(served)
-            try:
-                await self._send(call, self._settings.open_timeout)  # without a slot: long answers may fill them
-            except StatusError as error:
-                raise as_error(error) from error
         except (ValueError, OSError) as error:
             await self._drop(served)
             raise UserError(f"the weights cannot be sampled from: {error}") from error
@@ -239,75 +243,30 @@ class VLLMSampler:
         return served
 
     async def _load(self, served: ServedSnapshot) -> None:
-        """Load an adapter on the server, unless it is there.
+        """Load an adapter on all servers. Those that are not available get it with their first request, unless all are."""
+        until = time.monotonic() + self._settings.retry_seconds
+        loads = [self._load_on(replica, served, until) for replica in self._replicas]
+        faults = [each for each in await asyncio.gather(*loads, return_exceptions=True) if each is not None]
+        for fault in faults:
+            if not isinstance(fault, NotAvailableError) or len(faults) == len(self._replicas):
+                raise fault
 
-        Raises:
-            UserError: the server refuses it.
-            ServerError: the server does not load adapters, or failed.
-        """
-        call = HTTPCall(
-            "/v1/load_lora_adapter", VLLMLoadAdapter(lora_name=served.name, lora_path=str(served.folder)), Anything
-        )
+    async def _load_on(self, replica: Replica, served: ServedSnapshot, until: float) -> None:
+        """Load an adapter on one server, and ask it for log-probs."""
+        await replica.load(served, until)
+        probe = SamplingRequest(_probe(self._limits), prompt_logprobs=True)
+        call = completion_call(replica.name_of(served), probe, Sampling(1, stop_token_ids=()), scored=True)
         try:
-            await self._send(call, self._settings.open_timeout)
+            await replica.send(call, self._settings.open_timeout, until)  # without a slot: long answers may fill them
         except StatusError as error:
-            reason = reason_of(error)
-            if "already been loaded" in reason:  # by another request
-                return
-            if isinstance(error, RejectedCall):
-                raise UserError(f"the inference server refuses the adapter: {reason}") from error
-            raise ServerError(
-                f"the inference server cannot load adapters: {reason}. Start it with --enable-lora and "
-                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and give it access to {self._folder} (setting 'folder')"
-            ) from error
+            raise as_error(error) from error
 
     async def _drop(self, served: ServedSnapshot) -> None:
-        """Remove an adapter from the server, as far as that is possible, with its copy."""
+        """Remove an adapter from the servers, as far as that is possible, with its copy."""
         if served.folder is None:
             return
-        call = HTTPCall("/v1/unload_lora_adapter", VLLMUnloadAdapter(lora_name=served.name), Anything)
-        # A server that is dead or was started again does not have it.
-        with contextlib.suppress(RuntimeError, ValueError):
-            await self._server.send(call, _CLOSE_SECONDS)
+        await asyncio.gather(*(replica.unload(served) for replica in self._replicas))
         await asyncio.to_thread(shutil.rmtree, served.folder, ignore_errors=True)
-
-    async def _send(self, call: HTTPCall[R], seconds: float) -> R:
-        """Send a request, again if the server is unavailable for a short time.
-
-        Raises:
-            StatusError: a status below 500.
-            ServerError: the server is unavailable, or its reply does not have the documented form.
-        """
-        end = time.monotonic() + self._settings.retry_seconds
-        while True:
-            try:
-                reply = await self._server.send(call, seconds)
-            except Unavailable as error:
-                # An adapter of other shapes is an internal error, too.
-                if _ADD_FAILED in error.text:
-                    raise UserError(f"the inference server refuses the adapter: {reason_of(error)}") from error
-                self._alive, self._seen = False, time.monotonic()
-                if self._server.backoff_until >= end:
-                    raise ServerError(
-                        f"the inference server is not available, send the request again: {error}"
-                    ) from error
-                await asyncio.sleep(max(0.0, self._server.backoff_until - time.monotonic()))
-            except StatusError:
-                raise
-            except RuntimeError as error:
-                raise ServerError(f"the inference server's reply cannot be used: {error}") from error
-            else:
-                self._alive, self._seen = True, time.monotonic()
-                return reply
-
-    async def _look(self) -> None:
-        """Ask the server for its health."""
-        try:
-            await self._server.send(HTTPCall.get("/health", Anything), _HEALTH_SECONDS)
-            self._alive = True
-        except (RuntimeError, ValueError):
-            self._alive = False
-        self._seen = time.monotonic()
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background."""
