@@ -60,7 +60,7 @@ def choose(selection: str, mutants: Mapping[str, Mutant], root: Path = ROOT) -> 
             if not 0 < part <= parts:
                 raise ValueError(f"{word} is no part of the bugs: K/N needs 0 < K <= N")
             others = [name for name in mutants if name not in named | touched]
-            rest |= {name for name in others if _draw(commit, name) % parts == part - 1}
+            rest |= set(sorted(others, key=lambda name: _draw(commit, name))[part - 1 :: parts])
             reasons.append(f"{len(rest)} of {len(others)} others, drawn by the commit")
         elif word in mutants:
             named.add(word)
