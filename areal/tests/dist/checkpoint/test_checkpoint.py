@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal.api import OptimizerConfig, SaveLoadMeta
 from areal.engine.checkpoint.atomic_dir import is_complete, verify
 from areal.tests.dist.checkpoint.checkpoints import Counter, flip, step, unharmed
+from areal.tests.dist.checkpoint.stages import at_stages
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world, succeed
-from areal.tests.harness.stages import at_stages
 from areal.tests.harness.tiny import (
     OPTIMIZER,
     checkpointer_of,

@@ -18,10 +18,10 @@ from areal.engine.checkpoint.atomic_dir import discard, open_draft, verify
 from areal.engine.checkpoint.dcp import read_metadata, read_tensors
 from areal.engine.checkpoint.run_state import read_state
 from areal.engine.registry import engine_names
+from areal.tests.dist.checkpoint.stages import at_stages
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import PROMPTLY
 from areal.tests.harness.processes import needs_own_world, run_world
-from areal.tests.harness.stages import at_stages
 from areal.tests.harness.tiny import NEEDS_JAX, checkpointer_of, started
 from areal.tests.harness.world import world
 from areal.utils.distributed import RankLostError

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from areal.api import OptimizerConfig, TrainEngine, WeightReceiver
+from areal.tests.dist.checkpoint.stages import at_stages
 from areal.tests.grid.cell_engine import start_cell
 from areal.tests.grid.layouts import LORA, TOLERANCES, Cell, Layout, all_layouts
 from areal.tests.grid.models import adapter_dir, model_dir
-from areal.tests.harness.stages import at_stages
 from areal.tests.harness.tiny import global_batch, layouts, local_batch, loss, same_bits, started, weights_of
 from areal.tests.harness.world import world
 from areal.utils.distributed import ControlPlane

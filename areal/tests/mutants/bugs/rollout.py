@@ -15,7 +15,7 @@ ONE_OWNER = "dist/trainer/test_one_owner.py::{}"
 RUNNER = "unit/rollout/test_runner.py::{}"
 ADAPTERS = "unit/inference/local/test_rollout_adapters.py::{}"
 SAMPLER = "unit/tinker/backends/test_local_sampler.py::{}"
-HTTP_SAMPLER = "unit/tinker/backends/test_http_sampler.py::{}"
+HTTP_SAMPLER = "unit/tinker/backends/vllm/test_http_sampler.py::{}"
 SNAPSHOTS = "unit/tinker/backends/test_sampler_snapshots.py::{}"
 REWARDS = "unit/rollout/test_rewards.py::{}"
 GROUP = "unit/inference/group/test_group_updates.py::{}"
@@ -324,7 +324,7 @@ def released_adapters_kept_on_the_server(right: Function) -> Function:
 
 @mutant(
     "areal.tinker.backends.sampling.vllm.http_sampler:VLLMSampler._pick",
-    HTTP_SAMPLER.format("test_requests_go_to_another_server_while_one_is_gone"),
+    "unit/tinker/backends/vllm/test_http_sampler_failures.py::test_requests_go_to_another_server_while_one_is_gone",
 )
 def no_other_server_is_asked(right: Function) -> Function:
     """An answer fails with the server that was asked first."""

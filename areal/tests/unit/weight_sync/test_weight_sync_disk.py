@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import NamedTensor
 from areal.engine.checkpoint.safetensors import TensorFiles
+from areal.tests.dist.checkpoint.stages import at_stages
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.processes import needs_own_world
-from areal.tests.harness.stages import at_stages
 from areal.tests.unit.weight_sync.updates import FILE_BYTES, ended, filled, number, start
 from areal.utils.distributed import ControlPlane, init_default_group
 from areal.weight_sync import DirectTransport, DiskReceiver, DiskTransport, ModuleSource

@@ -36,7 +36,7 @@ from areal.tinker.backends.sampling.vllm.completions import (
     read_prompt,
 )
 from areal.tinker.backends.sampling.vllm.connection import as_error, copy_adapter, first_contact
-from areal.tinker.backends.sampling.vllm.replica import NotAvailableError, Replica, ServedSnapshot
+from areal.tinker.backends.sampling.vllm.replica import NotAvailableError, ServedSnapshot, VLLMReplica
 
 _CLOSE_SECONDS = 5.0
 """Time limit of removing adapters at the end."""
@@ -58,7 +58,7 @@ class VLLMSampler:
 
     def __init__(self, settings: VLLMSamplerConfig, limits: ModelLimits, model: str, served: Sequence[str]) -> None:
         self._settings, self._limits, self._model = settings, limits, model
-        self._replicas = [Replica(settings, url, base) for url, base in zip(settings.url, served, strict=True)]
+        self._replicas = [VLLMReplica(settings, url, base) for url, base in zip(settings.url, served, strict=True)]
         if settings.folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="areal-adapters-"))
         else:
@@ -189,7 +189,7 @@ class VLLMSampler:
                 finally:
                     replica.running -= 1
 
-    def _pick(self) -> tuple[Replica, bool]:
+    def _pick(self) -> tuple[VLLMReplica, bool]:
         """Return the server for a request, and whether there is no other one to ask after it."""
         now = time.monotonic()
         ready = [replica for replica in self._replicas if replica.ready_at <= now]
@@ -199,7 +199,7 @@ class VLLMSampler:
 
     async def _ask(
         self,
-        replica: Replica,
+        replica: VLLMReplica,
         served: ServedSnapshot,
         request: SamplingRequest,
         sampling: Sampling,
@@ -251,7 +251,7 @@ class VLLMSampler:
             if not isinstance(fault, NotAvailableError) or len(faults) == len(self._replicas):
                 raise fault
 
-    async def _load_on(self, replica: Replica, served: ServedSnapshot, until: float) -> None:
+    async def _load_on(self, replica: VLLMReplica, served: ServedSnapshot, until: float) -> None:
         """Load an adapter on one server, and ask it for log-probs."""
         await replica.load(served, until)
         probe = SamplingRequest(_probe(self._limits), prompt_logprobs=True)

@@ -47,7 +47,7 @@ class ServedSnapshot:
     released: bool = False
 
 
-class Replica:
+class VLLMReplica:
     """One server with the base model.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +16,11 @@ from safetensors.torch import load_file, save_file
 from areal.tests.grid.models import VOCAB
 from areal.tests.harness.servers.vllm_server import KEY, VLLMServer
 from areal.tests.unit.inference.local.rollouts import shortest, tokenizer
-from areal.tests.unit.tinker.backends.sampling import ENDLESS, base_model, engine_logprobs, trained_engine
+from areal.tests.unit.tinker.backends.sampling import engine_logprobs
+from areal.tests.unit.tinker.backends.vllm.http_sampling import CONTEXT, MODEL, PROMPT, asked, serve
 from areal.tinker.backends.backend_registry import create_sampling_backend
 from areal.tinker.backends.errors import ServerError, UserError
-from areal.tinker.backends.prepared import SamplingRequest
 from areal.tinker.backends.sampling.vllm.http_sampler import VLLMSampler
-
-CONTEXT = 64
-PROMPT = [(7 * i + 3) % VOCAB for i in range(11)]
-MODEL = base_model(tied=False)
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
-    """Folder with two adapters, and their engine."""
-    folder = tmp_path_factory.mktemp("adapters")
-    engine = trained_engine(MODEL, ("default", "second"))
-    for name in ("default", "second"):
-        engine.adapters.save(name, folder / name)
-    yield folder, engine
-    engine.destroy()
-
-
-@pytest.fixture(scope="module")
-def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer().save_pretrained(folder)
-    server = VLLMServer(MODEL, context=CONTEXT, tokenizer=str(folder))
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def server(one_server: VLLMServer) -> VLLMServer:
-    """The server of the module, as after a start."""
-    one_server.stop()
-    one_server.start()
-    one_server.canned, one_server.calls = [], type(one_server.calls)()
-    one_server.hidden, one_server.processed, one_server.step_seconds, one_server.ended = False, True, 0.0, 0
-    return one_server
-
-
-def serve(server: VLLMServer, work: Callable[[VLLMSampler], Awaitable[Any]], **settings: Any) -> Any:
-    """Run a coroutine function on a sampler, with the snapshot ``base`` of the model."""
-
-    async def main() -> Any:
-        sampler = create_sampling_backend(MODEL, "vllm", {"url": server.url, "retry_seconds": 0, **settings})
-        assert isinstance(sampler, VLLMSampler)
-        try:
-            await sampler.open("base", None)
-            return await asyncio.wait_for(work(sampler), 30)  # type: ignore[arg-type]
-        finally:
-            await sampler.close()
-
-    return asyncio.run(main())
-
-
-def asked(**fields: Any) -> SamplingRequest:
-    return SamplingRequest(**{"prompt": PROMPT, "max_tokens": 8, "seed": 5, **ENDLESS, **fields})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
 
 # ---- results
 
@@ -292,121 +231,3 @@ def test_key_is_sent(server: VLLMServer, tmp_path: Path) -> None:
         create_sampling_backend(MODEL, "vllm", {"url": server.url, "api_key_file": str(file)})
     file.write_text(f"{KEY}\n")
     serve(server, lambda sampler: sampler.sample("base", asked()), api_key_file=str(file))
-
-
-# ---- failures and cancellation
-
-
-def test_internal_errors_are_the_servers_and_short_ones_are_retried(server: VLLMServer) -> None:
-    async def once(sampler: VLLMSampler) -> None:
-        server.canned = [500]
-        with pytest.raises(ServerError, match=r"not available, send the request again: .*status 500"):
-            await sampler.sample("base", asked())
-        assert not sampler.healthy()
-        await sampler.sample("base", asked())
-        assert sampler.healthy()
-
-    async def again(sampler: VLLMSampler) -> None:
-        server.canned = [503, 500]
-        await sampler.sample("base", asked())
-
-    serve(server, once)
-    serve(server, again, retry_seconds=5)
-
-
-def test_dead_server_and_one_that_has_lost_its_adapters(
-    server: VLLMServer, adapters: tuple[Path, Any], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(adapters[0] / "second", tmp_path / "second")
-
-    async def work(sampler: VLLMSampler) -> None:
-        await sampler.open("second", folder)
-        shutil.rmtree(folder)
-        before = (await sampler.sample("second", asked())).answers[0]
-        server.stop()
-        # Nobody asks the server until the state is old, and then once, in the background.
-        await until(lambda: not sampler.healthy())
-        with pytest.raises(ServerError, match="not available"):
-            await sampler.sample("second", asked(prompt=PROMPT[1:]))
-        server.start()
-        await until(sampler.healthy)
-        results = await asyncio.gather(*(sampler.sample("second", asked()) for _ in range(3)))
-        for result in results:
-            assert result.answers[0].tokens.tolist() == before.tokens.tolist()
-
-    serve(server, work, health_seconds=0.05)
-
-
-def test_health_is_not_asked_for_while_nobody_looks(server: VLLMServer) -> None:
-    async def work(sampler: VLLMSampler) -> None:
-        await asyncio.sleep(0.2)
-        assert server.calls["/health"] == 0
-        assert sampler.healthy()
-        assert sampler.healthy()
-        await until(lambda: server.calls["/health"] == 1)
-
-    serve(server, work, health_seconds=0.1)
-
-
-def test_cancelled_request_ends_on_the_server(server: VLLMServer, adapters: tuple[Path, Any]) -> None:
-    async def work(sampler: VLLMSampler) -> None:
-        await sampler.open("one", adapters[0] / "default")
-        server.step_seconds = 0.03
-        task = asyncio.create_task(sampler.sample("one", asked(num_samples=3, max_tokens=50)))
-        await until(lambda: server.calls["/v1/completions"] >= 3 + 2)  # after two probes
-        await sampler.release("one")
-        assert len(server.adapters) == 1  # it is in use
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until(lambda: server.ended == 3)
-        await until(lambda: not server.adapters)
-
-    serve(server, work)
-
-
-def test_requests_go_to_another_server_while_one_is_gone(server: VLLMServer, adapters: tuple[Path, Any]) -> None:
-    other = VLLMServer(MODEL, context=CONTEXT)
-
-    async def work(sampler: VLLMSampler) -> None:
-        async def answers() -> list[list[int]]:
-            results = await asyncio.gather(*(sampler.sample("one", asked(num_samples=2)) for _ in range(4)))
-            return [answer.tokens.tolist() for result in results for answer in result.answers]
-
-        await sampler.open("one", adapters[0] / "default")
-        assert len(server.adapters) == len(other.adapters) == 1
-        before, asked_of = await answers(), [each.calls["/v1/completions"] for each in (server, other)]
-        assert min(asked_of) >= 1 + 4  # a probe, and half of the answers
-        server.stop()
-        assert await answers() == before
-        assert sampler.healthy()
-        # One that is started anew gets the adapter with its first request.
-        server.start()
-        async with asyncio.timeout(10):
-            while not server.adapters:
-                assert await answers() == before
-        await sampler.release("one")
-        assert not server.adapters
-        assert not other.adapters
-
-    try:
-        serve(server, work, url=[server.url, other.url])
-    finally:
-        other.stop()
-
-
-def test_adapter_is_opened_while_a_server_is_gone(server: VLLMServer, adapters: tuple[Path, Any]) -> None:
-    other = VLLMServer(MODEL, context=CONTEXT)
-
-    async def work(sampler: VLLMSampler) -> None:
-        other.stop()
-        await sampler.open("one", adapters[0] / "default")
-        await sampler.sample("one", asked())
-        server.stop()
-        with pytest.raises(ServerError, match="not available"):
-            await sampler.open("two", adapters[0] / "second")
-
-    try:
-        serve(server, work, url=[server.url, other.url])
-    finally:
-        other.stop()
