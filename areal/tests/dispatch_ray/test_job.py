@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal.tests.tinker.sdk.server import VERSIONS, ServerProcess, check_sdk, model_with_tokenizer
 from areal.tests.unit.project.example_tokenizer import EXAMPLES, character_tokenizer
 
 pytestmark = [
@@ -127,32 +126,3 @@ def test_job_goes_on_after_the_loss_of_a_process(
     assert set(results["accuracy"]) == {"0", str(STEPS)}
     assert os.listdir(output / "checkpoints" / "policy") == [f"step-{STEPS:06d}"]
     assert (output / "model" / "model.safetensors").exists()
-
-
-def test_job_brings_up_the_tinker_server_and_its_ranks(
-    head: tuple[psutil.Process, dict[str, str]], tmp_path: Path
-) -> None:
-    cluster, environment = head
-    model = model_with_tokenizer(tmp_path / "model")
-    ray = {"environment": {"OMP_NUM_THREADS": "1"}, "hang_seconds": 60.0}
-    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--", "python"]
-
-    def submitted(attempt: int) -> ServerProcess:
-        folder = tmp_path / f"server-{attempt}"
-        return ServerProcess(
-            folder, model, backend="fsdp:d2", settings={"ray": ray}, environment=environment, python=submit
-        )
-
-    server = submitted(0)
-    for attempt in range(1, 20):
-        server.wait()
-        # The job server answers before the agent that starts jobs does.
-        if "No available agent to submit job" not in server.text:
-            break
-        server = submitted(attempt)
-    try:
-        check_sdk(VERSIONS[0], server, complete=False)
-        ranks = [each for each in cluster.children(recursive=True) if "RankProcess" in "".join(each.cmdline())]
-        assert len(ranks) == 2
-    finally:
-        server.stop()

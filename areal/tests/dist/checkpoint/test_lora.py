@@ -34,16 +34,13 @@ FOUR = [pytest.mark.world(4)]
 LAYOUTS = [
     pytest.param("fsdp:d1", marks=pytest.mark.world(1)),
     pytest.param("fsdp:d2", marks=pytest.mark.world(2)),
-    pytest.param("fsdp:c2", marks=[pytest.mark.world(2)]),
     pytest.param("fsdp:t2", marks=pytest.mark.world(2)),
     pytest.param("fsdp:p2", marks=[pytest.mark.world(2)]),
     pytest.param("fsdp:d2t2", marks=FOUR),
-    pytest.param("megatron:d1", marks=pytest.mark.world(1)),
-    pytest.param("megatron:d2", marks=[pytest.mark.world(2)]),
     pytest.param("megatron:t2", marks=pytest.mark.world(2)),
     pytest.param("megatron:p2", marks=pytest.mark.world(2)),
     pytest.param("megatron:t2p2", marks=FOUR),
-    *map(layout, ("jax:d1", "jax:d2", "jax:t2")),
+    *map(layout, ("jax:d1", "jax:d2")),
 ]
 
 

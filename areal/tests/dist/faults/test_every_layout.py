@@ -69,20 +69,17 @@ FAULTS = (
 
 
 def cases() -> list[Any]:
-    """Return two faults for each layout of two ranks, in turn, so that it meets two places, and collectives that block and that return.
+    """Return one fault for each layout, in turn, so that layouts meet all places, and collectives that block and that return.
 
-    Layouts of four ranks meet one. Those of one rank have no collectives, and meet every place. JAX compiles a program for each place:
-    its layouts of two ranks meet one, larger ones none.
+    Layouts of one rank have no collectives, and meet every place. JAX compiles a program for each place: its layouts of four ranks meet none.
     """
     made = []
     for number, layout in enumerate(all_layouts()):
-        faults = [FAULTS[(2 * number + i) % len(FAULTS)] for i in (0, 1)]
+        faults = [FAULTS[number % len(FAULTS)]]
         if layout.world == 1:
             faults = [(place, False) for place in ("forward", "backward", "process")]
-        elif layout.world > 2:
-            faults = [] if layout.engine == "jax" else [faults[number % 2]]
         elif layout.engine == "jax":
-            faults = [("forward", bool(number % 2))]
+            faults = [("forward", bool(number % 2))] if layout.world == 2 else []
         elif layout.name in EVERY_FAULT:
             faults = list(FAULTS)
         for place, blocking in faults:
