@@ -88,7 +88,9 @@ def test_requests_go_to_another_server_while_one_is_gone(server: VLLMServer, ada
 
     async def work(sampler: VLLMSampler) -> None:
         async def answers() -> list[list[int]]:
-            results = await asyncio.gather(*(sampler.sample("one", asked(num_samples=2)) for _ in range(4)))
+            asked_for = (sampler.sample("one", asked(num_samples=2)) for _ in range(4))
+            results = await asyncio.gather(*asked_for, return_exceptions=True)
+            assert not [each for each in results if isinstance(each, BaseException)]
             return [answer.tokens.tolist() for result in results for answer in result.answers]
 
         await sampler.open("one", adapters[0] / "default")
