@@ -57,10 +57,10 @@ demo-sft: $(MODEL) ## Fine-tune the demo's model on right answers only.
 	  --max-tokens-per-mb 512 --min-loss-fall 0.2 --accuracy-must-rise
 
 demo-short: $(MODEL) ## Run a few steps of SFT and of GRPO.
-	$(SFT) --backend fsdp:d2 --output runs/short-sft --plain --system "" --steps 2 --batch-size 24 \
-	  --max-tokens-per-mb 512 --eval-size 4 --min-loss-fall 0.2
+	$(SFT) --backend fsdp:d2 --output runs/short-sft --plain --system "" --steps 2 --batch-size 16 \
+	  --max-tokens-per-mb 512 --eval-size 2 --min-loss-fall 0.2
 	$(RUN) 2 examples/grpo.py --model runs/short-sft/model --backend fsdp:d2 --output runs/short-grpo --warmup-steps 0 \
-	  --plain --system "" --steps 1 --groups 4 --group-size 4 --eval-size 4
+	  --plain --system "" --steps 1 --groups 2 --group-size 4 --eval-size 2
 
 demo-layouts: $(MODEL) $(VENV)/.test ## Compare the losses of five layouts, one on Megatron, in float32.
 	$(RUN) 2 $(CURVE) --backend fsdp:d2 --output runs/demo-d2
