@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ class ServerProcess:
         settings: those of the backend, in addition to float32.
         threads: threads of a product on the CPU.
         environment: variables of the process; by default those of the tests.
-        python: command that runs a module of Python.
     """
 
     def __init__(
@@ -69,12 +67,11 @@ class ServerProcess:
         threads: int = 1,
         settings: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
-        python: Sequence[str] = (sys.executable,),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "keys").write_text(f"tml-another-key-0000\n{KEY}\n")
         exact = {"dtype": "float32"}
-        command = [*python, "-m", "areal.cli", "serve", "--model", model, "--backend", backend]
+        command = [sys.executable, "-m", "areal.cli", "serve", "--model", model, "--backend", backend]
         command += [
             "--backend-config",
             json.dumps({**exact, **(settings or {})}),
@@ -103,14 +100,10 @@ class ServerProcess:
         """Output of the process."""
         return "".join(self.log)
 
-    def wait(self) -> None:
-        """Wait until the server answers, or has ended."""
-        assert self._ready.wait(120), self.text
-
     @property
     def url(self) -> str:
         """Address of the server, once it is there."""
-        self.wait()
+        assert self._ready.wait(120), self.text
         found = re.search(r"TINKER_BASE_URL\s+(\S+)", self.text)
         assert found, self.text
         return found[1]
