@@ -17,7 +17,7 @@ ON_FOUR_RANKS = ("plain", "lora")
 def grid_cells() -> list[Cell]:
     """Return the cells of the grid.
 
-    Layouts of one and two ranks meet every value of every other factor. Layouts of four ranks meet two dtypes, every empty rank and
+    Layouts of one and two ranks meet every value of every other factor. Layouts of four ranks meet two dtypes and
     :data:`ON_FOUR_RANKS`, and those of JAX, which compiles for each cell, every option on two ranks and two dtypes on four. Values of
     the other factors meet each other on any layout.
     """
@@ -36,6 +36,5 @@ def _has_to_meet(a: str, value: Any, b: str, other: Any) -> bool:
     if layout.world > 2:
         if factor == "dtype":
             return value != "float32"
-        every = factor == "empty_rank" or (factor == "options" and value in ON_FOUR_RANKS)
-        return every and layout.engine != "jax"
+        return factor == "options" and value in ON_FOUR_RANKS and layout.engine != "jax"
     return factor == "options" or layout.engine != "jax" or layout.world == 1

@@ -160,7 +160,7 @@ def test_next_update_heals_servers_of_which_one_refused_a_tensor(make: Make, ser
 def test_server_that_refuses_an_update_is_named_and_keeps_the_others(
     make: Make, servers: list[GroupServer], route: str
 ) -> None:
-    transport = make(timeout=2)
+    transport = make(timeout=6)
     if route != "/init_weight_transfer_engine":
         transport.send(Weights(9), 9)
     servers[1].broken[route] = (500, "not now")
