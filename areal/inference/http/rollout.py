@@ -25,6 +25,7 @@ from areal.inference.http.members import Members
 from areal.inference.http.owner import Owner
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection, Unavailable
+from areal.inference.http.server_state import Outdated
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.update_times import UpdateTimes
 from areal.inference.http.updates import WeightUpdates
@@ -335,7 +336,7 @@ class HTTPRollout:
                 continue
             if reply is None:
                 self._fleet.counts["discarded"] += 1
-                if server.is_new:
+                if isinstance(server.state, Outdated):
                     self._fleet.report(server)
                 continue
             if reply[0].tokens or reply[0].finish == "length":

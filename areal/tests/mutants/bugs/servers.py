@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from areal.inference.http.server_state import Serving
 from areal.tests.mutants.planting import Function, mutant
 
 OWNER = "unit/inference/http/test_owner.py::test_{}"
@@ -26,16 +27,16 @@ def restarted_server_not_noticed(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.server:Server.restore",
+    "areal.inference.http.folder_update:restore_server",
     OWNER.format("restart_between_two_requests_is_noticed[tokens]"),
 )
 def weights_of_the_start_used_again(right: Function) -> Function:
     """A server that was started anew is used with the weights of its start."""
 
-    async def wrong(self: Any, current: Any, times: Any) -> None:
-        await self._known_routes(1e18)
-        await self._label.give(self.routes, current[1])
-        self.version, self.is_new = current[1], False
+    async def wrong(server: Any, desired: Any, times: Any) -> None:
+        await server._known_routes(1e18)
+        await server._label.give(server.routes, desired.version)
+        server.enter(Serving(desired.version))
 
     return wrong
 
