@@ -46,7 +46,7 @@ class Fleet:
 
     def __init__(self, servers: Sequence[Server], times: UpdateTimes) -> None:
         self.servers = list(servers)
-        self.counts = Counter(dict.fromkeys(("failed", "discarded", "away", "restarted"), 0))
+        self.counts = Counter(dict.fromkeys(("failed", "discarded", "away"), 0))
         self.desired: ServerWeights | None = None
         self._times = times
         self._affinity = Affinity()
@@ -121,10 +121,7 @@ class Fleet:
         while not isinstance(server.state, Serving | Lost | Taken):
             await asyncio.sleep(max(0.0, server.connection.backoff_until - time.monotonic()))
             try:
-                await server.examine(_OPEN_SECONDS)
-                if not await server.recognise(anew=True):
-                    self.counts["restarted"] += 1
-                await restore_server(server, self.desired, self._times)
+                await restore_server(server, lambda: self.desired, _OPEN_SECONDS, self._times)
             except Unavailable:
                 continue
             except (RuntimeError, ValueError) as error:
@@ -144,8 +141,7 @@ class Fleet:
         pending = set(tasks)
         while pending:
             _, pending = await asyncio.wait(pending, timeout=0.5)
-            if any(server.version == version for server in self.servers):
-                self.desired = weights
+            if self.desired is weights:
                 self._give_up({task: tasks[task] for task in pending})
         for server in tasks.values():
             if isinstance(server.state, Away):
@@ -162,7 +158,10 @@ class Fleet:
     async def _load_on(self, server: Server, weights: ServerWeights) -> str:
         """Load a version on one server, and wake the requests that wait for one."""
         try:
-            return await update_server(server, weights, self._times)
+            fault = await update_server(server, weights, self._times)
+            if server.version == weights.version:
+                self.desired = weights
+            return fault
         except asyncio.CancelledError:
             server.enter(Away(None, f"{server.url} cannot be reached"))
             return server.why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
@@ -46,27 +47,48 @@ async def _replace(server: Server, weights: ServerWeights, times: UpdateTimes) -
     server.enter(Updating(Serving(weights.version)))
 
 
-async def restore_server(server: Server, desired: ServerWeights | None, times: UpdateTimes) -> None:
-    """Bring back a server that was away or started anew. It gets requests from then on.
+async def restore_server(
+    server: Server, desired: Callable[[], ServerWeights | None], seconds: float, times: UpdateTimes
+) -> None:
+    """Bring back a server that was away or started anew, as soon as it answers. It gets requests from then on.
 
     Args:
         server: the server.
-        desired: weights of the last update; ``None`` before the first.
-        times: time limits.
+        desired: returns the weights of the last update; ``None`` before the first.
+        seconds: time limit of the first contact.
+        times: time limits of a load.
 
     Raises:
+        Unavailable: it does not answer yet.
         RuntimeError, ValueError: it cannot load the weights, or they are unknown.
     """
     async with server.turn:
+        # An update has brought it back meanwhile.
         if not isinstance(server.state, Away | Outdated):
             return
-        version = server.version
-        if version is None:
-            if desired is None:
-                version = await server.label_start(times.step)
-            else:
-                await server.load(desired, times.step, again=True)
-                version = desired.version
-            # It may have been paused when it was lost.
-            await server.end_pause(times.step)
-        server.enter(Serving(version))
+        version = await server.meet_again(seconds)
+        while True:
+            wanted = desired()
+            try:
+                version = await _catch_up(server, version, wanted, times)
+                # It may have been paused when it was lost.
+                await server.end_pause(times.step)
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, Unavailable) or desired() == wanted:
+                    raise
+            # An update of the others may have ended meanwhile.
+            if desired() == wanted and version is not None:
+                server.enter(Serving(version))
+                return
+
+
+async def _catch_up(server: Server, version: int | None, wanted: ServerWeights | None, times: UpdateTimes) -> int:
+    """Load the wanted weights on a server that has another version. Returns the version that it has then."""
+    if wanted is None:
+        return await server.label_start() if version is None else version
+    if wanted.version != version:
+        if server.version is not None:
+            # A load that breaks off leaves weights of no version.
+            server.enter(Away(None, server.why))
+        await server.load(wanted, times.step, again=True)
+    return wanted.version

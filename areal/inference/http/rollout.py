@@ -154,7 +154,7 @@ class HTTPRollout:
         ``failed``: attempts without a reply. ``discarded``: replies that were thrown away, because an update cancelled them or the weights were
         not those of the last update. ``away``: times that a server could not be reached. ``restarted``: servers that were started anew.
         """
-        return dict(self._fleet.counts)
+        return {**self._fleet.counts, "restarted": sum(server.restarts for server in self._fleet.servers)}
 
     @property
     def version(self) -> int:

@@ -132,9 +132,27 @@ class Server:
                 self.mistake(error.found)
         return self.version is not None
 
+    async def meet_again(self, seconds: float) -> int | None:
+        """Examine a server that was away. Returns the version of its weights, or ``None`` if it must load the current ones.
+
+        Raises:
+            ValueError, RuntimeError: see :meth:`examine`.
+        """
+        await self.examine(seconds)
+        if self.version is None and self.routes is not None and self.routes.label is not None:
+            # It has missed an update. If it was started anew, too, it has no label of this owner.
+            found = await self._label.read(self.routes, seconds)
+            if self._owner.version_of(found) is None:
+                self.mistake(found)
+        await self.recognise(anew=True)
+        # Another process may need other requests.
+        await self.examine(seconds)
+        return self.version
+
     def mistake(self, found: str | None) -> None:
         """Note that the server has a label that this owner has not set."""
-        if self.version is None:
+        # Counted once, however many replies show it.
+        if self.version is None and not isinstance(self.state, Away):
             return
         self.routes = None
         other = self._owner.other(found)
@@ -142,7 +160,8 @@ class Server:
             self.enter(Taken(f"{self.url} belongs to another HTTPRollout now, in {other}"))
             return
         self.restarts += 1
-        anew = Outdated(f"{self.url} has weights {found!r}, not version {self.version}: it was started anew")
+        wanted = "" if self.version is None else f", not version {self.version}"
+        anew = Outdated(f"{self.url} has weights {found!r}{wanted}: it was started anew")
         self.enter(Updating(anew) if isinstance(self.state, Updating) else anew)
 
     # ---- generation
@@ -271,16 +290,15 @@ class Server:
         if self.routes is not None:
             await self.connection.insist(self.routes.resume, time.monotonic() + seconds)
 
-    async def label_start(self, seconds: float) -> int:
+    async def label_start(self) -> int:
         """Label a server that was started anew before its first update: its weights are those that it had. Returns their version.
 
         Raises:
             RuntimeError: it had others.
         """
-        routes = await self._known_routes(time.monotonic() + seconds)
-        if self._start_version is None:
+        if self._start_version is None or self.routes is None:
             raise RuntimeError(self.why)
-        await self._label.give(routes, self._start_version)
+        await self._label.give(self.routes, self._start_version)
         return self._start_version
 
     async def _known_routes(self, deadline: float) -> Routes:

@@ -33,10 +33,39 @@ def restarted_server_not_noticed(right: Function) -> Function:
 def weights_of_the_start_used_again(right: Function) -> Function:
     """A server that was started anew is used with the weights of its start."""
 
-    async def wrong(server: Any, desired: Any, times: Any) -> None:
+    async def wrong(server: Any, desired: Any, *_: Any) -> None:
         await server._known_routes(1e18)
-        await server._label.give(server.routes, desired.version)
-        server.enter(Serving(desired.version))
+        await server._label.give(server.routes, desired().version)
+        server.enter(Serving(desired().version))
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.folder_update:restore_server",
+    MANY.format("server_that_missed_updates_gets_only_the_last_one"),
+)
+def missed_update_loaded_late(right: Function) -> Function:
+    """A server that was away gets the version that was the current one when it was lost."""
+    lost: dict[str, Any] = {}
+
+    async def wrong(server: Any, desired: Any, *limits: Any) -> None:
+        first = lost.setdefault(server.url, desired())
+        await right(server, lambda: first, *limits)
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.server:Server.meet_again",
+    MANY.format("server_that_never_returned_is_not_counted_as_restarted"),
+)
+def missing_server_counted_as_restarted(right: Function) -> Function:
+    """Every attempt to reach a server counts as a restart."""
+
+    async def wrong(self: Any, seconds: float) -> Any:
+        self.restarts += 1
+        return await right(self, seconds)
 
     return wrong
 
