@@ -247,6 +247,9 @@ class Server:
             # In any case: the old version is in use again, or the next update needs a running server.
             await self.end_pause(times.drain if fault else times.step)
         except (RuntimeError, ValueError) as error:
+            if not fault and isinstance(error, Unavailable) and error.status is None:
+                # It has the version, and is resumed when it is back.
+                self.enter(Away(self.version, str(error)))
             fault = fault or str(error)
         if isinstance(self.state, Updating):
             self.enter(self.state.then)
@@ -266,22 +269,39 @@ class Server:
         if weights.folder is None:
             raise RuntimeError(f"{self.url} was away when version {weights.version} was sent: it gets the next one")
         deadline = time.monotonic() + seconds
-        routes = await self._known_routes(deadline)
-        call = routes.load(weights.folder, self._owner.label(weights.version))
-        try:
-            loaded = await self.connection.insist(call, deadline, fails=True)
-        except Unavailable:
-            if not again:
-                raise
-            loaded = await self.connection.insist(call, deadline, fails=True)
-        routes.check_loaded(loaded)
-        await self._label.give(routes, weights.version)
-        self.loaded = weights
+        while True:
+            routes = await self._known_routes(deadline)
+            call = routes.load(weights.folder, self._owner.label(weights.version))
+            try:
+                reply = await self.connection.insist(call, deadline, fails=True)
+            except Unavailable:
+                if not again:
+                    raise
+                reply = await self.connection.insist(call, deadline, fails=True)
+            routes.check_loaded(reply)
+            try:
+                await self._label.insist(routes, weights.version, deadline - time.monotonic())
+            except WrongLabel:
+                # It was started anew after the load.
+                self.routes = None
+                self.restarts += 1
+            else:
+                self.loaded = weights
+                return
 
     async def confirm(self, version: int) -> None:
-        """Note that the paused server has a version whose weights came by another way than a folder."""
+        """Note that the paused server has a version whose weights came by another way than a folder.
+
+        Raises:
+            RuntimeError: it does not take the label of the version.
+        """
         if self.routes is not None:
-            await self._label.give(self.routes, version)
+            try:
+                await self._label.insist(self.routes, version, LABEL_SECONDS)
+            except WrongLabel as error:
+                raise RuntimeError(
+                    f"{self.url} has weights {error.found!r}: it was started anew in the update"
+                ) from error
         self.enter(Updating(Serving(version)))
         self.loaded = self._start_version = None
 

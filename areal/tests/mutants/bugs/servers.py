@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from areal.inference.http.server_state import Serving
@@ -10,6 +11,7 @@ from areal.tests.mutants.planting import Function, mutant
 OWNER = "unit/inference/http/test_owner.py::test_{}"
 MANY = "unit/inference/http/test_many_servers.py::test_{}"
 UPDATES = "unit/inference/http/test_server_updates.py::test_{}"
+LOST = "unit/inference/http/test_lost_replies.py::test_{}"
 ADAPTERS = "unit/inference/http/test_adapter_updates.py::test_{}"
 
 
@@ -85,6 +87,36 @@ def label_before_the_weights(right: Function) -> Function:
             self.given = self._owner.label(version)
             return
         await right(self, routes, version)
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.label:ServerLabel.insist",
+    LOST.format("request_of_an_update_is_repeated*update_weight_version*"),
+)
+def lost_label_ends_the_update(right: Function) -> Function:
+    """A label whose reply is lost is an error of the update."""
+
+    async def wrong(self: Any, routes: Any, version: int, seconds: float) -> None:
+        await self.give(routes, version)
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.label:ServerLabel.insist",
+    LOST.format("server_started_anew_between_load_and_label_loads_again"),
+)
+def label_set_without_a_look(right: Function) -> Function:
+    """A label is repeated after a lost reply, also on a server that was started anew since the load."""
+
+    async def wrong(self: Any, routes: Any, version: int, seconds: float) -> None:
+        while True:
+            try:
+                return await self.give(routes, version)
+            except RuntimeError:
+                await asyncio.sleep(0.05)
 
     return wrong
 
