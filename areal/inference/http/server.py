@@ -16,6 +16,7 @@ from areal.inference.http.server_state import Away, Lost, Outdated, ServerState,
 from areal.inference.http.servers.base_schemas import Anything, ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.dialect import Dialect, ReplyPart, Routes
+from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.update_times import UpdateTimes
 
 R = TypeVar("R", bound=ReplyBody)
@@ -111,11 +112,30 @@ class Server:
             self._owner.check(found)
         except ValueError as error:
             raise ValueError(f"{self.url}: {error}") from error
-        if routes.label is not None and self.version is not None:
-            # Without a label of an owner, it has had no update: a restart brings the same weights back.
-            self._start_version = self.version if found in (None, "default") else None
-            await self._label.give(routes, self.version)
+        if self.version is not None:
+            await self._claim(routes, found, self.version, seconds)
         self.routes = routes
+
+    async def _claim(self, routes: Routes, found: str | None, version: int, seconds: float) -> None:
+        """Label the server at the first contact, and end a pause of an earlier owner.
+
+        Args:
+            routes: its requests.
+            found: label that it has.
+            version: version of its weights.
+            seconds: time limit of a request.
+        """
+        if found == INTERRUPTED:
+            # Layers without weights would end the server at its next request. The label stays for the owner after this one.
+            lost = Lost(f"{self.url} was interrupted in an update of an earlier owner: send an update")
+            self.enter(Updating(lost) if isinstance(self.state, Updating) else lost)
+            return
+        if routes.label is not None:
+            # Without a label of an owner, it has had no update: a restart brings the same weights back.
+            self._start_version = version if found in (None, "default") else None
+            await self._label.give(routes, version)
+        if found not in (None, "default"):
+            await self.connection.send(routes.resume, seconds)
 
     async def recognise(self, *, anew: bool = False) -> bool:
         """Return whether the server still has the weights of the last update, as its label says. If not, they are unknown from then on.

@@ -72,6 +72,16 @@ def missing_server_counted_as_restarted(right: Function) -> Function:
     return wrong
 
 
+@mutant(
+    "areal.inference.http.server:Server._claim",
+    OWNER.format("server_that_an_ended_owner_left_paused_is_resumed[tokens]"),
+    OWNER.format("server_interrupted_in_an_update_of_another_owner_needs_an_update"),
+)
+def pause_of_an_ended_owner_kept(right: Function) -> Function:
+    """Every server is taken as one that was just started."""
+    return lambda self, routes, found, *rest: right(self, routes, "default", *rest)
+
+
 @mutant("areal.inference.http.owner:Owner.check", OWNER.format("two_owners_of_one_server_are_refused[tokens]"))
 def second_owner_accepted(right: Function) -> Function:
     """An owner takes a server whose owner lives."""
