@@ -70,9 +70,8 @@ class HTTPRollout:
             version's directory.
         version: version of the weights that the servers have now.
         cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
-        timeout: seconds for one request, including generation.
-        deadline: seconds without a new token, over all attempts, after which an answer fails. With ``timeout``, it limits how long a hung
-            server goes undetected.
+        timeout: seconds without a reply after which a server is asked for its health. While it is healthy, a request may take any time.
+        deadline: seconds without a new token or a healthy server, over all attempts, after which an answer fails.
         update_seconds: seconds for each step of an update on a server.
         drain_seconds: seconds for interrupted requests to return.
         api_key: key of the servers, sent as ``Authorization: Bearer``.

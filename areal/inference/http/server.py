@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from areal.inference.http.answer import Answer
 from areal.inference.http.label import LABEL_SECONDS, ServerLabel, WrongLabel
 from areal.inference.http.owner import Owner
-from areal.inference.http.server_connection import ServerConnection, StatusError, Unavailable, UnexpectedStatus
+from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
 from areal.inference.http.server_state import Away, Lost, Outdated, ServerState, ServerWeights, Serving, Taken, Updating
-from areal.inference.http.servers.base_schemas import Anything, ReplyBody
+from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.dialect import Dialect, ReplyPart, Routes
 from areal.inference.http.servers.group_routes import INTERRUPTED
@@ -77,7 +77,7 @@ class Server:
         """Return whether the server can be reached and was examined."""
         try:
             await self.examine(LABEL_SECONDS)
-            await self.connection.send(HTTPCall.get("/health", Anything), LABEL_SECONDS)
+            await self.connection.send(HEALTH, LABEL_SECONDS)
         except Unavailable as error:
             return error.status is not None
         except StatusError:
@@ -117,14 +117,7 @@ class Server:
         self.routes = routes
 
     async def _claim(self, routes: Routes, found: str | None, version: int, seconds: float) -> None:
-        """Label the server at the first contact, and end a pause of an earlier owner.
-
-        Args:
-            routes: its requests.
-            found: label that it has.
-            version: version of its weights.
-            seconds: time limit of a request.
-        """
+        """Label a server with the label ``found`` at the first contact, and end a pause of an earlier owner."""
         if found == INTERRUPTED:
             # Layers without weights would end the server at its next request. The label stays for the owner after this one.
             lost = Lost(f"{self.url} was interrupted in an update of an earlier owner: send an update")
@@ -186,8 +179,13 @@ class Server:
 
     # ---- generation
 
-    async def generate(self, name: str, answer: Answer, seconds: float) -> tuple[ReplyPart, list[int]] | None:
+    async def generate(self, name: str, answer: Answer, silence: float) -> tuple[ReplyPart, list[int]] | None:
         """Send one request. Returns tokens and their versions, or ``None`` if an update discarded it or the weights are not known.
+
+        Args:
+            name: id of the request.
+            answer: the answer to continue.
+            silence: seconds without a reply after which the server must tell that it is healthy. Then the request goes on.
 
         Raises:
             ValueError: the server rejects the request.
@@ -198,7 +196,7 @@ class Server:
             return None
         call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
         # A separate task, so that an update can cancel the request without cancelling the answer.
-        request = asyncio.get_running_loop().create_task(self._ask(routes, call, version, answer, seconds))
+        request = asyncio.get_running_loop().create_task(self._ask(routes, call, version, answer, silence))
         self.requests.add(request)
         try:
             await asyncio.wait({request})
@@ -215,11 +213,11 @@ class Server:
         return None if request.cancelled() else request.result()
 
     async def _ask(
-        self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, seconds: float
+        self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float
     ) -> tuple[ReplyPart, list[int]] | None:
         """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
         try:
-            body = await self.connection.send(call, seconds, self._label.note_connection)
+            body = await self.connection.send_patiently(call, silence, self._label.note_connection, answer.note_life)
         except StatusError as error:
             if routes.blames_weights(error.text):
                 raise self._not_finite(str(error)) from error
@@ -310,11 +308,7 @@ class Server:
                 return
 
     async def confirm(self, version: int) -> None:
-        """Note that the paused server has a version whose weights came by another way than a folder.
-
-        Raises:
-            RuntimeError: it does not take the label of the version.
-        """
+        """Note that the paused server has a version whose weights came by another way. Raises if it does not take the label."""
         if self.routes is not None:
             try:
                 await self._label.insist(self.routes, version, LABEL_SECONDS)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Serving
 from areal.tests.mutants.planting import Function, mutant
 
 OWNER = "unit/inference/http/test_owner.py::test_{}"
 MANY = "unit/inference/http/test_many_servers.py::test_{}"
+KINDS = "unit/inference/http/test_servers.py::test_{}"
 UPDATES = "unit/inference/http/test_server_updates.py::test_{}"
 LOST = "unit/inference/http/test_lost_replies.py::test_{}"
 ADAPTERS = "unit/inference/http/test_adapter_updates.py::test_{}"
@@ -135,6 +137,19 @@ def label_set_without_a_look(right: Function) -> Function:
 def partial_weights_loaded(right: Function) -> Function:
     """A directory that lacks a weight is loaded."""
     return lambda self, folder: None
+
+
+@mutant(
+    "areal.inference.http.server_connection:ServerConnection._check_health",
+    KINDS.format("answer_of_a_healthy_server_may_take_longer_than_timeout_and_deadline[vllm]"),
+)
+def long_answer_given_up(right: Function) -> Function:
+    """The time limit is one on the length of an answer."""
+
+    async def wrong(self: Any, route: str, silence: float) -> None:
+        raise Unavailable(f"{self.url}{route}: no answer within {silence:.3g} s")
+
+    return wrong
 
 
 @mutant("areal.inference.http.prefix_affinity:Affinity.find", MANY.format("answers_of_one_prompt_share_a_server"))
