@@ -241,13 +241,13 @@ def a_tied_sum_is_summed_again(right: Function) -> Function:
     return lambda self: None
 
 
-@mutant("areal.engine.fsdp.pipeline.model_chunks:ModelChunks.copies", LOOK.format("1F1B"))
+@mutant("areal.engine.torch.model_chunks:ModelChunks.copies", LOOK.format("1F1B"))
 def copies_count(right: Function) -> Function:
     """The second copy of a tied embedding is counted in the norm."""
     return lambda self: []
 
 
-@mutant("areal.engine.fsdp.gradients:global_norm", LOOK.format("1F1B"))
+@mutant("areal.engine.torch.gradient_norm:global_norm", LOOK.format("1F1B"))
 def the_norm_of_a_stage(right: Function) -> Function:
     """Each pipeline stage clips by its local gradient norm."""
     return lambda parameters, stages=None: right(parameters)

@@ -311,7 +311,7 @@ def skipped_step_advances(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.gradients:global_norm", SKIPPED)
+@mutant("areal.engine.torch.gradient_norm:global_norm", SKIPPED)
 def step_not_skipped(right: Function) -> Function:
     """A gradient that is not finite is applied."""
     return lambda *args: torch.nan_to_num(right(*args), nan=1.0, posinf=1.0)
