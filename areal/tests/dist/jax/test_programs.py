@@ -183,7 +183,6 @@ def test_profile_has_a_trace_of_the_programs(tmp_path: Path) -> None:
     chosen(
         "jax:d2",
         "jax:t2",
-        "jax:d2t2",
     ),
 )
 def test_programs_gather_weights_and_no_activations(backend: str) -> None:

@@ -89,14 +89,6 @@ ONE = [pytest.mark.world(1)]
             id="lora",
             marks=ONE,
         ),
-        pytest.param(
-            "fsdp:t2",
-            "qwen3",
-            "aot_eager",
-            {},
-            id="t2",
-            marks=[pytest.mark.world(2, timeout=400)],
-        ),
     ],
 )
 def test_compiled_graphs_are_reused_for_many_lengths(
