@@ -19,7 +19,8 @@ import uvicorn
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
 from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
-from areal.tinker.service.service import Service, ServiceSettings
+from areal.tinker.service.service import Service
+from areal.tinker.service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from areal.tinker.service.checkpoints import CheckpointRegistry, check_ttl, chec
 from areal.tinker.service.errors import LeaseLostError, NotFoundError, SessionOverError
 from areal.tinker.service.intake import Intake
 from areal.tinker.service.params import check_integer, check_metadata, check_page, is_id, known_id
-from areal.tinker.service.requests import CreateModel, ModelRequest, Outcome, Sample, Submitted
+from areal.tinker.service.requests import Outcome, Sample, Submitted
 from areal.tinker.service.runs import Runs
 from areal.tinker.service.sampling import Samplers
 from areal.tinker.service.sessions import Sessions
@@ -25,8 +25,8 @@ from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import CheckpointFiles
 from areal.tinker.service.store.futures import Futures
 from areal.tinker.service.training import Training
-
-__all__ = ["Service", "ServiceSettings"]
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.verb import ModelRequest
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class Service:
 
     async def capabilities(self) -> dict[str, Any]:
         """Return the models that clients may name."""
-        limits = self._intake.limits
+        limits = self._intake.server.limits
         shared = {"max_context_length": limits.max_tokens, "trainable": True, "sampleable": self._samplers.available}
         return {"supported_models": [{"model_name": name, **shared} for name in self._settings.base_models]}
 

@@ -18,7 +18,10 @@ from areal.tests.tinker.api.stand_in import StandInService, client_of
 from areal.tinker.api import wire_pb2
 from areal.tinker.api.auth import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
-from areal.tinker.service.requests import CreateModel, LoadWeights, Outcome, RefusedRequest, SaveForSampler
+from areal.tinker.service.requests import Outcome
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.verb import RefusedRequest
+from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler
 
 Run = Callable[[httpx2.AsyncClient], Awaitable[Any]]
 ACCEPT = {"Accept": "application/x-protobuf, application/json"}
