@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -69,7 +69,6 @@ class Intake:
         except UserError as error:
             await self._reject(entry, str(error), "user")
             return Submitted(request_id, model_id)
-        model.losses = deque(maxlen=self._settings.max_loss_points)
         try:
             await self._runs.add(model, seq)
         except Exception as error:

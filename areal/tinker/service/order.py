@@ -9,6 +9,9 @@ from typing import Any
 from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.verbs.verb import TrainingRequest
 
+MAX_LOSS_POINTS = 500
+"""Most points of the loss curve of a model on the status page."""
+
 
 @dataclass(eq=False)
 class Entry:
@@ -43,7 +46,7 @@ class LiveModel(TrainedModel):
     busy: bool = False
     waiting: dict[int, Entry] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
-    losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=500))
+    losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_LOSS_POINTS))
     gap_timer: Any = None
     running: tuple[str, ...] = ()
 

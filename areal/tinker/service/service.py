@@ -15,6 +15,7 @@ from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.service.checkpoints import CheckpointRegistry, check_ttl, checkpoint_of, spec_of
 from areal.tinker.service.errors import LeaseLostError, NotFoundError, SessionOverError
 from areal.tinker.service.intake import Intake
+from areal.tinker.service.order import MAX_LOSS_POINTS
 from areal.tinker.service.params import check_integer, check_metadata, check_page, is_id, known_id
 from areal.tinker.service.requests import Outcome, Sample, Submitted
 from areal.tinker.service.runs import Runs
@@ -47,7 +48,7 @@ class Service:
         Path(settings.root).mkdir(parents=True, exist_ok=True)
         self._database = Database(settings.url, settings.lease_s, self._on_lost)
         self._files = CheckpointFiles(settings.root)
-        self._futures = Futures(self._database, settings.cache_bytes)
+        self._futures = Futures(self._database)
         self._registry = CheckpointRegistry(self._database, self._files)
         self._runs = Runs(self._database, settings.owner, self._last_request)
         self._samplers = Samplers(sampling, self._database, self._futures, self._registry, settings)
@@ -178,7 +179,7 @@ class Service:
             NotFoundError: the request is unknown, or its result was delivered and deleted.
         """
         self._check_alive()
-        return await self._futures.retrieve(known_id(request_id, "request"), min(timeout_s, self._settings.max_hold_s))
+        return await self._futures.retrieve(known_id(request_id, "request"), timeout_s)
 
     async def cancel(self, request_id: str) -> None:
         """Stop a sampling request. Training requests keep their place in the order."""
@@ -331,7 +332,7 @@ class Service:
     async def _curve(self, run_id: str) -> list[dict[str, Any]]:
         """Loss curve of a run: from memory for a live model."""
         model = self._training.order.models.get(run_id)
-        points = list(model.losses) if model else await self._runs.losses(run_id, self._settings.max_loss_points)
+        points = list(model.losses) if model else await self._runs.losses(run_id, MAX_LOSS_POINTS)
         return [{"seq_id": seq, "loss": loss, "tokens": tokens} for seq, loss, tokens in points if math.isfinite(loss)]
 
     async def _accept(self, request: ModelRequest | CreateModel | Sample) -> Submitted:

@@ -27,6 +27,9 @@ from areal.tinker.service.verbs.verb import RequestTurn
 
 _T = TypeVar("_T")
 
+MAX_MODELS_PER_CALL = 64
+"""Most requests, each of another model, that are given to a backend in one call. The backend divides them into passes."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -132,7 +135,7 @@ class Training:
             await self._release_adapter(self._doomed.popleft())
             return True
         batched = self._backend.batches_models()
-        group = self.order.next_group(self._settings.max_models_per_call if batched else 1)
+        group = self.order.next_group(MAX_MODELS_PER_CALL if batched else 1)
         if not group:
             return False
         for model, entry in group:
