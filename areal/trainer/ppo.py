@@ -193,6 +193,7 @@ class PPOTrainer:
             self.engine.version,
             skip_flat=self.updates.skip_flat,
             mask_truncated=self.updates.mask_truncated,
+            max_failed_share=self.runner.plan.max_failed_share,
             temperature=self.engine.config.temperature,
         )
         scalars = report.reduce(self.engine.global_sum, self._exchange.gather)

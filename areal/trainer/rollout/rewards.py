@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import pickle
 import threading
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -218,7 +219,8 @@ class _Process(_Thread):
                 '`if __name__ == "__main__"`'
             ) from None
         if not done:
-            raise RuntimeError(value)
+            text, where = value
+            raise RuntimeError(text) from _RemoteTraceback(where)
         return value
 
     def stop(self) -> None:
@@ -227,6 +229,10 @@ class _Process(_Thread):
         process = self._process
         if process is not None:
             process.kill()
+
+
+class _RemoteTraceback(Exception):
+    """Traceback of a process, as the cause of the error that this one raises."""
 
 
 def _serve_rewards(connection: Connection, reward: Callable[[Any, Completion], Any]) -> None:
@@ -240,7 +246,7 @@ def _serve_rewards(connection: Connection, reward: Callable[[Any, Completion], A
         try:
             reply: tuple[bool, Any] = (True, float(reward(item, answer)))
         except Exception as error:
-            reply = (False, f"{type(error).__name__}: {error}")
+            reply = (False, (f"{type(error).__name__}: {error}", traceback.format_exc().rstrip()))
         connection.send(reply)
 
 

@@ -73,12 +73,14 @@ class Row:
         updates: fields of ``Updates``.
         groups: groups of a batch.
         models: models in addition to the policy: ``reference``, ``critic``.
+        max_failed_share: limit of the plan.
     """
 
     episode: Episode = EPISODE
     updates: dict[str, Any] = field(default_factory=dict)
     groups: int = 4
     models: tuple[str, ...] = ()
+    max_failed_share: float | None = 0.1
 
 
 SKIP = {"skip_flat": True}
@@ -90,7 +92,7 @@ ROWS = {
     "flat-all models": Row(FLAT, SKIP | {"minibatches": 2}, models=("reference", "critic")),
     "four mini-batches": Row(updates={"minibatches": 4, "epochs": 2}),
     "one group": Row(groups=1, models=("reference",)),
-    "failed": Row(FailsOnOddItems()),
+    "failed": Row(FailsOnOddItems(), max_failed_share=None),
     "too long": Row(LONG, {"max_tokens": 13}, models=("critic",)),
 }
 
@@ -110,7 +112,7 @@ def estimator(row: Row) -> Estimator:
 def curve_of(backend: str, row: Row, steps: int = 2) -> tuple[Curve, dict[str, Tensor], list[int]]:
     """Train on a layout. Returns the scalars of each step, the weights, and this rank's number of samples in each update."""
     curve, value, sizes = Curve(), None, list[int]()
-    plan = Plan(groups=row.groups, group_size=3, seed=11, shuffle=False)
+    plan = Plan(row.groups, group_size=3, seed=11, shuffle=False, max_failed_share=row.max_failed_share)
     with ExitStack() as stack:
         engine = stack.enter_context(started(backend))
         reference = stack.enter_context(started(backend, optimizer=None)) if "reference" in row.models else None
@@ -163,6 +165,15 @@ def test_steps_with_an_empty_rank_equal_those_without(backend: str, row: str) ->
             {name: wanted[name] for name in names}, rel=2e-3, abs=1e-4
         )
     assert max(actual["actor/grad_norm"]) > 0.0
+
+
+@pytest.mark.world(1, 2)
+def test_too_many_failed_episodes_end_the_run_on_every_rank() -> None:
+    """Also on a rank whose own episodes did not fail, with the file and the line of the user's function."""
+    message = r"(?s)6 of 12 episodes of this batch failed.*Plan.max_failed_share = 0.1.*in run\n.*RuntimeError: the sandbox is down"
+    with pytest.raises(RuntimeError, match=message) as raised:
+        curve_of(f"fsdp:d{world().size}", Row(FailsOnOddItems()))
+    assert f'File "{__file__}", line' in str(raised.value)
 
 
 @pytest.mark.world(1, 2)

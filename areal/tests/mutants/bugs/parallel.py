@@ -40,7 +40,7 @@ def own_columns_gradient(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.gradients:_shard_groups", LOOP)
+@mutant("areal.engine.torch.gradient_norm:_shard_groups", LOOP)
 def norm_of_half_the_weights(right: Function) -> Function:
     """The gradient norm omits the shards of other tensor-parallel ranks."""
     return lambda grad: right(grad)[:-1]
@@ -152,7 +152,7 @@ def neighbours_key_head(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.gradients:_shard_groups", KEY_HEADS)
+@mutant("areal.engine.torch.gradient_norm:_shard_groups", KEY_HEADS)
 def norm_of_every_copy(right: Function) -> Function:
     """The gradient norm counts a replicated key head once for each rank."""
 
