@@ -26,6 +26,7 @@ _SUMS = (
     "reward_squared",
     "tokens",
     "staleness",
+    "too_stale",
     "groups",
     "flat_groups",
     "groups_rejected",
@@ -43,6 +44,7 @@ class RolloutReport:
         skip_flat: leave out groups whose rewards are all equal.
         mask_truncated: do not train on truncated answers.
         max_failed_share: fraction of the episodes that may have failed, over all ranks; ``None`` for no limit.
+        max_staleness: number of updates since the oldest token of a sequence was generated; ``None`` for no limit.
         temperature: of answers whose sampling parameters are unknown.
 
     Attributes:
@@ -61,13 +63,14 @@ class RolloutReport:
         skip_flat: bool = False,
         mask_truncated: bool = False,
         max_failed_share: float | None = None,
+        max_staleness: int | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.samples: list[dict[str, Tensor]] = []
         self.untrained: list[dict[str, Tensor]] = []
         # One error is enough for a message; the counts are reduced over ranks.
         self.error = next((group.traceback or group.error for group in groups if group.error is not None), None)
-        self._max_failed_share = max_failed_share
+        self._max_failed_share, self._max_staleness, self._version = max_failed_share, max_staleness, version
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._stats: dict[str, tuple[float, int]] = {}
         self.samplings: set[SamplingItems] = set()
@@ -99,11 +102,13 @@ class RolloutReport:
                 if overlong:
                     self._add(overlong=1)
                     continue
+                staleness = version - sequence.oldest_version(version)
                 self._add(
                     sequences=1,
                     truncated=sequence.truncated,
                     tokens=sequence.trained_tokens,
-                    staleness=version - sequence.oldest_version(version),
+                    staleness=staleness,
+                    too_stale=max_staleness is not None and staleness > max_staleness,
                 )
                 rewards[object() if sequence.episode is None else sequence.episode].append(sequence.reward)
             # An episode counts once, as in the baseline of its group.
@@ -135,7 +140,7 @@ class RolloutReport:
             gather: returns the values of all ranks. By default there is this rank only.
 
         Raises:
-            RuntimeError: more episodes failed than may, or no rank has a sequence.
+            RuntimeError: more episodes failed than may, no rank has a sequence, or sequences are older than they may be.
         """
         totals = sum_over_ranks(torch.tensor([self._sums[name] for name in _SUMS], dtype=torch.float64))
         total = dict(zip(_SUMS, totals.tolist(), strict=True))
@@ -145,6 +150,11 @@ class RolloutReport:
             raise RuntimeError(
                 f"no episode of this batch gave a sequence: {total['failed']:.0f} failed, {total['overlong']:.0f} were too long"
                 f"{self._first_errors(gather)}"
+            )
+        if total["too_stale"]:
+            raise RuntimeError(
+                f"{total['too_stale']:.0f} of {n:.0f} sequences are of weights more than Plan.max_staleness = {self._max_staleness} "
+                f"updates before version {self._version}: sync= did not send the weights, or the rollout does not tell their version"
             )
         # A variance from sums may be slightly negative by rounding.
         episodes = total["episodes"]

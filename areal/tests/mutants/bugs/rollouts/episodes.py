@@ -21,3 +21,21 @@ def failed_episodes_without_limit(right: Function) -> Function:
 def first_error_of_this_rank_only(right: Function) -> Function:
     """The message about failed episodes has the error of this rank only."""
     return lambda self, gather: right(self, lambda value: [value])
+
+
+@mutant(
+    "areal.trainer.rollout.sequence:Sequence.oldest_version",
+    "dist/trainer/test_empty_ranks.py::test_sync_that_sends_nothing_ends_the_run[w2]",
+)
+def staleness_not_measured(right: Function) -> Function:
+    """The age of a sequence is not measured, so that a run goes on whose weights never reach the rollout."""
+    return lambda self, default: default
+
+
+@mutant(
+    "areal.trainer.ppo:PPOTrainer._check_trained",
+    "dist/trainer/test_empty_ranks.py::test_run_ends_after_steps_in_a_row_without_a_trained_token[w2]",
+)
+def empty_steps_without_limit(right: Function) -> Function:
+    """A run goes on that trains on nothing."""
+    return lambda self, updates: None
