@@ -157,10 +157,11 @@ class PPOTrainer:
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
+        self._warns = engine.is_main and engine.dp_rank == 0  # one rank speaks for all
         self._check_sampling = SamplingCheck(
             engine.config,
             recompute_logprobs=self.updates.recompute_logprobs,
-            warns=engine.is_main and engine.dp_rank == 0,
+            warns=self._warns,
         )
         self._exchange = RolloutExchange(runner, engine.dp_rank)
 
@@ -296,7 +297,7 @@ class PPOTrainer:
         """Warn about the first batch without a trained token, and raise after too many in a row. Equal on all ranks."""
         self._empty_steps = self._empty_steps + 1 if all("actor/empty" in update for update in updates) else 0
         why = "all groups are flat, truncated or too long, or their episodes failed: see the metrics rollout/..."
-        if self._empty_steps == 1 and self.engine.is_main and self.engine.dp_rank == 0:
+        if self._empty_steps == 1 and self._warns:
             logger.warning("step %d trains on no token: %s", self.step + 1, why)
         limit = self.updates.max_empty_steps
         if limit is not None and self._empty_steps >= limit:

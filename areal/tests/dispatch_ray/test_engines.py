@@ -12,7 +12,6 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, LoRAConfig, SaveLoadMeta, TokenOutputs
 from areal.dispatch import WorkerGroup
-from areal.dispatch.pending_call import RemoteTraceback
 from areal.dispatch.rank_objects import RankObjects
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.shards import plan_shards
@@ -23,6 +22,7 @@ from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, u
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.models import VOCAB
 from areal.tests.harness.tiny import config, global_batch, loss, weights_of
+from areal.utils.remote_traceback import RemoteTraceback
 from areal.weight_sync.disk import DiskTransport
 
 SPEC = FinetuneSpec(total_train_steps=1000)

@@ -41,7 +41,6 @@ class Intake:
         self._futures = futures
         self._runs = runs
         self._sessions = sessions
-        self._settings = settings
         self._thread = ThreadPoolExecutor(1, "tinker-validation")
         self.counts: Counter[tuple[str, str]] = Counter()
 
@@ -61,7 +60,7 @@ class Intake:
         # The model exists from here on, so that its next request may arrive.
         entry = Entry(request_id, request)
         try:
-            base_model = request.canonical_base_model(self._settings)
+            base_model = request.canonical_base_model(self.server.settings)
             optimizer = check_optimizer(request.optimizer_config, self.server.optimizers)
             metadata = check_metadata(request.user_metadata)
             model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=metadata)
@@ -94,8 +93,8 @@ class Intake:
             return await self._submit_to_dead(request)
         self._sessions.touch(model.session_id)
         # A full queue must not refuse the request for which the others wait.
-        full = model.queued() >= self._settings.max_queued_per_model
-        full = full or self._training.order.queued() >= self._settings.max_queued
+        full = model.queued() >= self.server.settings.max_queued_per_model
+        full = full or self._training.order.queued() >= self.server.settings.max_queued
         if full and request.seq_id != model.next_seq:
             raise BusyError(f"{model.queued()} requests of {model.id} wait: try again later")
         # The number is taken before anything can run in between: old clients send none.

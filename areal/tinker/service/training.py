@@ -198,10 +198,14 @@ class Training:
         """Run a request that changes one model, or writes it to a folder."""
         try:
             turn = _Turn(
-                *(model, entry.seq, entry.prepared, self._backend, self._registry, self._samplers),
+                model=model,
+                seq=entry.seq,
+                prepared=entry.prepared,
+                backend=self._backend,
+                registry=self._registry,
+                samplers=self._samplers,
                 training=self,
                 thread=self._thread,
-                live=model,
             )
             result = await entry.request.run(turn)
         except BackendLostError:
@@ -309,9 +313,9 @@ class Training:
 class _Turn(RequestTurn):
     """A turn of the dispatcher."""
 
+    model: LiveModel
     training: Training
     thread: BackendThread
-    live: LiveModel
 
     async def call(self, function: Callable[..., _T], *args: Any) -> _T:
         result = await self.thread.call(function, *args)
@@ -323,9 +327,9 @@ class _Turn(RequestTurn):
 
     async def store_model(self) -> None:
         # The model may have closed while the backend created it.
-        await self.training.store_state(self.live, "live" if self.live.closed is None else "released")
+        await self.training.store_state(self.model, "live" if self.model.closed is None else "released")
 
     async def release_model(self, reason: str) -> None:
         # This request is answered when it ends.
-        self.live.running = ()
-        await self.training.close_model(self.live, "released", reason, "user")
+        self.model.running = ()
+        await self.training.close_model(self.model, "released", reason, "user")

@@ -70,8 +70,8 @@ class Plan:
         max_concurrent: maximum number of concurrent episodes on this rank.
         max_rejected: maximum number of groups that ``keep`` may reject for each group of a batch, counted on this rank over the batches that
             are being played; more are an error. ``None`` for no limit.
-        max_failed_share: fraction of the episodes of a batch that may fail, over all ranks; more end the run, because what is left of the
-            batch is a choice that nobody made. ``None`` for no limit.
+        max_failed_share: fraction of the episodes of a batch that may fail, over all ranks; more end the run: the others
+            would be a biased batch. ``None`` for no limit.
         episode_seconds: time limit of an episode, after which it has failed; ``None`` for no limit.
         seed: seed of the order of items and of every episode.
         shuffle: draw a new order of the items in each epoch.

@@ -77,12 +77,13 @@ class RolloutReport:
         for group in groups:
             # Nothing to compare: all rewards are equal, or there is one.
             flat = len({sequence.reward for sequence in group.sequences}) <= 1
-            episodes = {object() if each.episode is None else each.episode for each in group.sequences}
-            self._add(groups=1, failed=group.failed, played=group.failed + len(episodes), flat_groups=flat)
+            # A sequence without an episode is one by itself.
+            episodes = [object() if each.episode is None else each.episode for each in group.sequences]
+            self._add(groups=1, failed=group.failed, played=group.failed + len({*episodes}), flat_groups=flat)
             known = [reward for reward in group.rejected if not math.isnan(reward)]
             self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known))
             rewards: defaultdict[object, list[float]] = defaultdict(list)
-            for sequence in group.sequences:
+            for sequence, episode in zip(group.sequences, episodes, strict=True):
                 # An episode's statistics count even if its sequence is not trained on.
                 for name, value in sequence.stats.items():
                     total, count = self._stats.get(name, (0.0, 0))
@@ -110,7 +111,7 @@ class RolloutReport:
                     staleness=staleness,
                     too_stale=max_staleness is not None and staleness > max_staleness,
                 )
-                rewards[object() if sequence.episode is None else sequence.episode].append(sequence.reward)
+                rewards[episode].append(sequence.reward)
             # An episode counts once, as in the baseline of its group.
             for reward in map(fmean, rewards.values()):
                 self._add(episodes=1, reward=reward, reward_squared=reward**2)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from areal.inference.protocol import Completion
+from areal.utils.remote_traceback import RemoteTraceback
 
 Reward = Callable[[Any, Completion], float] | Callable[[Any, Completion], Awaitable[float]]
 """Returns the reward of an answer to an item. May be a coroutine function."""
@@ -220,7 +221,7 @@ class _Process(_Thread):
             ) from None
         if not done:
             text, where = value
-            raise RuntimeError(text) from _RemoteTraceback(where)
+            raise RuntimeError(text) from RemoteTraceback(where)
         return value
 
     def stop(self) -> None:
@@ -229,10 +230,6 @@ class _Process(_Thread):
         process = self._process
         if process is not None:
             process.kill()
-
-
-class _RemoteTraceback(Exception):
-    """Traceback of a process, as the cause of the error that this one raises."""
 
 
 def _serve_rewards(connection: Connection, reward: Callable[[Any, Completion], Any]) -> None:

@@ -100,8 +100,8 @@ class TrainingRequest:
         place = f"the verb {cls.__name__} in {cls.__module__}"
         if not 0 < len(kind) <= MAX_KIND:
             raise TypeError(f"{place} has the kind {kind!r}: name it in its header, in 1 to {MAX_KIND} characters")
-        handler, base = ("run_batch" if batched else "run"), TrainingRequest
-        if getattr(cls, handler) is getattr(base, handler):
+        handler = "run_batch" if batched else "run"
+        if getattr(cls, handler) is getattr(TrainingRequest, handler):
             raise TypeError(f"{place} has no method {handler}, which runs it (batched={batched}): define it there")
 
     def notes(self) -> Any:
