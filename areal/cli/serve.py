@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +20,19 @@ import uvicorn
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
 from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
-from areal.tinker.service.service import Service, ServiceSettings
+from areal.tinker.service.service import Service
+from areal.tinker.service.settings import ServiceLimits, ServiceSettings
 
 logger = logging.getLogger(__name__)
 
 NO_SAMPLER = "none"
 
 
-def run_serve(options: list[str]) -> None:
-    """Run ``areal serve`` with the options of the command line."""
-    tyro.cli(run_server, prog="areal serve", args=options)
-
-
-def run_server(
-    model: str,
-    backend: str = "fsdp:d1",
-    backend_config: str = "{}",
-    sampler: str = "local",
-    sampler_config: str = "{}",
-    name: tuple[str, ...] = (),
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    root: Path = Path("runs/tinker"),
-    database: str | None = None,
-    api_key_file: Path | None = None,
-    max_body_mib: int = 128,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
     """Serve a model to clients of the tinker SDK, which train adapters of it and sample from them.
 
-    Args:
+    Attributes:
         model: Directory or hub name of the base model.
         backend: Backend that trains, with its layout: fsdp:d2, megatron:t2, or one of another package.
         backend_config: Settings of the backend, as a JSON object.
@@ -59,44 +44,104 @@ def run_server(
         port: Port to listen on; 0 for a free one.
         root: Folder of checkpoints and of the SQLite database.
         database: SQLAlchemy URL of another database, such as postgresql://….
+        owner: Name of the owner in the listing of training runs.
         api_key_file: File with one accepted key per line, each beginning with tml-. Without it, any key is accepted.
         max_body_mib: Largest body of training data, in MiB after decompression.
+        max_json_mib: Largest body of any other request, in MiB.
+        hold_s: Seconds for which a request for a result waits. Below 45, after which a client gives up.
+        link_lifetime_s: Seconds for which a download link is valid.
+        limits: Times and sizes.
     """
+
+    model: str
+    backend: str = "fsdp:d1"
+    backend_config: str = "{}"
+    sampler: str = "local"
+    sampler_config: str = "{}"
+    name: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    root: Path = Path("runs/tinker")
+    database: str | None = None
+    owner: str = ServiceSettings.owner
+    api_key_file: Path | None = None
+    max_body_mib: int = ApiSettings.max_body_bytes // MIB
+    max_json_mib: int = ApiSettings.max_json_bytes // MIB
+    hold_s: float = ApiSettings.hold_s
+    link_lifetime_s: int = ApiSettings.link_lifetime_s
+    limits: tyro.conf.OmitArgPrefixes[ServiceLimits] = field(default_factory=ServiceLimits)
+
+    @property
+    def api_settings(self) -> ApiSettings:
+        """Settings of the HTTP layer."""
+        return ApiSettings(
+            api_keys=_keys(self.api_key_file),
+            max_body_bytes=self.max_body_mib * MIB,
+            max_json_bytes=self.max_json_mib * MIB,
+            hold_s=self.hold_s,
+            link_lifetime_s=self.link_lifetime_s,
+        )
+
+    @property
+    def service_settings(self) -> ServiceSettings:
+        """Settings of the service."""
+        return ServiceSettings(
+            root=self.root,
+            base_models=self.name or tuple(dict.fromkeys((self.model, Path(self.model).name))),
+            model_path=self.model,
+            database_url=self.database,
+            owner=self.owner,
+            **vars(self.limits),
+        )
+
+
+def run_serve(options: list[str]) -> None:
+    """Run ``areal serve`` with the options of the command line."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each request to an inference server
     try:
-        api = ApiSettings(api_keys=_keys(api_key_file), max_body_bytes=max_body_mib * MIB)
-        training_config = _object("backend_config", backend_config)
-        sampling_config = _object("sampler_config", sampler_config)
-        # The port is taken before the model is loaded: a port in use is reported at once.
-        with socket.create_server((host, port), backlog=2048) as listener:
-            # Connections inherit it. Without it, the end of each answer waits 40 ms for a delayed acknowledgement.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            names = name or tuple(dict.fromkeys((model, Path(model).name)))
-            settings = ServiceSettings(root=root, base_models=names, model_path=model, database_url=database)
-            training = create_training_backend(model, backend, training_config)
-            sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
-            service = Service(training, sampling, settings)
-            banner = _banner(listener, host, f"{model} ({backend}, sampler {sampler})", names[0], bool(api.api_keys))
-            app = create_app(service, api)
-            # Idle connections are kept longer than a client's pause between steps.
-            config = uvicorn.Config(
-                app,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                timeout_keep_alive=120,
-                timeout_graceful_shutdown=10,
-            )
-            # The loop that uvicorn takes by itself: uvloop where it is installed.
-            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-                failure = runner.run(_run(service, config, app.state.context.stopping, listener, banner))
+        failure = _serve(parse_options(options))
     except (ValueError, OSError, RuntimeError) as error:
         logger.debug("areal serve failed", exc_info=True)
         sys.exit(f"areal serve: {error}")
     if failure is not None:
         sys.exit(f"areal serve: {failure}")
+
+
+def parse_options(options: list[str]) -> ServeOptions:
+    """Return the options of a command line."""
+    return tyro.cli(ServeOptions, prog="areal serve", args=options)
+
+
+def _serve(options: ServeOptions) -> Exception | None:
+    """Serve until a signal, or until the service cannot go on. Returns the reason of the latter."""
+    api, settings = options.api_settings, options.service_settings
+    training_config = _object("backend_config", options.backend_config)
+    sampling_config = _object("sampler_config", options.sampler_config)
+    # The port is taken before the model is loaded: a port in use is reported at once.
+    with socket.create_server((options.host, options.port), backlog=2048) as listener:
+        # Connections inherit it. Without it, the end of each answer waits 40 ms for a delayed acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        model, sampler = options.model, options.sampler
+        training = create_training_backend(model, options.backend, training_config)
+        sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
+        service = Service(training, sampling, settings)
+        served = f"{model} ({options.backend}, sampler {sampler})"
+        banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.api_keys))
+        app = create_app(service, api)
+        # Idle connections are kept longer than a client's pause between steps.
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=10,
+        )
+        # The loop that uvicorn takes by itself: uvloop where it is installed.
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            return runner.run(_run(service, config, app.state.context.stopping, listener, banner))
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -8,15 +8,9 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from areal.dispatch.rank_objects import KINDS, Reply
+from areal.utils.remote_traceback import RemoteTraceback
 
 T = TypeVar("T")
-
-
-class RemoteTraceback(Exception):
-    """Traceback of an error in another process, chained as the cause of the error that the driver raises."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class PendingCall(Generic[T]):

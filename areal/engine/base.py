@@ -37,10 +37,10 @@ from areal.engine.loss_step import (
     loss_divisors,
     step_output,
 )
-from areal.engine.model.layout import StreamLayout, layout_of
-from areal.engine.model.outputs import gather_outputs
 from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
+from areal.engine.stream.layout import StreamLayout, layout_of
+from areal.engine.stream.outputs import gather_outputs
 from areal.utils import platform
 from areal.utils.distributed import EngineLostError
 from areal.utils.profiling.phase_timer import TimedCall

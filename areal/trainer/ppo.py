@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sampling_check import SamplingCheck
 from areal.utils.seeding import mixed
+
+logger = logging.getLogger(__name__)
 
 Sync = Callable[[TrainEngine, int], object]
 """Sends weights, with their version, to the rollout engine; ``transport.send`` is one. Collective."""
@@ -57,6 +60,7 @@ class Updates:
         mask_truncated: do not train on truncated answers, as DAPO's overlong filtering. Their rewards stay in the baseline of their group.
         skip_flat: do not train on groups whose rewards are all equal. Their group-relative advantages are 0, but they cost as much compute
             as other groups. They still count in the reported rewards; a KL penalty does not see them.
+        max_empty_steps: number of steps in a row without a trained token, after which the run ends; ``None`` for no limit.
 
     Raises:
         ValueError: a number is out of range.
@@ -68,9 +72,10 @@ class Updates:
     max_tokens: int | None = None
     skip_flat: bool = False
     mask_truncated: bool = False
+    max_empty_steps: int | None = 10
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "minibatches", "max_tokens"):
+        for name in ("epochs", "minibatches", "max_tokens", "max_empty_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Updates.{name} = {value}: it must be at least 1")
@@ -145,17 +150,18 @@ class PPOTrainer:
                 "Updates.recompute_logprobs = False: the objective's MismatchCorrection would compare the rollout's log-probs with themselves: "
                 "set it to True, or with one update per batch take PPOClip(old='logprobs') and MismatchCorrection(trainer='logprobs')"
             )
-        self.step = 0
+        self.step = self._empty_steps = 0
         # Version that the rollout engine has; None before the first sync.
         self._synced: int | None = None
         self._first_version = engine.version
         self._tracker = tracker or Trackers(())
         self._checkpoints = checkpoints
         self._profile = StepProfile(profile)
+        self._warns = engine.is_main and engine.dp_rank == 0  # one rank speaks for all
         self._check_sampling = SamplingCheck(
             engine.config,
             recompute_logprobs=self.updates.recompute_logprobs,
-            warns=engine.is_main and engine.dp_rank == 0,
+            warns=self._warns,
         )
         self._exchange = RolloutExchange(runner, engine.dp_rank)
 
@@ -193,6 +199,8 @@ class PPOTrainer:
             self.engine.version,
             skip_flat=self.updates.skip_flat,
             mask_truncated=self.updates.mask_truncated,
+            max_failed_share=self.runner.plan.max_failed_share,
+            max_staleness=self.runner.plan.max_staleness,
             temperature=self.engine.config.temperature,
         )
         scalars = report.reduce(self.engine.global_sum, self._exchange.gather)
@@ -206,7 +214,9 @@ class PPOTrainer:
         timer.lap("score")
         # 3. Optimizer steps.
         with self._profile.step(self.engine):
-            scalars |= reduce_metrics([self._update(minibatch) for minibatch in self._minibatches(groups, samples)])
+            updates = [self._update(minibatch) for minibatch in self._minibatches(groups, samples)]
+        self._check_trained(updates)
+        scalars |= reduce_metrics(updates)
         timer.lap("update")
         # 4. New weights to the rollout engine, which lets the runner start further groups.
         self.step += 1
@@ -282,6 +292,16 @@ class PPOTrainer:
         for name, step in steps:
             metrics |= step_metrics(name, step.result())
         return metrics
+
+    def _check_trained(self, updates: Sequence[dict[str, Metric]]) -> None:
+        """Warn about the first batch without a trained token, and raise after too many in a row. Equal on all ranks."""
+        self._empty_steps = self._empty_steps + 1 if all("actor/empty" in update for update in updates) else 0
+        why = "all groups are flat, truncated or too long, or their episodes failed: see the metrics rollout/..."
+        if self._empty_steps == 1 and self._warns:
+            logger.warning("step %d trains on no token: %s", self.step + 1, why)
+        limit = self.updates.max_empty_steps
+        if limit is not None and self._empty_steps >= limit:
+            raise RuntimeError(f"Updates.max_empty_steps = {limit} steps in a row trained on no token: {why}")
 
     def _sum_over_ranks(self, count: int) -> float:
         """Return the sum of a count over data-parallel ranks. Collective."""

@@ -3,38 +3,21 @@
 A model is built with ``attn_implementation=PACKED_ATTENTION`` and called with ``packed=layout``, ``attention_mask=None`` and
 ``use_cache=False``. transformers passes ``packed`` through to every attention layer. No mask function is registered under
 that name, so that transformers builds no mask: the layout defines which tokens see each other.
-
-A model whose layers would mix packed sequences runs ``rows`` instead: one sequence per row, with the model's own attention
-and mask. If that is wrong, too, the model is refused. :func:`plan_forward` decides.
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
-from areal.api.config import MicroBatchSpec
-from areal.api.parallel import ParallelDims
 from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import AttentionOptions
-from areal.engine.attention.probe import probe
-
-logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "areal_packed"
 """Name of the attention implementation."""
-
-TESTED_FAMILIES = frozenset({"deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"})
-"""Model types whose packed results the tests compare with transformers. For others, a probe decides whether they are packed."""
-
-_PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 _HARMLESS = frozenset(
     {
@@ -146,130 +129,6 @@ def _check_supported(attention_mask: Tensor | None, dropout: float, is_causal: b
 
 def _is_unset(value: Any) -> bool:
     return value is None or value is False
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    """How an engine runs a model.
-
-    Attributes:
-        packed: sequences packed end to end; otherwise one per row, with the model's own attention and mask.
-        own_head: logits computed by the model's own code; otherwise the product with the weight of the output embedding.
-    """
-
-    packed: bool
-    own_head: bool
-
-
-def inspect_model(config: PretrainedConfig) -> tuple[str | None, bool]:
-    """Return why a model would mix packed sequences (``None`` if it keeps them apart), and whether it needs its own head.
-
-    :data:`TESTED_FAMILIES` are known. Of other models, a tiny copy is run; see :mod:`areal.engine.attention.probe`.
-
-    Raises:
-        ValueError: the model cannot be trained on next tokens with any layout, such as an encoder-decoder or a model whose
-            tokens see later ones, or a tiny copy shows that its numbers would be wrong.
-    """
-    _check_trainable(config)
-    # Models that can be trained, but not packed, according to their configuration.
-    declared = _declared_obstacle(config)
-    if config.model_type in TESTED_FAMILIES:
-        return declared, False
-    # All other models: run a tiny copy and compare.
-    result = probe(config, None if declared else PACKED_ATTENTION)
-    faults = {
-        "its numbers cannot be checked": result.runs,
-        "after a later token changed": result.causal,
-        "its logits are not reproduced by its own code after the decoder": result.head,
-        "beside right padding": result.rows,
-        "in training mode, without dropout": result.training,
-    }
-    for where, fault in faults.items():
-        if fault:
-            raise ValueError(f"model_type = {config.model_type!r} cannot be trained on next tokens: {where}, {fault}")
-    return declared or result.packed, result.own_head
-
-
-def _check_trainable(config: PretrainedConfig) -> None:
-    """Raise if the configuration shows that no layout can train the model on next tokens."""
-    if config.is_encoder_decoder:
-        raise ValueError(f"model_type = {config.model_type!r} is an encoder-decoder; engines train decoder-only models")
-    # Other values than these two, such as 'vision', do not concern text.
-    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
-        raise ValueError("use_bidirectional_attention is set: tokens would see the targets they predict; clear it")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-        raise ValueError(
-            f"rope_type = {rope['rope_type']!r}: its frequencies depend on the longest sequence beside a token, so that the "
-            "gradient would depend on how a batch is cut; choose a fixed rope_type in config.json (such as 'yarn')"
-        )
-
-
-def _declared_obstacle(config: PretrainedConfig) -> str | None:
-    """Return what excludes packing in a configuration: other components, a kind of layer, or dropout of attention weights."""
-    if config.get_text_config() is not config:
-        return f"model_type = {config.model_type!r} has components in addition to its language model"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS)
-    if others:
-        return f"its layer_types has {', '.join(others)}"
-    rates = {name: getattr(config, name, None) for name in _DROPOUTS}
-    dropout = next((f"{name} = {rate}" for name, rate in rates.items() if rate), None)
-    return f"{dropout}, which packed attention has not (with 0 in its config.json it packs)" if dropout else None
-
-
-def plan_forward(
-    config: PretrainedConfig,
-    requested: Literal["auto", "packed", "rows"],
-    dims: ParallelDims,
-    *,
-    fp32_head: bool = False,
-) -> ForwardPlan:
-    """Choose how a model runs several sequences, packed or one per row, and which head computes its logits.
-
-    Args:
-        config: configuration of the model.
-        requested: setting of the user. ``"auto"`` packs models that keep packed sequences apart, and logs a warning for others.
-        dims: layout. Context parallelism needs packed attention; pipelines and tensor parallelism need a product with a weight
-            as the head.
-        fp32_head: whether to multiply by the head's weight in float32.
-
-    Raises:
-        ValueError: the model cannot be trained, or not as requested.
-    """
-    why, own_head = inspect_model(config)
-    # Packed, if the model keeps sequences apart and the user does not want rows.
-    if requested == "packed" and why:
-        raise ValueError(f"attention = 'packed', but {config.model_type!r} would mix sequences: {why}; use 'auto'")
-    packed = requested != "rows" and why is None
-    # Otherwise rows, which context parallelism cannot slice.
-    if not packed and dims.cp > 1:
-        reason = why or "attention = 'rows' was asked for"
-        raise ValueError(f"context parallelism over {dims.cp} ranks needs packed attention, but {reason}; use c1")
-    # The model's own head needs the full model on each rank.
-    if own_head and dims.pp * dims.tp > 1:
-        raise ValueError(
-            f"model_type = {config.model_type!r} computes logits by more than a product with a weight, which {dims} cannot "
-            "split: leave p and t out"
-        )
-    if own_head and fp32_head:
-        raise ValueError(
-            f"fp32_head = True, but model_type = {config.model_type!r} computes logits by its own code, in dtype: set it to False"
-        )
-    if not packed and requested == "auto":
-        logger.warning("%s runs one sequence per row, padded, as packed ones might mix: %s", config.model_type, why)
-    return ForwardPlan(packed, own_head)
-
-
-def check_sharing(spec: MicroBatchSpec, *, packed: bool) -> None:
-    """Raise if prefixes are to be shared by a model that runs one sequence per row.
-
-    Raises:
-        ValueError: ``spec.share_prefixes`` is set, and the model is not packed.
-    """
-    if spec.share_prefixes and not packed:
-        raise ValueError(
-            "mb_spec.share_prefixes = True, but this model runs one sequence per row, where nothing can be shared: set it to False"
-        )
 
 
 # Not compiled: lengths of sequences are Python numbers here, so that every batch would compile another graph.

@@ -17,27 +17,23 @@ from areal.api.config import FinetuneSpec, FSDPConfig, OptimizerConfig, TrainEng
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel, context_parallel_of
-from areal.engine.attention.huggingface import PACKED_ATTENTION, check_sharing, plan_forward
+from areal.engine.attention.huggingface import PACKED_ATTENTION
 from areal.engine.attention.kernels import kernel_name
 from areal.engine.base import BaseTrainEngine
 from areal.engine.components import EngineComponents
 from areal.engine.fsdp import gradients as grad
-from areal.engine.fsdp.checkpoint import FSDPCheckpointer
 from areal.engine.fsdp.compile import compile_layers
 from areal.engine.fsdp.expert_parallel import check_experts
 from areal.engine.fsdp.lora import attach_fsdp_adapters, fsdp_adapter_layout
-from areal.engine.fsdp.offload import FSDPOffload
 from areal.engine.fsdp.parallelize import parallelize, transformer_layers
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.pipeline.schedule import PipelineSchedule
 from areal.engine.fsdp.pipeline.schedule_specs import check_pipeline_attention, choose_schedule
-from areal.engine.fsdp.pipeline.split import plan_pipeline_split
 from areal.engine.fsdp.pipeline.tied_embedding import TiedGradients
 from areal.engine.fsdp.router import fsdp_expert_info, watch_routers, why_no_router
 from areal.engine.fsdp.tensor_parallel import check_plan
-from areal.engine.fsdp.weights import FSDPWeights, init_weights, load_weights
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
+from areal.engine.model.forward_plan import check_sharing, plan_forward
 from areal.engine.model.hub import read_config
 from areal.engine.model.inputs import model_inputs
 from areal.engine.model.packed_lm import PackedCausalLM
@@ -45,6 +41,12 @@ from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
 from areal.engine.schedule import Schedule, SequentialSchedule
+from areal.engine.torch.checkpoint import ShardedCheckpointer
+from areal.engine.torch.gradient_norm import global_norm, scale
+from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.offload import ShardedOffload
+from areal.engine.torch.pipeline_split import plan_pipeline_split
+from areal.engine.torch.weights import ShardedWeights, init_weights, load_weights
 from areal.utils.bf16_adamw import BFloat16AdamW
 from areal.utils.dtensor import local_part, reshard
 from areal.utils.mesh import build_expert_mesh, build_param_mesh, describe_mesh, release_groups
@@ -89,9 +91,9 @@ class FSDPEngine(BaseTrainEngine):
         chunks = self._build_chunks(hf_config, param_mesh, expert_mesh)
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
         optimizer = self._build_optimizer(chunks, spec)
-        memory = FSDPOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
+        memory = ShardedOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
         self._gradients = grad.FSDPGradients(TiedGradients(chunks), memory)
-        weights = FSDPWeights(chunks)
+        weights = ShardedWeights(chunks)
         sync = grad.GradientSync.choose(chunks, config, self._device_memory)
         experts = fsdp_expert_info(transformer_layers(chunks.full_model))
         components = EngineComponents(
@@ -99,7 +101,7 @@ class FSDPEngine(BaseTrainEngine):
             schedule=self._schedule(chunks, sync),
             context_parallel=cp,
             optimizer=optimizer,
-            checkpointer=FSDPCheckpointer(chunks, optimizer, self, self.control, config.path),
+            checkpointer=ShardedCheckpointer(chunks, optimizer, self, self.control, config.path),
             weights=weights,
             memory=memory,
             gradients=self._gradients,
@@ -261,8 +263,8 @@ class FSDPEngine(BaseTrainEngine):
             self._torch_optimizer(named, config),
             config,
             spec.total_train_steps,
-            global_norm=lambda: grad.global_norm(counted, chunks.group),
-            scale_grads=lambda factor: grad.scale(parameters, factor),
+            global_norm=lambda: global_norm(counted, chunks.group),
+            scale_grads=lambda factor: scale(parameters, factor),
         )
 
     def _torch_optimizer(self, named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:

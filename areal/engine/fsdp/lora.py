@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from areal.engine.fsdp.activation_checkpointing import RecomputedForward
 from areal.engine.fsdp.parallelize import transformer_layers
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.lora.adapter import AdapterLayout
 from areal.engine.lora.adapter_plan import decoder_linears, head_name
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.low_rank import HEAD_SPLIT, LowRank, TensorParallelRanks, TensorParallelSplit
 from areal.engine.lora.mixed import MixedLowRank
-from areal.engine.model.adapter_runs import AdapterRuns
+from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.torch.model_chunks import ModelChunks
 from areal.utils.collectives import ReduceScatterRows
 
 

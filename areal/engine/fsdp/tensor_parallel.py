@@ -24,8 +24,8 @@ from transformers import PretrainedConfig
 
 from areal.api.parallel import ParallelDims
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.fsdp.pipeline.split import PassThrough
 from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.torch.pipeline_split import PassThrough
 from areal.utils.collectives import GatherRows, ReduceScatterRows
 from areal.utils.dtensor import local_part, local_shard
 

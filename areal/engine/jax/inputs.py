@@ -16,7 +16,7 @@ from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.jax.model.attention import BLOCK
 from areal.engine.jax.model.token_outputs import Wanted
 from areal.engine.loss_step import split_outputs
-from areal.engine.model.layout import layout_of
+from areal.engine.stream.layout import layout_of
 
 _OF_WANTED_TOKENS = frozenset({"logprobs", "entropy", "topk", "topk_ids"})
 """Outputs that are 0 at tokens outside of the batch key ``output_mask``."""

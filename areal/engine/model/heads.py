@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from areal.api import IGNORE_INDEX, TopKOutput
-from areal.engine.model.adapter_runs import AdapterRuns, Runs
 from areal.engine.model.decoder import decoder_of
+from areal.engine.stream.adapter_runs import AdapterRuns, Runs
 from areal.utils.functional import HeadUpdate
 from areal.utils.functional.logprobs import HeadOutputs, default_keep_bytes, head_outputs, logits
 

@@ -8,10 +8,10 @@ from areal.api.batch import IGNORE_INDEX
 from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.model.layout import layout_of, pad_rows
 from areal.engine.model.packed_lm import ModelInputs
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.moe.rules import ROUTED_EXPERTS
+from areal.engine.stream.layout import layout_of, pad_rows
 
 
 def model_inputs(

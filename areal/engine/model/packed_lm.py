@@ -20,11 +20,11 @@ from areal.api.batch import OutputName
 from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import TakeRows
 from areal.engine.loss_step import split_outputs
-from areal.engine.model.adapter_runs import AdapterRuns
 from areal.engine.model.decoder import decoder_of
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, head_of_runs, no_update
 from areal.engine.moe.routing import Routing
 from areal.engine.moe.rules import ROUTED_EXPERTS
+from areal.engine.stream.adapter_runs import AdapterRuns
 from areal.utils.dtensor import local_part
 
 

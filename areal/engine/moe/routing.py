@@ -19,9 +19,9 @@ from areal.api.config import MoEConfig
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import ContextParallel
 from areal.engine.attention.kernels import TakeRows
-from areal.engine.model.layout import StreamLayout
 from areal.engine.moe.balance_loss import AUX_LOSS, LOAD, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.engine.moe.rules import ROUTED_EXPERTS, Experts, RoutingRules
+from areal.engine.stream.layout import StreamLayout
 
 
 class Tally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from areal.dispatch.pending_call import PendingCall
 from areal.dispatch.rank_objects import RankObjects
+from areal.tests.harness.programs import compile_once_in_a_world
 from areal.utils.distributed import init_default_group
 
 
@@ -29,6 +31,12 @@ def rank_and_size(rank_objects: RankObjects, _: Any) -> tuple[int, int]:
 
 def environment(rank_objects: RankObjects, _: Any) -> dict[str, str]:
     return dict(os.environ)
+
+
+def compile_once(rank_objects: RankObjects, _: Any) -> None:
+    """Let one rank compile what JAX runs on both."""
+    importlib.import_module("jax")
+    compile_once_in_a_world()
 
 
 def all_reduce(rank_objects: RankObjects, value: float) -> float:

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, LoRAConfig, SaveLoadMeta, TokenOutputs
 from areal.dispatch import WorkerGroup
-from areal.dispatch.pending_call import RemoteTraceback
 from areal.dispatch.rank_objects import RankObjects
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.shards import plan_shards
 from areal.engine.registry import create_engine
+from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run
 from areal.tests.dist.dispatch.results import Counter, half_of_the_loss, same, untimed, weights_in
 from areal.tests.grid.cases import as_input
 from areal.tests.grid.models import VOCAB
 from areal.tests.harness.tiny import config, global_batch, loss, weights_of
+from areal.utils.remote_traceback import RemoteTraceback
 from areal.weight_sync.disk import DiskTransport
 
 SPEC = FinetuneSpec(total_train_steps=1000)
@@ -61,6 +62,8 @@ def loss_that_fails_on_rank_1(outputs: TokenOutputs, batch: Batch) -> Tensor:
 )
 def test_group_gives_the_bits_of_the_ranks(pair: RayWorkers, backend: str, coordinates: int, tmp_path: Path) -> None:
     settings, exact = config(backend), not backend.startswith("jax")
+    if not exact:
+        run(pair, functions.compile_once)
     batches = [global_batch(seed) for seed in range(3)]
     plans = [plan_shards(batch, settings.mb_spec, coordinates) for batch in batches]
     shards = [pair.put((settings, [plan.shards[rank % coordinates] for plan in plans])) for rank in range(2)]

@@ -15,7 +15,6 @@ import torch
 
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import wait_until
-from areal.tests.harness.tiny import NEEDS_JAX
 from areal.tests.unit.tinker.backends.reference import (
     STEP,
     data,
@@ -53,7 +52,7 @@ def history(server: EngineBackend, model: str, steps: int) -> list[Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:t2", pytest.param("jax:d2", marks=NEEDS_JAX)])
+@pytest.mark.parametrize("backend", ["fsdp:d2", "megatron:t2"])
 def test_ranks_in_ray_train_as_one_process(cluster: Any, backend: str, tmp_path: Path) -> None:
     with started(backend, ray=RAY, adapter_memory_mb=1) as ranks, started("fsdp:d1") as alone:
         for server in (ranks, alone):

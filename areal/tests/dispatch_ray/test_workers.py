@@ -15,12 +15,12 @@ import pytest
 import ray
 import torch
 
-from areal.dispatch.pending_call import RemoteTraceback
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.ray.stored import SmallBatch, StoredBatch
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.conftest import LIMIT
 from areal.tests.dispatch_ray.functions import run, start
+from areal.utils.remote_traceback import RemoteTraceback
 
 
 def test_ranks_join_one_world(pair: RayWorkers) -> None:

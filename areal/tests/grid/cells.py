@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.tests.grid.layouts import FACTORS, OFTEN, Cell, Layout, fits
+from areal.tests.grid.layouts import FACTORS, OFTEN, OFTEN_IN_JAX, Cell, Layout, fits
 from areal.tests.grid.pairwise import pairwise_rows
 
 KINDS = ("fsdp:d1", "fsdp:d2", "fsdp:c2", "fsdp:t2", "fsdp:p2")
@@ -18,8 +18,8 @@ def grid_cells() -> list[Cell]:
     """Return the cells of the grid.
 
     Layouts of one and two ranks meet every value of every other factor. Layouts of four ranks meet two dtypes and
-    :data:`ON_FOUR_RANKS`, and those of JAX, which compiles for each cell, every option on two ranks and two dtypes on four. Values of
-    the other factors meet each other on any layout.
+    :data:`ON_FOUR_RANKS`. Those of JAX, which compiles for each cell, meet adapters on two ranks, :data:`OFTEN_IN_JAX` every
+    option, and float64 on four. Values of the other factors meet each other on any layout.
     """
     factors = {**FACTORS, "options": tuple(name for name in FACTORS["options"] if name != "compile")}
     cells = [Cell(**row) for row in pairwise_rows(factors, fits, OFTEN, _has_to_meet)]
@@ -35,6 +35,8 @@ def _has_to_meet(a: str, value: Any, b: str, other: Any) -> bool:
     assert isinstance(layout, Layout)
     if layout.world > 2:
         if factor == "dtype":
-            return value != "float32"
+            return value == "float64" or (value == "bfloat16" and layout.engine != "jax")
         return factor == "options" and value in ON_FOUR_RANKS and layout.engine != "jax"
-    return factor == "options" or layout.engine != "jax" or layout.world == 1
+    if layout.engine == "jax" and layout.world == 2:
+        return factor == "options" and (value == "lora" or layout.backend in OFTEN_IN_JAX)
+    return True

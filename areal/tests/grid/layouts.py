@@ -304,6 +304,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 OFTEN = {"float64": 8, "none": 16}
 """Values that most cells have: the dtype in which errors show, and no empty rank."""
 
+OFTEN_IN_JAX = ("jax:d2", "jax:t2")
+"""Layouts of two ranks with more cases than others of JAX, which compiles programs for each layout and case."""
+
 
 def fits(fields: Mapping[str, Any]) -> bool:
     """Return True if a cell with these fields is possible. Missing fields are undecided."""

@@ -12,8 +12,9 @@ import areal.tests.mutants.bugs.lora
 import areal.tests.mutants.bugs.losses
 import areal.tests.mutants.bugs.parallel
 import areal.tests.mutants.bugs.prefixes
-import areal.tests.mutants.bugs.rollout
-import areal.tests.mutants.bugs.servers
+import areal.tests.mutants.bugs.rollouts.episodes
+import areal.tests.mutants.bugs.rollouts.rollout
+import areal.tests.mutants.bugs.rollouts.servers
 import areal.tests.mutants.bugs.shared_devices
 import areal.tests.mutants.bugs.step
 import areal.tests.mutants.bugs.tinker.backend

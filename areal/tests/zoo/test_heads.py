@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api import IGNORE_INDEX, ParallelDims
-from areal.engine.attention.huggingface import inspect_model, plan_forward
-from areal.engine.attention.probe import probe
 from areal.engine.model import heads
 from areal.engine.model.decoder import decoder_of
+from areal.engine.model.forward_plan import inspect_model, plan_forward
 from areal.engine.model.heads import OwnHead
+from areal.engine.model.probe import probe
 from areal.engine.model.tiny_config import VOCABULARY, shrink
 
 
@@ -118,7 +118,7 @@ def test_product_in_float32_refuses_own_head() -> None:
 
 
 def test_model_that_cannot_be_checked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal.engine.attention.probe.tiny_configs", lambda config: iter(()))
+    monkeypatch.setattr("areal.engine.model.probe.tiny_configs", lambda config: iter(()))
     with pytest.raises(ValueError, match="its numbers cannot be checked, a tiny copy of it does not run"):
         inspect_model(config("mistral"))
 

@@ -9,14 +9,13 @@ from areal.tinker.api.bodies import BodyLimits
 from areal.tinker.api.context import ApiContext
 from areal.tinker.api.error_replies import add_error_handlers
 from areal.tinker.api.http_settings import ApiSettings
-from areal.tinker.api.metrics import ServerMetrics
-from areal.tinker.api.request_log import RequestLog
+from areal.tinker.api.metrics import RequestLog, ServerMetrics
 from areal.tinker.api.routes.checkpoints import checkpoint_routes, download_routes
 from areal.tinker.api.routes.futures import future_routes
 from areal.tinker.api.routes.pages import page_routes
 from areal.tinker.api.routes.sampling import sampling_routes
 from areal.tinker.api.routes.sessions import session_routes
-from areal.tinker.api.routes.training import training_routes
+from areal.tinker.api.routes.training import LARGE_PATHS, training_routes
 from areal.tinker.service.service import Service
 
 DESCRIPTION = """Training and sampling for clients of the `tinker` SDK. Most requests are answered with the id of a future, whose
@@ -47,7 +46,8 @@ def create_app(service: Service, settings: ApiSettings) -> FastAPI:
         app.include_router(router)
     add_error_handlers(app)
     # The last one that is added sees a request first.
-    app.add_middleware(BodyLimits, max_body_bytes=settings.max_body_bytes, max_json_bytes=settings.max_json_bytes)
+    limits = {"max_body_bytes": settings.max_body_bytes, "max_json_bytes": settings.max_json_bytes}
+    app.add_middleware(BodyLimits, large_paths=LARGE_PATHS, **limits)
     app.add_middleware(Authentication, keys=ApiKeys(settings.api_keys))
     app.add_middleware(RequestLog, metrics=app.state.metrics)
     return app

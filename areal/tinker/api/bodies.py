@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 import zstandard
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal.tinker.api.error_replies import BodyError, error_response
-
-LARGE_ROUTES = ("/api/v1/forward", "/api/v1/forward_backward")
-"""Routes with batches of training data. The bodies of other routes have a smaller limit."""
 
 MAX_WINDOW_BYTES = 32 * 1024 * 1024
 PIECE_BYTES = 256
@@ -48,16 +46,20 @@ def decompress(data: bytes, limit: int) -> bytes:
 
 
 class BodyLimits:
-    """ASGI middleware that reads the body of a request before a route runs."""
+    """ASGI middleware that reads the body of a request before a route runs.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_json_bytes: int) -> None:
-        self.app = app
+    Args:
+        large_paths: paths of bodies up to ``max_body_bytes``. Those of other paths have up to ``max_json_bytes``.
+    """
+
+    def __init__(self, app: ASGIApp, large_paths: Collection[str], max_body_bytes: int, max_json_bytes: int) -> None:
+        self.app, self.large_paths = app, large_paths
         self.max_body_bytes, self.max_json_bytes = max_body_bytes, max_json_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        limit = self.max_body_bytes if scope["path"] in LARGE_ROUTES else self.max_json_bytes
+        limit = self.max_body_bytes if scope["path"] in self.large_paths else self.max_json_bytes
         try:
             body = await self._read(scope, receive, limit)
         except BodyError as error:

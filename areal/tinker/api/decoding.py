@@ -14,15 +14,9 @@ from pydantic import ValidationError
 
 from areal.tinker.api import schemas, wire_pb2
 from areal.tinker.api.error_replies import BodyError, field_errors
-from areal.tinker.service.requests import (
-    ForwardBackward,
-    OptimStep,
-    RawChunk,
-    RawDatum,
-    RawTensor,
-    RefusedRequest,
-    Sample,
-)
+from areal.tinker.service.requests import RawChunk, RawDatum, RawTensor, Sample
+from areal.tinker.service.verbs.passes import Forward, ForwardBackward
+from areal.tinker.service.verbs.verb import RefusedRequest
 
 DTYPES: dict[int, tuple[str, np.dtype[Any]]] = {
     wire_pb2.DTYPE_FLOAT32: ("float32", np.dtype("<f4")),
@@ -64,7 +58,8 @@ def forward_backward_from_protobuf(body: bytes) -> ForwardBackward:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return ForwardBackward(
+    kind = Forward if message.forward_only else ForwardBackward
+    return kind(
         model_id=message.model_id,
         seq_id=message.seq_id or None,
         # A client that repeats a request may serialize its maps in another order.
@@ -72,7 +67,6 @@ def forward_backward_from_protobuf(body: bytes) -> ForwardBackward:
         data=data,
         loss_fn=message.loss_fn,
         loss_fn_config=config,
-        forward_only=message.forward_only,
     )
 
 
@@ -121,16 +115,16 @@ def _tensor(name: str, message: wire_pb2.Tensor) -> RawTensor:
 # ---- JSON
 
 
-def pass_from_json(body: bytes, forward_only: bool) -> ForwardBackward | RefusedRequest:
+def pass_from_json(body: bytes, kind: type[ForwardBackward]) -> ForwardBackward | RefusedRequest:
     """Decode the JSON body of ``forward`` or ``forward_backward``.
 
     Raises:
         BodyError: the body is not JSON, or has wrong fields and no place in the order of a model.
     """
-    name = "forward_input" if forward_only else "forward_backward_input"
+    name = f"{kind.kind}_input"
     try:
         parsed = schemas.PassBody.model_validate_json(body)
-        given = parsed.forward_input if forward_only else parsed.forward_backward_input
+        given: schemas.PassInput | None = getattr(parsed, name)
         wrong = None if given is not None else f"{name}: field required"
     except ValidationError as error:
         given, wrong = None, field_errors(error.errors())
@@ -143,9 +137,7 @@ def pass_from_json(body: bytes, forward_only: bool) -> ForwardBackward | Refused
         data = [_datum_from_json(datum) for datum in given.data]
     except (ValueError, TypeError, OverflowError) as error:
         return RefusedRequest(**shared, message=f"{name}.data: {error}")
-    return ForwardBackward(
-        **shared, data=data, loss_fn=given.loss_fn, loss_fn_config=given.loss_fn_config or {}, forward_only=forward_only
-    )
+    return kind(**shared, data=data, loss_fn=given.loss_fn, loss_fn_config=given.loss_fn_config or {})
 
 
 def _refused(body: bytes, message: str) -> RefusedRequest:
@@ -212,15 +204,6 @@ def tensor_from_json(name: str, tensor: schemas.TensorBody) -> RawTensor:
         raise ValueError(f"{name}: a sparse tensor needs both sparse_crow_indices and sparse_col_indices")
     shape = None if tensor.shape is None else tuple(tensor.shape)
     return RawTensor(tensor.dtype, values.astype(tensor.dtype), shape, *indices)
-
-
-def optim_step_from_json(body: schemas.OptimStepBody) -> OptimStep:
-    """Return the step of an optimizer. ``optimizer_params`` belong to optimizers other than Adam, named by their type."""
-    given = body.adam_params if body.optimizer_params is None else body.optimizer_params
-    params = dict(given or {})
-    optimizer = "adamw" if body.optimizer_params is None else str(params.pop("type", ""))
-    numbers = {name: math.nan if value is None else value for name, value in params.items()}
-    return OptimStep(body.model_id, body.seq_id or None, body_digest(body), numbers, optimizer)
 
 
 def sample_from_json(body: schemas.SampleBody) -> Sample:

@@ -17,7 +17,6 @@ class ApiSettings:
         max_body_bytes: largest body of ``forward`` and ``forward_backward``, after decompression.
         max_json_bytes: largest body of any other route.
         hold_s: seconds for which a request for a result waits. The client gives up after 45.
-        inline_result_bytes: size from which a result is announced to the client before it is sent.
         link_lifetime_s: seconds for which a download link is valid.
     """
 
@@ -25,13 +24,12 @@ class ApiSettings:
     max_body_bytes: int = 128 * MIB
     max_json_bytes: int = 8 * MIB
     hold_s: float = 30.0
-    inline_result_bytes: int = MIB
     link_lifetime_s: int = 3600
 
     def __post_init__(self) -> None:
         if not 0 < self.hold_s < 45:
             raise ValueError(f"hold_s={self.hold_s} must be above 0 and below 45, after which a client gives up")
-        for name in ("max_body_bytes", "max_json_bytes", "inline_result_bytes", "link_lifetime_s"):
+        for name in ("max_body_bytes", "max_json_bytes", "link_lifetime_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for key in self.api_keys:

@@ -7,6 +7,7 @@ because newer clients send their defaults, and refused by name otherwise (:meth:
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
@@ -111,12 +112,23 @@ class SequencedBody(ModelBody):
 
     seq_id: SequenceNumber | None = None
 
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the request that the body adds to model and number."""
+        return {}
+
 
 class OptimStepBody(SequencedBody):
-    """``optim_step``. The SDK sends NaN as null."""
+    """``optim_step``. The SDK sends NaN as null. ``optimizer_params`` belong to optimizers other than Adam, named by their type."""
 
     adam_params: dict[Text, float | None] | None = None
     optimizer_params: dict[Text, Any] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        given = self.adam_params if self.optimizer_params is None else self.optimizer_params
+        params = dict(given or {})
+        optimizer = "adamw" if self.optimizer_params is None else str(params.pop("type", ""))
+        numbers = {name: math.nan if value is None else value for name, value in params.items()}
+        return {"params": numbers, "optimizer": optimizer}
 
 
 class SaveWeightsBody(SequencedBody):
@@ -127,12 +139,24 @@ class SaveWeightsBody(SequencedBody):
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
+    def fields(self) -> dict[str, Any]:
+        metadata = text_values(self.user_metadata)
+        return {
+            "path": self.path,
+            "ttl_seconds": self.ttl_seconds,
+            "overwrite": self.overwrite,
+            "user_metadata": metadata,
+        }
+
 
 class SaveForSamplerBody(SaveWeightsBody):
     """``save_weights_for_sampler``."""
 
     sampling_session_seq_id: SequenceNumber | None = None
     kind: Text = "snapshot"
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "sampling_session_seq_id": self.sampling_session_seq_id}
 
     def refusal(self) -> str | None:
         if self.kind != "snapshot":
@@ -144,6 +168,9 @@ class SaveExternalBody(SaveWeightsBody):
     """``save_weights_external``: an adapter in peft's format, for download."""
 
     path: Text
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "external": True}
 
 
 class LoadWeightsBody(SequencedBody):
@@ -157,6 +184,9 @@ class LoadWeightsBody(SequencedBody):
     optimizer: bool = False
     optimizer_config: dict[str, Any] | None = None
     user_metadata: Metadata | None = None
+
+    def fields(self) -> dict[str, Any]:
+        return {"path": self.path, "optimizer": self.optimizer}
 
 
 # ---- samples

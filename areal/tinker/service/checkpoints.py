@@ -15,7 +15,7 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdapterSpec
 from areal.tinker.service.errors import NotFoundError
-from areal.tinker.service.order import LiveModel
+from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.params import check_integer, check_metadata
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import CheckpointFiles, CheckpointPath, check_name, parse_path
@@ -49,7 +49,7 @@ class CheckpointRegistry:
 
     async def save(
         self,
-        model: LiveModel,
+        model: TrainedModel,
         kind: str,
         name: str,
         write: Callable[[Path], Awaitable[None]],
@@ -283,7 +283,7 @@ def _valid() -> Any:
     return checkpoints.c.expires.is_(None) | (checkpoints.c.expires > time.time())
 
 
-def _described(path: CheckpointPath, uid: str, model: LiveModel) -> dict[str, Any]:
+def _described(path: CheckpointPath, uid: str, model: TrainedModel) -> dict[str, Any]:
     if model.spec is None:
         raise RuntimeError(f"{model.id} has no adapter")
     row = {"path": str(path), "run_id": path.run_id, "kind": path.kind, "name": path.name, "uid": uid, "public": False}

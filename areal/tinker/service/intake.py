@@ -4,53 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from areal.tinker.backends.backend import TrainingBackend
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import BusyError, SessionOverError
 from areal.tinker.service.order import Entry, LiveModel
-from areal.tinker.service.params import (
-    check_adam,
-    check_adapter,
-    check_base_model,
-    check_integer,
-    check_metadata,
-    check_optimizer,
-)
-from areal.tinker.service.requests import (
-    CreateModel,
-    ForwardBackward,
-    LoadWeights,
-    ModelRequest,
-    OptimStep,
-    RefusedRequest,
-    SaveForSampler,
-    SaveWeights,
-    Submitted,
-    UnloadModel,
-)
+from areal.tinker.service.params import check_integer, check_metadata
+from areal.tinker.service.requests import Submitted
 from areal.tinker.service.runs import Runs
 from areal.tinker.service.sessions import Sessions
 from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.futures import Category, Futures, Key
 from areal.tinker.service.training import Training
-from areal.tinker.service.validation import check_pass
-
-_KINDS: dict[type, str] = {
-    OptimStep: "optim_step",
-    SaveWeights: "save_weights",
-    SaveForSampler: "save_weights_for_sampler",
-    LoadWeights: "load_weights",
-    UnloadModel: "unload_model",
-    RefusedRequest: "refused",
-}
-_SMALL_SAMPLES, _SMALL_ELEMENTS = 16, 2**16
-"""Size up to which a request is validated on the loop."""
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.optimizer import check_optimizer
+from areal.tinker.service.verbs.verb import Capabilities, ModelRequest
 
 
 class Intake:
@@ -65,14 +36,11 @@ class Intake:
         sessions: Sessions,
         settings: ServiceSettings,
     ) -> None:
-        self.limits = backend.limits()
-        self._losses = backend.losses()
-        self._optimizers = backend.optimizers()
+        self.server = Capabilities(backend.limits(), backend.losses(), backend.optimizers(), settings)
         self._training = training
         self._futures = futures
         self._runs = runs
         self._sessions = sessions
-        self._settings = settings
         self._thread = ThreadPoolExecutor(1, "tinker-validation")
         self.counts: Counter[tuple[str, str]] = Counter()
 
@@ -85,25 +53,21 @@ class Intake:
         self._sessions.touch(request.session_id)
         seq = check_integer("model_seq_id", request.model_seq_id, 0, 10**9)
         model_id = f"{request.session_id}:train:{seq}"
-        kind = "create_model" if request.path is None else "load_weights"
-        request_id, new = await self._futures.add(kind, Key(request.digest, request.session_id, model_id, seq_id=0))
+        key = Key(request.digest, request.session_id, model_id, seq_id=0)
+        request_id, new = await self._futures.add(request.kind, key)
         if not new:
             return Submitted(request_id, model_id)
         # The model exists from here on, so that its next request may arrive.
-        base_model, optimizer = self._settings.base_models[0], "adamw"
-        entry = Entry(request_id, kind, request)
+        entry = Entry(request_id, request)
         try:
-            if request.base_model is not None or request.path is None:
-                base_model = check_base_model(request.base_model or "", self._settings)
-            optimizer = check_optimizer(request.optimizer_config, self._optimizers)
+            base_model = request.canonical_base_model(self.server.settings)
+            optimizer = check_optimizer(request.optimizer_config, self.server.optimizers)
             metadata = check_metadata(request.user_metadata)
-            if request.path is None:
-                entry.prepared = check_adapter(request.lora_config, self.limits)
+            model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=metadata)
+            entry.prepared = request.check(model, self.server)
         except UserError as error:
             await self._reject(entry, str(error), "user")
             return Submitted(request_id, model_id)
-        model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=metadata)
-        model.losses = deque(maxlen=self._settings.max_loss_points)
         try:
             await self._runs.add(model, seq)
         except Exception as error:
@@ -122,24 +86,24 @@ class Intake:
 
     async def submit(self, request: ModelRequest) -> Submitted:
         """Accept a request to a model."""
-        kind = _kind(request)
         if request.seq_id is not None:
             check_integer("seq_id", request.seq_id, 1, 2**62)
         model = self._training.order.models.get(request.model_id)
         if model is None:
-            return await self._submit_to_dead(request, kind)
+            return await self._submit_to_dead(request)
         self._sessions.touch(model.session_id)
         # A full queue must not refuse the request for which the others wait.
-        full = model.queued() >= self._settings.max_queued_per_model
-        full = full or self._training.order.queued() >= self._settings.max_queued
+        full = model.queued() >= self.server.settings.max_queued_per_model
+        full = full or self._training.order.queued() >= self.server.settings.max_queued
         if full and request.seq_id != model.next_seq:
             raise BusyError(f"{model.queued()} requests of {model.id} wait: try again later")
         # The number is taken before anything can run in between: old clients send none.
-        entry = Entry("", kind, request, seq=model.number(request.seq_id))
+        entry = Entry("", request, seq=model.number(request.seq_id))
         model.arriving += 1
         model.last_request = time.time()
         try:
-            new = await self._store(model, entry)
+            key = Key(request.digest, model.session_id, model.id, seq_id=entry.seq)
+            entry.request_id, new = await self._futures.add(request.kind, key, request.notes())
             if new:
                 await self._prepare(model, entry)
         except BaseException:
@@ -152,32 +116,15 @@ class Intake:
             model.arriving -= 1
         return Submitted(entry.request_id, model.id)
 
-    async def _store(self, model: LiveModel, entry: Entry) -> bool:
-        """Store a request. Returns False for a retry."""
-        request = entry.request
-        spans = None
-        if isinstance(request, ForwardBackward) and any(datum.spans for datum in request.data):
-            spans = {"spans": [list(datum.spans) for datum in request.data]}
-        key = Key(request.digest, model.session_id, model.id, seq_id=entry.seq)
-        entry.request_id, new = await self._futures.add(entry.kind, key, spans)
-        return new
-
     async def _prepare(self, model: LiveModel, entry: Entry) -> None:
         """Validate a request and put it into its queue. One that is wrong fails now, and its number counts as executed."""
         try:
-            request = entry.request
-            if isinstance(request, ForwardBackward):
-                check = partial(check_pass, request, self._losses, self.limits, self._settings.max_dense_elements)
-                # A large request must not stop the loop; the way to the thread takes longer than a small one.
-                loop = asyncio.get_running_loop()
-                small = _is_small(request)
-                entry.prepared = check() if small else await loop.run_in_executor(self._thread, check)
-                # The queue holds the samples once.
-                entry.request = replace(request, data=())
-            elif isinstance(request, RefusedRequest):
-                raise UserError(request.message)
-            elif isinstance(request, OptimStep):
-                entry.prepared = check_adam(request.params, request.optimizer, model.optimizer, self._optimizers)
+            check = partial(entry.request.check, model, self.server)
+            # A large request must not stop the loop; the way to the thread takes longer than a small one.
+            small = entry.request.is_small()
+            loop = asyncio.get_running_loop()
+            entry.prepared = check() if small else await loop.run_in_executor(self._thread, check)
+            entry.request = entry.request.without_content()
         except UserError as error:
             entry.refused = True
             await self._reject(entry, str(error), "user")
@@ -193,35 +140,16 @@ class Intake:
         else:
             self._training.put(model, entry)
 
-    async def _submit_to_dead(self, request: ModelRequest, kind: str) -> Submitted:
+    async def _submit_to_dead(self, request: ModelRequest) -> Submitted:
         """Store a request to a model that is not alive, and fail it."""
         row = await self._runs.row(request.model_id)
         key = Key(request.digest, row["session_id"], request.model_id, seq_id=request.seq_id)
-        request_id, new = await self._futures.add(kind, key)
+        request_id, new = await self._futures.add(request.kind, key)
         if new:
             message, lost = await self._runs.dead_message(request.model_id)
-            await self._reject(Entry(request_id, kind, request), message, "server" if lost else "user")
+            await self._reject(Entry(request_id, request), message, "server" if lost else "user")
         return Submitted(request_id, request.model_id)
 
     async def _reject(self, entry: Entry, message: str, category: Category) -> None:
         self.counts[entry.kind, "refused" if category == "user" else "failed"] += 1
         await self._futures.fail([entry.request_id], message, category)
-
-
-def _is_small(request: ForwardBackward) -> bool:
-    """Return whether a request is validated in less than a millisecond. Sparse tensors may be large once they are dense."""
-    if len(request.data) > _SMALL_SAMPLES:
-        return False
-    chunks = [chunk.tokens for datum in request.data for chunk in datum.model_input]
-    tensors = [tensor for datum in request.data for tensor in datum.loss_fn_inputs.values()]
-    elements = sum(len(tokens) for tokens in chunks if tokens is not None) + sum(
-        tensor.values.size for tensor in tensors
-    )
-    dense = all(tensor.crow_indices is None and tensor.col_indices is None for tensor in tensors)
-    return dense and len(chunks) <= _SMALL_SAMPLES and elements <= _SMALL_ELEMENTS
-
-
-def _kind(request: Any) -> str:
-    if isinstance(request, ForwardBackward):
-        return "forward" if request.forward_only else "forward_backward"
-    return _KINDS[type(request)]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal.tinker.backends.prepared import AdapterSpec
-from areal.tinker.service.requests import CreateModel, ModelRequest
-from areal.tinker.service.store.futures import Category
+from areal.tinker.service.model import TrainedModel
+from areal.tinker.service.verbs.verb import TrainingRequest
 
-BATCHED = ("forward", "forward_backward")
-"""Kinds of which a backend may receive several models' requests in one call."""
+MAX_LOSS_POINTS = 500
+"""Most points of the loss curve of a model on the status page."""
 
 
 @dataclass(eq=False)
@@ -20,46 +18,35 @@ class Entry:
     """A stored request in the order of its model. ``prepared`` is its validated content."""
 
     request_id: str
-    kind: str
-    request: ModelRequest | CreateModel
+    request: TrainingRequest
     seq: int = 0
     prepared: Any = None
     refused: bool = False
 
+    @property
+    def kind(self) -> str:
+        """Kind of the request."""
+        return self.request.kind
+
 
 @dataclass(eq=False)
-class LiveModel:
+class LiveModel(TrainedModel):
     """A model of this process, with the requests that wait for it.
 
     Attributes:
-        spec: adapter; ``None`` until a model that is created from a checkpoint is loaded.
         next_seq: number of the next request that may run. The creation has the number 0.
         top_seq: highest number that any request has.
-        in_backend: whether the backend may have an adapter of this name.
-        closed: why the model takes no more requests.
-        blame: category of the failure of a request that comes after that.
         failed: numbers of requests that failed before their turn.
         losses: ``(seq_id, loss, tokens)`` of the last passes.
     """
 
-    id: str
-    session_id: str
-    base_model: str
-    optimizer: str
-    created: float = field(default_factory=time.time)
-    spec: AdapterSpec | None = None
-    user_metadata: Any = None
     next_seq: int = 0
     top_seq: int = 0
     arriving: int = 0
     busy: bool = False
-    in_backend: bool = False
-    closed: str | None = None
-    blame: Category = "user"
     waiting: dict[int, Entry] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
-    losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=500))
-    last_request: float = field(default_factory=time.time)
+    losses: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=MAX_LOSS_POINTS))
     gap_timer: Any = None
     running: tuple[str, ...] = ()
 
@@ -139,16 +126,17 @@ class Order:
     def next_group(self, most: int) -> list[tuple[LiveModel, Entry]]:
         """Take the requests of the next call of the backend, one for each model.
 
-        The model whose turn was longest ago comes first. Ready requests of the same kind of other models join it if the kind is one of
-        :data:`BATCHED`, up to ``most``.
+        The model whose turn was longest ago comes first. Ready requests of the same verb of other models join it if the verb is batched, up
+        to ``most``.
         """
         first = next((entry for model in self.models.values() if (entry := model.head()) is not None), None)
         if first is None:
             return []
-        # Models with a ready request of this kind, in the order of their turns.
+        # Models with a ready request of this verb, in the order of their turns.
+        verb = type(first.request)
         heads = ((model, model.head()) for model in self.models.values())
-        ready = [model for model, entry in heads if entry is not None and entry.kind == first.kind]
-        chosen = ready[: most if first.kind in BATCHED else 1]
+        ready = [model for model, entry in heads if entry is not None and type(entry.request) is verb]
+        chosen = ready[: most if verb.batched else 1]
         # Each of them has had its turn.
         for model in chosen:
             self.models.move_to_end(model.id)

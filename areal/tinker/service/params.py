@@ -1,4 +1,4 @@
-"""Validation of adapters, optimizer settings and sampling parameters. Each refusal is a :class:`UserError`."""
+"""Validation of values, and of sampling requests. Each refusal is a :class:`UserError`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ import numpy as np
 
 from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.errors import UserError
-from areal.tinker.backends.prepared import AdamParams, AdapterSpec, SamplingRequest
+from areal.tinker.backends.prepared import SamplingRequest
 from areal.tinker.service.errors import NotFoundError
 from areal.tinker.service.requests import RawChunk, Sample
 from areal.tinker.service.settings import ServiceSettings
 
-_ADAPTER_KEYS = {"rank", "seed", "train_attn", "train_mlp", "train_unembed"}
-_ADAM_RANGES = {
-    "learning_rate": (0.0, math.inf, "[0, ∞)"),
-    "beta1": (0.0, 1.0, "[0, 1)"),
-    "beta2": (0.0, 1.0, "[0, 1)"),
-    "eps": (0.0, math.inf, "[0, ∞)"),
-    "weight_decay": (0.0, math.inf, "[0, ∞)"),
-    "grad_clip_norm": (0.0, math.inf, "[0, ∞), where 0 does not clip"),
-}
 _SAMPLING_KEYS = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
-_MAX_INTEGER = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 _MAX_METADATA = 2**18
 _ID = re.compile(r"[A-Za-z0-9_:-]{1,128}", re.ASCII)
 
@@ -39,7 +30,7 @@ def check_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_integer(name: str, value: Any, lowest: int, highest: int = _MAX_INTEGER) -> int:
+def check_integer(name: str, value: Any, lowest: int, highest: int = MAX_INTEGER) -> int:
     """Return an integer in ``[lowest, highest]``."""
     if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
         raise UserError(f"{name} is {value!r}: it must be an integer from {lowest} to {highest}")
@@ -94,55 +85,6 @@ def check_base_model(base_model: str, settings: ServiceSettings) -> str:
     return settings.base_models[0]
 
 
-def check_optimizer(config: Mapping[str, Any] | None, supported: frozenset[str]) -> str:
-    """Return the name of the optimizer that ``optimizer_config`` selects."""
-    config = dict(config or {})
-    name = config.pop("type", "adamw")
-    if name not in supported:
-        raise UserError(f"optimizer_config.type is {name!r}: supported are {sorted(supported)}")
-    check_keys("optimizer_config", config, set())
-    return name
-
-
-def check_adapter(config: Mapping[str, Any] | None, limits: ModelLimits) -> AdapterSpec:
-    """Return the adapter that ``lora_config`` describes."""
-    if config is None:
-        raise UserError("lora_config is missing: this server trains adapters; give lora_config with a rank")
-    check_keys("lora_config", config, _ADAPTER_KEYS)
-    rank = check_integer("lora_config.rank", config.get("rank"), 1, limits.max_rank)
-    seed = config.get("seed")
-    if seed is not None:
-        check_integer("lora_config.seed", seed, -_MAX_INTEGER)
-    # Kinds of layers default to true in the protocol.
-    kinds = {key: config.get(key) for key in ("train_attn", "train_mlp", "train_unembed")}
-    for key, value in kinds.items():
-        if value is not None and not isinstance(value, bool):
-            raise UserError(f"lora_config.{key} is {value!r}: it must be true or false")
-    attention, mlp, head = (value is not False for value in kinds.values())
-    if not (attention or mlp or head):
-        raise UserError(
-            "lora_config trains no layers: at least one of train_attn, train_mlp and train_unembed must be true"
-        )
-    return AdapterSpec(rank=rank, seed=seed, attention=attention, mlp=mlp, head=head)
-
-
-def check_adam(
-    params: Mapping[str, Any], optimizer: str, model_optimizer: str, supported: frozenset[str]
-) -> AdamParams:
-    """Return the settings of an optimizer step."""
-    if optimizer not in supported:
-        raise UserError(f"the optimizer is {optimizer!r}: supported are {sorted(supported)}")
-    if optimizer != model_optimizer:
-        raise UserError(f"the optimizer is {optimizer!r}: the model was created with {model_optimizer!r}")
-    check_keys("adam_params", params, set(_ADAM_RANGES))
-    values = {name: check_number(f"adam_params.{name}", value) for name, value in params.items()}
-    for name, value in values.items():
-        low, high, shown = _ADAM_RANGES[name]
-        if not low <= value < high:
-            raise UserError(f"adam_params.{name} is {value}: it must be in {shown}")
-    return AdamParams(**values)
-
-
 def check_tokens(chunks: Sequence[RawChunk], name: str) -> np.ndarray:
     """Return the token ids of a model input as one int64 array."""
     for chunk in chunks:
@@ -192,7 +134,7 @@ def check_sampling(request: Sample, limits: ModelLimits, settings: ServiceSettin
         raise UserError("sampling_params.top_k is 0: it must be at least 1, or -1 for all tokens")
     seed = params.get("seed")
     if seed is not None:
-        check_integer("sampling_params.seed", seed, -_MAX_INTEGER)
+        check_integer("sampling_params.seed", seed, -MAX_INTEGER)
     _check_logprobs(request, len(prompt), limits, settings)
     return SamplingRequest(
         prompt=prompt.tolist(),

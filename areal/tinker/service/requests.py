@@ -1,4 +1,4 @@
-"""Requests as the HTTP layer decodes them, before validation. Fields have the protocol's names."""
+"""Content of requests as the HTTP layer decodes it, before validation, and the answers. Fields have the protocol's names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-
-from areal.tinker.backends.prepared import Scalar
 
 
 @dataclass(frozen=True)
@@ -44,105 +42,6 @@ class RawDatum:
     model_input: Sequence[RawChunk]
     loss_fn_inputs: Mapping[str, RawTensor]
     spans: Sequence[Any] = ()
-
-
-@dataclass(frozen=True)
-class ModelRequest:
-    """A request that is executed in the order of ``seq_id`` within its model.
-
-    Attributes:
-        model_id: model.
-        seq_id: number of the request: 1, 2, 3, … ``None`` in old clients: the next number.
-        digest: hash of the body: the same ``(model_id, seq_id)`` with the same digest is a retry.
-    """
-
-    model_id: str
-    seq_id: int | None
-    digest: bytes
-
-
-@dataclass(frozen=True)
-class ForwardBackward(ModelRequest):
-    """forward_backward, or forward if ``forward_only``."""
-
-    data: Sequence[RawDatum] = ()
-    loss_fn: str = "cross_entropy"
-    loss_fn_config: Mapping[str, Scalar] = field(default_factory=dict)
-    forward_only: bool = False
-
-
-@dataclass(frozen=True)
-class OptimStep(ModelRequest):
-    """optim_step. ``params`` are the fields of ``adam_params`` that the client sent; ``optimizer`` is the type of other parameters."""
-
-    params: Mapping[str, float] = field(default_factory=dict)
-    optimizer: str = "adamw"
-
-
-@dataclass(frozen=True)
-class SaveWeights(ModelRequest):
-    """save_weights. ``path`` is the name of the checkpoint; ``None`` lets the server choose one."""
-
-    path: str | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class SaveForSampler(ModelRequest):
-    """save_weights_for_sampler. Without ``path`` the snapshot is ephemeral: it belongs to a new sampling session.
-
-    ``external`` marks save_weights_external: the same files under ``tinker://{model_id}/external_weights/{path}``, for download only.
-    """
-
-    path: str | None = None
-    sampling_session_seq_id: int | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: Mapping[str, str] | None = None
-    external: bool = False
-
-
-@dataclass(frozen=True)
-class LoadWeights(ModelRequest):
-    """load_weights into an existing model."""
-
-    path: str = ""
-    optimizer: bool = False
-
-
-@dataclass(frozen=True)
-class UnloadModel(ModelRequest):
-    """unload_model of old clients: releases the adapter. Checkpoints stay."""
-
-
-@dataclass(frozen=True)
-class RefusedRequest(ModelRequest):
-    """A request that the HTTP layer cannot honour. In its turn it fails with the category ``user`` and ``message``.
-
-    Refused at once it would leave a gap in the order of its model, for which later requests would wait.
-    """
-
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class CreateModel:
-    """create_model, or load_weights that creates one (``path`` is set; the checkpoint describes the adapter).
-
-    The model's id is ``{session_id}:train:{model_seq_id}``. A retry with the same digest gives the same future.
-    """
-
-    session_id: str
-    model_seq_id: int
-    digest: bytes
-    base_model: str | None = None
-    lora_config: Mapping[str, Any] | None = None
-    optimizer_config: Mapping[str, Any] | None = None
-    user_metadata: Mapping[str, str] | None = None
-    path: str | None = None
-    optimizer: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 
 from areal.tinker.service.checkpoints import describe_checkpoint, iso_time, lost_message
 from areal.tinker.service.errors import NotFoundError
-from areal.tinker.service.order import LiveModel
+from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.tables import checkpoints, futures, models
 
@@ -32,7 +32,7 @@ class Runs:
         self._owner = owner
         self._curves: dict[str, list[tuple[int, float, int]]] = {}
 
-    async def add(self, model: LiveModel, model_seq_id: int) -> None:
+    async def add(self, model: TrainedModel, model_seq_id: int) -> None:
         """Store a new model. A retry of its creation changes nothing."""
         row = {"id": model.id, "session_id": model.session_id, "model_seq_id": model_seq_id, "state": "creating"}
         row |= {"base_model": model.base_model, "optimizer": model.optimizer, "user_metadata": model.user_metadata}

@@ -15,8 +15,9 @@ from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.service.checkpoints import CheckpointRegistry, check_ttl, checkpoint_of, spec_of
 from areal.tinker.service.errors import LeaseLostError, NotFoundError, SessionOverError
 from areal.tinker.service.intake import Intake
+from areal.tinker.service.order import MAX_LOSS_POINTS
 from areal.tinker.service.params import check_integer, check_metadata, check_page, is_id, known_id
-from areal.tinker.service.requests import CreateModel, ModelRequest, Outcome, Sample, Submitted
+from areal.tinker.service.requests import Outcome, Sample, Submitted
 from areal.tinker.service.runs import Runs
 from areal.tinker.service.sampling import Samplers
 from areal.tinker.service.sessions import Sessions
@@ -25,8 +26,8 @@ from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import CheckpointFiles
 from areal.tinker.service.store.futures import Futures
 from areal.tinker.service.training import Training
-
-__all__ = ["Service", "ServiceSettings"]
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.verb import ModelRequest
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Service:
         Path(settings.root).mkdir(parents=True, exist_ok=True)
         self._database = Database(settings.url, settings.lease_s, self._on_lost)
         self._files = CheckpointFiles(settings.root)
-        self._futures = Futures(self._database, settings.cache_bytes)
+        self._futures = Futures(self._database)
         self._registry = CheckpointRegistry(self._database, self._files)
         self._runs = Runs(self._database, settings.owner, self._last_request)
         self._samplers = Samplers(sampling, self._database, self._futures, self._registry, settings)
@@ -178,7 +179,7 @@ class Service:
             NotFoundError: the request is unknown, or its result was delivered and deleted.
         """
         self._check_alive()
-        return await self._futures.retrieve(known_id(request_id, "request"), min(timeout_s, self._settings.max_hold_s))
+        return await self._futures.retrieve(known_id(request_id, "request"), timeout_s)
 
     async def cancel(self, request_id: str) -> None:
         """Stop a sampling request. Training requests keep their place in the order."""
@@ -237,7 +238,7 @@ class Service:
 
     async def capabilities(self) -> dict[str, Any]:
         """Return the models that clients may name."""
-        limits = self._intake.limits
+        limits = self._intake.server.limits
         shared = {"max_context_length": limits.max_tokens, "trainable": True, "sampleable": self._samplers.available}
         return {"supported_models": [{"model_name": name, **shared} for name in self._settings.base_models]}
 
@@ -331,7 +332,7 @@ class Service:
     async def _curve(self, run_id: str) -> list[dict[str, Any]]:
         """Loss curve of a run: from memory for a live model."""
         model = self._training.order.models.get(run_id)
-        points = list(model.losses) if model else await self._runs.losses(run_id, self._settings.max_loss_points)
+        points = list(model.losses) if model else await self._runs.losses(run_id, MAX_LOSS_POINTS)
         return [{"seq_id": seq, "loss": loss, "tokens": tokens} for seq, loss, tokens in points if math.isfinite(loss)]
 
     async def _accept(self, request: ModelRequest | CreateModel | Sample) -> Submitted:

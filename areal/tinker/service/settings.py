@@ -6,8 +6,49 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True)
-class ServiceSettings:
+@dataclass(frozen=True, kw_only=True)
+class ServiceLimits:
+    """Times and sizes of a service. Each is an option of ``areal serve``.
+
+    Attributes:
+        session_timeout_s: Seconds without a request after which a session ends and its adapters are released.
+        gap_timeout_s: Seconds for which requests wait for a missing seq_id before they fail.
+        lease_s: Seconds after which another server may take the database of a killed one. Renewed four times as often.
+        max_queued: Most training requests that wait, of all models.
+        max_queued_per_model: Most training requests of one model that wait.
+        max_samples: Most sampling requests that wait or run.
+        running_samples: Most sampling requests that run at the same time.
+        max_open_snapshots: Most snapshots that the sampler has open, apart from those in use. Others are read again when they are used.
+        max_num_samples: Most answers of one sampling request. The sampler may have a lower limit.
+        max_top_k: Most log-probs per position that a sampling request may ask for. The sampler may have a lower limit.
+        max_dense_elements: Most elements of the targets or values of one request, after sparse tensors are made dense.
+        result_keep_s: Seconds for which a delivered result is kept, and for which the rows of an ended session are kept.
+        snapshot_idle_s: Seconds without a request after which an ephemeral snapshot is deleted, if its session lives on.
+    """
+
+    session_timeout_s: float = 600.0
+    gap_timeout_s: float = 600.0
+    lease_s: float = 20.0
+    max_queued: int = 8192
+    max_queued_per_model: int = 2048
+    max_samples: int = 8192
+    running_samples: int = 1024
+    max_open_snapshots: int = 64
+    max_num_samples: int = 1024
+    max_top_k: int = 1024
+    max_dense_elements: int = 2**25
+    result_keep_s: float = 3600.0
+    snapshot_idle_s: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        """Refuse limits with which no request can succeed."""
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings(ServiceLimits):
     """Settings of a :class:`~areal.tinker.service.service.Service`.
 
     Attributes:
@@ -16,23 +57,6 @@ class ServiceSettings:
         model_path: directory or hub name of the base model, from which clients load their tokenizer.
         database_url: SQLAlchemy URL; ``None`` for SQLite in ``root``.
         owner: name in the listing of runs.
-        session_timeout_s: seconds without a request after which a session ends and its adapters are released.
-        gap_timeout_s: seconds for which requests wait for a missing ``seq_id`` before they fail.
-        max_hold_s: longest time that one retrieval waits. Clients of the protocol give up after 45 s.
-        lease_s: seconds after which another server may take the database of a killed one. Renewed four times as often.
-        max_queued: most training requests that wait, of all models.
-        max_queued_per_model: most training requests of one model that wait.
-        max_samples: most sampling requests that wait or run.
-        running_samples: most sampling requests that run at the same time.
-        max_open_snapshots: most snapshots that the sampler has open, apart from those in use. Others are read again when they are used.
-        max_models_per_call: most models of one call of a backend that batches models.
-        max_num_samples: most answers of one sampling request.
-        max_top_k: most log-probs per position that a sampling request may ask for.
-        max_dense_elements: most elements of the targets or values of one request, after sparse tensors are made dense.
-        result_keep_s: seconds for which a delivered result is kept, and for which the rows of an ended session are kept.
-        snapshot_idle_s: seconds without a request after which an ephemeral snapshot is deleted, if its session lives on.
-        cache_bytes: size of the results that are kept in memory for a second retrieval.
-        max_loss_points: most points of the loss curve of a run in :meth:`~areal.tinker.service.service.Service.status`.
     """
 
     root: Path
@@ -40,30 +64,10 @@ class ServiceSettings:
     model_path: str
     database_url: str | None = None
     owner: str = "local"
-    session_timeout_s: float = 600.0
-    gap_timeout_s: float = 600.0
-    max_hold_s: float = 40.0
-    lease_s: float = 20.0
-    max_queued: int = 8192
-    max_queued_per_model: int = 2048
-    max_samples: int = 8192
-    running_samples: int = 1024
-    max_open_snapshots: int = 64
-    max_models_per_call: int = 64
-    max_num_samples: int = 1024
-    max_top_k: int = 1024
-    max_dense_elements: int = 2**25
-    result_keep_s: float = 3600.0
-    snapshot_idle_s: float = 86_400.0
-    cache_bytes: int = 2**26
-    max_loss_points: int = 500
 
     def __post_init__(self) -> None:
         """Refuse settings with which no request can succeed."""
-        # Every number is a size or a time.
-        for name, value in vars(self).items():
-            if isinstance(value, int | float) and not value > 0:
-                raise ValueError(f"{name} is {value}: it must be above 0")
+        super().__post_init__()
         # A client must be able to name the model, and to see it in the listing of capabilities.
         if not self.base_models or not all(self.base_models):
             raise ValueError(f"base_models is {self.base_models!r}: give at least one name of the base model")

@@ -6,25 +6,29 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, update
 
 from areal.tinker.backends.backend import TrainingBackend
 from areal.tinker.backends.errors import BackendLostError, ServerError, UserError
-from areal.tinker.backends.prepared import PassResult
 from areal.tinker.service.backend_thread import BackendThread
 from areal.tinker.service.checkpoints import CheckpointRegistry, lost_message
-from areal.tinker.service.order import BATCHED, Entry, LiveModel, Order
-from areal.tinker.service.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
+from areal.tinker.service.order import Entry, LiveModel, Order
 from areal.tinker.service.sampling import Samplers
 from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.futures import Category, Futures
 from areal.tinker.service.store.tables import models
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.verb import RequestTurn
 
 _T = TypeVar("_T")
+
+MAX_MODELS_PER_CALL = 64
+"""Most requests, each of another model, that are given to a backend in one call. The backend divides them into passes."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +49,8 @@ class Training:
         samplers: Samplers,
         settings: ServiceSettings,
     ) -> None:
-        self._verbs = backend
-        self._backend = BackendThread(backend)
+        self._backend = backend
+        self._thread = BackendThread(backend)
         self._database = database
         self._futures = futures
         self._registry = registry
@@ -72,12 +76,12 @@ class Training:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._backend.stop()
+        await self._thread.stop()
 
     @property
     def backend_error(self) -> str | None:
         """Why the backend does not run, if it could not be restarted."""
-        return self._backend.error
+        return self._thread.error
 
     def halt(self) -> None:
         """Run no further request."""
@@ -109,7 +113,7 @@ class Training:
         self._wake.set()
         # First the state of the model, which clients may read after a failure. The running request fails, too, before the backend ends it.
         try:
-            await self._store_state(model, state)
+            await self.store_state(model, state)
         finally:
             await self._futures.fail(failed, reason, category)
 
@@ -130,8 +134,8 @@ class Training:
         if self._doomed:
             await self._release_adapter(self._doomed.popleft())
             return True
-        batched = self._verbs.batches_models()
-        group = self.order.next_group(self._settings.max_models_per_call if batched else 1)
+        batched = self._backend.batches_models()
+        group = self.order.next_group(MAX_MODELS_PER_CALL if batched else 1)
         if not group:
             return False
         for model, entry in group:
@@ -144,8 +148,8 @@ class Training:
         """Run the requests of one turn."""
         started = time.monotonic()
         try:
-            if group[0][1].kind in BATCHED:
-                await self._run_passes(group)
+            if group[0][1].request.batched:
+                await self._run_batch(group)
             else:
                 await self._run_one(*group[0])
         except BackendLostError as error:
@@ -159,23 +163,14 @@ class Training:
             for model, _ in group:
                 model.running = ()
             self.seconds[group[0][1].kind] += time.monotonic() - started
-            self._idle.set()
-            self._wake.set()
+            self.end_turn()
 
-    async def _turn(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Make the call of the backend for which a request has its turn. Then other models may have theirs."""
-        result = await self._backend.call(function, *args)
-        self._idle.set()
-        self._wake.set()
-        return result
-
-    async def _run_passes(self, group: list[tuple[LiveModel, Entry]]) -> None:
-        """Run forward or forward_backward of one or more models in one call."""
-        kind = group[0][1].kind
-        verb = self._verbs.forward if kind == "forward" else self._verbs.forward_backward
-        batches = [entry.prepared for _, entry in group]
+    async def _run_batch(self, group: list[tuple[LiveModel, Entry]]) -> None:
+        """Run requests of one or more models in one call."""
+        verb = type(group[0][1].request)
         try:
-            results: list[Any] = await self._backend.call(verb, batches)
+            prepared = [entry.prepared for _, entry in group]
+            results = await self._thread.call(verb.run_batch, self._backend, prepared)
             if len(results) != len(group):
                 raise ServerError(f"the backend returned {len(results)} results for {len(group)} requests")
         except BackendLostError:
@@ -188,129 +183,43 @@ class Training:
         if gone is not None:
             raise gone
         # The next request of these models may run while the results are stored.
-        for (model, entry), batch, result in zip(group, batches, results, strict=True):
+        for model, _ in group:
             self._release(model)
-            if isinstance(result, PassResult):
-                loss = float(result.metrics.get("loss:sum", float("nan"))) if kind == "forward_backward" else None
-                if loss is not None:
-                    model.losses.append((entry.seq, loss, batch.tokens))
-                self._spawn(self._finish(entry, result, loss=loss, tokens=batch.tokens))
-            else:
+        for (model, entry), result in zip(group, results, strict=True):
+            if isinstance(result, Exception):
                 self._spawn(self._refuse(entry, result))
+                continue
+            columns = verb.columns(entry.prepared, result)
+            if "loss" in columns:
+                model.losses.append((entry.seq, columns["loss"], columns["tokens"]))
+            self._spawn(self._finish(entry, result, **columns))
 
     async def _run_one(self, model: LiveModel, entry: Entry) -> None:
         """Run a request that changes one model, or writes it to a folder."""
-        handlers: dict[str, Callable[[LiveModel, Entry], Awaitable[dict[str, Any]]]] = {
-            "create_model": self._create,
-            "optim_step": self._optim_step,
-            "save_weights": self._save,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load,
-            "unload_model": self._unload,
-        }
         try:
-            result = await handlers[entry.kind](model, entry)
+            turn = _Turn(
+                model=model,
+                seq=entry.seq,
+                prepared=entry.prepared,
+                backend=self._backend,
+                registry=self._registry,
+                samplers=self._samplers,
+                training=self,
+                thread=self._thread,
+            )
+            result = await entry.request.run(turn)
         except BackendLostError:
             raise
         except Exception as error:
             await self._refuse(entry, error)
             # A model that was not created cannot serve the requests that follow.
-            if entry.kind == "create_model" or (isinstance(entry.request, CreateModel)):
+            if isinstance(entry.request, CreateModel):
                 category: Category = "user" if isinstance(error, UserError) else "server"
                 await self.close_model(model, "failed", f"{model.id} was not created: {error}", category)
         else:
             self._spawn(self._finish(entry, result))
         finally:
             self._release(model)
-
-    # ------------------------------------------------------------------ verbs
-
-    async def _create(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        await self._backend.need()
-        model.in_backend = True
-        model.spec = entry.prepared
-        try:
-            await self._turn(self._verbs.create_model, model.id, model.spec)
-        except UserError:
-            model.in_backend = False
-            raise
-        await self._store_live(model)
-        return {"type": "create_model", "model_id": model.id}
-
-    async def _load(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        """Load a checkpoint into a model, or into a new one if the request creates it."""
-        request = entry.request
-        path, optimizer = (
-            (request.path, request.optimizer) if isinstance(request, LoadWeights | CreateModel) else (None, False)
-        )
-        _, row, folder = await self._registry.find(path, "training")
-        if row["base_model"] != model.base_model:
-            raise UserError(
-                f"path is {path!r}, of the base model {row['base_model']!r}: the model has {model.base_model!r}"
-            )
-        if optimizer and row["optimizer"] != model.optimizer:
-            raise UserError(
-                f"path is {path!r}, with the state of {row['optimizer']!r}: the model has {model.optimizer!r}"
-            )
-        await self._backend.need()
-        model.in_backend = True
-        model.spec = await self._turn(lambda: self._verbs.load(model.id, folder, with_optimizer=optimizer))
-        await self._store_live(model)
-        return {"type": "load_weights", "path": path, "model_id": model.id}
-
-    async def _optim_step(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        metrics = await self._turn(self._verbs.optim_step, model.id, entry.prepared)
-        return {"type": "optim_step", "metrics": {name: float(value) for name, value in metrics.items()}}
-
-    async def _save(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        path = await self._save_named(model, entry, "training", self._verbs.save)
-        return {"type": "save_weights", "path": path}
-
-    async def _save_for_sampler(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        """Write a named checkpoint, or a snapshot that belongs to a new sampling session."""
-        request = entry.request
-        if not isinstance(request, SaveForSampler):
-            raise TypeError(f"{type(request).__name__} is no save for a sampler")
-        if request.path is not None:
-            kind = "external" if request.external else "sampler"
-            path = await self._save_named(model, entry, kind, self._verbs.save_for_sampler)
-            return {"type": "save_weights_external" if request.external else "save_weights_for_sampler", "path": path}
-        uid = self._registry.files.new_id()
-        folder = self._registry.files.ephemeral(model.id, uid)
-        self._registry.files.prepare(folder)
-        number = request.sampling_session_seq_id
-        try:
-            await self._turn(self._verbs.save_for_sampler, model.id, folder)
-            session = await self._samplers.create(model.session_id, number, model.base_model, uid=uid, run_id=model.id)
-        except BaseException:
-            await asyncio.to_thread(self._registry.files.remove, folder)
-            raise
-        # The client's session may have ended meanwhile, with all the sampling sessions that it had then.
-        if model.closed is not None:
-            await self._samplers.end(session)
-            raise UserError(model.closed)
-        return {"type": "save_weights_for_sampler", "sampling_session_id": session}
-
-    async def _save_named(self, model: LiveModel, entry: Entry, kind: str, verb: Callable[..., None]) -> str:
-        request = entry.request
-        if not isinstance(request, SaveWeights | SaveForSampler):
-            raise TypeError(f"{type(request).__name__} is no save")
-        return await self._registry.save(
-            model,
-            kind,
-            request.path if request.path is not None else f"seq-{entry.seq:06d}",
-            lambda folder: self._turn(verb, model.id, folder),
-            overwrite=request.overwrite,
-            ttl_seconds=request.ttl_seconds,
-            user_metadata=request.user_metadata,
-        )
-
-    async def _unload(self, model: LiveModel, entry: Entry) -> dict[str, Any]:
-        model.running = ()
-        await self.close_model(
-            model, "released", f"{model.id} was unloaded: create a model from its last checkpoint", "user"
-        )
-        return {"type": "unload_model", "model_id": model.id}
 
     # ------------------------------------------------------------------ help
 
@@ -320,7 +229,7 @@ class Training:
             return
         model.in_backend = False
         try:
-            await self._backend.call(self._verbs.delete, model.id)
+            await self._thread.call(self._backend.delete, model.id)
         except BackendLostError as error:
             await self._lose_models(str(error))
         except Exception:
@@ -336,7 +245,7 @@ class Training:
             await self.close_model(model, "lost", lost_message(model.id, paths.get(model.id), error), "server")
         # The adapters of models that closed before are gone as well.
         self._doomed.clear()
-        await self._backend.restart(error)
+        await self._thread.restart(error)
 
     async def _finish(self, entry: Entry, result: Any, **columns: Any) -> None:
         done = await self._futures.finish(entry.request_id, result, **columns)
@@ -351,11 +260,13 @@ class Training:
         self.counts[entry.kind, "refused" if user else "failed"] += 1
         await self._futures.fail([entry.request_id], message, "user" if user else "server")
 
-    async def _store_live(self, model: LiveModel) -> None:
-        """Store the adapter of a model, which may have closed while the backend created it."""
-        await self._store_state(model, "live" if model.closed is None else "released")
+    def end_turn(self) -> None:
+        """Let other models have their turns."""
+        self._idle.set()
+        self._wake.set()
 
-    async def _store_state(self, model: LiveModel, state: str) -> None:
+    async def store_state(self, model: LiveModel, state: str) -> None:
+        """Store the adapter of a model, and its state."""
         row = {"state": state, "last_request": model.last_request, **(vars(model.spec) if model.spec else {})}
 
         def work(connection: Connection) -> None:
@@ -396,3 +307,29 @@ class Training:
             "and later ones wait for it: send it, or create the model from its last checkpoint"
         )
         self._spawn(self._futures.fail([entry.request_id for entry in late], message, "user"))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Turn(RequestTurn):
+    """A turn of the dispatcher."""
+
+    model: LiveModel
+    training: Training
+    thread: BackendThread
+
+    async def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        result = await self.thread.call(function, *args)
+        self.training.end_turn()
+        return result
+
+    async def require_backend(self) -> None:
+        await self.thread.need()
+
+    async def store_model(self) -> None:
+        # The model may have closed while the backend created it.
+        await self.training.store_state(self.model, "live" if self.model.closed is None else "released")
+
+    async def release_model(self, reason: str) -> None:
+        # This request is answered when it ends.
+        self.model.running = ()
+        await self.training.close_model(self.model, "released", reason, "user")

@@ -28,7 +28,8 @@ class Group:
         index: number of the group in the run.
         sequences: sequences of all episodes that did not fail.
         failed: number of episodes that raised.
-        error: text of the first exception, or ``None``.
+        error: kind and text of the first exception, or ``None``.
+        traceback: traceback of the first exception, with the files and lines of the user's functions, or ``None``.
         rejected: mean reward of each group that ``keep`` rejected between the previous group and this one.
         position: position in the global batch, from 0. Set when the batch is complete.
     """
@@ -37,14 +38,15 @@ class Group:
     sequences: tuple[Sequence, ...]
     failed: int = 0
     error: str | None = None
+    traceback: str | None = None
     rejected: tuple[float, ...] = ()
     position: int = 0
 
     def state(self) -> dict[str, Any]:
         """Return the group as containers, numbers and tensors, for a checkpoint."""
         sequences = [sequence.state() for sequence in self.sequences]
-        counts = {"failed": self.failed, "error": self.error, "rejected": list(self.rejected)}
-        return {"index": self.index, "sequences": sequences, **counts}
+        failures = {"failed": self.failed, "error": self.error, "traceback": self.traceback}
+        return {"index": self.index, "sequences": sequences, **failures, "rejected": list(self.rejected)}
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Group:
@@ -53,7 +55,8 @@ class Group:
         sequences = tuple(
             Sequence.of_state({"episode": number} | each) for number, each in enumerate(state["sequences"])
         )
-        return cls(state["index"], sequences, state["failed"], state["error"], tuple(state.get("rejected", ())))
+        failures = (state["failed"], state["error"], state.get("traceback"))
+        return cls(state["index"], sequences, *failures, tuple(state.get("rejected", ())))
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Plan:
         max_concurrent: maximum number of concurrent episodes on this rank.
         max_rejected: maximum number of groups that ``keep`` may reject for each group of a batch, counted on this rank over the batches that
             are being played; more are an error. ``None`` for no limit.
+        max_failed_share: fraction of the episodes of a batch that may fail, over all ranks; more end the run: the others
+            would be a biased batch. ``None`` for no limit.
         episode_seconds: time limit of an episode, after which it has failed; ``None`` for no limit.
         seed: seed of the order of items and of every episode.
         shuffle: draw a new order of the items in each epoch.
@@ -80,6 +85,7 @@ class Plan:
     max_staleness: int = 0
     max_concurrent: int = 256
     max_rejected: int | None = 100
+    max_failed_share: float | None = 0.1
     episode_seconds: float | None = None
     seed: int = 0
     shuffle: bool = True
@@ -89,6 +95,10 @@ class Plan:
             raise ValueError(f"Plan.episode_seconds = {self.episode_seconds}: it must be above 0, or None for no limit")
         if self.max_rejected is not None and self.max_rejected < 1:
             raise ValueError(f"Plan.max_rejected = {self.max_rejected}: it must be at least 1, or None for no limit")
+        if self.max_failed_share is not None and not 0.0 <= self.max_failed_share <= 1.0:
+            raise ValueError(
+                f"Plan.max_failed_share = {self.max_failed_share}: it must be in [0, 1], or None for no limit"
+            )
         # Every integer field with its smallest value.
         for name, least in (("groups", 1), ("group_size", 1), ("max_staleness", 0), ("max_concurrent", 1)):
             if getattr(self, name) < least:

@@ -18,6 +18,7 @@ from areal.trainer.rollout.sampling_check import SamplingItems
 _SUMS = (
     "sequences",
     "failed",
+    "played",
     "overlong",
     "truncated",
     "episodes",
@@ -25,6 +26,7 @@ _SUMS = (
     "reward_squared",
     "tokens",
     "staleness",
+    "too_stale",
     "groups",
     "flat_groups",
     "groups_rejected",
@@ -41,12 +43,14 @@ class RolloutReport:
         version: version of the weights to train.
         skip_flat: leave out groups whose rewards are all equal.
         mask_truncated: do not train on truncated answers.
+        max_failed_share: fraction of the episodes that may have failed, over all ranks; ``None`` for no limit.
+        max_staleness: number of updates since the oldest token of a sequence was generated; ``None`` for no limit.
         temperature: of answers whose sampling parameters are unknown.
 
     Attributes:
         samples: samples for the engine, in the order of the groups.
         untrained: samples of the same groups that are not trained on, with the key ``untrained``. Their rewards belong to the group.
-        error: text of the first exception of an episode, or ``None``.
+        error: traceback of the first exception of an episode, or its kind and text, or ``None``.
         samplings: sampling parameters of the trained answers, each a tuple of names and values. Of all ranks once :meth:`reduce` was called.
     """
 
@@ -58,23 +62,28 @@ class RolloutReport:
         *,
         skip_flat: bool = False,
         mask_truncated: bool = False,
+        max_failed_share: float | None = None,
+        max_staleness: int | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.samples: list[dict[str, Tensor]] = []
         self.untrained: list[dict[str, Tensor]] = []
         # One error is enough for a message; the counts are reduced over ranks.
-        self.error = next((group.error for group in groups if group.error is not None), None)
+        self.error = next((group.traceback or group.error for group in groups if group.error is not None), None)
+        self._max_failed_share, self._max_staleness, self._version = max_failed_share, max_staleness, version
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._stats: dict[str, tuple[float, int]] = {}
         self.samplings: set[SamplingItems] = set()
         for group in groups:
             # Nothing to compare: all rewards are equal, or there is one.
             flat = len({sequence.reward for sequence in group.sequences}) <= 1
-            self._add(groups=1, failed=group.failed, flat_groups=flat)
+            # A sequence without an episode is one by itself.
+            episodes = [object() if each.episode is None else each.episode for each in group.sequences]
+            self._add(groups=1, failed=group.failed, played=group.failed + len({*episodes}), flat_groups=flat)
             known = [reward for reward in group.rejected if not math.isnan(reward)]
             self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known))
             rewards: defaultdict[object, list[float]] = defaultdict(list)
-            for sequence in group.sequences:
+            for sequence, episode in zip(group.sequences, episodes, strict=True):
                 # An episode's statistics count even if its sequence is not trained on.
                 for name, value in sequence.stats.items():
                     total, count = self._stats.get(name, (0.0, 0))
@@ -94,13 +103,15 @@ class RolloutReport:
                 if overlong:
                     self._add(overlong=1)
                     continue
+                staleness = version - sequence.oldest_version(version)
                 self._add(
                     sequences=1,
                     truncated=sequence.truncated,
                     tokens=sequence.trained_tokens,
-                    staleness=version - sequence.oldest_version(version),
+                    staleness=staleness,
+                    too_stale=max_staleness is not None and staleness > max_staleness,
                 )
-                rewards[object() if sequence.episode is None else sequence.episode].append(sequence.reward)
+                rewards[episode].append(sequence.reward)
             # An episode counts once, as in the baseline of its group.
             for reward in map(fmean, rewards.values()):
                 self._add(episodes=1, reward=reward, reward_squared=reward**2)
@@ -130,15 +141,21 @@ class RolloutReport:
             gather: returns the values of all ranks. By default there is this rank only.
 
         Raises:
-            RuntimeError: no rank has a sequence.
+            RuntimeError: more episodes failed than may, no rank has a sequence, or sequences are older than they may be.
         """
         totals = sum_over_ranks(torch.tensor([self._sums[name] for name in _SUMS], dtype=torch.float64))
         total = dict(zip(_SUMS, totals.tolist(), strict=True))
+        self._check_failures(total["failed"], total["played"], gather)
         n = total["sequences"]
         if not n:
             raise RuntimeError(
-                f"no episode of this batch gave a sequence: {total['failed']:.0f} failed, {total['overlong']:.0f} were too long; "
-                f"on this rank the first error was {self.error}"
+                f"no episode of this batch gave a sequence: {total['failed']:.0f} failed, {total['overlong']:.0f} were too long"
+                f"{self._first_errors(gather)}"
+            )
+        if total["too_stale"]:
+            raise RuntimeError(
+                f"{total['too_stale']:.0f} of {n:.0f} sequences are of weights more than Plan.max_staleness = {self._max_staleness} "
+                f"updates before version {self._version}: sync= did not send the weights, or the rollout does not tell their version"
             )
         # A variance from sums may be slightly negative by rounding.
         episodes = total["episodes"]
@@ -161,6 +178,20 @@ class RolloutReport:
                 "rollout/groups_rejected": total["groups_rejected"],
             }
         )
+
+    def _check_failures(self, failed: float, played: float, gather: Callable[[Any], list[Any]]) -> None:
+        """Raise on all ranks if more episodes failed than may."""
+        limit = self._max_failed_share
+        if limit is not None and failed > limit * played:
+            raise RuntimeError(
+                f"{failed:.0f} of {played:.0f} episodes of this batch failed, more than Plan.max_failed_share = {limit:g}: mend the episode or "
+                f"its reward, or raise the limit{self._first_errors(gather)}"
+            )
+
+    def _first_errors(self, gather: Callable[[Any], list[Any]]) -> str:
+        """Return the end of a message: the first error of each rank that has one."""
+        errors = dict.fromkeys(error for error in gather(self.error) if error is not None)
+        return ". The first errors of the ranks:\n" + "\n".join(errors) if errors else ""
 
     def _mean_stats(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
         """Return the mean of each name in ``Sequence.stats`` over the world, and collect the sampling parameters of all ranks.

@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import pickle
 import threading
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from areal.inference.protocol import Completion
+from areal.utils.remote_traceback import RemoteTraceback
 
 Reward = Callable[[Any, Completion], float] | Callable[[Any, Completion], Awaitable[float]]
 """Returns the reward of an answer to an item. May be a coroutine function."""
@@ -218,7 +220,8 @@ class _Process(_Thread):
                 '`if __name__ == "__main__"`'
             ) from None
         if not done:
-            raise RuntimeError(value)
+            text, where = value
+            raise RuntimeError(text) from RemoteTraceback(where)
         return value
 
     def stop(self) -> None:
@@ -240,7 +243,7 @@ def _serve_rewards(connection: Connection, reward: Callable[[Any, Completion], A
         try:
             reply: tuple[bool, Any] = (True, float(reward(item, answer)))
         except Exception as error:
-            reply = (False, f"{type(error).__name__}: {error}")
+            reply = (False, (f"{type(error).__name__}: {error}", traceback.format_exc().rstrip()))
         connection.send(reply)
 
 

@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -364,6 +365,7 @@ class Runner:
             tuple(sequences),
             failed=len(errors),
             error=f"{type(errors[0]).__name__}: {errors[0]}" if errors else None,
+            traceback="".join(traceback.format_exception(errors[0])).rstrip() if errors else None,
         )
 
     async def _run_episode(self, client: RolloutClient, item: Any) -> list[Sequence]:

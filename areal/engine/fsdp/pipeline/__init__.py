@@ -1,3 +1,1 @@
-"""Pipeline parallelism of the FSDP engine, based on ``torch.distributed.pipelining``: split, chunks, schedules, tied
-embeddings.
-"""
+"""Pipeline parallelism of the FSDP engine, based on ``torch.distributed.pipelining``: schedules, and tied embeddings."""

@@ -14,9 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.engine.fsdp import gradients as grad
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.fsdp.pipeline.schedule_specs import ScheduleSpec
 from areal.engine.schedule import ForwardFn, ProcessFn, Schedule
+from areal.engine.torch.model_chunks import ModelChunks
 from areal.utils.dtensor import reshard
 from areal.utils.profiling.phase_timer import PhaseTimer
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
+from areal.engine.torch.model_chunks import ModelChunks
 from areal.utils.dtensor import collective_device, empty_like, local_part
 
 

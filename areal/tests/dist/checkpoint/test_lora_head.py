@@ -61,7 +61,6 @@ def test_three_steps_with_tied_embeddings_track_the_reference(backend: str) -> N
         "megatron:p2",
         "megatron:c2",
         "jax:d1",
-        "jax:t2",
     ),
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3_tied"])

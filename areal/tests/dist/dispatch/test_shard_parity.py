@@ -64,8 +64,6 @@ def layout(backend: str, *cuts: str) -> list[Any]:
         *layout("fsdp:d2", "tokens64", "shared40"),
         *layout("megatron:d2", "tokens64"),
         *layout("fsdp:d4", "shared40"),
-        *layout("megatron:d4", "tokens64"),
-        *layout("fsdp:d4", "tokens64"),
         *layout("fsdp:d2c2", "tokens64"),
         *layout("megatron:d2p2", "tokens64"),
     ],

@@ -54,7 +54,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[], LossFn], type[Exception], tuple[str, ..
 """Fault -> (creates the loss of the faulty rank, type of the error, its message)."""
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2, also=("fsdp:p2",)), *chosen("jax:d1", "jax:t2")])
+@pytest.mark.parametrize("backend", [*layouts(1, 2, also=("fsdp:p2",)), *chosen("jax:d1", "jax:d2")])
 def test_invalid_loss_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend, mb_spec={"n_mbs": 2}) as pair:
         for i, (name, (make, kind, says)) in enumerate(BAD_LOSSES.items()):

@@ -92,7 +92,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[list[Sample]], Any], tuple[str, ...]]] = 
 """Fault -> (input that replaces the valid samples, message of the error)."""
 
 
-@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:t2")])
+@pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])
 def test_malformed_batch_on_one_rank_raises_on_all_ranks(backend: str) -> None:
     with twins(backend) as pair:
         for i, (name, (spoil, says)) in enumerate(BAD_BATCHES.items()):

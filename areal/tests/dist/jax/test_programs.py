@@ -178,14 +178,7 @@ def test_profile_has_a_trace_of_the_programs(tmp_path: Path) -> None:
     assert any("_pull" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    chosen(
-        "jax:d2",
-        "jax:t2",
-        "jax:d2t2",
-    ),
-)
+@pytest.mark.parametrize("backend", chosen("jax:d2", "jax:t2"))
 def test_programs_gather_weights_and_no_activations(backend: str) -> None:
     with started(backend) as engine:
         weights = {tuple(x.shape) for _, x in engine.named_tensors()}

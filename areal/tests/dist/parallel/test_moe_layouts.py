@@ -45,9 +45,6 @@ LAYOUTS: dict[int, tuple[tuple[str, str], ...]] = {
         ("fsdp:e2p2", ""),
         ("megatron:e2t2", ""),
         ("megatron:c2p2", "gather_kv"),
-        ("megatron:t2c2", "gather_kv"),
-        ("megatron:t2p2", ""),
-        ("megatron:d2p2", ""),
     ),
 }
 

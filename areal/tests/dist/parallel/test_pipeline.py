@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GemmaConfig, GP
 
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.engine.fsdp.pipeline.schedule_specs import SCHEDULE_SPECS
-from areal.engine.fsdp.pipeline.split import PassThrough, check_chain, decoder_names, even_counts
 from areal.engine.registry import create_engine
+from areal.engine.torch.pipeline_split import PassThrough, check_chain, decoder_names, even_counts
 from areal.tests.grid.agreement import assert_verbs_agree
 from areal.tests.grid.layouts import Cell, Layout
 from areal.tests.grid.models import VOCAB, model_dir

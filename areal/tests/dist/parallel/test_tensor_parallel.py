@@ -127,7 +127,7 @@ def test_fewer_key_heads_than_ranks() -> None:
 def test_replicated_weights_stay_bitwise_equal(backend: str) -> None:
     with started(backend, path=model_dir("qwen3", **UNEVEN), grad_sync="micro_batch") as engine:
         before = weights_of(engine)
-        for step in range(20):
+        for step in range(10):
             engine.train_batch(local_batch(engine, global_batch(step)), loss)
         model, group = engine._components.model, engine.mesh["tp"].get_group()
         replicated = {name: p.to_local() for name, p in model.named_parameters() if re.search("norm|[kv]_proj", name)}
@@ -147,10 +147,8 @@ def test_replicated_weights_stay_bitwise_equal(backend: str) -> None:
         pytest.param("fsdp:c2", "fsdp:t2", {}, marks=[pytest.mark.world(2)]),
         pytest.param("fsdp:t2", "fsdp:p2", UNEVEN, marks=[pytest.mark.world(2)]),
         pytest.param("fsdp:c2", "fsdp:t2", UNEVEN, marks=pytest.mark.world(2)),
-        pytest.param("fsdp:d4", "fsdp:d2t2", UNEVEN, marks=FOUR),
         pytest.param("fsdp:d2t2", "fsdp:t4", UNEVEN, marks=FOUR),
         pytest.param("fsdp:p2t2", "fsdp:d2t2", UNEVEN, marks=FOUR),
-        pytest.param("fsdp:d2t2", "fsdp:c2t2", {}, marks=FOUR),
     ],
 )
 def test_checkpoint_resumes_in_another_layout(write: str, read: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ LAYERS = 9
 """More than the graphs that dynamo keeps per function: with one graph per layer, dynamo would stop compiling."""
 
 MOST = 2
-"""Graphs that 12 random lengths may add, after two lengths have been seen."""
+"""Graphs that 6 random lengths may add, after two lengths have been seen."""
 
 
 @contextmanager
@@ -89,14 +89,6 @@ ONE = [pytest.mark.world(1)]
             id="lora",
             marks=ONE,
         ),
-        pytest.param(
-            "fsdp:t2",
-            "qwen3",
-            "aot_eager",
-            {},
-            id="t2",
-            marks=[pytest.mark.world(2, timeout=400)],
-        ),
     ],
 )
 def test_compiled_graphs_are_reused_for_many_lengths(
@@ -113,7 +105,7 @@ def test_compiled_graphs_are_reused_for_many_lengths(
     compiled = {**given, "fsdp": {**changes.get("fsdp", {}), "compile": True, "compile_backend": compiler}}
     rng, actual = random.Random(0), []
     with counted() as new, started(backend, **given) as plain, started(backend, **compiled) as engine:
-        for turn in range(14):
+        for turn in range(8):
             everything = batch(rng, engine.dp_size)
             step, expected = (each.train_batch(local_batch(each, everything), loss) for each in (engine, plain))
             assert step.loss == pytest.approx(expected.loss, rel=2e-5, abs=2e-5), turn

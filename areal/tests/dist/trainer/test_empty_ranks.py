@@ -21,7 +21,7 @@ from areal.tests.harness.tiny import gradients_of, same_bits, weights_of
 from areal.tests.harness.world import world
 from areal.trainer.estimators import CriticBased, Estimator, GroupRelative
 from areal.trainer.losses import grpo_objective, ppo_objective, sft_objective, value_objective
-from areal.trainer.ppo import Critic, PPOTrainer, Updates
+from areal.trainer.ppo import Critic, PPOTrainer, Sync, Updates
 from areal.trainer.preference import Pair, dpo_trainer, reward_trainer
 from areal.trainer.rollout.episodes import Episode, SingleTurn
 from areal.trainer.rollout.plan import Plan
@@ -73,12 +73,14 @@ class Row:
         updates: fields of ``Updates``.
         groups: groups of a batch.
         models: models in addition to the policy: ``reference``, ``critic``.
+        max_failed_share: limit of the plan.
     """
 
     episode: Episode = EPISODE
     updates: dict[str, Any] = field(default_factory=dict)
     groups: int = 4
     models: tuple[str, ...] = ()
+    max_failed_share: float | None = 0.1
 
 
 SKIP = {"skip_flat": True}
@@ -90,7 +92,7 @@ ROWS = {
     "flat-all models": Row(FLAT, SKIP | {"minibatches": 2}, models=("reference", "critic")),
     "four mini-batches": Row(updates={"minibatches": 4, "epochs": 2}),
     "one group": Row(groups=1, models=("reference",)),
-    "failed": Row(FailsOnOddItems()),
+    "failed": Row(FailsOnOddItems(), max_failed_share=None),
     "too long": Row(LONG, {"max_tokens": 13}, models=("critic",)),
 }
 
@@ -107,10 +109,12 @@ def estimator(row: Row) -> Estimator:
     return CriticBased(kl_coef=kl) if "critic" in row.models else GroupRelative()
 
 
-def curve_of(backend: str, row: Row, steps: int = 2) -> tuple[Curve, dict[str, Tensor], list[int]]:
+def curve_of(
+    backend: str, row: Row, steps: int = 2, sync: Sync | None = None
+) -> tuple[Curve, dict[str, Tensor], list[int]]:
     """Train on a layout. Returns the scalars of each step, the weights, and this rank's number of samples in each update."""
     curve, value, sizes = Curve(), None, list[int]()
-    plan = Plan(groups=row.groups, group_size=3, seed=11, shuffle=False)
+    plan = Plan(row.groups, group_size=3, seed=11, shuffle=False, max_failed_share=row.max_failed_share)
     with ExitStack() as stack:
         engine = stack.enter_context(started(backend))
         reference = stack.enter_context(started(backend, optimizer=None)) if "reference" in row.models else None
@@ -129,7 +133,7 @@ def curve_of(backend: str, row: Row, steps: int = 2) -> tuple[Curve, dict[str, T
             engine,
             objective,
             rollout.runner,
-            rollout.sync,
+            sync or rollout.sync,
             estimator=estimator(row),
             reference=reference,
             critic=value,
@@ -163,6 +167,31 @@ def test_steps_with_an_empty_rank_equal_those_without(backend: str, row: str) ->
             {name: wanted[name] for name in names}, rel=2e-3, abs=1e-4
         )
     assert max(actual["actor/grad_norm"]) > 0.0
+
+
+@pytest.mark.world(1, 2)
+def test_too_many_failed_episodes_end_the_run_on_every_rank() -> None:
+    """Also on a rank whose own episodes did not fail, with the file and the line of the user's function."""
+    message = r"(?s)6 of 12 episodes of this batch failed.*Plan.max_failed_share = 0.1.*in run\n.*RuntimeError: the sandbox is down"
+    with pytest.raises(RuntimeError, match=message) as raised:
+        curve_of(f"fsdp:d{world().size}", Row(FailsOnOddItems()))
+    assert f'File "{__file__}", line' in str(raised.value)
+
+
+@pytest.mark.world(1, 2)
+def test_run_ends_after_steps_in_a_row_without_a_trained_token() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"max_empty_steps = 2 steps in a row trained on no token: all groups are flat"
+    ):
+        curve_of(f"fsdp:d{world().size}", Row(ALL_FLAT, SKIP | {"max_empty_steps": 2}), steps=3)
+
+
+@pytest.mark.world(1, 2)
+def test_sync_that_sends_nothing_ends_the_run() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"12 of 12 sequences .* Plan.max_staleness = 0 updates before version 1: sync= did not"
+    ):
+        curve_of(f"fsdp:d{world().size}", Row(), sync=lambda engine, version: None)
 
 
 @pytest.mark.world(1, 2)

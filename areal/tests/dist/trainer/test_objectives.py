@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def policy(backend: str = "fsdp:d1", **changes: Any) -> Any:
 def trained(engine: TrainEngine, plan: Plan, steps: int, **options: Any) -> Curve:
     """Train on rollouts of the initial weights: stale in the same way in every run."""
     curve = Curve()
-    with played(engine, plan) as rollout:
+    with played(engine, replace(plan, max_staleness=steps)) as rollout:
 
         def sync_once(source: TensorSource, version: int) -> None:
             if version == 0:

@@ -263,7 +263,7 @@ def untimed(curve: Curve) -> list[dict[str, float]]:
     return [{name: value for name, value in step.items() if not TIMES.search(name)} for step in curve.steps]
 
 
-@pytest.mark.parametrize("backend", chosen("fsdp:d2", "fsdp:c2", "fsdp:t2", "fsdp:d2c2", "megatron:p2"))
+@pytest.mark.parametrize("backend", chosen("fsdp:d2", "fsdp:d2c2", "megatron:p2"))
 def test_grpo_with_one_owner_has_the_bits_of_a_run_in_which_all_ranks_generate(backend: str) -> None:
     """Every logged number and every weight."""
     (all_ranks, expected), (one, actual) = (grpo(backend, players, 2) for players in ("all", "last"))
@@ -273,7 +273,7 @@ def test_grpo_with_one_owner_has_the_bits_of_a_run_in_which_all_ranks_generate(b
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize(("before", "after"), [("all", "first"), ("first", "all")])
+@pytest.mark.parametrize(("before", "after"), [("all", "first")])
 def test_grpo_resumes_with_other_ranks_that_generate(before: str, after: str, tmp_path: Path) -> None:
     whole, expected = grpo("fsdp:d2", "all", 4)
     grpo("fsdp:d2", before, 2, tmp_path)

@@ -46,7 +46,7 @@ def custom_operations_recomputed(right: Function) -> Function:
 _WAITS = "unit/gpu/test_host_waits.py::test_call_copies_to_the_device_once_and_never_waits"
 
 
-@mutant("areal.engine.model.layout:layout_of", f"{_WAITS}[*plain]", f"{_WAITS}[*gather_kv, shared]")
+@mutant("areal.engine.stream.layout:layout_of", f"{_WAITS}[*plain]", f"{_WAITS}[*gather_kv, shared]")
 def layout_made_in_the_forward(right: Function) -> Function:
     """The index tensors of a micro-batch are made and copied in its forward."""
     return lambda mb, cp, *, rows: right(replace(mb, layout=None), cp, rows=rows)

@@ -261,7 +261,10 @@ def gaps_wait_for_ever(right: Function) -> Function:
     return lambda self, model: None
 
 
-@mutant("areal.tinker.service.validation:_check_ids", SERVER + "test_validation.py::test_each_fault_is_named[id above]")
+@mutant(
+    "areal.tinker.service.verbs.validation:_check_ids",
+    SERVER + "test_validation.py::test_each_fault_is_named[id above]",
+)
 def ids_not_checked(right: Function) -> Function:
     """Token ids outside the vocabulary reach the backend."""
     return lambda rows, name, limits: list(rows)

@@ -25,7 +25,7 @@ SKIPPED = "dist/trainer/test_empty_ranks.py::test_ppo_skips_a_batch_without_any_
 
 
 @mutant(
-    "areal.engine.loss_step:local_weights", {"empty_rank": "first", "layout": "fsdp:d2", "objective_name": "policy"}
+    "areal.engine.loss_step:local_weights", {"empty_rank": "first", "layout": "fsdp:d2", "objective_name": "sequence"}
 )
 def empty_rank_has_a_weight(right: Function) -> Function:
     """A rank without samples adds 1 to the global weight."""

@@ -68,7 +68,7 @@ def annotations_count_as_kernels(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.fsdp.random_init:materialize",
+    "areal.engine.torch.random_init:materialize",
     "unit/gpu/test_cpu_offload.py::test_buffers_are_on_the_device_that_computes[files-deepseek_v3]",
 )
 def buffers_follow_parameters(right: Function) -> Function:

@@ -23,6 +23,7 @@ TWIN = "{}_on_megatron"
 
 OTHERS = (
     "areal.engine.fsdp",
+    "areal.engine.torch",
     "torch.distributed.fsdp",
     "areal.engine.schedule:SequentialSchedule",
     "areal.engine.lora",

@@ -40,7 +40,7 @@ def own_columns_gradient(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.gradients:_shard_groups", LOOP)
+@mutant("areal.engine.torch.gradient_norm:_shard_groups", LOOP)
 def norm_of_half_the_weights(right: Function) -> Function:
     """The gradient norm omits the shards of other tensor-parallel ranks."""
     return lambda grad: right(grad)[:-1]
@@ -152,7 +152,7 @@ def neighbours_key_head(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.gradients:_shard_groups", KEY_HEADS)
+@mutant("areal.engine.torch.gradient_norm:_shard_groups", KEY_HEADS)
 def norm_of_every_copy(right: Function) -> Function:
     """The gradient norm counts a replicated key head once for each rank."""
 
@@ -241,13 +241,13 @@ def a_tied_sum_is_summed_again(right: Function) -> Function:
     return lambda self: None
 
 
-@mutant("areal.engine.fsdp.pipeline.model_chunks:ModelChunks.copies", LOOK.format("1F1B"))
+@mutant("areal.engine.torch.model_chunks:ModelChunks.copies", LOOK.format("1F1B"))
 def copies_count(right: Function) -> Function:
     """The second copy of a tied embedding is counted in the norm."""
     return lambda self: []
 
 
-@mutant("areal.engine.fsdp.gradients:global_norm", LOOK.format("1F1B"))
+@mutant("areal.engine.torch.gradient_norm:global_norm", LOOK.format("1F1B"))
 def the_norm_of_a_stage(right: Function) -> Function:
     """Each pipeline stage clips by its local gradient norm."""
     return lambda parameters, stages=None: right(parameters)

@@ -287,13 +287,13 @@ def evaluation_discards_gradients(right: Function) -> Function:
 # ---- the optimizer step
 
 
-@mutant("areal.engine.fsdp.gradients:_shard_groups", THREE.format("adamw-cosine-fsdp:d2"))
+@mutant("areal.engine.torch.gradient_norm:_shard_groups", THREE.format("adamw-cosine-fsdp:d2"))
 def clipped_by_local_norm(right: Function) -> Function:
     """Each rank clips by its local gradient norm."""
     return lambda grad: ()
 
 
-@mutant("areal.engine.fsdp.gradients:_shard_groups", THREE.format("sgd-wsd-fsdp:r2"))
+@mutant("areal.engine.torch.gradient_norm:_shard_groups", THREE.format("sgd-wsd-fsdp:r2"))
 def norm_counts_replicas(right: Function) -> Function:
     """The norm counts every replica."""
     return lambda grad: tuple(grad.device_mesh.get_all_groups())
@@ -311,7 +311,7 @@ def skipped_step_advances(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.fsdp.gradients:global_norm", SKIPPED)
+@mutant("areal.engine.torch.gradient_norm:global_norm", SKIPPED)
 def step_not_skipped(right: Function) -> Function:
     """A gradient that is not finite is applied."""
     return lambda *args: torch.nan_to_num(right(*args), nan=1.0, posinf=1.0)

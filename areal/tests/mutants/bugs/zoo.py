@@ -16,13 +16,13 @@ BALANCING = "dist/parallel/test_moe_layouts.py::test_balancing_losses_are_loss_t
 # ---- heads, probe and sharding
 
 
-@mutant("areal.engine.attention.probe:_TinyCopy.alone", ZOO.format("electra"))
+@mutant("areal.engine.model.probe:_TinyCopy.alone", ZOO.format("electra"))
 def head_not_probed(right: Function) -> Function:
     """The probe compares the head of no model."""
     return lambda self, **options: lambda: self._expected
 
 
-@mutant("areal.engine.attention.huggingface:plan_forward", ZOO.format("inkling_text"))
+@mutant("areal.engine.model.forward_plan:plan_forward", ZOO.format("inkling_text"))
 def own_head_not_used(right: Function) -> Function:
     """A model that needs its own head gets the product with a weight."""
     return lambda *args: dataclasses.replace(right(*args), own_head=False)
@@ -73,7 +73,7 @@ def decoder_by_name_only(right: Function) -> Function:
     return lambda hf: hf.get_decoder()
 
 
-@mutant("areal.engine.attention.probe:_TinyCopy.causal", ZOO.format("cpmant"))
+@mutant("areal.engine.model.probe:_TinyCopy.causal", ZOO.format("cpmant"))
 def later_tokens_not_probed(right: Function) -> Function:
     """The probe does not check that tokens are independent of later ones."""
     return lambda self: None

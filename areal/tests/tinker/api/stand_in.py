@@ -10,21 +10,18 @@ from typing import Any
 
 import httpx2
 import numpy as np
+from fastapi import APIRouter
 
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import ApiSettings
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
 from areal.tinker.service.errors import BusyError, NotFoundError, SessionOverError
-from areal.tinker.service.requests import (
-    CreateModel,
-    ForwardBackward,
-    OptimStep,
-    Outcome,
-    RefusedRequest,
-    Sample,
-    Submitted,
-)
+from areal.tinker.service.requests import Outcome, Sample, Submitted
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.optimizer import OptimStep
+from areal.tinker.service.verbs.passes import ForwardBackward
+from areal.tinker.service.verbs.verb import RefusedRequest
 
 HOSTILE = "<img src=x onerror=alert(1)><script>document.title='owned'</script>"
 
@@ -203,9 +200,11 @@ class StandInService:
 
 
 @asynccontextmanager
-async def client_of(service: Any, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """Yield a client of the application, without a network. Unexpected errors are answered, not raised."""
+async def client_of(service: Any, *routers: APIRouter, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """Yield a client of the application with further routes, without a network. Unexpected errors are answered, not raised."""
     app = create_app(service, ApiSettings(**settings))
+    for router in routers:
+        app.include_router(router)
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
         yield client

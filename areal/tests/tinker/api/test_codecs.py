@@ -13,7 +13,6 @@ from areal.tests.tinker.api.bodies import cross_entropy_json, cross_entropy_requ
 from areal.tinker.api import wire_pb2
 from areal.tinker.api.decoding import (
     forward_backward_from_protobuf,
-    optim_step_from_json,
     pass_from_json,
     sample_from_json,
 )
@@ -21,7 +20,8 @@ from areal.tinker.api.encoding import MISSING_LOGPROB, to_json, to_protobuf
 from areal.tinker.api.error_replies import BodyError
 from areal.tinker.api.schemas import OptimStepBody, SampleBody
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
-from areal.tinker.service.requests import ForwardBackward, RefusedRequest
+from areal.tinker.service.verbs.passes import Forward, ForwardBackward
+from areal.tinker.service.verbs.verb import RefusedRequest
 
 
 def test_protobuf_request() -> None:
@@ -30,12 +30,8 @@ def test_protobuf_request() -> None:
     message.loss_fn_config_v2["named"].text = "x"
     message.data[0].loss_fn_input_spans.add(sampled_tokens=wire_pb2.TokenRun(sequence_id="a", offset=2, length=3))
     request = forward_backward_from_protobuf(message.SerializeToString())
-    assert (request.model_id, request.seq_id, request.loss_fn, request.forward_only) == (
-        "s:train:0",
-        3,
-        "cross_entropy",
-        True,
-    )
+    assert type(request) is Forward
+    assert (request.model_id, request.seq_id, request.loss_fn) == ("s:train:0", 3, "cross_entropy")
     assert request.loss_fn_config == {"old": 1.0, "both": 2.0, "named": "x"}
     dense, ragged = request.data
     assert dense.model_input[0].tokens is not None
@@ -108,7 +104,7 @@ def test_malformed_protobuf_is_a_bad_request(bad: bytes) -> None:
 
 
 def test_json_request_equals_the_protobuf_request() -> None:
-    decoded = pass_from_json(json.dumps(cross_entropy_json()).encode(), forward_only=False)
+    decoded = pass_from_json(json.dumps(cross_entropy_json()).encode(), ForwardBackward)
     assert isinstance(decoded, ForwardBackward)
     other = forward_backward_from_protobuf(cross_entropy_request().SerializeToString())
     assert (decoded.model_id, decoded.seq_id, decoded.loss_fn) == (other.model_id, other.seq_id, other.loss_fn)
@@ -126,11 +122,11 @@ def with_weights(**fields: object) -> bytes:
 
 
 def test_json_null_is_nan_and_sparse_indices_arrive() -> None:
-    decoded = pass_from_json(with_weights(data=[1, None, 2.5]), forward_only=False)
+    decoded = pass_from_json(with_weights(data=[1, None, 2.5]), ForwardBackward)
     assert isinstance(decoded, ForwardBackward)
     np.testing.assert_array_equal(decoded.data[0].loss_fn_inputs["weights"].values, np.float32([1, np.nan, 2.5]))
     sparse = with_weights(data=[1.0], shape=[1, 3], sparse_crow_indices=[0, 1], sparse_col_indices=[2])
-    decoded = pass_from_json(sparse, forward_only=False)
+    decoded = pass_from_json(sparse, ForwardBackward)
     assert isinstance(decoded, ForwardBackward)
     weights = decoded.data[0].loss_fn_inputs["weights"]
     assert weights.crow_indices is not None
@@ -140,23 +136,23 @@ def test_json_null_is_nan_and_sparse_indices_arrive() -> None:
 @pytest.mark.parametrize("elements", [["a"], [[1.0]], [[1.0], [2.0, 3.0]], [True], [10**30], [{}]])
 def test_elements_that_are_no_numbers_fail_in_their_turn(elements: list[object]) -> None:
     """An answer of status 422 would leave a gap in the order of the model."""
-    decoded = pass_from_json(with_weights(data=elements), forward_only=False)
+    decoded = pass_from_json(with_weights(data=elements), ForwardBackward)
     assert isinstance(decoded, RefusedRequest)
     assert (decoded.model_id, decoded.seq_id) == ("s:train:0", 3)
     assert "weights.data" in decoded.message or "data" in decoded.message
 
 
 def test_fractions_are_no_token_ids() -> None:
-    decoded = pass_from_json(with_weights(data=[1.5], dtype="int64"), forward_only=False)
+    decoded = pass_from_json(with_weights(data=[1.5], dtype="int64"), ForwardBackward)
     assert isinstance(decoded, RefusedRequest)
 
 
 def test_optim_step_and_sample_from_json() -> None:
-    step = optim_step_from_json(OptimStepBody(model_id="m", adam_params={"learning_rate": None, "beta1": 0.5}))
-    assert np.isnan(step.params["learning_rate"])
-    assert (step.params["beta1"], step.optimizer, step.seq_id) == (0.5, "adamw", None)
-    step = optim_step_from_json(OptimStepBody(model_id="m", optimizer_params={"type": "dimuon", "learning_rate": 1.0}))
-    assert (step.optimizer, dict(step.params)) == ("dimuon", {"learning_rate": 1.0})
+    step = OptimStepBody(model_id="m", adam_params={"learning_rate": None, "beta1": 0.5}).fields()
+    assert np.isnan(step["params"]["learning_rate"])
+    assert (step["params"]["beta1"], step["optimizer"]) == (0.5, "adamw")
+    other = OptimStepBody(model_id="m", optimizer_params={"type": "dimuon", "learning_rate": 1.0})
+    assert other.fields() == {"params": {"learning_rate": 1.0}, "optimizer": "dimuon"}
     body = {
         "prompt": {"chunks": [{"tokens": [1, 2]}, {"type": "image"}]},
         "sampling_params": {"stop": []},

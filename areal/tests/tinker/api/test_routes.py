@@ -18,7 +18,11 @@ from areal.tests.tinker.api.stand_in import StandInService, client_of
 from areal.tinker.api import wire_pb2
 from areal.tinker.api.auth import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
-from areal.tinker.service.requests import CreateModel, LoadWeights, Outcome, RefusedRequest, SaveForSampler
+from areal.tinker.api.routes.futures import INLINE_RESULT_BYTES
+from areal.tinker.service.requests import Outcome
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.verb import RefusedRequest
+from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler
 
 Run = Callable[[httpx2.AsyncClient], Awaitable[Any]]
 ACCEPT = {"Accept": "application/x-protobuf, application/json"}
@@ -173,13 +177,13 @@ def test_results_by_what_the_client_accepts() -> None:
 
 def test_a_large_result_is_announced_by_its_size() -> None:
     service = StandInService()
-    service.outcomes["a"] = Outcome("done", "OptimStep", {"metrics": {}}, result_bytes=5000)
-    wanted = {"request_id": "a", "allow_metadata_only": True}
-    answer = posted("retrieve_future", wanted, service, inline_result_bytes=4096)
-    assert answer.json() == {"status": "complete_metadata", "response_payload_size": 5000}
-    answer = posted("retrieve_future", {"request_id": "a"}, service, inline_result_bytes=4096)
-    assert answer.json() == {"metrics": {}}
-    assert posted("retrieve_future", wanted, service, inline_result_bytes=5000).json() == {"metrics": {}}
+    for name, size in (("a", INLINE_RESULT_BYTES), ("b", INLINE_RESULT_BYTES + 1)):
+        service.outcomes[name] = Outcome("done", "OptimStep", {"metrics": {}}, result_bytes=size)
+    wanted = {"request_id": "b", "allow_metadata_only": True}
+    announced = {"status": "complete_metadata", "response_payload_size": INLINE_RESULT_BYTES + 1}
+    assert posted("retrieve_future", wanted, service).json() == announced
+    assert posted("retrieve_future", {"request_id": "b"}, service).json() == {"metrics": {}}
+    assert posted("retrieve_future", wanted | {"request_id": "a"}, service).json() == {"metrics": {}}
 
 
 def test_states_of_a_future() -> None:

@@ -28,9 +28,10 @@ from transformers import (
 
 from areal.api import ParallelDims
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel, choose_mode
-from areal.engine.attention.huggingface import PACKED_ATTENTION, TESTED_FAMILIES, inspect_model, plan_forward
-from areal.engine.attention.probe import ProbeResult, probe
+from areal.engine.attention.huggingface import PACKED_ATTENTION
 from areal.engine.attention.token_stream import TokenStream
+from areal.engine.model.forward_plan import TESTED_FAMILIES, inspect_model, plan_forward
+from areal.engine.model.probe import ProbeResult, probe
 from areal.tests.grid.float64_mode import float64_everywhere
 
 SIZES: dict[str, Any] = {
@@ -211,7 +212,7 @@ def test_unpacked_model_runs_one_sequence_per_row(caplog: pytest.LogCaptureFixtu
     config = small("gpt2")
     with caplog.at_level(logging.WARNING):
         assert not plan_forward(config, "auto", layout(1)).packed
-    (record,) = [r for r in caplog.records if r.name == "areal.engine.attention.huggingface"]
+    (record,) = [r for r in caplog.records if r.name == "areal.engine.model.forward_plan"]
     assert "gpt2" in record.getMessage()
     with pytest.raises(ValueError, match=r"would mix sequences: attn_pdrop = 0\.1"):
         plan_forward(config, "packed", layout(1))

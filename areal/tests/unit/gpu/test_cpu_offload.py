@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.engine.fsdp import engine as fsdp
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
-from areal.engine.fsdp.weights import init_weights, load_weights
 from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.weights import init_weights, load_weights
 from areal.tests.harness.tiny import family_dir, started
 from areal.utils import platform
 

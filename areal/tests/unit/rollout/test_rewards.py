@@ -129,6 +129,35 @@ def test_reward_that_raises_fails_its_episode_only(raised: BaseException, text: 
     assert groups[0].error == text
 
 
+def wrong_unit(item: int, answer: Completion) -> float:
+    raise KeyError("no unit")
+
+
+async def wrong_unit_later(item: int, answer: Completion) -> float:
+    return wrong_unit(item, answer)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        wrong_unit,
+        wrong_unit_later,
+        lambda item, answer: wrong_unit_later(item, answer),
+        RewardPool(wrong_unit),
+        RewardPool(wrong_unit_later),
+        RewardPool(lambda item, answer: wrong_unit_later(item, answer)),
+        RewardPool(wrong_unit, processes=True, workers=1),
+    ],
+    ids=["function", "coroutine", "awaitable", "thread", "coroutine of a pool", "awaitable of a thread", "process"],
+)
+def test_failure_of_a_reward_has_its_file_and_line(reward: Any) -> None:
+    traceback = play(reward, 1)[0].traceback
+    line = wrong_unit.__code__.co_firstlineno + 1
+    assert traceback is not None
+    assert f'File "{__file__}", line {line}, in wrong_unit' in traceback
+    assert "KeyError: 'no unit'" in traceback
+
+
 def test_coroutine_rewards_run_on_the_event_loop() -> None:
     async def reward(item: int, answer: Completion) -> float:
         await asyncio.sleep(60 if item == 1 else 0)

@@ -288,8 +288,22 @@ def test_report_computes_rollout_metrics() -> None:
     fewer = RolloutReport(groups, max_tokens=20, version=5, skip_flat=True)
     assert [int(sample["group_ids"]) for sample in fewer.samples] == [int(groups[0].sequences[0].group)] * 2
     assert fewer.reduce(lambda x: x) == actual
-    with pytest.raises(RuntimeError, match="1 failed, 0 were too long; on this rank the first error was KeyError: x"):
+    with pytest.raises(RuntimeError, match=r"1 failed, 0 were too long\. The first errors of the ranks:\nKeyError: x"):
         RolloutReport([Group(0, (), failed=1, error="KeyError: x")], None, 0).reduce(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("failed", "limit", "ends"), [(1, 0.1, False), (2, 0.1, True), (9, None, False), (1, 0.0, True)]
+)
+def test_share_of_failed_episodes_is_limited(failed: int, limit: float | None, ends: bool) -> None:
+    answer = Completion((3,), (-1.0,), (0,), "stop")
+    sequences = tuple(replace(Sequence.single([1], answer, 1.0), episode=number) for number in range(10 - failed))
+    report = RolloutReport([Group(0, sequences, failed, "KeyError: x")], None, 0, max_failed_share=limit)
+    if ends:
+        with pytest.raises(RuntimeError, match=rf"{failed} of 10 episodes .* = {limit:g}: .*\nKeyError: x"):
+            report.reduce(lambda x: x)
+    else:
+        assert report.reduce(lambda x: x)["rollout/failed"] == failed
 
 
 def test_reward_is_the_mean_over_episodes() -> None:

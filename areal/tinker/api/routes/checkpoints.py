@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,6 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, StreamingResponse
 
 from areal.tinker.api import schemas
-from areal.tinker.api.archive import archive_bytes, archive_pieces
 from areal.tinker.api.context import ApiContext, Context, Identifier, Limit, Offset, ServiceDependency
 from areal.tinker.api.error_replies import BodyError
 
@@ -79,6 +79,45 @@ async def unpublish(run_id: Identifier, kind: Identifier, name: Identifier, serv
 async def delete_checkpoint(run_id: Identifier, kind: Identifier, name: Identifier, service: ServiceDependency) -> None:
     """Delete a checkpoint."""
     await service.delete_checkpoint(run_id, f"{kind}/{name}")
+
+
+# ---- archives, which are written while they are sent
+
+FILE_PIECE_BYTES = 1024 * 1024
+ARCHIVE_END = bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _header(folder: Path, name: str) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = (folder / name).stat().st_size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _padding(size: int) -> int:
+    return -size % tarfile.BLOCKSIZE
+
+
+def archive_bytes(folder: Path, names: Sequence[str]) -> int:
+    """Return the size of the archive of files in a folder."""
+    sizes = [(folder / name).stat().st_size for name in names]
+    return (
+        sum(len(_header(folder, name)) for name in names)
+        + sum(size + _padding(size) for size in sizes)
+        + len(ARCHIVE_END)
+    )
+
+
+def archive_pieces(folder: Path, names: Sequence[str]) -> Iterator[bytes]:
+    """Yield the archive of files in a folder, in pieces."""
+    for name in names:
+        yield _header(folder, name)
+        size = 0
+        with (folder / name).open("rb") as file:
+            while piece := file.read(FILE_PIECE_BYTES):
+                size += len(piece)
+                yield piece
+        yield bytes(_padding(size))
+    yield ARCHIVE_END
 
 
 # ---- download

@@ -17,6 +17,9 @@ from areal.tinker.service.requests import Outcome
 
 future_routes = APIRouter(prefix="/api/v1", tags=["futures"])
 
+INLINE_RESULT_BYTES = 1024 * 1024
+"""Size above which a result is announced to the client before it is sent."""
+
 
 async def _wait(context: ApiContext, request_id: str) -> Outcome:
     """Wait for a result as long as a request may be held, or until the server stops."""
@@ -43,7 +46,7 @@ async def retrieve_future(body: schemas.RetrieveBody, request: Request, context:
     if outcome.state == "failed":
         # Status 200: the client would repeat the request after most others.
         return {"error": outcome.error or "The request failed.", "category": outcome.category or "unknown"}
-    if body.allow_metadata_only and outcome.result_bytes > context.settings.inline_result_bytes:
+    if body.allow_metadata_only and outcome.result_bytes > INLINE_RESULT_BYTES:
         return {"status": "complete_metadata", "response_payload_size": outcome.result_bytes}
     return await _result(outcome, PROTOBUF in request.headers.get("accept", ""))
 

@@ -14,20 +14,16 @@ from fastapi.routing import APIRoute
 from areal.tinker.api import decoding, schemas
 from areal.tinker.api.context import ServiceDependency
 from areal.tinker.api.error_replies import field_errors
-from areal.tinker.service.requests import (
-    CreateModel,
-    LoadWeights,
-    ModelRequest,
-    RefusedRequest,
-    SaveForSampler,
-    SaveWeights,
-    Submitted,
-    UnloadModel,
-)
+from areal.tinker.service.requests import Submitted
 from areal.tinker.service.service import Service
+from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel, UnloadModel
+from areal.tinker.service.verbs.optimizer import OptimStep
+from areal.tinker.service.verbs.passes import Forward, ForwardBackward
+from areal.tinker.service.verbs.verb import ModelRequest, RefusedRequest
+from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
 
 
-class _InTurn(APIRoute):
+class InTurnRoute(APIRoute):
     """A request of a model that has a wrong field fails in its turn. An answer of status 422 would leave a gap, for which later ones wait."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -46,11 +42,14 @@ class _InTurn(APIRoute):
         return in_turn
 
 
-training_routes = APIRouter(prefix="/api/v1", tags=["training"], route_class=_InTurn)
+training_routes = APIRouter(prefix="/api/v1", tags=["training"], route_class=InTurnRoute)
 
 PROTOBUF = "application/x-protobuf"
 THREAD_BYTES = 128 * 1024
 """Size from which a body is decoded in a thread. Decoding takes some milliseconds per megabyte."""
+
+LARGE_PATHS = ("/api/v1/forward", "/api/v1/forward_backward")
+"""Paths of routes with batches of training data. The bodies of others have a smaller limit."""
 
 T = TypeVar("T")
 
@@ -71,9 +70,7 @@ async def _decode(function: Callable[..., T], body: bytes, *arguments: Any) -> T
     return await asyncio.to_thread(function, body, *arguments)
 
 
-async def _submit(
-    service: Service, body: schemas.SequencedBody, kind: type[ModelRequest], **fields: Any
-) -> dict[str, Any]:
+async def submit_in_turn(service: Service, body: schemas.SequencedBody, verb: type[ModelRequest]) -> dict[str, Any]:
     """Submit a request of a model, or one that fails in its turn if the body asks for something that is not supported."""
     shared: dict[str, Any] = {
         "model_id": body.model_id,
@@ -82,7 +79,7 @@ async def _submit(
     }
     if (refusal := body.refusal()) is not None:
         return submitted_json(await service.submit(RefusedRequest(**shared, message=refusal)))
-    return submitted_json(await service.submit(kind(**shared, **fields)))
+    return submitted_json(await service.submit(verb(**shared, **body.fields())))
 
 
 # ---- models
@@ -112,18 +109,18 @@ async def get_info(body: schemas.ModelBody, service: ServiceDependency) -> dict[
 @training_routes.post("/unload_model")
 async def unload_model(body: schemas.SequencedBody, service: ServiceDependency) -> dict[str, Any]:
     """Release a model's adapter. Its checkpoints stay."""
-    return await _submit(service, body, UnloadModel)
+    return await submit_in_turn(service, body, UnloadModel)
 
 
 # ---- passes and steps
 
 
-async def _pass(request: Request, service: Service, forward_only: bool) -> dict[str, Any]:
+async def _pass(request: Request, service: Service, verb: type[ForwardBackward]) -> dict[str, Any]:
     body = await request.body()
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == PROTOBUF:
         decoded: ModelRequest = await _decode(decoding.forward_backward_from_protobuf, body)
     else:
-        decoded = await _decode(decoding.pass_from_json, body, forward_only)
+        decoded = await _decode(decoding.pass_from_json, body, verb)
     return submitted_json(await service.submit(decoded))
 
 
@@ -145,20 +142,19 @@ PASS_BODY = {
 @training_routes.post("/forward_backward", openapi_extra=PASS_BODY)
 async def forward_backward(request: Request, service: ServiceDependency) -> dict[str, Any]:
     """Compute a loss and add its gradient, or compute the loss only if the message says ``forward_only``."""
-    return await _pass(request, service, forward_only=False)
+    return await _pass(request, service, ForwardBackward)
 
 
 @training_routes.post("/forward", openapi_extra=PASS_BODY)
 async def forward(request: Request, service: ServiceDependency) -> dict[str, Any]:
     """Compute a loss and its log-probs."""
-    return await _pass(request, service, forward_only=True)
+    return await _pass(request, service, Forward)
 
 
 @training_routes.post("/optim_step")
 async def optim_step(body: schemas.OptimStepBody, service: ServiceDependency) -> dict[str, Any]:
     """Apply the gradients of a model."""
-    step = decoding.optim_step_from_json(body)
-    return await _submit(service, body, type(step), params=step.params, optimizer=step.optimizer)
+    return await submit_in_turn(service, body, OptimStep)
 
 
 # ---- checkpoints
@@ -167,34 +163,27 @@ async def optim_step(body: schemas.OptimStepBody, service: ServiceDependency) ->
 @training_routes.post("/save_weights")
 async def save_weights(body: schemas.SaveWeightsBody, service: ServiceDependency) -> dict[str, Any]:
     """Save an adapter with its optimizer state."""
-    return await _submit(service, body, SaveWeights, path=body.path, **_save_options(body))
+    return await submit_in_turn(service, body, SaveWeights)
 
 
 @training_routes.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(body: schemas.SaveForSamplerBody, service: ServiceDependency) -> dict[str, Any]:
     """Save an adapter to sample from, under a name or for a new sampling session only."""
-    number = body.sampling_session_seq_id
-    options = _save_options(body)
-    return await _submit(service, body, SaveForSampler, path=body.path, sampling_session_seq_id=number, **options)
+    return await submit_in_turn(service, body, SaveForSampler)
 
 
 @training_routes.post("/save_weights_external")
 async def save_weights_external(body: schemas.SaveExternalBody, service: ServiceDependency) -> dict[str, Any]:
     """Save an adapter in peft's format, for download by ``external_weights_urls``."""
-    return await _submit(service, body, SaveForSampler, path=body.path, external=True, **_save_options(body))
-
-
-def _save_options(body: schemas.SaveWeightsBody) -> dict[str, Any]:
-    metadata = schemas.text_values(body.user_metadata)
-    return {"ttl_seconds": body.ttl_seconds, "overwrite": body.overwrite, "user_metadata": metadata}
+    return await submit_in_turn(service, body, SaveForSampler)
 
 
 @training_routes.post("/load_weights")
 async def load_weights(body: schemas.LoadWeightsBody, service: ServiceDependency) -> dict[str, Any]:
     """Load a checkpoint into a model (``model_id``), or create a model from it (``session_id`` and ``model_seq_id``)."""
     if body.session_id is None or body.model_seq_id is None:
-        return await _submit(service, body, LoadWeights, path=body.path, optimizer=body.optimizer)
-    request = CreateModel(
+        return await submit_in_turn(service, body, LoadWeights)
+    request = CreateFromCheckpoint(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
         digest=decoding.body_digest(body),

@@ -21,6 +21,9 @@ from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.tables import futures, sessions
 
 Category = Literal["user", "server", "unknown"]
+CACHE_BYTES = 2**26
+"""Size of the results that are kept in memory for a second retrieval."""
+
 _INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
 logger = logging.getLogger(__name__)
@@ -45,15 +48,10 @@ class _Waiting:
 
 
 class Futures:
-    """All requests that have a result later.
+    """All requests that have a result later."""
 
-    Args:
-        cache_bytes: size of the results that are kept in memory for a second retrieval.
-    """
-
-    def __init__(self, database: Database, cache_bytes: int) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._cache_bytes = cache_bytes
         self._waiting: dict[str, _Waiting] = {}
         self._cache: OrderedDict[str, Outcome] = OrderedDict()
         self._cached = 0
@@ -244,7 +242,7 @@ class Futures:
         """Keep an outcome for a retrieval soon, and forget the oldest."""
         self._cache[request_id] = outcome
         self._cached += outcome.result_bytes + 1024
-        while self._cached > self._cache_bytes and len(self._cache) > 1:
+        while self._cached > CACHE_BYTES and len(self._cache) > 1:
             self._cached -= self._cache.popitem(last=False)[1].result_bytes + 1024
 
 

@@ -21,8 +21,8 @@ from areal.tests.unit.tinker.service.fakes import (
     step,
     train,
 )
-from areal.tinker.service.requests import SaveForSampler, SaveWeights
 from areal.tinker.service.service import Service
+from areal.tinker.service.verbs.weights import SaveForSampler, SaveWeights
 
 
 def tell(*words: Any) -> None:

@@ -18,7 +18,7 @@ from areal.tests.unit.tinker.service.fakes import (
     serving,
     train,
 )
-from areal.tinker.service.requests import CreateModel
+from areal.tinker.service.verbs.models import CreateFromCheckpoint
 
 
 def start(root: Path, url: str | None = None) -> subprocess.Popen[str]:
@@ -55,7 +55,7 @@ async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: s
         for number, path in enumerate(paths, 1):
             assert (await service.checkpoint_folder(path) / "state.json").exists()
             if "/weights/" in path:
-                await done(service, CreateModel(session, number, digest(path), path=path, optimizer=True))
+                await done(service, CreateFromCheckpoint(session, number, digest(path), path=path, optimizer=True))
         # Unfinished training fails and says how to go on; unfinished sampling is sent again by the client.
         # The last checkpoint may have been published without an acknowledgement.
         last = [path for path in published if "/weights/" in path][:1]

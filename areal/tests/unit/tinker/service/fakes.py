@@ -28,18 +28,13 @@ from areal.tinker.backends.prepared import (
     SamplingResult,
     TopLogprobs,
 )
-from areal.tinker.service.requests import (
-    CreateModel,
-    ForwardBackward,
-    OptimStep,
-    Outcome,
-    RawChunk,
-    RawDatum,
-    RawTensor,
-    Sample,
-    Submitted,
-)
-from areal.tinker.service.service import Service, ServiceSettings
+from areal.tinker.service.requests import Outcome, RawChunk, RawDatum, RawTensor, Sample, Submitted
+from areal.tinker.service.service import Service
+from areal.tinker.service.settings import ServiceSettings
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.optimizer import OptimStep
+from areal.tinker.service.verbs.passes import ForwardBackward
+from areal.tinker.service.verbs.verb import Capabilities
 
 LIMITS = ModelLimits(vocab_size=64, max_tokens=32, max_rank=16)
 LOSSES = {
@@ -220,6 +215,11 @@ def settings(root: Path, **changes: Any) -> ServiceSettings:
     return replace(
         ServiceSettings(root=root, base_models=("base", "alias"), model_path="/models/base", lease_s=2.0), **changes
     )
+
+
+def capabilities(**changes: Any) -> Capabilities:
+    """Values against which requests to a :class:`FakeTraining` are checked."""
+    return Capabilities(LIMITS, LOSSES, frozenset({"adamw"}), settings(Path("unused"), **changes))
 
 
 @contextlib.asynccontextmanager

@@ -26,8 +26,9 @@ from areal.tests.unit.tinker.service.fakes import (
 )
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import NotFoundError
-from areal.tinker.service.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
 from areal.tinker.service.store.files import CheckpointFiles, CheckpointPath, check_name, parse_path
+from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel
+from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
 
 RUN = "s-1:train:0"
 CRAFTED = [
@@ -155,10 +156,12 @@ def test_load_refuses_what_does_not_fit(tmp_path: Path) -> None:
             }
             for number, (other, message) in enumerate(wrong.items(), 3):
                 assert message in await refused(service, LoadWeights(model, number, digest(number), path=other))
-                assert message in await refused(service, CreateModel(session, number, digest(number), path=other))
-            other_base = CreateModel(session, 20, digest(20), path=path, base_model="other")
+                assert message in await refused(
+                    service, CreateFromCheckpoint(session, number, digest(number), path=other)
+                )
+            other_base = CreateFromCheckpoint(session, 20, digest(20), path=path, base_model="other")
             assert "this server trains base, alias" in await refused(service, other_base)
-            created = CreateModel(
+            created = CreateFromCheckpoint(
                 session, 21, digest(21), path=path, base_model="alias", user_metadata={"renderer": "x"}
             )
             assert (await done(service, created))["type"] == "load_weights"
@@ -179,7 +182,9 @@ def test_a_checkpoint_of_another_base_model_is_refused(tmp_path: Path) -> None:
             model = (await done(service, created))["model_id"]
             path = (await done(service, SaveWeights(model, 1, digest(1), path="one")))["path"]
         async with serving(tmp_path, FakeTraining(), base_models=("second",)) as service:
-            assert "of the base model 'first'" in await refused(service, CreateModel(session, 1, digest(2), path=path))
+            assert "of the base model 'first'" in await refused(
+                service, CreateFromCheckpoint(session, 1, digest(2), path=path)
+            )
 
     asyncio.run(main())
 

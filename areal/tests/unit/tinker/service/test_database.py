@@ -31,11 +31,11 @@ from areal.tests.unit.tinker.service.fakes import (
     train,
 )
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
-from areal.tinker.service.requests import SaveForSampler, SaveWeights
 from areal.tinker.service.service import Service
 from areal.tinker.service.store.codec import decode_result, encode_result
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.tables import metadata
+from areal.tinker.service.verbs.weights import SaveForSampler, SaveWeights
 
 NO_POSTGRES = "needs the packages pgserver and psycopg, which the test extra installs where they have wheels"
 

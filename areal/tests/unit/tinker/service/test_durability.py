@@ -35,9 +35,10 @@ from areal.tests.unit.tinker.service.fakes import (
 from areal.tinker.backends.errors import BackendLostError, ServerError
 from areal.tinker.backends.prepared import PassResult
 from areal.tinker.service.errors import ConflictError, LeaseLostError, NotFoundError
-from areal.tinker.service.requests import CreateModel, SaveForSampler, SaveWeights
 from areal.tinker.service.service import Service
 from areal.tinker.service.store.database import _pid_space
+from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel
+from areal.tinker.service.verbs.weights import SaveForSampler, SaveWeights
 
 
 @pytest.mark.parametrize("lines", [12, pytest.param(None)])
@@ -226,7 +227,9 @@ def test_the_loss_of_the_backend_fails_its_models_and_the_server_goes_on(tmp_pat
             assert path in later
             assert "training processes were restarted" in later
             # The client resumes from its checkpoint.
-            again = (await done(service, CreateModel(session, 7, digest(7), path=path, optimizer=True)))["model_id"]
+            again = (await done(service, CreateFromCheckpoint(session, 7, digest(7), path=path, optimizer=True)))[
+                "model_id"
+            ]
             await done(service, train(again, 1))
 
     asyncio.run(main())

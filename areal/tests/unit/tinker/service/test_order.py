@@ -28,7 +28,8 @@ from areal.tests.unit.tinker.service.fakes import (
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.service.errors import BusyError, ConflictError
 from areal.tinker.service.order import Entry, LiveModel, Order
-from areal.tinker.service.requests import SaveForSampler, UnloadModel
+from areal.tinker.service.verbs.models import UnloadModel
+from areal.tinker.service.verbs.weights import SaveForSampler
 
 
 def marks(training: FakeTraining) -> list[int]:
@@ -69,7 +70,7 @@ def test_groups_have_one_request_per_model_and_keep_each_order(arrivals: list[tu
     models = [LiveModel(str(i), "s", "base", "adamw", next_seq=1) for i in range(4)]
     order.models.update((model.id, model) for model in models)
     for i, seq in arrivals:
-        models[i].put(Entry("", "forward_backward" if seq % 2 else "optim_step", None, seq=seq))  # type: ignore[arg-type]
+        models[i].put(Entry("", train("", seq) if seq % 2 else step("", seq), seq=seq))
     while group := order.next_group(most):
         assert len({model.id for model, _ in group}) == len(group) <= most
         assert len({entry.kind for _, entry in group}) == 1
@@ -89,8 +90,8 @@ def test_models_take_turns() -> None:
     for name in "ab":
         order.models[name] = LiveModel(name, "s", "base", "adamw", next_seq=1)
     for seq in range(1, 4):
-        order.models["a"].put(Entry("", "optim_step", None, seq=seq))  # type: ignore[arg-type]
-    order.models["b"].put(Entry("", "optim_step", None, seq=1))  # type: ignore[arg-type]
+        order.models["a"].put(Entry("", step("a", seq), seq=seq))
+    order.models["b"].put(Entry("", step("b", 1), seq=1))
     turns = []
     while group := order.next_group(8):
         turns.append(group[0][0].id)

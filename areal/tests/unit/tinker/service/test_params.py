@@ -10,8 +10,10 @@ import pytest
 from areal.tests.unit.tinker.service.fakes import LIMITS, integers, sample, settings, tokens
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdamParams, AdapterSpec
-from areal.tinker.service.params import check_adam, check_adapter, check_metadata, check_optimizer, check_sampling
+from areal.tinker.service.params import check_metadata, check_sampling
 from areal.tinker.service.requests import RawChunk
+from areal.tinker.service.verbs.models import check_adapter
+from areal.tinker.service.verbs.optimizer import check_adam, check_optimizer
 
 SETTINGS = settings(Path("unused"))
 ADAMW = frozenset({"adamw"})

@@ -26,8 +26,8 @@ from areal.tests.unit.tinker.service.fakes import (
 )
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import BusyError, ConflictError, NotFoundError, SessionOverError
-from areal.tinker.service.requests import SaveForSampler
 from areal.tinker.service.service import Service
+from areal.tinker.service.verbs.weights import SaveForSampler
 
 
 async def trained(service: Service, model: str, seq: int, **fields: Any) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from areal.tests.unit.tinker.service.fakes import (
 )
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import NotFoundError, SessionOverError
-from areal.tinker.service.requests import CreateModel, SaveForSampler
+from areal.tinker.service.verbs.models import CreateModel
+from areal.tinker.service.verbs.weights import SaveForSampler
 
 
 def test_finish_releases_models_snapshots_and_requests(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from areal.tests.unit.tinker.service.fakes import (
     train,
 )
 from areal.tinker.backends.prepared import PassResult, SamplingResult
-from areal.tinker.service.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights, UnloadModel
+from areal.tinker.service.verbs.models import CreateFromCheckpoint, UnloadModel
+from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
 
 
 def test_train_save_sample_and_resume(tmp_path: Path) -> None:
@@ -59,7 +60,9 @@ def test_train_save_sample_and_resume(tmp_path: Path) -> None:
             # Resume.
             info = await service.weights_info(saved["path"])
             assert (info["base_model"], info["lora_rank"], info["train_unembed"]) == ("base", 4, False)
-            created = await done(service, CreateModel(session, 1, digest(8), path=saved["path"], optimizer=True))
+            created = await done(
+                service, CreateFromCheckpoint(session, 1, digest(8), path=saved["path"], optimizer=True)
+            )
             assert created["model_id"] == f"{session}:train:1"
             assert training.models[created["model_id"]]["weight"] == 1.0
             assert (await service.get_info(created["model_id"]))["lora_rank"] == 4

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal.engine.checkpoint.tensor_layout import transient_buffers
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.model.random_init import draw
+from areal.engine.torch.model_chunks import ModelChunks
 from areal.utils.dtensor import Box, empty_like, local_shard
 
 

@@ -24,13 +24,13 @@ from areal.engine.checkpoint.tensor_layout import (
     stored_tensors,
     tied_names,
 )
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
-from areal.engine.fsdp.random_init import init_weights, materialize
 from areal.engine.model.hub import model_folder
 from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.random_init import init_weights, materialize
 from areal.utils.dtensor import collective_device, full_box, full_tensor, local_shard
 
-__all__ = ["FSDPWeights", "init_weights", "load_weights"]
+__all__ = ["ShardedWeights", "init_weights", "load_weights"]
 
 
 def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device, buffer_device: torch.device) -> None:
@@ -40,12 +40,12 @@ def load_weights(chunks: ModelChunks, path: str | Path, device: torch.device, bu
         chunks: sharded model on the meta device.
         path: directory or hub name with safetensors. Values are cast to the dtype of the parameters. A value head
             is read from ``value_head.safetensors``, or is zero without that file.
-        device, buffer_device: as in :func:`~areal.engine.fsdp.random_init.materialize`.
+        device, buffer_device: as in :func:`~areal.engine.torch.random_init.materialize`.
 
     Raises:
         ValueError: the files are missing, damaged, or of another model; names file and key.
     """
-    folder, weights = model_folder(path), FSDPWeights(chunks)
+    folder, weights = model_folder(path), ShardedWeights(chunks)
     weights.check(folder)
     for chunk in chunks:
         materialize(chunk, device, buffer_device)
@@ -67,7 +67,7 @@ class StoredTensor:
     is_parameter: bool
 
 
-class FSDPWeights:
+class ShardedWeights:
     """Weights of a sharded model: reads and writes model directories, and streams full tensors.
 
     Args:

@@ -9,8 +9,8 @@ from areal.utils.dtensor import reshard
 from areal.utils.offload import HostMemory, expected_state_bytes, optimizer_tensors, storage_bytes
 
 
-class FSDPOffload(HostMemory):
-    """Offloads the shards of an FSDP model.
+class ShardedOffload(HostMemory):
+    """Offloads the shards of a model.
 
     Args:
         model: sharded model with resharded parameters. Its shards are recorded here, because in a gathered module

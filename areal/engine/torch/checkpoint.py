@@ -11,19 +11,19 @@ from areal.engine.checkpoint.checkpointer import EngineCheckpointer, RunInfo
 from areal.engine.checkpoint.dcp import StagedPlanner, prepare_files, read_metadata
 from areal.engine.checkpoint.run_tensors import check_weights
 from areal.engine.checkpoint.tensor_layout import stored_tensors
-from areal.engine.fsdp.dist_checkpoint import (
+from areal.engine.torch.dist_checkpoint import (
     CheckpointedOptimizer,
     checkpoint_tensors,
     read_model,
     read_optimizer,
 )
-from areal.engine.fsdp.pipeline.model_chunks import ModelChunks
-from areal.engine.fsdp.weights import FSDPWeights
+from areal.engine.torch.model_chunks import ModelChunks
+from areal.engine.torch.weights import ShardedWeights
 from areal.utils.distributed import ControlPlane
 
 
-class FSDPCheckpointer(EngineCheckpointer):
-    """Checkpoints of one FSDP engine.
+class ShardedCheckpointer(EngineCheckpointer):
+    """Checkpoints of one engine.
 
     Args:
         chunks: sharded and materialised model.
@@ -44,7 +44,7 @@ class FSDPCheckpointer(EngineCheckpointer):
         **options: Any,
     ) -> None:
         kind = type(optimizer.inner).__name__ if optimizer else None
-        super().__init__(optimizer, kind, FSDPWeights(chunks), run, control, source, **options)
+        super().__init__(optimizer, kind, ShardedWeights(chunks), run, control, source, **options)
         self._chunks = chunks
         self._optimizer = optimizer
 

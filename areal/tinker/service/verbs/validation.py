@@ -13,58 +13,63 @@ import numpy as np
 
 from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.errors import UserError
-from areal.tinker.backends.prepared import Datum, PreparedBatch, Scalar
+from areal.tinker.backends.prepared import Datum, Scalar
 from areal.tinker.service.params import check_keys, check_number, check_tokens
-from areal.tinker.service.requests import ForwardBackward, RawDatum, RawTensor
+from areal.tinker.service.requests import RawDatum, RawTensor
+
+LossKeys = Mapping[str, frozenset[str]]
+"""Keys of a loss: ``inputs``, ``optional`` and ``config``."""
 
 _TARGETS = "target_tokens"
 _INTEGERS = ("int64", "int32")
 _FLOATS = ("float32", "bfloat16")
 
 
-def check_pass(
-    request: ForwardBackward, losses: Mapping[str, Mapping[str, frozenset[str]]], limits: ModelLimits, max_elements: int
-) -> PreparedBatch:
-    """Return a validated forward or forward_backward request.
+def check_loss_config(
+    name: str, config: Mapping[str, Scalar], losses: Mapping[str, LossKeys]
+) -> tuple[LossKeys, dict[str, Scalar]]:
+    """Return the keys of a loss, and its validated configuration.
 
     Args:
-        losses: inputs and settings of each loss, from the backend.
+        losses: keys of each loss, from the backend.
+    """
+    if name not in losses:
+        raise UserError(f"loss_fn is {name!r}: this server supports {', '.join(sorted(losses))}")
+    check_keys(f"loss_fn_config of {name}", config, losses[name]["config"])
+    checked = {
+        key: value if isinstance(value, str) else check_number(f"loss_fn_config.{key}", value)
+        for key, value in config.items()
+    }
+    return losses[name], checked
+
+
+def check_samples(samples: Sequence[RawDatum], loss: LossKeys, limits: ModelLimits, max_elements: int) -> list[Datum]:
+    """Return the validated samples of a request.
+
+    Args:
+        loss: keys of the loss, which decides what a sample must have.
         max_elements: most elements of targets or of one value, over all samples, once sparse tensors are dense.
     """
-    # The loss decides which inputs a sample must have.
-    if request.loss_fn not in losses:
-        raise UserError(f"loss_fn is {request.loss_fn!r}: this server supports {', '.join(sorted(losses))}")
-    loss = losses[request.loss_fn]
-    config = _check_config(request.loss_fn_config, loss["config"], request.loss_fn)
-    if not len(request.data):
+    if not len(samples):
         raise UserError("data is empty: give at least one sample")
     required = frozenset(loss["inputs"]) | {_TARGETS}
     known = required | frozenset(loss["optional"])
     # Token ids.
-    inputs = [check_tokens(datum.model_input, f"data[{i}].model_input") for i, datum in enumerate(request.data)]
+    inputs = [check_tokens(datum.model_input, f"data[{i}].model_input") for i, datum in enumerate(samples)]
     _check_lengths(inputs, limits)
     inputs = _check_ids(inputs, "model_input", limits)
     # Targets, which have the length of the input, and values, which have the shape of the targets.
-    shapes = [_check_datum(i, datum, len(inputs[i]), required, known) for i, datum in enumerate(request.data)]
+    shapes = [_check_datum(i, datum, len(inputs[i]), required, known) for i, datum in enumerate(samples)]
     if sum(map(math.prod, shapes)) > max_elements:
         raise UserError(
             f"the targets have more than {max_elements} elements once they are dense: send fewer samples in a request"
         )
-    targets = [_dense(i, _TARGETS, datum.loss_fn_inputs[_TARGETS], shapes[i]) for i, datum in enumerate(request.data)]
+    targets = [_dense(i, _TARGETS, datum.loss_fn_inputs[_TARGETS], shapes[i]) for i, datum in enumerate(samples)]
     targets = _check_ids(targets, _TARGETS, limits)
-    values: list[dict[str, np.ndarray]] = [{} for _ in request.data]
+    values: list[dict[str, np.ndarray]] = [{} for _ in samples]
     for name in sorted(known - {_TARGETS}):
-        _check_values(name, request.data, shapes, values)
-    data = [Datum(*sample) for sample in zip(inputs, targets, values, strict=True)]
-    return PreparedBatch(model_id=request.model_id, data=data, loss=request.loss_fn, config=config)
-
-
-def _check_config(config: Mapping[str, Scalar], known: frozenset[str], loss: str) -> dict[str, Scalar]:
-    check_keys(f"loss_fn_config of {loss}", config, known)
-    return {
-        key: value if isinstance(value, str) else check_number(f"loss_fn_config.{key}", value)
-        for key, value in config.items()
-    }
+        _check_values(name, samples, shapes, values)
+    return [Datum(*sample) for sample in zip(inputs, targets, values, strict=True)]
 
 
 def _check_lengths(inputs: Sequence[np.ndarray], limits: ModelLimits) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from areal.engine.checkpoint.tensor_layout import stored_tensors
-from areal.engine.fsdp.pipeline.split import PipelineSplit, build_stage
 from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.torch.pipeline_split import PipelineSplit, build_stage
 from areal.utils.dtensor import reshard
 
 

@@ -12,8 +12,8 @@ from areal.api.microbatch import MicroBatch, PrefixTree
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel
 from areal.engine.attention.kernels import Segments
 from areal.engine.attention.token_stream import TokenStream
-from areal.engine.model.adapter_runs import AdapterRuns
-from areal.engine.model.outputs import OutputRows
+from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.outputs import OutputRows
 from areal.utils.host_copy import HostCopy, TensorMap
 
 

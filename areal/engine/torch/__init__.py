@@ -1,0 +1,1 @@
+"""What engines of torch modules share, sharded or not: weights, checkpoints, offload, gradient norm, the stages of a rank."""

@@ -1,0 +1,107 @@
+"""Settings of the server and options of ``areal serve``: each setting has an option with a description."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.cli.serve import ServeOptions, parse_options, run_serve
+from areal.tinker.api.http_settings import ApiSettings
+from areal.tinker.service.settings import ServiceSettings
+
+RENAMED = {
+    "base_models": "name",
+    "model_path": "model",
+    "database_url": "database",
+    "api_keys": "api_key_file",
+    "max_body_bytes": "max_body_mib",
+    "max_json_bytes": "max_json_mib",
+}
+"""Options that have another name than the setting."""
+
+TEXTS = {"base_models": "other", "model_path": "other", "root": "other", "database_url": "sqlite://", "owner": "other"}
+"""Values of settings that are not numbers."""
+
+BASE = ["--model", "tiny"]
+
+
+def settings_of(options: ServeOptions) -> dict[str, Any]:
+    """Return all settings of the server."""
+    return {**vars(options.api_settings), **vars(options.service_settings)}
+
+
+def option_of(setting: str) -> str:
+    """Return the option of a setting."""
+    return "--" + RENAMED.get(setting, setting).replace("_", "-")
+
+
+def without_option(settings: type, keys: Path) -> Iterator[str]:
+    """Yield a line for each field of a class of settings that the command does not set."""
+    before = settings_of(parse_options(BASE))
+    for field in dataclasses.fields(settings):
+        option, values = option_of(field.name), {**TEXTS, "api_keys": str(keys)}
+        value = values.get(field.name) or str(int(before.get(field.name, 0)) % 2**10 + 1)
+        try:
+            after = settings_of(parse_options([*BASE, option, value]))
+        except SystemExit:
+            after = before
+        if field.name not in after or after[field.name] == before[field.name]:
+            yield (
+                f"{settings.__name__}.{field.name}: add {option} to areal/cli/serve.py or to ServiceLimits, or make it a constant"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FutureSettings(ServiceSettings):
+    """Settings with one that the command does not know."""
+
+    max_futures: int = 1
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    (tmp_path / "keys").write_text("tml-key-of-the-tests\n")
+    return tmp_path / "keys"
+
+
+@pytest.mark.parametrize("settings", [ServiceSettings, ApiSettings])
+def test_each_setting_has_an_option(settings: type, keys: Path) -> None:
+    assert list(without_option(settings, keys)) == []
+
+
+def test_a_setting_without_an_option_is_named(keys: Path) -> None:
+    (line,) = without_option(FutureSettings, keys)
+    assert line.startswith("FutureSettings.max_futures: add --max-futures to areal/cli/serve.py")
+
+
+def test_each_option_is_described(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    lines = [line.strip("│ \n") for line in capsys.readouterr().out.splitlines()]
+    for field in dataclasses.fields(ServiceSettings) + dataclasses.fields(ApiSettings):
+        option = option_of(field.name)
+        (start,) = (i for i, line in enumerate(lines) if line.split(" ")[0] == option)
+        # The description is on the line of the option, or on the next one.
+        text = lines[start].partition("  ")[2].strip() or lines[start + 1]
+        assert text[0].isupper(), (option, text)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--hold-s", "45", "hold_s=45.0 must be above 0 and below 45"),
+        ("--max-json-mib", "0", "max_json_bytes=0 must be at least 1"),
+        ("--max-queued", "0", "max_queued is 0: it must be above 0"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_serve([*BASE, option, value])
+    assert message in f"{caught.value.code} {capsys.readouterr().err}"

@@ -1,0 +1,34 @@
+"""A model of this process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal.tinker.backends.prepared import AdapterSpec
+from areal.tinker.service.store.futures import Category
+
+
+@dataclass(eq=False)
+class TrainedModel:
+    """An adapter of the base model, and the session that owns it.
+
+    Attributes:
+        spec: adapter; ``None`` until a model that is created from a checkpoint is loaded.
+        in_backend: whether the backend may have an adapter of this name.
+        closed: why the model takes no more requests.
+        blame: category of the failure of a request that comes after that.
+    """
+
+    id: str
+    session_id: str
+    base_model: str
+    optimizer: str
+    created: float = field(default_factory=time.time)
+    spec: AdapterSpec | None = None
+    user_metadata: Any = None
+    in_backend: bool = False
+    closed: str | None = None
+    blame: Category = "user"
+    last_request: float = field(default_factory=time.time)
