@@ -18,7 +18,8 @@ class Answer:
         seed: seed of the sampling, or a random one.
         tokens, logprobs, versions: tokens generated so far; see :class:`~areal.inference.protocol.Completion`.
         finish: why the answer ended; ``None`` until then.
-        deadline: time on the monotonic clock by which the next tokens must arrive; ``None`` before the first attempt.
+        deadline: time on the monotonic clock by which the next tokens must arrive; ``None`` before the first attempt, and after a
+            sign of life of the server that generates them.
     """
 
     def __init__(self, prompt: list[int], sampling: Sampling) -> None:
@@ -30,6 +31,10 @@ class Answer:
         self.versions: list[int] = []
         self.finish: FinishReason | None = None
         self.deadline: float | None = None
+
+    def note_life(self) -> None:
+        """Note that the server that generates the next tokens is healthy."""
+        self.deadline = None
 
     def check_length(self, max_context: int | None) -> None:
         """Raise if the answer does not fit into the context of a server, ``None`` if it is unknown.

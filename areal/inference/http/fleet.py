@@ -10,9 +10,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from areal.inference.http.answer import Answer
+from areal.inference.http.folder_update import restore_server, update_server
 from areal.inference.http.prefix_affinity import Affinity
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
+from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, Updating
 from areal.inference.http.update_times import UpdateTimes
 
 logger = logging.getLogger(__name__)
@@ -39,14 +41,15 @@ class Fleet:
     Attributes:
         servers: the servers.
         counts: numbers of events, by name.
+        desired: weights of the last update that reached a server; ``None`` before the first.
     """
 
     def __init__(self, servers: Sequence[Server], times: UpdateTimes) -> None:
         self.servers = list(servers)
-        self.counts = Counter(dict.fromkeys(("failed", "discarded", "away", "restarted"), 0))
+        self.counts = Counter(dict.fromkeys(("failed", "discarded", "away"), 0))
+        self.desired: ServerWeights | None = None
         self._times = times
         self._affinity = Affinity()
-        self._current: tuple[str, int] | None = None  # folder and version of the last update
         self._changed = asyncio.Condition()  # notified when a server may be asked again
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -76,11 +79,11 @@ class Fleet:
         Raises:
             RuntimeError: no server has known weights, and none can get them before an update.
         """
-        while not (ready := [server for server in self.servers if _is_ready(server)]):
-            if not any(not server.is_open or server.is_away or server.is_new for server in self.servers):
+        while not (ready := [server for server in self.servers if isinstance(server.state, Serving)]):
+            if all(isinstance(server.state, Lost | Taken) for server in self.servers):
                 raise RuntimeError(f"no server has known weights: {'; '.join(server.why for server in self.servers)}")
             # Servers in an update return by themselves; others may never.
-            updating = any(not server.is_open for server in self.servers)
+            updating = any(isinstance(server.state, Updating) for server in self.servers)
             answer.deadline = None if updating else answer.deadline or time.monotonic() + patience
             left = None if answer.deadline is None else max(0.0, answer.deadline - time.monotonic())
             try:
@@ -101,33 +104,30 @@ class Fleet:
         return chosen
 
     def report(self, server: Server) -> None:
-        """Note that a server could not be reached, or was started anew. It gets no requests until it can be trusted again."""
-        if server.is_away and any(task.get_name() == server.url for task in self._tasks):
+        """Note that a server could not be reached, or was started anew. It gets no requests until it has the current weights."""
+        if isinstance(server.state, Serving):
+            server.enter(Away(server.version, f"{server.url} cannot be reached"))
+        if isinstance(server.state, Lost | Taken | Updating) or self._returns(server):
             return
-        server.is_away = True
         self.counts["away"] += 1
         self._start(self._bring_back(server), server.url)
 
+    def _returns(self, server: Server) -> bool:
+        """Return whether a server is being brought back."""
+        return any(task.get_name() == server.url and not task.done() for task in self._tasks)
+
     async def _bring_back(self, server: Server) -> None:
-        """Ask a server until it answers, and give it the current weights if it was started anew."""
-        while True:
+        """Ask a server until it answers, and give it the current weights if it does not have them."""
+        while not isinstance(server.state, Serving | Lost | Taken):
             await asyncio.sleep(max(0.0, server.connection.backoff_until - time.monotonic()))
             try:
-                await server.examine(_OPEN_SECONDS)
-                if server.version is not None:
-                    await server.recognise(anew=True)
-                if server.is_new:
-                    self.counts["restarted"] += 1
-                    await server.restore(self._current, self._times)
+                await restore_server(server, lambda: self.desired, _OPEN_SECONDS, self._times)
             except Unavailable:
                 continue
             except (RuntimeError, ValueError) as error:
-                server.is_new = False
-                server.lose(f"{server.url} is left out until the next update: {error}")
+                server.enter(Lost(f"{server.url} is left out until the next update: {error}"))
                 logger.warning(server.why)
-            server.is_away = False
             await self._notify()
-            return
 
     # ---- updates
 
@@ -136,15 +136,15 @@ class Fleet:
 
         Servers that cannot be reached do not hold up the others for long: they get the version when they return.
         """
-        tasks = {asyncio.create_task(self._load_on(server, folder, version)): server for server in self.servers}
+        weights = ServerWeights(version, folder)
+        tasks = {asyncio.create_task(self._load_on(server, weights)): server for server in self.servers}
         pending = set(tasks)
         while pending:
             _, pending = await asyncio.wait(pending, timeout=0.5)
-            if any(server.version == version for server in self.servers):
-                self._current = (folder, version)
+            if self.desired is weights:
                 self._give_up({task: tasks[task] for task in pending})
         for server in tasks.values():
-            if server.is_away:
+            if isinstance(server.state, Away):
                 self.report(server)
         return [task.result() for task in tasks]
 
@@ -155,12 +155,15 @@ class Fleet:
             if since is not None and time.monotonic() - since > _GRACE_SECONDS:
                 task.cancel()
 
-    async def _load_on(self, server: Server, folder: str, version: int) -> str:
+    async def _load_on(self, server: Server, weights: ServerWeights) -> str:
         """Load a version on one server, and wake the requests that wait for one."""
         try:
-            return await server.update(folder, version, self._times)
+            fault = await update_server(server, weights, self._times)
+            if server.version == weights.version:
+                self.desired = weights
+            return fault
         except asyncio.CancelledError:
-            server.miss(f"{server.url} cannot be reached")
+            server.enter(Away(None, f"{server.url} cannot be reached"))
             return server.why
         finally:
             # The trainer, which waits for the update, goes on before the requests do.
@@ -192,8 +195,7 @@ class Fleet:
         """
         for server in servers:
             await server.turn.acquire()
-            server.is_open = False
-        faults = await asyncio.gather(*(server.hold(self._times) for server in servers), return_exceptions=True)
+        faults = await asyncio.gather(*(server.pause(self._times) for server in servers), return_exceptions=True)
         found = [str(fault) for fault in faults if isinstance(fault, BaseException)]
         if found:
             raise RuntimeError("; ".join(found))
@@ -211,9 +213,9 @@ class Fleet:
         """
         ends = await asyncio.gather(*(self._release(each, version, faults.get(each.url, "")) for each in servers))
         if version is not None:
-            self._current = None  # no folder has these weights
+            self.desired = ServerWeights(version, folder=None)
             for server in set(self.servers) - set(servers):
-                server.lose(f"{server.url} was away when version {version} was sent: it gets the next one")
+                server.enter(Lost(f"{server.url} was away when version {version} was sent: it gets the next one"))
         await self._notify()
         found = [end for server, end in zip(servers, ends, strict=True) if end and server.url not in faults]
         if found:
@@ -222,15 +224,15 @@ class Fleet:
     async def _release(self, server: Server, version: int | None, fault: str) -> str:
         try:
             if fault:
-                server.lose(fault)
+                server.enter(Updating(Lost(fault)))
             elif version is not None:
                 await server.confirm(version)
-            return await server.release(fault, self._times)
         except (RuntimeError, ValueError) as error:
-            server.lose(str(error))
-            return str(error)
+            fault = str(error)
+            server.enter(Updating(Lost(fault)))
+        try:
+            return await server.resume(fault, self._times)
         finally:
-            server.is_open = True
             server.turn.release()
 
     # ---- sleep
@@ -263,8 +265,3 @@ class Fleet:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _is_ready(server: Server) -> bool:
-    """Return whether a server may get requests."""
-    return server.is_open and not server.is_away and server.version is not None

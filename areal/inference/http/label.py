@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from areal.inference.http.owner import Owner
-from areal.inference.http.server_connection import ServerConnection
+from areal.inference.http.server_connection import ServerConnection, Unavailable
 from areal.inference.http.servers.dialect import Routes
 
 LABEL_SECONDS = 10.0
@@ -71,6 +71,28 @@ class ServerLabel:
         if routes.label is not None:
             self._checked = time.monotonic()
             await self._connection.send(routes.set_label(self.given), LABEL_SECONDS)
+
+    async def insist(self, routes: Routes, version: int, seconds: float) -> None:
+        """Call :meth:`give` until the server has the label. After a lost reply, the server's label tells whether it was set.
+
+        Raises:
+            WrongLabel: the server was started anew: it has neither the label of the version nor the one before.
+            RuntimeError: it has not taken the label within ``seconds``.
+        """
+        before, deadline = self.given, time.monotonic() + seconds
+        while True:
+            try:
+                return await self.give(routes, version)
+            except Unavailable:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(max(0.0, self._connection.backoff_until - time.monotonic()))
+            with contextlib.suppress(Unavailable):
+                found = await self.read(routes, LABEL_SECONDS)
+                if found == self.given:
+                    return
+                if found != before:
+                    raise WrongLabel(found)
 
     async def check(self, routes: Routes) -> None:
         """Ask the server for its label, unless it was asked since the newest connection.

@@ -25,6 +25,7 @@ from areal.inference.http.members import Members
 from areal.inference.http.owner import Owner
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection, Unavailable
+from areal.inference.http.server_state import Outdated
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.update_times import UpdateTimes
 from areal.inference.http.updates import WeightUpdates
@@ -69,9 +70,8 @@ class HTTPRollout:
             version's directory.
         version: version of the weights that the servers have now.
         cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
-        timeout: seconds for one request, including generation.
-        deadline: seconds without a new token, over all attempts, after which an answer fails. With ``timeout``, it limits how long a hung
-            server goes undetected.
+        timeout: seconds without a reply after which a server is asked for its health. While it is healthy, a request may take any time.
+        deadline: seconds without a new token or a healthy server, over all attempts, after which an answer fails.
         update_seconds: seconds for each step of an update on a server.
         drain_seconds: seconds for interrupted requests to return.
         api_key: key of the servers, sent as ``Authorization: Bearer``.
@@ -153,7 +153,7 @@ class HTTPRollout:
         ``failed``: attempts without a reply. ``discarded``: replies that were thrown away, because an update cancelled them or the weights were
         not those of the last update. ``away``: times that a server could not be reached. ``restarted``: servers that were started anew.
         """
-        return dict(self._fleet.counts)
+        return {**self._fleet.counts, "restarted": sum(server.restarts for server in self._fleet.servers)}
 
     @property
     def version(self) -> int:
@@ -335,7 +335,7 @@ class HTTPRollout:
                 continue
             if reply is None:
                 self._fleet.counts["discarded"] += 1
-                if server.is_new:
+                if isinstance(server.state, Outdated):
                     self._fleet.report(server)
                 continue
             if reply[0].tokens or reply[0].finish == "length":

@@ -1,4 +1,4 @@
-"""One server: the version of its weights, whether it may be asked, and its updates."""
+"""One server: its state, requests for answers, and updates of its weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 from areal.inference.http.answer import Answer
 from areal.inference.http.label import LABEL_SECONDS, ServerLabel, WrongLabel
 from areal.inference.http.owner import Owner
-from areal.inference.http.server_connection import ServerConnection, StatusError, Unavailable, UnexpectedStatus
-from areal.inference.http.servers.base_schemas import Anything, ReplyBody
+from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
+from areal.inference.http.server_state import Away, Lost, Outdated, ServerState, ServerWeights, Serving, Taken, Updating
+from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.dialect import Dialect, ReplyPart, Routes
+from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.update_times import UpdateTimes
 
 R = TypeVar("R", bound=ReplyBody)
@@ -36,36 +38,46 @@ class Server:
         version: version of the weights that the server has now.
 
     Attributes:
-        version: version of its weights; ``None`` if unknown. The server then gets no requests until the next update.
-        why: reason for which ``version`` is unknown.
+        state: its weights, and whether it gets requests. Changed by :meth:`enter` only.
         routes: requests that it understands; ``None`` before the first contact.
-        is_open: True unless an update is running.
-        is_away: it could not be reached, and is not asked until it can.
-        is_new: it was started anew, and does not have the current weights yet.
         restarts: number of times that it was started anew.
         requests: requests that are not answered yet.
         turn: lock of updates, and of loads after a restart.
+        loaded: weights of the last successful load; ``None`` if its weights came by another way.
     """
 
     def __init__(self, connection: ServerConnection, dialect: Dialect, owner: Owner, version: int) -> None:
         self.connection, self._dialect, self._owner = connection, dialect, owner
         self.url = connection.url
-        self.version: int | None = version
-        self.why = ""
+        self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
-        self.is_open, self.is_away, self.is_new, self.restarts = True, False, False, 0
+        self.restarts = 0
         self.requests: set[asyncio.Task[Any]] = set()
         self.turn = asyncio.Lock()
-        self._start_version: int | None = None  # version of the weights with which it starts, if known
+        self.loaded: ServerWeights | None = None
         self._label = ServerLabel(connection, owner)
-        self._taken = self._is_damaged = False  # by another owner; by a load that failed
-        self._loaded: tuple[str, int] | None = None  # folder and version of the last successful load
+        self._start_version: int | None = None  # version of the weights with which it starts, if known
+
+    @property
+    def version(self) -> int | None:
+        """Version of its weights; ``None`` if unknown."""
+        return self.state.version
+
+    @property
+    def why(self) -> str:
+        """Reason for which it gets no requests; empty if it gets them."""
+        return self.state.why
+
+    def enter(self, state: ServerState) -> None:
+        """Enter a state. A server of another owner stays taken."""
+        if not isinstance(self.state, Taken):
+            self.state = state
 
     async def answers(self) -> bool:
         """Return whether the server can be reached and was examined."""
         try:
             await self.examine(LABEL_SECONDS)
-            await self.connection.send(HTTPCall.get("/health", Anything), LABEL_SECONDS)
+            await self.connection.send(HEALTH, LABEL_SECONDS)
         except Unavailable as error:
             return error.status is not None
         except StatusError:
@@ -83,7 +95,7 @@ class Server:
         """
         if self.routes is not None:
             return
-        if self._taken:
+        if isinstance(self.state, Taken):
             raise RuntimeError(self.why)
 
         async def ask(call: HTTPCall[R]) -> R | None:
@@ -100,11 +112,23 @@ class Server:
             self._owner.check(found)
         except ValueError as error:
             raise ValueError(f"{self.url}: {error}") from error
-        if routes.label is not None and self.version is not None:
-            # Without a label of an owner, it has had no update: a restart brings the same weights back.
-            self._start_version = self.version if found in (None, "default") else None
-            await self._label.give(routes, self.version)
+        if self.version is not None:
+            await self._claim(routes, found, self.version, seconds)
         self.routes = routes
+
+    async def _claim(self, routes: Routes, found: str | None, version: int, seconds: float) -> None:
+        """Label a server with the label ``found`` at the first contact, and end a pause of an earlier owner."""
+        if found == INTERRUPTED:
+            # Layers without weights would end the server at its next request. The label stays for the owner after this one.
+            lost = Lost(f"{self.url} was interrupted in an update of an earlier owner: send an update")
+            self.enter(Updating(lost) if isinstance(self.state, Updating) else lost)
+            return
+        if routes.label is not None:
+            # Without a label of an owner, it has had no update: a restart brings the same weights back.
+            self._start_version = version if found in (None, "default") else None
+            await self._label.give(routes, version)
+        if found not in (None, "default"):
+            await self.connection.send(routes.resume, seconds)
 
     async def recognise(self, *, anew: bool = False) -> bool:
         """Return whether the server still has the weights of the last update, as its label says. If not, they are unknown from then on.
@@ -121,24 +145,47 @@ class Server:
                 self.mistake(error.found)
         return self.version is not None
 
+    async def meet_again(self, seconds: float) -> int | None:
+        """Examine a server that was away. Returns the version of its weights, or ``None`` if it must load the current ones.
+
+        Raises:
+            ValueError, RuntimeError: see :meth:`examine`.
+        """
+        await self.examine(seconds)
+        if self.version is None and self.routes is not None and self.routes.label is not None:
+            # It has missed an update. If it was started anew, too, it has no label of this owner.
+            found = await self._label.read(self.routes, seconds)
+            if self._owner.version_of(found) is None:
+                self.mistake(found)
+        await self.recognise(anew=True)
+        # Another process may need other requests.
+        await self.examine(seconds)
+        return self.version
+
     def mistake(self, found: str | None) -> None:
         """Note that the server has a label that this owner has not set."""
-        if self.version is None:
+        # Counted once, however many replies show it.
+        if self.version is None and not isinstance(self.state, Away):
             return
         self.routes = None
         other = self._owner.other(found)
         if other is not None:
-            self._taken = True
-            self.lose(f"{self.url} belongs to another HTTPRollout now, in {other}")
-        else:
-            self.lose(f"{self.url} has weights {found!r}, not version {self.version}: it was started anew")
-            self.is_new = True
-            self.restarts += 1
+            self.enter(Taken(f"{self.url} belongs to another HTTPRollout now, in {other}"))
+            return
+        self.restarts += 1
+        wanted = "" if self.version is None else f", not version {self.version}"
+        anew = Outdated(f"{self.url} has weights {found!r}{wanted}: it was started anew")
+        self.enter(Updating(anew) if isinstance(self.state, Updating) else anew)
 
     # ---- generation
 
-    async def generate(self, name: str, answer: Answer, seconds: float) -> tuple[ReplyPart, list[int]] | None:
+    async def generate(self, name: str, answer: Answer, silence: float) -> tuple[ReplyPart, list[int]] | None:
         """Send one request. Returns tokens and their versions, or ``None`` if an update discarded it or the weights are not known.
+
+        Args:
+            name: id of the request.
+            answer: the answer to continue.
+            silence: seconds without a reply after which the server must tell that it is healthy. Then the request goes on.
 
         Raises:
             ValueError: the server rejects the request.
@@ -149,7 +196,7 @@ class Server:
             return None
         call = routes.generate(name, answer.prompt + answer.tokens, len(answer.tokens), answer.sampling, answer.seed)
         # A separate task, so that an update can cancel the request without cancelling the answer.
-        request = asyncio.get_running_loop().create_task(self._ask(routes, call, version, answer, seconds))
+        request = asyncio.get_running_loop().create_task(self._ask(routes, call, version, answer, silence))
         self.requests.add(request)
         try:
             await asyncio.wait({request})
@@ -166,11 +213,11 @@ class Server:
         return None if request.cancelled() else request.result()
 
     async def _ask(
-        self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, seconds: float
+        self, routes: Routes, call: HTTPCall[ReplyBody], version: int, answer: Answer, silence: float
     ) -> tuple[ReplyPart, list[int]] | None:
         """Send a request, and read the reply. Its form was checked by the schema, here it is whether its content is possible."""
         try:
-            body = await self.connection.send(call, seconds, self._label.note_connection)
+            body = await self.connection.send_patiently(call, silence, self._label.note_connection, answer.note_life)
         except StatusError as error:
             if routes.blames_weights(error.text):
                 raise self._not_finite(str(error)) from error
@@ -195,102 +242,98 @@ class Server:
 
     # ---- updates
 
-    async def update(self, folder: str, version: int, times: UpdateTimes) -> str:
-        """Pause the server, load a version and resume. Returns the error, or an empty string.
-
-        A failed load may leave a server without weights, which would end it at the next request. The version before is loaded again.
-
-        Args:
-            folder: model directory, or that of an adapter, as an absolute path.
-            version: version of its weights.
-            times: time limits.
-        """
-        async with self.turn:
-            self.is_open = False
-            try:
-                return await self._update(folder, version, times)
-            finally:
-                self.is_open = True
-
-    async def _update(self, folder: str, version: int, times: UpdateTimes) -> str:
-        fault = ""
-        try:
-            await self.hold(times)
-            await self._load(folder, version, times.step)
-        except (RuntimeError, ValueError) as error:
-            fault = str(error) if self.url in str(error) else f"{self.url}: {error}"
-            if isinstance(error, Unavailable) and error.status is None:
-                self.miss(fault)
-                return fault
-            if self.version is None and self._loaded is not None:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    await self._load(*self._loaded, times.step)
-        return await self.release(fault, times)
-
-    async def hold(self, times: UpdateTimes) -> None:
-        """Pause the server for an update. Running requests have returned, or wait on the server for its end.
+    async def pause(self, times: UpdateTimes) -> None:
+        """Pause the server for an update, until :meth:`resume`. Running requests have returned, or wait on the server for its end.
 
         Raises:
             RuntimeError, ValueError: it cannot be paused.
         """
+        if not isinstance(self.state, Updating):
+            self.enter(Updating(self.state))
         deadline = time.monotonic() + times.step
         routes = await self._known_routes(deadline)
         await self.connection.insist(routes.pause, deadline)
         if not routes.keeps_requests:
             await self._drain(routes, times.drain)
 
-    async def release(self, fault: str, times: UpdateTimes) -> str:
+    async def resume(self, fault: str, times: UpdateTimes) -> str:
         """End a pause, after an update that had this error or none. Returns the error."""
-        routes = self.routes
-        if routes is None:
-            return fault
-        # In any case: the old version is in use again, or the next update needs a running server.
         try:
-            if self.version is None:
+            if self.version is None and self.routes is not None:
                 # Requests that wait must not meet weights that are damaged.
-                await self._drain(routes, times.drain)
-            limit = times.drain if fault else times.step
-            await self.connection.insist(routes.resume, time.monotonic() + limit)
+                await self._drain(self.routes, times.drain)
+            # In any case: the old version is in use again, or the next update needs a running server.
+            await self.end_pause(times.drain if fault else times.step)
         except (RuntimeError, ValueError) as error:
+            if not fault and isinstance(error, Unavailable) and error.status is None:
+                # It has the version, and is resumed when it is back.
+                self.enter(Away(self.version, str(error)))
             fault = fault or str(error)
+        if isinstance(self.state, Updating):
+            self.enter(self.state.then)
         return fault
 
-    async def restore(self, current: tuple[str, int] | None, times: UpdateTimes) -> None:
-        """Give a server that was started anew the current weights: the folder of the last update, or those with which it starts.
+    async def load(self, weights: ServerWeights, seconds: float, *, again: bool) -> None:
+        """Load weights from a folder, and set their label.
+
+        Args:
+            weights: weights in a folder that the server can read.
+            seconds: time limit.
+            again: send a load that fails once more. After a load of a wrong shape, vLLM refuses the next one too.
 
         Raises:
-            RuntimeError, ValueError: it cannot load them, or they are unknown.
+            RuntimeError, ValueError: it did not load them, or no folder has them.
         """
-        async with self.turn:
-            if not self.is_new:
-                return
-            routes = await self._known_routes(time.monotonic() + times.step)
-            if current is not None:
-                await self._load(*current, times.step)
-            elif self._start_version is not None:
-                await self._label.give(routes, self._start_version)
-                self.version, self.why = self._start_version, ""
+        if weights.folder is None:
+            raise RuntimeError(f"{self.url} was away when version {weights.version} was sent: it gets the next one")
+        deadline = time.monotonic() + seconds
+        while True:
+            routes = await self._known_routes(deadline)
+            call = routes.load(weights.folder, self._owner.label(weights.version))
+            try:
+                reply = await self.connection.insist(call, deadline, fails=True)
+            except Unavailable:
+                if not again:
+                    raise
+                reply = await self.connection.insist(call, deadline, fails=True)
+            routes.check_loaded(reply)
+            try:
+                await self._label.insist(routes, weights.version, deadline - time.monotonic())
+            except WrongLabel:
+                # It was started anew after the load.
+                self.routes = None
+                self.restarts += 1
             else:
-                raise RuntimeError(self.why)
-            # It may have been paused when it was lost.
-            await self.connection.insist(routes.resume, time.monotonic() + times.step)
-            self.is_new = False
+                self.loaded = weights
+                return
 
     async def confirm(self, version: int) -> None:
-        """Note that the server has a version whose weights came by another way than a folder."""
+        """Note that the paused server has a version whose weights came by another way. Raises if it does not take the label."""
         if self.routes is not None:
-            await self._label.give(self.routes, version)
-        self.version, self.why, self.is_new = version, "", False
-        self._loaded = self._start_version = None
+            try:
+                await self._label.insist(self.routes, version, LABEL_SECONDS)
+            except WrongLabel as error:
+                raise RuntimeError(
+                    f"{self.url} has weights {error.found!r}: it was started anew in the update"
+                ) from error
+        self.enter(Updating(Serving(version)))
+        self.loaded = self._start_version = None
 
-    def miss(self, why: str) -> None:
-        """Mark the server as gone in the middle of an update. When it is back, it gets the current weights first."""
-        self.lose(why)
-        self.is_away = self.is_new = True
+    async def end_pause(self, seconds: float) -> None:
+        """Resume generation, if the server was examined."""
+        if self.routes is not None:
+            await self.connection.insist(self.routes.resume, time.monotonic() + seconds)
 
-    def lose(self, why: str) -> None:
-        """Mark the version of the server's weights as unknown."""
-        self.version, self.why = None, why
+    async def label_start(self) -> int:
+        """Label a server that was started anew before its first update: its weights are those that it had. Returns their version.
+
+        Raises:
+            RuntimeError: it had others.
+        """
+        if self._start_version is None or self.routes is None:
+            raise RuntimeError(self.why)
+        await self._label.give(self.routes, self._start_version)
+        return self._start_version
 
     async def _known_routes(self, deadline: float) -> Routes:
         """Return the routes, of a server that may have to be examined first."""
@@ -302,26 +345,6 @@ class Server:
                     raise
                 await asyncio.sleep(max(0.0, self.connection.backoff_until - time.monotonic()))
         return self.routes
-
-    async def _load(self, folder: str, version: int, seconds: float) -> None:
-        """Load a version. Its number is unknown until the server confirms: it may have loaded some of the weights."""
-        routes = await self._known_routes(time.monotonic() + seconds)
-        self.lose(f"{self.url} was told to load version {version}, and did not say that it has")
-        call = routes.load(folder, self._owner.label(version))
-        deadline = time.monotonic() + seconds
-        # After a load of a wrong shape, vLLM refuses the next one too.
-        again, self._is_damaged = self._is_damaged, True
-        try:
-            loaded = await self.connection.insist(call, deadline, fails=True)
-        except Unavailable:
-            if not again:
-                raise
-            loaded = await self.connection.insist(call, deadline, fails=True)
-        routes.check_loaded(loaded)
-        await self._label.give(routes, version)
-        self._is_damaged = False
-        self.version, self.why, self.is_new, self.is_away = version, "", False, False
-        self._loaded = (folder, version)
 
     async def _drain(self, routes: Routes, seconds: float) -> None:
         """Wait for running requests, and cancel those that do not return.
@@ -361,14 +384,14 @@ class Server:
             for call in (routes.wake, routes.resume):
                 await self.connection.insist(call, time.monotonic() + seconds)
         except (RuntimeError, ValueError) as error:
-            self.lose(f"{self.url} did not wake up")
+            self.enter(Lost(f"{self.url} did not wake up"))
             return str(error)
         if not routes.keeps_weights:
-            self.lose(f"{self.url} has slept without a backup of its weights: send an update")
+            self.enter(Lost(f"{self.url} has slept without a backup of its weights: send an update"))
         return ""
 
     async def close(self) -> None:
         """Leave the server to others, and close the connections."""
-        if self.routes is not None and not self.is_away:
+        if self.routes is not None and not isinstance(self.state, Away):
             await self._label.release(self.routes, 2.0)
         await self.connection.close()

@@ -12,13 +12,17 @@ from typing import Any, TypeVar
 import httpx2
 from pydantic import ValidationError
 
-from areal.inference.http.servers.base_schemas import ReplyBody
+from areal.inference.http.servers.base_schemas import Anything, ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 
 R = TypeVar("R", bound=ReplyBody)
 Trace = Callable[[str, Any], Awaitable[None]]
 
+HEALTH = HTTPCall.get("/health", Anything)
+"""Request that a healthy server answers at once, also while it generates."""
 _CONNECT_SECONDS = 10.0
+_HEALTH_SECONDS = 10.0
+"""Maximum seconds for the reply to :data:`HEALTH`."""
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 5.0
 """Seconds without new requests after the first fault, doubled with each further fault in a row, up to the maximum."""
 _KEEPALIVE_SECONDS = 3.0
@@ -100,12 +104,12 @@ class ServerConnection:
         verify = httpx2.create_ssl_context() if self.url.startswith("https") else False
         self._pools = [_Pool(self.url, headers, verify) for _ in range(_POOLS)]
 
-    async def send(self, call: HTTPCall[R], seconds: float, on_connect: Callable[[], None] | None = None) -> R:
+    async def send(self, call: HTTPCall[R], seconds: float | None, on_connect: Callable[[], None] | None = None) -> R:
         """Send one request, without retries. Errors name the server and the route.
 
         Args:
             call: route, body and type of the reply.
-            seconds: time limit, including generation.
+            seconds: time limit; ``None`` for no limit after the connection is made.
             on_connect: called if the request opens a new TCP connection.
 
         Raises:
@@ -114,7 +118,8 @@ class ServerConnection:
             RuntimeError: any other status (:class:`UnexpectedStatus`), or a reply that does not have the documented form.
         """
         # The pool is unbounded, so waiting for a connection needs no limit.
-        timeout = httpx2.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
+        connect = _CONNECT_SECONDS if seconds is None else min(seconds, _CONNECT_SECONDS)
+        timeout = httpx2.Timeout(seconds, connect=connect, pool=None)
         extensions = {} if on_connect is None else {"trace": _observer(on_connect)}
         body = None if call.method == "GET" else call.body.model_dump(mode="json", exclude_none=True)
         pool = min(self._pools, key=lambda each: each.running)
@@ -131,7 +136,7 @@ class ServerConnection:
                 )
         except (TimeoutError, httpx2.TimeoutException) as error:
             self._miss()
-            raise Unavailable(f"{self.url}{call.route}: no answer within {seconds:.3g} s") from error
+            raise Unavailable(f"{self.url}{call.route}: no answer within {seconds or connect:.3g} s") from error
         except httpx2.TransportError as error:
             self._miss()
             raise Unavailable(f"{self.url}{call.route}: {type(error).__name__}: {error}") from error
@@ -149,6 +154,41 @@ class ServerConnection:
             raise UnexpectedStatus(report, answer.status_code, answer.text)
         self._faults = 0
         return self._read(call, answer.content)
+
+    async def send_patiently(
+        self, call: HTTPCall[R], silence: float, on_connect: Callable[[], None], on_life: Callable[[], None]
+    ) -> R:
+        """Call :meth:`send` without a time limit, as long as the server is healthy.
+
+        Args:
+            call: route, body and type of the reply.
+            silence: seconds without a reply after which the server is asked for its health, again and again.
+            on_connect: see :meth:`send`.
+            on_life: called when the server has told that it is healthy.
+
+        Raises:
+            Unavailable: the connection failed, the status is 500 or above, or the server is not healthy.
+            RuntimeError, ValueError: see :meth:`send`.
+        """
+        request = asyncio.get_running_loop().create_task(self.send(call, None, on_connect))
+        try:
+            while not (await asyncio.wait({request}, timeout=silence))[0]:
+                await self._check_health(call.route, silence)
+                on_life()
+            return request.result()
+        finally:
+            if not request.done():
+                request.cancel()
+                await asyncio.wait({request})
+
+    async def _check_health(self, route: str, silence: float) -> None:
+        """Raise :class:`Unavailable` unless the server is healthy, while a request to ``route`` has no reply."""
+        try:
+            await self.send(HEALTH, min(silence, _HEALTH_SECONDS))
+        except StatusError:
+            pass  # it has no such route, and is there
+        except Unavailable as error:
+            raise Unavailable(f"{self.url}{route}: no answer within {silence:.3g} s; {error}", error.status) from error
 
     async def insist(self, call: HTTPCall[R], deadline: float, *, fails: bool = False) -> R:
         """Call :meth:`send` until it succeeds or ``deadline``, on the monotonic clock, passes.

@@ -18,6 +18,7 @@ from areal.inference.http.group.chunk import PACKED_BYTES
 from areal.inference.http.group.process_group_transport import ProcessGroupTransport
 from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.members import Members
+from areal.inference.http.server_state import Away
 from areal.inference.http.servers.dialect import Dialect
 from areal.weight_sync.apply import StreamSource
 from areal.weight_sync.disk import DiskTransport, version_name
@@ -133,7 +134,9 @@ class WeightUpdates:
             self._complete.check(Path(folder))
         faults = self._loop.submit(self._fleet.load(folder, version)).result()
         # All servers had their attempt; report what each one serves now.
-        refused = [fault for fault, server in zip(faults, servers, strict=True) if fault and not server.is_away]
+        refused = [
+            fault for fault, server in zip(faults, servers, strict=True) if fault and not isinstance(server.state, Away)
+        ]
         if refused or not any(server.version == version for server in servers):
             states = [
                 f"{server.url} " + ("is left out" if server.version is None else f"serves version {server.version}")

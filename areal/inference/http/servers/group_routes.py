@@ -9,6 +9,9 @@ from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 
+INTERRUPTED = "interrupted"
+"""Label of the weights during an update over a process group, and after one that did not end."""
+
 
 class GroupRoutes(Protocol):
     """Requests of one kind of server. Replies are read by the methods next to the requests."""

@@ -15,6 +15,7 @@ from pydantic import Field
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.servers.base_schemas import Anything, Empty, ReplyBody, RequestBody
 from areal.inference.http.servers.call import HTTPCall, expect
+from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.servers.sglang_schemas import SGLangLabel, SGLangModelInfo
 
 
@@ -114,4 +115,4 @@ class SGLangGroupRoutes:
 
     @property
     def recover(self) -> Sequence[HTTPCall[ReplyBody]]:
-        return (HTTPCall("/update_weight_version", SGLangLabel(new_version="interrupted"), SGLangSuccess),)
+        return (HTTPCall("/update_weight_version", SGLangLabel(new_version=INTERRUPTED), SGLangSuccess),)

@@ -14,10 +14,8 @@ from pydantic import Field
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.inference.http.servers.base_schemas import Anything, Empty, ReplyBody, RequestBody
 from areal.inference.http.servers.call import HTTPCall, expect
+from areal.inference.http.servers.group_routes import INTERRUPTED
 from areal.inference.http.servers.vllm_schemas import VLLMWeightInfo
-
-INTERRUPTED = "interrupted"
-"""Label of the weights after an update that did not end."""
 
 
 class VLLMWorldSize(ReplyBody):

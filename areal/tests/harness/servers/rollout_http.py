@@ -81,6 +81,10 @@ class Process:
         text = body if isinstance(body, str) else json.dumps(body)
         self.tell(route=route, status=status, body=text, times=times, delay=delay)
 
+    def lose(self, route: str, times: int = 1) -> None:
+        """Close the connections of the next ``times`` requests without a reply. They have their effect."""
+        self.tell(route=route, times=times, lost=True)
+
     def told(self) -> dict[str, Any]:
         return json.loads(urllib.request.urlopen(f"{self.url}/test", timeout=30).read())
 

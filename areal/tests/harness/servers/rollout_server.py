@@ -27,6 +27,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16
     state: State
+    loses_reply = False
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -46,7 +47,8 @@ class Handler(BaseHTTPRequestHandler):
             state.order += [url.path] if method == "POST" else []
             state.keys.add(str(self.headers["Authorization"]))
         canned = state.canned_for(url.path)
-        if canned is not None:
+        self.loses_reply = canned is not None and canned.get("lost", False)
+        if canned is not None and not self.loses_reply:
             time.sleep(canned.get("delay", 0))
             return self.raw(canned["body"].encode(), canned["status"])
         if state.modern:
@@ -176,6 +178,9 @@ class Handler(BaseHTTPRequestHandler):
         self.raw(json.dumps(content).encode(), status)
 
     def raw(self, content: bytes, status: int) -> None:
+        if self.loses_reply:
+            self.close_connection = True
+            return
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

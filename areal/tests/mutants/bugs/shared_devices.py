@@ -8,6 +8,7 @@ from typing import Any
 from areal.api import EngineMemory, KindMemory
 from areal.dispatch.placement import Kind, Move, Need, Part, Use
 from areal.dispatch.placement.eviction import UsedParts
+from areal.inference.http.server_state import Serving
 from areal.tests.mutants.planting import Function, mutant
 
 _PLACEMENT = "unit/dispatch/test_placement.py::"
@@ -206,7 +207,7 @@ def lost_weights_of_a_server_are_used(right: Function) -> Function:
     async def wrong(self: Any, seconds: float) -> str:
         version = self.version
         fault = await right(self, seconds)
-        self.version = version
+        self.enter(Serving(version))
         return fault
 
     return wrong

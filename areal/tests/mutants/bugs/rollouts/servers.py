@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from areal.inference.http.server_connection import Unavailable
+from areal.inference.http.server_state import Serving
 from areal.tests.mutants.planting import Function, mutant
 
 OWNER = "unit/inference/http/test_owner.py::test_{}"
 MANY = "unit/inference/http/test_many_servers.py::test_{}"
+KINDS = "unit/inference/http/test_servers.py::test_{}"
 UPDATES = "unit/inference/http/test_server_updates.py::test_{}"
+LOST = "unit/inference/http/test_lost_replies.py::test_{}"
 ADAPTERS = "unit/inference/http/test_adapter_updates.py::test_{}"
 
 
@@ -26,18 +31,57 @@ def restarted_server_not_noticed(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.server:Server.restore",
+    "areal.inference.http.folder_update:restore_server",
     OWNER.format("restart_between_two_requests_is_noticed[tokens]"),
 )
 def weights_of_the_start_used_again(right: Function) -> Function:
     """A server that was started anew is used with the weights of its start."""
 
-    async def wrong(self: Any, current: Any, times: Any) -> None:
-        await self._known_routes(1e18)
-        await self._label.give(self.routes, current[1])
-        self.version, self.is_new = current[1], False
+    async def wrong(server: Any, desired: Any, *_: Any) -> None:
+        await server._known_routes(1e18)
+        await server._label.give(server.routes, desired().version)
+        server.enter(Serving(desired().version))
 
     return wrong
+
+
+@mutant(
+    "areal.inference.http.folder_update:restore_server",
+    MANY.format("server_that_missed_updates_gets_only_the_last_one"),
+)
+def missed_update_loaded_late(right: Function) -> Function:
+    """A server that was away gets the version that was the current one when it was lost."""
+    lost: dict[str, Any] = {}
+
+    async def wrong(server: Any, desired: Any, *limits: Any) -> None:
+        first = lost.setdefault(server.url, desired())
+        await right(server, lambda: first, *limits)
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.server:Server.meet_again",
+    MANY.format("server_that_never_returned_is_not_counted_as_restarted"),
+)
+def missing_server_counted_as_restarted(right: Function) -> Function:
+    """Every attempt to reach a server counts as a restart."""
+
+    async def wrong(self: Any, seconds: float) -> Any:
+        self.restarts += 1
+        return await right(self, seconds)
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.server:Server._claim",
+    OWNER.format("server_that_an_ended_owner_left_paused_is_resumed[tokens]"),
+    OWNER.format("server_interrupted_in_an_update_of_another_owner_needs_an_update"),
+)
+def pause_of_an_ended_owner_kept(right: Function) -> Function:
+    """Every server is taken as one that was just started."""
+    return lambda self, routes, found, *rest: right(self, routes, "default", *rest)
 
 
 @mutant("areal.inference.http.owner:Owner.check", OWNER.format("two_owners_of_one_server_are_refused[tokens]"))
@@ -59,10 +103,53 @@ def label_before_the_weights(right: Function) -> Function:
     return wrong
 
 
+@mutant(
+    "areal.inference.http.label:ServerLabel.insist",
+    LOST.format("request_of_an_update_is_repeated*update_weight_version*"),
+)
+def lost_label_ends_the_update(right: Function) -> Function:
+    """A label whose reply is lost is an error of the update."""
+
+    async def wrong(self: Any, routes: Any, version: int, seconds: float) -> None:
+        await self.give(routes, version)
+
+    return wrong
+
+
+@mutant(
+    "areal.inference.http.label:ServerLabel.insist",
+    LOST.format("server_started_anew_between_load_and_label_loads_again"),
+)
+def label_set_without_a_look(right: Function) -> Function:
+    """A label is repeated after a lost reply, also on a server that was started anew since the load."""
+
+    async def wrong(self: Any, routes: Any, version: int, seconds: float) -> None:
+        while True:
+            try:
+                return await self.give(routes, version)
+            except RuntimeError:
+                await asyncio.sleep(0.05)
+
+    return wrong
+
+
 @mutant("areal.inference.http.completeness:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
 def partial_weights_loaded(right: Function) -> Function:
     """A directory that lacks a weight is loaded."""
     return lambda self, folder: None
+
+
+@mutant(
+    "areal.inference.http.server_connection:ServerConnection._check_health",
+    KINDS.format("answer_of_a_healthy_server_may_take_longer_than_timeout_and_deadline[vllm]"),
+)
+def long_answer_given_up(right: Function) -> Function:
+    """The time limit is one on the length of an answer."""
+
+    async def wrong(self: Any, route: str, silence: float) -> None:
+        raise Unavailable(f"{self.url}{route}: no answer within {silence:.3g} s")
+
+    return wrong
 
 
 @mutant("areal.inference.http.prefix_affinity:Affinity.find", MANY.format("answers_of_one_prompt_share_a_server"))

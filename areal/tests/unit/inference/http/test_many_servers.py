@@ -217,6 +217,36 @@ def test_server_killed_during_generation_and_back(make_vllm: Make, vllms: list[P
 
 
 @pytest.mark.usefixtures("short_grace")
+def test_server_that_missed_updates_gets_only_the_last_one(make_vllm: Make, vllms: list[Process]) -> None:
+    """And no request before."""
+    missing, other, _ = vllms
+    rollout = make_vllm(missing, other)
+    rollout.update(weights(1), 1)
+    missing.kill()
+    for version in (2, 3, 4):
+        rollout.update(weights(version), version)
+    missing.restart()
+    load = Load(rollout)
+    wait_until(lambda: missing.calls(TOKENS) > 2)
+    assert load.end() == {4}
+    assert missing.calls(LOAD) == 1
+    assert (rollout.counts["away"], rollout.counts["restarted"]) == (1, 1)
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_server_that_never_returned_is_not_counted_as_restarted(make_vllm: Make, vllms: list[Process]) -> None:
+    missing, other, _ = vllms
+    rollout = make_vllm(missing, other)
+    rollout.update(weights(1), 1)
+    missing.kill()
+    for version in (2, 3):
+        rollout.update(weights(version), version)
+    assert (rollout.counts["away"], rollout.counts["restarted"]) == (1, 0)
+    rollout.close()
+    missing.restart()
+
+
+@pytest.mark.usefixtures("short_grace")
 def test_server_killed_during_an_update_and_back(make_vllm: Make, vllms: list[Process]) -> None:
     rollout = make_vllm(*vllms, update_seconds=20)
     rollout.update(weights(1), 1)

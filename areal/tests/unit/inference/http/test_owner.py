@@ -96,6 +96,30 @@ def test_server_of_an_owner_whose_process_has_ended_is_taken(make_vllm: Make, vl
     assert run(rollout.generate(PROMPT, endless(3)))[0].versions == (7,) * 3
 
 
+def test_server_that_an_ended_owner_left_paused_is_resumed(make_vllm: Make, either: Process) -> None:
+    """Its process ended between the pause and the resume of an update."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    either.tell(label=f"areal/{socket.gethostname()}/{ended.pid}/12ab/7")
+    either.post("/pause?mode=abort")
+    rollout = make_vllm(either, version=7, deadline=5)
+    assert either.calls("/resume") == 1
+    (answer,) = run(rollout.generate(PROMPT, endless(3)))
+    assert answer.versions == (7,) * 3
+
+
+def test_server_interrupted_in_an_update_of_another_owner_needs_an_update(make_vllm: Make, vllm: Process) -> None:
+    """A group update that did not end leaves layers without weights."""
+    vllm.tell(label="interrupted")
+    rollout = make_vllm(vllm)
+    with pytest.raises(RuntimeError, match=rf"{vllm.url} was interrupted in an update.*: send an update"):
+        run(rollout.generate(PROMPT, endless(3)))
+    assert vllm.calls(TOKENS) == 0
+    rollout.update(weights(1), 1)
+    (answer,) = run(rollout.generate(PROMPT, endless(3)))
+    assert answer.versions == (1,) * 3
+
+
 def test_owner_notices_that_another_has_taken_its_server(make_vllm: Make, either: Process) -> None:
     first = make_vllm(either)
     run(first.generate(PROMPT, endless(3)))

@@ -231,12 +231,24 @@ def test_requests_fail_over_from_killed_server(
 def test_hanging_server_raises_or_fails_over(
     make: Callable[..., HTTPRollout], servers: list[Process], kind: str
 ) -> None:
+    servers[0].can("/health", body="late", delay=60, times=99)
     servers[0].can(GENERATE[kind], body="late", delay=60, times=3)
     with promptly(), pytest.raises(RuntimeError, match=rf"{servers[0].url}{GENERATE[kind]}: no answer within"):
         run(make(servers[0], timeout=0.3, deadline=0.7).generate(PROMPT, endless(3)))
     servers[0].can(GENERATE[kind], body="late", delay=4)
     (answer,) = run(make(*servers, timeout=0.5).generate(PROMPT, endless(3)))
     assert len(answer.tokens) == 3
+
+
+def test_answer_of_a_healthy_server_may_take_longer_than_timeout_and_deadline(
+    make: Callable[..., HTTPRollout], server: Process, kind: str
+) -> None:
+    rollout = make(server, timeout=0.5, deadline=1.0)
+    server.tell(step_seconds=0.2)
+    background = Background(rollout.generate(PROMPT, endless(12)))
+    background.thread.join(60)
+    assert [len(answer.tokens) for answer in background.answers] == [12]
+    assert (server.calls(GENERATE[kind]), rollout.counts["failed"], rollout.counts["away"]) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
