@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from areal.api.batch import Batch, OutputName
@@ -22,6 +23,7 @@ def default_loss_weight(batch: Batch) -> Tensor:
     With ``target_ids`` ``[T, K]``, a position has a target if any of its ``K`` entries is one.
     """
     if "loss_mask" in batch:
-        return batch["loss_mask"].sum()
+        # In float64: it divides the loss, and rounding would depend on how the batch was cut.
+        return batch["loss_mask"].sum(dtype=torch.float64)
     targets = batch["target_ids"] >= 0
     return (targets if targets.dim() == 1 else targets.any(-1)).sum()

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from pydantic import ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-from areal.api.config_sections import LoRAConfig, MicroBatchSpec, MoEConfig, OptimizerConfig, StrictConfig
+from areal.api.config_sections import LoRAConfig, MicroBatchSpec, MoEConfig, OptimizerConfig, StrictConfig, meant
 from areal.api.parallel import ParallelDims
 from areal.entry_points import ENGINE_GROUP, registered_names
 
@@ -81,6 +81,9 @@ class FSDPConfig(BackendConfig):
     attention: Literal["auto", "packed", "rows"] = Field(
         default="auto",
         description="`packed` concatenates sequences; `rows` pads to one sequence per row; `auto` packs if that is known to be correct.",
+    )
+    text_only: bool = Field(
+        default=False, description="Accept a model that also takes images, videos or sound, and train it on text alone."
     )
     compile: bool = Field(
         default=False, description="Compile each layer with torch.compile, once for micro-batches of every length."
@@ -325,9 +328,10 @@ class TrainEngineConfig(StrictConfig):
             # The backend's engine may be a class that no package registers. Only names are read here: no engine is imported.
             engines = {self.dims.backend, *registered_names(ENGINE_GROUP)}
             if name not in engines:
+                suggestion = meant(name, type(self).model_fields)
                 raise ValueError(
                     f"{name} = {section!r}: Extra inputs are not permitted. It is neither a field nor the section of an engine; engines are "
-                    f"{', '.join(sorted(engines))}"
+                    f"{', '.join(sorted(engines))}{f'; did you mean {suggestion!r}?' if suggestion else ''}"
                 )
             if not isinstance(section, Mapping | BackendConfig):
                 raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +13,49 @@ class StrictConfig(BaseModel):
     """Base class of all configurations: frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suggest_fields(cls, values: Any) -> Any:
+        # A configuration that allows other fields knows them itself.
+        strict = cls.model_config.get("extra") == "forbid" and isinstance(values, Mapping)
+        for name in values if strict else ():
+            if name not in cls.model_fields and (known := meant(name, cls.model_fields)):
+                raise ValueError(f"{cls.__name__} has no field {name!r}: did you mean {known!r}?")
+        return values
+
+
+_OTHER_NAMES = {
+    **{
+        "learning_rate": "lr",
+        "r": "rank",
+        "lora_rank": "rank",
+        "lora_r": "rank",
+        "lora_alpha": "alpha",
+        "use_rslora": "rslora",
+    },
+    **{
+        "model": "path",
+        "model_path": "path",
+        "model_name_or_path": "path",
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+    },
+    **{
+        "max_grad_norm": "gradient_clipping",
+        "lr_scheduler_type": "lr_scheduler",
+        "gradient_checkpointing": "activation_checkpointing",
+    },
+}
+"""Names that other libraries give to fields."""
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that was probably meant by another one, or ``None``."""
+    known = list(known)
+    if _OTHER_NAMES.get(name) in known:
+        return _OTHER_NAMES[name]
+    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
 
 
 class MicroBatchSpec(StrictConfig):
@@ -33,6 +78,10 @@ class MicroBatchSpec(StrictConfig):
     overlong: Literal["error", "alone", "drop"] = Field(
         default="error", description="Treatment of sequences above the budget."
     )
+    equal_batches: Literal["error", "allow"] = Field(
+        default="error",
+        description="Treatment of one batch on all data-parallel ranks, in a call with a loss, which would count it several times.",
+    )
     share_prefixes: bool = Field(
         default=False,
         description="Compute common prefixes of the sequences of a micro-batch once; the budget counts them once.",
@@ -41,7 +90,7 @@ class MicroBatchSpec(StrictConfig):
         default=(), description="Keys with one row per sequence, for tensors whose shape suggests otherwise."
     )
     payloads: tuple[str, ...] = Field(
-        default=(), description="Keys that are lists with one tensor of any size per sample (pixel values)."
+        default=(), description="Keys that are lists with one tensor of any size per sample."
     )
 
 

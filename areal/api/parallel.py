@@ -97,6 +97,14 @@ class ParallelDims:
         """Number of ranks of the layout."""
         return self.dp * self.pp * self.tp * self.cp
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank of the world on the axes over which batches are split, ``pp``, ``dp``, ``cp`` and ``tp``."""
+        places: dict[str, int] = {}
+        # The last axis changes fastest, as in :data:`MESH_AXES`.
+        for axis, degree in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp)):
+            rank, places[axis] = divmod(rank, degree)
+        return places
+
     def degrees(self) -> dict[str, int]:
         """Return degree by letter, as written in a layout without a separate expert side."""
         # Dense layers have dp_shard = d * e data-parallel ranks; the letters are written as factors.

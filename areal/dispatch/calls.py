@@ -35,6 +35,7 @@ from areal.dispatch.rank_calls import (
     Verb,
 )
 from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
+from areal.dispatch.remote.remote_stream import RemoteStream
 from areal.dispatch.shards import ShardPlan, plan_shards
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.engine.loss_call import LossCall
@@ -121,6 +122,9 @@ class Calls:
 
     def take_rank_layouts(self, rank_layouts: list[RankLayout] | None) -> None:
         """Set the places of all ranks in the layout, which an initialized engine has; ``None`` without an engine."""
+        # New processes may be on nodes that do not share the same folders.
+        if self.generation != self.executor.generation:
+            self._shared.clear()
         self._rank_layouts, self.generation = rank_layouts, self.executor.generation
 
     def leave_devices(self) -> None:
@@ -276,33 +280,16 @@ class Calls:
         self.require_rank_layouts()
         key, use = self.new_key("stream"), TABLE[path].use_with({})
         self.run(path, OpenStream(self.verb(path, {}, Returned.RANK_0), key), use=use)
-        return self._chunks(path, key, use)
-
-    def _chunks(self, path: str, key: str, use: Use | None) -> Iterator[NamedTensor]:
-        # The use begins with the first chunk: a stream that is never read must not hold it.
-        with self._during(use):
-            ended = False
-            try:
-                while not ended:
-                    tensors, ended = self.run(path, NextTensors(key, STREAM_BYTES))[0]
-                    yield from tensors
-            finally:
-                if not ended and self.started:
-                    self.run(path, Drop((key,)))
+        return RemoteStream(
+            partial(self._begin, use),
+            lambda: self.run(path, NextTensors(key, STREAM_BYTES))[0],
+            lambda: self.started and self.run(path, Drop((key,))),
+            in_driver=self.executor.in_driver,
+        )
 
     def _begin(self, use: Use | None, *, call: bool = False) -> Turn | None:
         """Begin a use on shared devices. Elsewhere the state of the engine does not move."""
         return None if use is None or self.place is None else self.place.begin(use, call=call)
-
-    @contextmanager
-    def _during(self, use: Use | None) -> Iterator[None]:
-        """Context of a use that several calls share."""
-        begun = self._begin(use)
-        try:
-            yield
-        finally:
-            if begun is not None:
-                begun.end()
 
     @contextmanager
     def context(

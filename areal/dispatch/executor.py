@@ -21,12 +21,16 @@ class Executor(Protocol):
         size: number of ranks.
         generation: number of times that the processes were replaced.
         lost: error that has ended the processes, or ``None``.
+        nodes: name of the node of each rank.
         in_driver: True if the only rank runs in this process, so that a call to it sends nothing.
     """
 
     size: int
     generation: int
     in_driver: bool
+
+    @property
+    def nodes(self) -> tuple[str, ...]: ...
 
     @property
     def lost(self) -> Exception | None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from areal.api import (
     FinetuneSpec,
     Finished,
     NamedTensor,
+    ParallelDims,
     Pending,
     SaveLoadMeta,
     TrainEngine,
@@ -28,7 +30,7 @@ from areal.dispatch.executor import Executor
 from areal.dispatch.in_process import InProcess
 from areal.dispatch.placement.place import Place
 from areal.dispatch.placement.uses import Use
-from areal.dispatch.rank_calls import CarriedState, Destroy, Initialize, Load, MakeTransport
+from areal.dispatch.rank_calls import CarriedState, Destroy, Initialize, Load, MakeTransport, RankLayout
 from areal.dispatch.remote.remote_adapters import GroupAdapters
 from areal.dispatch.remote.remote_transport import GroupTransport
 from areal.dispatch.table import TABLE, Returned
@@ -36,6 +38,8 @@ from areal.dispatch.verbs import DispatchedVerbs
 from areal.engine.options import engine_config
 from areal.engine.registry import engine_class
 from areal.utils.distributed import ControlPlane
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -169,9 +173,18 @@ class WorkerGroup(DispatchedVerbs):
     def _start_initialize(self, spec: FinetuneSpec) -> Pending[None]:
         self._spec, self.version = spec, 0
         work = Initialize(self._calls.name, self.config, spec)
-        return self._calls.start(
-            "initialize", work, self._calls.take_rank_layouts, use=TABLE["initialize"].use_with({})
-        )
+        return self._calls.start("initialize", work, self._initialized, use=TABLE["initialize"].use_with({}))
+
+    def _initialized(self, rank_layouts: list[RankLayout]) -> None:
+        self._calls.take_rank_layouts(rank_layouts)
+        for ranks in tensor_parallel_over_nodes(self.dims, self._executor.nodes):
+            logger.warning(
+                "tensor-parallel ranks %s of %s are on several nodes, so that each layer waits for the network: set "
+                "RayWorkers(processes_per_bundle=%d), or choose a smaller t",
+                ", ".join(map(str, ranks)),
+                self.dims,
+                self.dims.tp,
+            )
 
     def destroy(self) -> None:
         self._call("destroy")
@@ -316,3 +329,17 @@ class WorkerGroup(DispatchedVerbs):
         options = {"folder": folder, "memory": memory, "stacks": stacks}
         with self._calls.context("profile", options, ranks) as by_rank:
             yield {rank: path for folders in by_rank if folders for rank, path in folders.items()}
+
+
+def tensor_parallel_over_nodes(dims: ParallelDims, nodes: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each tensor-parallel group that is not on one node.
+
+    Args:
+        dims: layout.
+        nodes: name of the node of each rank.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(len(nodes)):
+        places = dims.coordinates(rank)
+        groups.setdefault((places["pp"], places["dp"], places["cp"]), []).append(rank)
+    return [ranks for ranks in groups.values() if len({nodes[rank] for rank in ranks}) > 1]

@@ -26,6 +26,7 @@ class InProcess:
 
     size = 1
     in_driver = True
+    nodes = ("",)
     lost: Exception | None = None
 
     def __init__(self) -> None:

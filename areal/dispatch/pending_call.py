@@ -31,28 +31,30 @@ class PendingCall(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         replies = self._replies.result(timeout)
-        raise_errors(replies)
+        error = error_of(replies)
+        if error is not None:
+            raise error
         with self._lock:
             if not self._result:
                 self._result.append(self._finish([reply.value for reply in replies]))
         return self._result[0]
 
 
-def raise_errors(replies: Sequence[Reply]) -> None:
-    """Raise the error of a call, if any rank has one. An engine raises the same error on all ranks; others get the number of their rank.
+def error_of(replies: Sequence[Reply]) -> Exception | None:
+    """Return the error of a call, with the remote traceback as its cause; ``None`` if no rank has one.
 
-    Raises:
-        ValueError, RuntimeError: the error, with the remote traceback as its cause.
+    An engine raises the same error on all ranks; others get the number of their rank.
     """
     failed = [(rank, reply) for rank, reply in enumerate(replies) if reply.kind]
     if not failed:
-        return
+        return None
     first = failed[0][1]
     if first.error is not None and len(replies) == 1:
-        raise first.error
+        return first.error
     same = len(failed) == len(replies) and len({(reply.kind, reply.text) for _, reply in failed}) == 1
     text = first.text if same else "; ".join(f"rank {rank}: {reply.text}" for rank, reply in failed)
     kinds = {reply.kind for _, reply in failed}
-    kind = KINDS[first.kind] if len(kinds) == 1 else RuntimeError
+    error = (KINDS[first.kind] if len(kinds) == 1 else RuntimeError)(text)
     # The longest: on the rank where the error began it also has the cause.
-    raise kind(text) from RemoteTraceback(max((reply.trace for _, reply in failed), key=len))
+    error.__cause__ = RemoteTraceback(max((reply.trace for _, reply in failed), key=len))
+    return error

@@ -17,7 +17,7 @@ from areal.dispatch.in_process import Here
 from areal.dispatch.rank_objects import RankObjects
 from areal.dispatch.table import Returned
 from areal.engine.batch_rules import BatchRules, rules_of
-from areal.engine.registry import create_engine
+from areal.engine.registry import create_engine, engine_class
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,18 @@ class Initialize:
                 f"the engine is already initialized: destroy it, or give another group a name that is not "
                 f"{self.engine!r}: WorkerGroup(name=...)"
             )
-        engine = create_engine(self.config)
+        engine = create_engine(_of_a_rank(self.config))
         engine.initialize(self.spec)
         rank_objects.by_name[self.engine] = engine
         return RankLayout(engine.dp_rank, engine.is_main, rules_of(engine))
+
+
+def _of_a_rank(config: TrainEngineConfig) -> TrainEngineConfig:
+    """Return the configuration of a rank. The driver divides batches, so that equal shards are equal samples, and no mistake."""
+    supported: frozenset[str] = getattr(engine_class(config.dims.backend), "supported_options", frozenset())
+    if not supported & {"mb_spec", "mb_spec.equal_batches"}:
+        return config
+    return config.model_copy(update={"mb_spec": config.mb_spec.model_copy(update={"equal_batches": "allow"})})
 
 
 @dataclass(frozen=True)

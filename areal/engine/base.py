@@ -27,9 +27,8 @@ from areal.api.loss import LossFn, LossObjective, LossWeightFn, Normalization, P
 from areal.api.microbatch import MicroBatch, MicroBatchList
 from areal.api.step_settings import StepSettings
 from areal.engine.batch_rules import BatchRules, check_one_adapter
-from areal.engine.call_gradients import call_gradients
-from areal.engine.components import CallGradients, EngineComponents
-from areal.engine.faults import Faults, check_loss, zero_gradient_loss
+from areal.engine.components import CallGradients, EngineComponents, call_gradients
+from areal.engine.faults import Faults, check_loss, refusing_backward, zero_gradient_loss
 from areal.engine.loss_call import LossCall
 from areal.engine.loss_step import (
     LossStep,
@@ -145,7 +144,7 @@ class BaseTrainEngine(EngineState):
         components = self._require_components()
 
         # 1. Check the batch, cut it into micro-batches, and agree on their number with the other ranks.
-        mbs = self._prepare(batch, call.outputs)
+        mbs = self._prepare(batch, call.outputs, with_loss=True)
         check_one_adapter(mbs.adapters, 1.0 if forward_only else call.normalization, steps=steps)
 
         # 2. Sum the loss weights over micro-batches and ranks: they are what each term of the loss is divided by.
@@ -155,7 +154,8 @@ class BaseTrainEngine(EngineState):
 
         # 3. Run all micro-batches forward and backward. Meanwhile, routers add the gradient of the balancing losses.
         # 4. For each micro-batch, the process function calls the loss function and divides its terms.
-        process = LossStep(call.loss_fn, weights, divisors, call.loss_weight, call.returns)
+        loss_fn = self._additivity.watching(call.loss_fn, call.weight_fn) if self._sync.speaks else call.loss_fn
+        process = LossStep(loss_fn, weights, divisors, call.loss_weight, call.returns)
         with components.routing.counting(
             divisors, call.loss_weight * components.schedule.grad_scale(len(mbs))
         ) as routed:
@@ -189,22 +189,37 @@ class BaseTrainEngine(EngineState):
             config.value_head,
             components.routing.rules,
             components.adapters is not None,
+            components.media_tokens,
         )
 
-    def _prepare(self, batch: BatchInput, outputs: Outputs) -> MicroBatchList:
+    def _prepare(self, batch: BatchInput, outputs: Outputs, *, with_loss: bool = False) -> MicroBatchList:
         components, rules = self._require_components(), self.batch_rules
         schedule = components.schedule
         adapters = () if components.adapters is None else components.adapters.names
         plan_here = functools.partial(rules.plan, batch, outputs, adapters=adapters)
-        plan, n_mbs, longest = self._sync.plan(plan_here, schedule)
+        agreed = self._sync.plan(plan_here, schedule, with_loss=with_loss)
+        self._warn_of_context(agreed.longest)
         # A pipeline sends hidden states of one shape.
-        padded_length = longest if schedule.equal_lengths else None
+        padded_length = agreed.padded_length if schedule.equal_lengths else None
         # Index tensors that the model needs are copied to the device together with the batch.
         layout = functools.partial(StreamLayout.of, cp=components.context_parallel, rows=components.rows)
         with self._ending_on_error():
-            return plan.build(
-                n_mbs=n_mbs, device=self.device, padded_length=padded_length, layout=layout, adapters=adapters
+            return agreed.plan.build(
+                n_mbs=agreed.n_mbs, device=self.device, padded_length=padded_length, layout=layout, adapters=adapters
             )
+
+    def _warn_of_context(self, longest: int) -> None:
+        """Warn of the first sequence that is longer than those for which the model was made."""
+        positions = self._require_components().max_positions
+        if positions is not None and longest > positions and not self._warned_of_context:
+            self._warned_of_context = True
+            if self.control.rank == 0:
+                logger.warning(
+                    "a sequence has %d tokens, and the model was made for %d (max_position_embeddings): its log-probs may be meaningless "
+                    "after that; shorten the sequences, or extend the model's context in config.json",
+                    longest,
+                    positions,
+                )
 
     # ---- step 2: weights
 
@@ -277,7 +292,7 @@ class BaseTrainEngine(EngineState):
             loss, result = None, None
             # A fault must not leave the other ranks in a collective: stay in step, add nothing, and raise at the end.
             if not mb.filler and faults.first is None:
-                with faults.deferred():
+                with faults.deferred(), refusing_backward(tokens):
                     returned, result = process_output(tokens, mb)
                     loss = None if forward_only else check_loss(returned, mb)
             if forward_only:

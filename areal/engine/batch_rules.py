@@ -24,6 +24,7 @@ class BatchRules:
         value_head: True if the model has a value head.
         routing: rules for the recorded routing of experts.
         adapters: True if the engine has adapters, which samples may name.
+        media_tokens: token ids that stand for an image, a video or sound.
     """
 
     spec: MicroBatchSpec
@@ -32,6 +33,7 @@ class BatchRules:
     value_head: bool
     routing: RoutingRules
     adapters: bool = False
+    media_tokens: frozenset[int] = frozenset()
 
     def check_outputs(self, outputs: Outputs) -> None:
         """Check that the model has the requested outputs.
@@ -59,6 +61,7 @@ class BatchRules:
         self.check_outputs(outputs)
         plan = plan_batch(batch, self.spec, align=self.align, vocab_size=self.vocab_size, trees=trees)
         _check_temperature(plan)
+        _check_media_tokens(plan, self.media_tokens)
         self.routing.check(plan)
         if plan.adapters is not None and not self.adapters:
             raise ValueError(
@@ -78,6 +81,20 @@ def _check_temperature(plan: BatchPlan) -> None:
     temperature = {**plan.tokens, **plan.sequences}.get("temperature")
     if temperature is not None and ("temperature" in plan.tokens or temperature.dim() != 1):
         raise ValueError("key 'temperature' is not one number per sequence: pass [B], or a scalar in each sample")
+
+
+def _check_media_tokens(plan: BatchPlan, media_tokens: frozenset[int]) -> None:
+    """Raise if a token stands for an image, a video or sound: the model would see its embedding in place of them.
+
+    Raises:
+        ValueError: names the token.
+    """
+    for token in media_tokens if plan.n_mbs else ():
+        if bool((plan.tokens["input_ids"] == token).any()):
+            raise ValueError(
+                f"input_ids has the token {token}, which stands for an image, a video or sound: engines train on text alone; leave such "
+                "samples out"
+            )
 
 
 def _check_indices(indices: Sequence[int], names: Sequence[str]) -> None:

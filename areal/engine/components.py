@@ -150,6 +150,8 @@ class EngineComponents:
         memory: moves tensors to host memory.
         gradients: of what is trained, the model or its adapters.
         vocab_size: upper bound of token ids.
+        max_positions: length of the sequences for which the model was made, in tokens; ``None`` if unknown.
+        media_tokens: token ids that stand for an image, a video or sound.
         rows: whether the model runs one sequence per row instead of packed sequences.
         token_split: number of ranks over which each context-parallel rank's tokens are split again, by sequence parallelism.
         routing: balancing losses, replay and load of experts.
@@ -167,6 +169,8 @@ class EngineComponents:
     memory: Memory
     gradients: Gradients
     vocab_size: int
+    max_positions: int | None = None
+    media_tokens: frozenset[int] = frozenset()
     rows: bool = False
     token_split: int = 1
     routing: ExpertRouting = field(default_factory=no_experts)
@@ -205,3 +209,41 @@ class EngineComponents:
             if component.name != "closed":
                 delattr(self, component.name)
         self.closed = True
+
+
+class AllGradients:
+    """The gradients of what is trained. An error discards all that are pending.
+
+    Implements :class:`CallGradients`.
+    """
+
+    on_error = "all pending gradients were discarded; the engine can be used for the next call"
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients, self._state = gradients, gradients.state
+
+    def begin(self) -> None:
+        self._gradients.before_backward()
+        # A reduction that was complete is not any more, even if the call is interrupted.
+        self._state.set(accumulated=self._state.accumulated)
+
+    def added(self) -> None:
+        self._state.set(accumulated=True)
+
+    def undo(self) -> None:
+        self._gradients.zero()
+        self._state.set(accumulated=False)
+
+    def end(self) -> None:
+        pass
+
+
+def call_gradients(components: EngineComponents, adapters: tuple[str, ...] | None) -> CallGradients:
+    """Return the gradients that a call adds: those of the adapters that its samples name, or of what is trained.
+
+    Raises:
+        RuntimeError: nothing is trained, inside ``reference()``.
+    """
+    if adapters is None or components.adapters is None:
+        return AllGradients(components.gradients)
+    return components.adapters.gradients_of(adapters)

@@ -53,6 +53,30 @@ class Faults:
         self.first = self.first or locate(error, self.current_mb)
 
 
+@contextlib.contextmanager
+def refusing_backward(outputs: TokenOutputs) -> Iterator[None]:
+    """Refuse a backward into the model inside, before it has begun: a loss function returns its loss, and the engine calls backward.
+
+    Gradients with respect to outputs (``torch.autograd.grad``) are computed.
+
+    Raises:
+        ValueError: something inside calls backward.
+    """
+
+    def refuse(_: tuple[Tensor, ...]) -> None:
+        raise ValueError(
+            "loss_fn called backward itself: return the loss, a scalar tensor, for which the engine calls backward"
+        )
+
+    nodes = {x.grad_fn for x in _leaves(outputs) if x.grad_fn is not None}
+    hooks = [node.register_prehook(refuse) for node in nodes]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def check_loss(loss: Tensor | None, mb: MicroBatch) -> Tensor | None:
     """Return the loss if backward can start from it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from areal.api.batch import OptimStats
 from areal.api.config import OptimizerConfig
 from areal.api.step_settings import StepSettings
+from areal.utils.distributed import rank_in_world
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -113,6 +117,7 @@ class ClippingOptimizer(Generic[Inner]):
         self._global_norm = global_norm
         self._scale_grads = scale_grads
         self._base_lr = config.lr
+        self._warned_of_end = False
         self.steps = 0
 
     @property
@@ -148,6 +153,8 @@ class ClippingOptimizer(Generic[Inner]):
         norm = self._global_norm().item()
         if not math.isfinite(norm):
             return OptimStats(grad_norm=norm, lr=lr, update_successful=False)
+        if settings.lr is None and not lr_factor(self.steps, self._config, self._total_steps):
+            self._warn_of_end()
         limit = self._config.gradient_clipping if settings.gradient_clipping is None else settings.gradient_clipping
         # The same small constant as in torch.nn.utils.clip_grad_norm_, so that both give the same numbers.
         if limit is not None and limit / (norm + 1e-6) < 1:
@@ -156,6 +163,18 @@ class ClippingOptimizer(Generic[Inner]):
             self.inner.step()
         self.steps += 1
         return OptimStats(grad_norm=norm, lr=lr, update_successful=True)
+
+    def _warn_of_end(self) -> None:
+        """Warn of the first step after the end of the schedule, which changes nothing."""
+        if not self._warned_of_end and rank_in_world() == 0:
+            logger.warning(
+                "optimizer step %d has a learning rate of 0, as all steps after FinetuneSpec.total_train_steps = %d with "
+                "optimizer.lr_scheduler = %r: raise total_train_steps, or set optimizer.min_lr_ratio",
+                self.steps + 1,
+                self._total_steps,
+                self._config.lr_scheduler,
+            )
+        self._warned_of_end = True
 
     @contextlib.contextmanager
     def _in_groups(self, settings: Mapping[str, Any]) -> Iterator[None]:
@@ -170,9 +189,26 @@ class ClippingOptimizer(Generic[Inner]):
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
 
+    def _settings(self) -> dict[str, Any]:
+        """Return everything that the configuration says about the optimizer and its schedule."""
+        return self._config.model_dump() | {"total_train_steps": self._total_steps}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule. The moments are in ``inner``."""
-        return {"steps": self.steps, "base_lr": self._base_lr}
+        return {"steps": self.steps, "base_lr": self._base_lr, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self._base_lr = int(state["steps"]), float(state["base_lr"])
+        """Continue from a state. Settings that the configuration has changed since then take effect, and are logged.
+
+        The base learning rate is that of the state, which :meth:`set_lr` may have changed, unless the configuration has another ``lr`` now.
+        """
+        # States of earlier releases are without settings.
+        saved, now = state.get("settings", {}), self._settings()
+        changed = {name: (value, now[name]) for name, value in saved.items() if now.get(name, value) != value}
+        if changed and rank_in_world() == 0:
+            logger.warning(
+                "the checkpoint was saved with other settings than this run has, whose own take effect: %s",
+                ", ".join(f"{name} = {mine!r} (saved: {other!r})" for name, (other, mine) in changed.items()),
+            )
+        self.steps = int(state["steps"])
+        self._base_lr = self._config.lr if "lr" in changed else float(state["base_lr"])

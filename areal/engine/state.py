@@ -22,12 +22,13 @@ from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
 from areal.api.weights import NamedTensor
+from areal.engine.additivity import AdditivityProbe
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
 from areal.utils import platform
-from areal.utils.distributed import ControlPlane, EngineLostError, init_default_group
+from areal.utils.distributed import ControlPlane, EngineLostError, init_default_group, rank_in_world
 from areal.utils.group_set import GroupSet
 from areal.utils.mesh import build_batch_mesh, describe_mesh, release_groups
 from areal.utils.profiling.phase_timer import PhaseTimer
@@ -82,6 +83,8 @@ class EngineState(TrainEngine):
         self._closers: list[Callable[[], None]] = []  # release references to them; called in reverse order
         self._started = False
         self._device_memory = 0  # bytes of the smallest device of all ranks
+        self._additivity = AdditivityProbe()
+        self._warned_of_context = False
         self._moved: Counter[str] = Counter()  # bytes moved since the last step, by name of the metric
 
     def initialize(self, spec: FinetuneSpec) -> None:
@@ -105,7 +108,8 @@ class EngineState(TrainEngine):
         self.mesh = build_batch_mesh(self.dims, self.device.type, self._groups)
         self._closers = [functools.partial(release_groups, self.mesh)]
         self._stages = Stages(self.mesh["pp"], self._last_stage)
-        self._sync = StepSync(self.control, self.mesh, self._last_stage)
+        equal_batches = self.config.mb_spec.equal_batches == "allow"
+        self._sync = StepSync(self.control, self.mesh, self._last_stage, equal_batches=equal_batches)
         seed_everything(self.config.seed + self.dp_rank)
         # Choices that depend on memory must be equal on all ranks.
         self._device_memory = min(self.control.gather(platform.total_memory(self.device)))
@@ -213,7 +217,8 @@ class EngineState(TrainEngine):
 
     @property
     def dp_rank(self) -> int:
-        return self.mesh["dp"].get_local_rank()
+        # Of the layout, so that a loader can be made before the engine is initialized.
+        return self.dims.coordinates(rank_in_world())["dp"]
 
     @property
     def dp_size(self) -> int:
@@ -225,7 +230,8 @@ class EngineState(TrainEngine):
 
     @property
     def is_main(self) -> bool:
-        return all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
+        coordinates = self.dims.coordinates(rank_in_world())
+        return not any(coordinates[axis] for axis in ("pp", "cp", "tp"))
 
     def set_version(self, version: int) -> None:
         self.version = version

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -27,6 +27,33 @@ _T = TypeVar("_T")
 _Message = TypeVar("_Message")
 
 
+class AgreedPlan(NamedTuple):
+    """What all ranks know before a call.
+
+    Attributes:
+        plan: this rank's batch, checked and packed.
+        n_mbs: number of micro-batches on every rank.
+        padded_length: largest padded length of a micro-batch of any rank, in tokens.
+        longest: length of the longest sequence of any rank, in tokens.
+    """
+
+    plan: BatchPlan
+    n_mbs: int
+    padded_length: int
+    longest: int
+
+
+class _Description(NamedTuple):
+    """What a rank tells the others of its batch. ``digest`` is 0 where no rank compares it."""
+
+    n_mbs: int
+    padded_length: int
+    longest: int
+    digest: int
+    dropped: int
+    named: frozenset[int] | None
+
+
 class StepSync:
     """Exchanges of a step over an engine's control plane. Every method, and the constructor, is collective.
 
@@ -37,9 +64,10 @@ class StepSync:
         control: control plane over all ranks of the engine.
         mesh: batch mesh of the engine.
         last_stage: pipeline rank of the last stage, which computes the losses.
+        equal_batches: all data-parallel ranks may pass one batch to a call with a loss.
     """
 
-    def __init__(self, control: ControlPlane, mesh: DeviceMesh, last_stage: int) -> None:
+    def __init__(self, control: ControlPlane, mesh: DeviceMesh, last_stage: int, *, equal_batches: bool) -> None:
         self._control = control
         coordinate = {axis: mesh[axis].get_local_rank() for axis in ("dp", "pp", "cp", "tp")}
         counts_stage = coordinate["cp"] == coordinate["tp"] == 0
@@ -48,38 +76,59 @@ class StepSync:
         # By rank: data-parallel rank; whether the rank counts its shard; whether it counts its stage.
         self._dp_ranks, self._counts_shard, self._counts_stage = zip(*roles, strict=True)
         self._batch_is_shared = not all(self._counts_shard)
+        # Ranks that have passed different batches once do divide the data: equal batches are a coincidence then.
+        self._data_are_divided = equal_batches or len(set(self._dp_ranks)) == 1
 
-    def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule) -> tuple[BatchPlan, int, int]:
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank computes losses and speaks for the first data-parallel rank in the log."""
+        rank = self._control.rank
+        return self._counts_shard[rank] and self._dp_ranks[rank] == 0
+
+    def plan(self, plan_here: Callable[[], BatchPlan], schedule: Schedule, *, with_loss: bool) -> AgreedPlan:
         """Check and pack this rank's batch, and agree on the number of micro-batches.
 
         Args:
             plan_here: function that checks and packs. Its errors are raised on every rank.
-
-        Returns:
-            The plan, the number of micro-batches on every rank, and the largest padded length of any rank.
+            schedule: decides on the number of micro-batches.
+            with_loss: the call has a loss, which would count one batch on all data-parallel ranks several times.
 
         Raises:
-            ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches, the batches of some ranks
-                only name adapters, or the global batch is empty.
+            ValueError: the batch of a rank is wrong, ranks of one data-parallel coordinate have different batches or all coordinates have the
+                same one, the batches of some ranks only name adapters, or the global batch is empty.
         """
+        compares = with_loss and not self._data_are_divided
 
-        def plan_and_describe() -> tuple[BatchPlan, tuple[int, int, int, int, frozenset[int] | None]]:
+        def plan_and_describe() -> tuple[BatchPlan, _Description]:
             plan = plan_here()
-            digest = plan.digest() if self._batch_is_shared else 0
-            return plan, (plan.n_mbs, plan.padded_length, digest, len(plan.dropped), plan.named)
+            digest = plan.digest() if self._batch_is_shared or compares else 0
+            longest = max((plan.form.seqlens[i] for members in plan.bins for i in members), default=0)
+            return plan, _Description(plan.n_mbs, plan.padded_length, longest, digest, len(plan.dropped), plan.named)
 
         plan, descriptions = self._exchange(plan_and_describe)
-        counts, lengths, digests, dropped, named = zip(*descriptions, strict=True)
+        counts, lengths, longest, digests, dropped, named = zip(*descriptions, strict=True)
         self._check_same_batch(digests)
         if not any(counts):
             raise empty_batch(sum(self._once_per_shard(dropped)))
+        if compares:
+            self._check_divided(counts, digests)
         plan = plan.naming(_named_by_any(counts, named))
         # A rank without micro-batches does not know the keys from which fillers are built: they are those of the first rank that has some.
         if not all(counts):
             first = next(rank for rank, count in enumerate(counts) if count)
             keys = self._control.gather(plan.keys if self._control.rank == first else None)
             plan = plan.beside_idle_ranks(keys[first])
-        return plan, schedule.round_up(max(1, *counts)), max(lengths)
+        return AgreedPlan(plan, schedule.round_up(max(1, *counts)), max(lengths), max(longest))
+
+    def _check_divided(self, counts: Sequence[int], digests: Sequence[int]) -> None:
+        """Raise if all data-parallel ranks with samples, of which there are several, have one batch."""
+        filled = [digest for count, digest in self._once_per_shard(list(zip(counts, digests, strict=True))) if count]
+        if len(filled) > 1 and len(set(filled)) == 1:
+            raise ValueError(
+                f"all {len(filled)} data-parallel ranks passed the same batch, so that each sample would count {len(filled)} times: divide the "
+                "data by engine.dp_rank and engine.dp_size, or set MicroBatchSpec.equal_batches='allow'"
+            )
+        self._data_are_divided = len(filled) > 1
 
     def _check_same_batch(self, digests: tuple[int, ...]) -> None:
         first_ranks: dict[int, int] = {}  # by data-parallel rank

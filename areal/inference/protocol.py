@@ -115,6 +115,22 @@ class Completion:
         )
 
 
+def checked_prompt(prompt_ids: collections.abc.Sequence[int]) -> list[int]:
+    """Return a prompt as a list of token ids.
+
+    Raises:
+        ValueError: it is empty, or text.
+    """
+    if isinstance(prompt_ids, str):
+        raise ValueError(
+            f"prompt_ids is the text {prompt_ids[:20]!r}...: pass token ids, such as those of tokenizer.apply_chat_template(..., tokenize=True)"
+        )
+    prompt = [int(token) for token in prompt_ids]
+    if not prompt:
+        raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
+    return prompt
+
+
 class RolloutClient(Protocol):
     """Interface through which an episode generates."""
 

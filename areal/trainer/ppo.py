@@ -21,6 +21,7 @@ from areal.trainer.rollout.plan import Group
 from areal.trainer.rollout.report import RolloutReport, disagreement
 from areal.trainer.rollout.runner import Runner
 from areal.trainer.rollout.sampling_check import SamplingCheck
+from areal.trainer.rollout.weights_check import WeightsCheck
 from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Updates:
         skip_flat: do not train on groups whose rewards are all equal. Their group-relative advantages are 0, but they cost as much compute
             as other groups. They still count in the reported rewards; a KL penalty does not see them.
         max_empty_steps: number of steps in a row without a trained token, after which the run ends; ``None`` for no limit.
+        max_error_growth: factor by which ``rollout/logprob_error`` may exceed that of the first batch, at staleness 0, while it grows in
+            three steps in a row; more end the run: the rollout does not generate with the weights that it was sent. ``None`` for no limit.
 
     Raises:
         ValueError: a number is out of range.
@@ -73,12 +76,15 @@ class Updates:
     skip_flat: bool = False
     mask_truncated: bool = False
     max_empty_steps: int | None = 10
+    max_error_growth: float | None = 10.0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "minibatches", "max_tokens", "max_empty_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"Updates.{name} = {value}: it must be at least 1")
+        if self.max_error_growth is not None and not self.max_error_growth > 1:
+            raise ValueError(f"Updates.max_error_growth = {self.max_error_growth}: it must be above 1, or None")
 
 
 class PPOOptions(TypedDict, total=False):
@@ -163,6 +169,7 @@ class PPOTrainer:
             recompute_logprobs=self.updates.recompute_logprobs,
             warns=self._warns,
         )
+        self._check_rollout_weights = WeightsCheck(self.updates.max_error_growth)
         self._exchange = RolloutExchange(runner, engine.dp_rank)
 
     # ---- the run
@@ -211,6 +218,7 @@ class PPOTrainer:
         # A copy of the rollout's log-probs says nothing about the trainer.
         if self.updates.recompute_logprobs:
             scalars |= disagreement(samples, self.engine.global_sum)
+            self._check_rollout_weights(scalars)
         timer.lap("score")
         # 3. Optimizer steps.
         with self._profile.step(self.engine):
@@ -332,11 +340,12 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, including rollouts not trained on yet. Collective; equal on all ranks."""
-        return {"step": self.step, "runner": self._exchange.runner_state()}
+        return {"step": self.step, "runner": self._exchange.runner_state()} | self._check_rollout_weights.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state of :meth:`state_dict`, on the same or another number of ranks."""
         self.step = state["step"]
+        self._check_rollout_weights.load_state_dict(state)
         set_runner_state(self.runner, state["runner"])
 
     def refresh_reference(self, folder: str | Path) -> None:

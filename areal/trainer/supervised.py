@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from areal.api import StepOutput, TrainEngine
+from areal.api import Stateful, StepOutput, TrainEngine
 from areal.trainer.checkpoints import Checkpoints
 from areal.trainer.losses import Objective, sft_objective
 from areal.trainer.monitoring import StepProfile, Tracker, Trackers, step_scalars
@@ -38,6 +38,9 @@ class SupervisedTrainer:
 
     Attributes:
         step: number of optimizer steps taken.
+
+    Raises:
+        ValueError: ``loader`` has no state.
     """
 
     def __init__(
@@ -51,6 +54,11 @@ class SupervisedTrainer:
         checkpoints: Checkpoints | None = None,
         profile: str | Path | None = None,
     ) -> None:
+        if not isinstance(loader, Stateful):
+            raise ValueError(
+                f"loader is a {type(loader).__name__}, which has no state_dict: make it with areal.utils.data.sharded_loader, which divides "
+                "the data over ranks and resumes"
+            )
         self.engine = engine
         self.objective = objective
         self.step = 0

@@ -37,6 +37,20 @@ class StateLostError(RuntimeError):
     """Work failed after it had destroyed state of the engine. It ends the engine also on a single rank."""
 
 
+TORCHRUN_VARIABLES = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    }
+)
+"""Environment variables that :func:`enter_world` sets."""
+
+
 def init_default_group() -> None:
     """Start the default process group, unless it runs: from torchrun's variables, or else with this process alone.
 
@@ -57,6 +71,11 @@ def init_default_group() -> None:
             "ranks %s share a GPU: collectives run over gloo, through host memory",
             "; ".join(", ".join(map(str, ranks)) for ranks in placement.shared),
         )
+
+
+def rank_in_world() -> int:
+    """Return the rank of this process, also before the default process group exists; 0 for a process alone."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def enter_world(rank: int, size: int, local: tuple[int, int], address: str, port: int) -> None:

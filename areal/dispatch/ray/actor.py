@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from torch.distributed import TCPStore
 
 from areal.dispatch.executor import Handle, Work
@@ -19,6 +20,9 @@ from areal.dispatch.ray.results import seal
 from areal.dispatch.wire import Packed
 from areal.utils.distributed import enter_world
 from areal.utils.platform import gpu_uuids
+
+_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
+"""Beginnings of lines that Ray itself writes."""
 
 FRAMES = 4
 """Innermost frames of a position that an error shows."""
@@ -120,16 +124,24 @@ class RankProcess:
 
     # ---- calls
 
-    def run(self, what: str, work: Work, argument: Any) -> Reply:
-        """Run a call. An error in it, or in sending its result, becomes part of the reply."""
+    def run(self, what: str, pickled: bytes, argument: Any) -> Reply:
+        """Run a call. An error in it, or in sending its result, becomes part of the reply.
+
+        Args:
+            what: name of the call, for errors.
+            pickled: work of the call, pickled once for all ranks.
+            argument: of this rank.
+        """
         self._calls, self._thread = self._calls + 1, threading.get_ident()
+
+        def sealed(objects: RankObjects, value: Any) -> Packed:
+            work: Work = cloudpickle.loads(pickled)
+            return seal(work(objects, value), f"the result of {what} on rank {objects.rank}", self._max_result_bytes)
+
         try:
-            return reply_to(lambda place, value: self._sealed(what, work(place, value)), self._objects, argument)
+            return reply_to(sealed, self._objects, argument)
         finally:
             self._thread = None
-
-    def _sealed(self, what: str, value: Any) -> Packed:
-        return seal(value, f"the result of {what} on rank {self._objects.rank}", self._max_result_bytes)
 
     # ---- questions, answered while a call runs
 
@@ -187,7 +199,8 @@ def last_lines(files: tuple[str, ...], lines: int = 20, nbytes: int = 2**16) -> 
         try:
             with open(file, "rb") as handle:
                 handle.seek(max(0, os.path.getsize(file) - nbytes))
-                texts.append("\n".join(handle.read().decode(errors="replace").splitlines()[-lines:]))
+                printed = handle.read().decode(errors="replace").splitlines()
+                texts.append("\n".join([line for line in printed if not line.startswith(_MARKERS)][-lines:]))
         except OSError:
             continue
     return "\n".join(text for text in texts if text)

@@ -132,26 +132,40 @@ def explain(demand: Demand, nodes: Sequence[Mapping[str, Any]], free: Resources)
     )
 
 
-def check_bundles(demand: Demand, bundles: Sequence[Resources]) -> None:
+def default_resources(cluster: Resources) -> dict[str, float]:
+    """Return the resources of a process that names none: training on CPUs beside idle GPUs would be a mistake.
+
+    Args:
+        cluster: resources of the cluster.
+    """
+    return {"CPU": 1.0} | ({"GPU": 1.0} if cluster.get("GPU", 0) > 0 else {})
+
+
+def check_bundles(demand: Demand, bundles: Sequence[Resources], chosen: Sequence[int] | None = None) -> None:
     """Check that a placement group of the caller has room.
 
     Args:
         demand: processes to place.
         bundles: resources of each bundle of the placement group.
+        chosen: bundles to use; ``None`` for the first ones.
 
     Raises:
         ValueError: it has too few bundles, or a bundle has too few resources.
     """
-    needed = demand.bundles
-    if len(bundles) < len(needed):
+    needed, available = demand.bundles, range(len(bundles))
+    chosen = available if chosen is None else chosen
+    if len(set(chosen)) < len(chosen) or not set(chosen) <= set(available):
+        raise ValueError(f"bundles = {list(chosen)}: name each once, from 0 to {len(bundles) - 1}")
+    if len(chosen) < len(needed):
+        what = "placement_group has" if chosen is available else "bundles names"
         raise ValueError(
-            f"placement_group has {len(bundles)} bundles, and size = {demand.size} with processes_per_bundle = {demand.processes_per_bundle} "
-            f"needs {len(needed)}: make a placement group with one bundle for each {demand.processes_per_bundle} ranks"
+            f"{what} {len(chosen)} bundles, and size = {demand.size} with processes_per_bundle = {demand.processes_per_bundle} "
+            f"needs {len(needed)}: one bundle for each {demand.processes_per_bundle} ranks"
         )
-    for index, (bundle, its) in enumerate(zip(bundles, needed, strict=False)):
-        if any(bundle.get(name, 0) < quantity for name, quantity in its.items()):
+    for index, its in zip(chosen, needed, strict=False):
+        if any(bundles[index].get(name, 0) < quantity for name, quantity in its.items()):
             raise ValueError(
-                f"placement_group: bundle {index} has {_show(bundle)}, and {demand.processes_per_bundle} processes with resources = "
+                f"placement_group: bundle {index} has {_show(bundles[index])}, and {demand.processes_per_bundle} processes with resources = "
                 f"{_show(demand.resources)} each need {_show(its)}"
             )
 

@@ -31,6 +31,12 @@ class Start:
     port: int | None
     environment: Mapping[str, str]
     placement_group: PlacementGroup | None
+    bundles: tuple[int, ...] | None
+
+    def bundle(self, number: int) -> int:
+        """Return the index of the bundle of the process with this number."""
+        index = number // self.demand.processes_per_bundle
+        return index if self.bundles is None else self.bundles[index]
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def start_processes(start: Start) -> Processes:
         group = owned = reserve(start.demand, start.start_seconds)
     else:
         group, owned = start.placement_group, None
-        check_bundles(start.demand, group.bundle_specs)
+        check_bundles(start.demand, group.bundle_specs, start.bundles)
         if not group.wait(max(1, round(start.start_seconds))):
             raise RuntimeError(
                 f"placement_group was not placed within start_seconds = {start.start_seconds:g} s: make another, or wait for it before"
@@ -72,7 +78,7 @@ def start_processes(start: Start) -> Processes:
     actors: list[Any] = []
     try:
         for number in range(start.demand.size):
-            actors.append(_new_actor(start, group, number // start.demand.processes_per_bundle))
+            actors.append(_new_actor(start, group, start.bundle(number)))
         return _join(start, actors, owned)
     except BaseException:
         _end(actors, owned)

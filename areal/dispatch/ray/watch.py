@@ -1,23 +1,26 @@
-"""Replies of the ranks: a thread waits for any of them, and notices the loss of a process and hangs."""
+"""Replies of the ranks: one thread receives them for all calls, and notices the loss of a process and hangs."""
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
-from ray import ObjectRef
+from ray import ObjectRef, cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Work
+from areal.dispatch.pending_call import error_of
 from areal.dispatch.rank_objects import Reply
 from areal.dispatch.ray.actor import StackPosition, last_lines
 from areal.dispatch.ray.processes import Processes
@@ -26,28 +29,29 @@ from areal.dispatch.ray.results import unseal
 SILENT_SECONDS = 5.0
 """Limit for ranks that do not move once the engine of another rank has reported a lost rank."""
 
-
-CALL_SECONDS = 0.5
-"""Time for a running call to report the end of a process."""
-
 JOIN_SECONDS = 10.0
-"""Limit for a thread to be done with Ray, which may not reply any more."""
+"""Limit for the thread to be done with Ray, which may not reply any more."""
+
+INLINE_BYTES = 64 * 2**10
+"""Size of pickled work above which it is stored once, and not sent to each rank by itself."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without movement after which ranks count as hung.
+    """Seconds after which ranks count as hung.
 
     Attributes:
-        hang_seconds: while no rank has failed.
-        grace_seconds: once another rank has answered the call with an error.
+        hang_seconds: without movement, while no rank has failed.
+        grace_seconds: without movement, once another rank has answered the call with an error.
+        ping_seconds: without an answer to the question where a rank is.
     """
 
     hang_seconds: float
     grace_seconds: float
+    ping_seconds: float = 45.0
 
     def of(self, replies: Sequence[Reply | None]) -> float:
-        """Return the limit of a call.
+        """Return the limit of a call for ranks that do not move.
 
         Args:
             replies: by rank, ``None`` for those that still work.
@@ -60,41 +64,44 @@ class Limits:
 
 @dataclass
 class Sign:
-    """The last sign of life of a rank within a call.
+    """The last sign of life of a rank.
 
     Attributes:
-        asked: question without a reply so far.
+        asked: True if a question has no answer so far.
         mark, stack: its last position.
-        heard: time of the last reply.
+        heard: time of the last answer.
         moved: time at which the position last changed.
     """
 
-    heard: float
-    moved: float
-    asked: ObjectRef | None = None
+    heard: float = 0.0
+    moved: float = 0.0
+    asked: bool = False
     mark: int | None = None
     stack: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
-    """A call on all ranks, with the replies to come."""
+    """A call on all ranks, with the replies so far."""
 
     what: str
-    refs: list[ObjectRef]
+    replies: list[Reply | None]
     future: Future[list[Reply]] = field(default_factory=Future)
 
 
 class Loss(Exception):
-    """Ends the wait for a call: a process is lost, or all are."""
+    """Ends all calls: a process is lost, or all are."""
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, *, died: bool = False) -> None:
         super().__init__(reason)
-        self.rank, self.reason = rank, reason
+        self.rank, self.reason, self.died = rank, reason, died
 
 
 class Watch:
     """Sends calls to all ranks, in one order, and completes their futures. After a loss it ends all processes.
+
+    Everything that arrives is an event in one queue: a call, a reply, the position of a rank, the end of a process. One thread takes them in
+    turn.
 
     Args:
         processes: processes of the ranks.
@@ -107,17 +114,17 @@ class Watch:
     def __init__(self, processes: Processes, limits: Limits) -> None:
         self._processes, self._limits = processes, limits
         self.error: Exception | None = None
-        self._ended: list[Call] = []
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Held while a call is submitted to all ranks: all of them get the calls of several threads in one order.
         self._lock = threading.Lock()
-        self._over = threading.Event()  # the processes have ended
-        self._threads = [
-            threading.Thread(target=self._work, name="areal-ray-watch", daemon=True),
-            threading.Thread(target=self._guard, name="areal-ray-guard", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        # Of the thread: calls with replies to come, in the order in which the ranks run them, and signs of life by rank.
+        self._running: list[Call] = []
+        self._signs = [Sign() for _ in processes.actors]
+        self._limit, self._tick = limits.hang_seconds, 0.0
+        for rank, actor in enumerate(processes.actors):
+            self._deliver(actor.live.remote(), partial(self._take_end, rank))
+        self._thread = threading.Thread(target=self._work, name="areal-ray-watch", daemon=True)
+        self._thread.start()
 
     def submit(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         """Send a call to all ranks.
@@ -129,33 +136,34 @@ class Watch:
         with self._lock:
             if self.error is not None:
                 raise RuntimeError(f"{what} cannot run: {self.error}")
-            refs: list[ObjectRef] = []
+            call = Call(what, [None] * len(arguments))
+            sent = 0
             try:
-                for actor, argument in zip(self._processes.actors, arguments, strict=True):
-                    refs.append(actor.run.remote(what, work, argument))
+                pickled = cloudpickle.dumps(work)
+                shared = ray.put(pickled) if len(pickled) > INLINE_BYTES else pickled
+                for rank, (actor, argument) in enumerate(zip(self._processes.actors, arguments, strict=True)):
+                    reply = actor.run.remote(what, shared, argument)
+                    if not sent:
+                        self._events.put(partial(self._take_call, call))
+                    sent += 1
+                    self._deliver(reply, partial(self._take_reply, call, rank))
             except Exception as error:
-                if not refs:
+                if not sent:
                     raise ValueError(f"the arguments of {what} cannot be sent to the ranks: {error}") from error
                 # Some ranks run the call and would wait for the others.
                 failure = RuntimeError(f"{what} was sent to some ranks only: {error}: call restart()")
-                self._ended.append(Call(what, refs))
-                self._finish(failure)
-                raise failure from error
-            call = Call(what, refs)
-            self._calls.put(call)
+                raise self._finish(failure) from error
         return call.future
 
     def end(self, error: Exception) -> None:
         """End all processes. Calls that still run raise ``error``, and later ones a ``RuntimeError`` with its text."""
         with self._lock:
             self._finish(error)
-        self._calls.put(None)
 
     def join(self) -> None:
-        """Wait until the threads are done with Ray, after :meth:`end`. A thread that calls Ray during its shutdown ends the whole process."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(JOIN_SECONDS)
+        """Wait until the thread is done with Ray, after :meth:`end`. A thread that calls Ray during its shutdown ends the whole process."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
 
     def lose(self, rank: int, reason: str, cause: BaseException | None = None) -> Exception:
         """End all processes because one is lost. Returns the error to raise.
@@ -172,124 +180,170 @@ class Watch:
             error.__cause__ = cause
             return self._finish(error)
 
-    # ---- the threads
+    def _finish(self, error: Exception) -> Exception:
+        """End the processes, and with them the thread, which fails the calls that still run. The caller has the lock."""
+        if self.error is None:
+            self.error = error
+            self._processes.end()
+            self._events.put(lambda: None)
+        return self.error
 
-    def _guard(self) -> None:
-        """Wait for the end of any process, also between calls."""
-        lives = {actor.live.remote(): rank for rank, actor in enumerate(self._processes.actors)}
-        with suppress(Exception):  # Ray was shut down
-            [ended], _ = ray.wait(list(lives), num_returns=1)
-            # A running call reports the loss itself, with its name.
-            self._over.wait(CALL_SECONDS)
-            # Calls to Ray would start it again.
-            if ray.is_initialized():
-                self.lose(lives[ended], "died between calls")
-                self._drain(list(lives), SILENT_SECONDS)
+    # ---- the thread
 
     def _work(self) -> None:
-        """Wait for one call after another: the ranks reply in this order."""
-        while (call := self._calls.get()) is not None:
+        """Take one event after another until the processes end."""
+        while self.error is None:
             try:
-                replies = self._collect(call)
+                self._next()()
             except Loss as loss:
-                error = self.lose(loss.rank, f"{loss.reason} during {call.what}", loss.__cause__)
+                self._end_with(loss)
             except Exception as unexpected:
-                with self._lock:
-                    error = self._finish(
-                        RuntimeError(f"Ray does not reply during {call.what}: {unexpected}: call restart()")
-                    )
-            else:
-                call.future.set_result(replies)
-                continue
-            call.future.set_exception(error)
-            # Ray prints errors that are not fetched.
-            self._drain([ref for each in (call, *self._ended) for ref in each.refs], SILENT_SECONDS)
-            return
+                what = f" during {self._running[0].what}" if self._running else ""
+                self.end(RuntimeError(f"Ray does not reply{what}: {unexpected}: call restart()"))
+        self._take_arrived()
+        for call in self._running:
+            call.future.set_exception(self.error)
 
-    def _collect(self, call: Call) -> list[Reply]:
-        """Return the replies to a call, by rank.
+    def _next(self) -> Callable[[], None]:
+        """Return the next event, or the check of the ranks that still work when it is due."""
+        if not self._running:
+            return self._events.get()
+        seconds = self._tick - time.monotonic()
+        if seconds <= 0:
+            return self._check
+        try:
+            return self._events.get(timeout=seconds)
+        except queue.Empty:
+            return self._check
+
+    def _take_arrived(self) -> None:
+        """Take the events that have arrived, and ignore further losses."""
+        with suppress(queue.Empty):
+            while True:
+                event = self._events.get_nowait()
+                with suppress(Loss):
+                    event()
+
+    def _deliver(self, ref: ObjectRef, take: Callable[[Future[Any]], None]) -> None:
+        """Call ``take`` in the thread with the future of an object, when the object is there."""
+        ref.future().add_done_callback(lambda future: self._events.put(partial(take, future)))
+
+    # ---- events
+
+    def _take_call(self, call: Call) -> None:
+        if not self._running:
+            self._forget_signs()
+        self._running.append(call)
+        self._set_limit()
+
+    def _take_reply(self, call: Call, rank: int, future: Future[Any]) -> None:
+        """Note the reply of a rank, and complete the call with the last one.
 
         Raises:
-            Loss: a process died, or hangs.
+            Loss: the process of the rank died.
         """
-        replies: list[Reply | None] = [None] * len(call.refs)
-        waiting = {ref: rank for rank, ref in enumerate(call.refs)}
-        now = time.monotonic()
-        signs = [Sign(now, now) for _ in call.refs]
-        limit = self._limits.hang_seconds
-        interval = max(1.0, len(signs) / 64)
-        tick = now + min(interval, limit / 5)
-        while waiting:
-            # Any reply ends the wait: a process that died replies at once, also while others wait for it.
-            asked = {sign.asked: rank for rank, sign in enumerate(signs) if sign.asked is not None}
-            ready, _ = ray.wait([*waiting, *asked], num_returns=1, timeout=max(0.0, tick - time.monotonic()))
-            for ref in ready:
-                if ref in waiting:
-                    rank = waiting.pop(ref)
-                    replies[rank] = self._reply(rank, ref)
-                else:
-                    self._hear(asked[ref], signs[asked[ref]], ref)
-            # Once a rank has failed, the others have less time, which starts now.
-            now = time.monotonic()
-            if self._limits.of(replies) < limit:
-                limit = self._limits.of(replies)
-                tick = min(tick, now + limit / 5)
-                for sign in signs:
-                    sign.heard = sign.moved = now
-            if now >= tick:
-                tick = now + min(interval, limit / 5)
-                self._check(waiting.values(), signs, limit)
-        self._drain([sign.asked for sign in signs if sign.asked is not None], 0.0)
-        return [its for its in replies if its is not None]
+        try:
+            its = future.result()
+            reply = its if its.kind else Reply(unseal(its.value))
+        except RayTaskError as error:
+            reply = Reply(None, "RuntimeError", f"{type(error.cause).__name__}: {error.cause}", str(error))
+        except RayError as error:
+            raise Loss(rank, "died", died=True) from error
+        except Exception as error:
+            text = f"the result of rank {rank} cannot be read in the driver: {type(error).__name__}: {error}"
+            reply = Reply(None, "ValueError", text, traceback.format_exc())
+        call.replies[rank] = reply
+        replies = [its for its in call.replies if its is not None]
+        if len(replies) == len(call.replies) and call in self._running:
+            self._running.remove(call)
+            call.future.set_result(replies)
+        self._set_limit()
 
-    def _reply(self, rank: int, ref: ObjectRef) -> Reply:
-        """Return the reply of a rank.
+    def _take_end(self, rank: int, future: Future[Any]) -> None:
+        """Raise a :class:`Loss`: a process has ended."""
+        raise Loss(rank, "died", died=True) from future.exception()
+
+    def _take_position(self, rank: int, future: Future[StackPosition]) -> None:
+        """Note the position of a rank.
 
         Raises:
             Loss: its process died.
         """
+        sign = self._signs[rank]
         try:
-            its = ray.get(ref)
-            return its if its.kind else Reply(unseal(its.value))
-        except RayTaskError as error:
-            return Reply(None, "RuntimeError", f"{type(error.cause).__name__}: {error.cause}", str(error))
+            position = future.result()
         except RayError as error:
-            raise Loss(rank, "died") from error
-        except Exception as error:
-            text = f"the result of rank {rank} cannot be read in the driver: {type(error).__name__}: {error}"
-            return Reply(None, "ValueError", text, traceback.format_exc())
-
-    def _hear(self, rank: int, sign: Sign, ref: ObjectRef) -> None:
-        """Note the position of a rank."""
-        try:
-            position: StackPosition = ray.get(ref)
-        except RayError as error:
-            raise Loss(rank, "died") from error
-        sign.asked, sign.heard = None, time.monotonic()
+            raise Loss(rank, "died", died=True) from error
+        sign.asked, sign.heard = False, time.monotonic()
         if position.mark != sign.mark:
             sign.mark, sign.stack, sign.moved = position.mark, position.stack, sign.heard
 
-    def _check(self, ranks: Any, signs: Sequence[Sign], limit: float) -> None:
+    # ---- hangs
+
+    def _forget_signs(self) -> None:
+        """Count the time of all ranks from now on."""
+        now = time.monotonic()
+        for sign in self._signs:
+            sign.heard = sign.moved = now
+        self._tick = now + self._interval
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two checks."""
+        return min(max(1.0, len(self._signs) / 64), self._limit / 5)
+
+    def _set_limit(self) -> None:
+        """Set the limit that the replies so far demand. Once a rank has failed, the others have less time, which starts then."""
+        limit = min((self._limits.of(call.replies) for call in self._running), default=self._limits.hang_seconds)
+        shorter, self._limit = limit < self._limit, limit
+        if shorter:
+            self._forget_signs()
+
+    def _check(self) -> None:
         """Ask the ranks that still work where they are.
 
         Raises:
             Loss: one is silent for too long, or none moves for too long. While one moves, the others may wait for it.
         """
-        now = time.monotonic()
-        ranks = list(ranks)
-        silent = [rank for rank in ranks if signs[rank].asked is not None and now - signs[rank].heard > limit]
+        now, limit = time.monotonic(), self._limit
+        self._tick = now + self._interval
+        late = sorted({rank for call in self._running for rank, its in enumerate(call.replies) if its is None})
+        silence = min(limit, self._limits.ping_seconds)
+        silent = [rank for rank in late if self._signs[rank].asked and now - self._signs[rank].heard > silence]
         if silent:
-            raise Loss(silent[0], f"has not answered for {limit:g} s (the process is stopped, or does not run Python)")
-        if ranks and all(now - signs[rank].moved > limit for rank in ranks):
-            # A rank that waits in a collective waits for another one: name that, if there is one.
-            first = min(ranks, key=lambda rank: ("torch/distributed" in signs[rank].stack, rank))
-            where = "\n".join(f"rank {rank} is at\n{signs[rank].stack or '  (no call)'}" for rank in ranks)
+            raise Loss(
+                silent[0], f"has not answered for {silence:g} s (the process is stopped, or does not run Python)"
+            )
+        if all(now - self._signs[rank].moved > limit for rank in late):
+            # A rank that waits in a collective, or in a later call, waits for another one: name that, if there is one.
+            oldest = [rank for rank in late if self._running[0].replies[rank] is None]
+            first = min(oldest, key=lambda rank: ("torch/distributed" in self._signs[rank].stack, rank))
+            where = "\n".join(f"rank {rank} is at\n{self._signs[rank].stack or '  (no call)'}" for rank in late)
             raise Loss(first, f"has not moved for {limit:g} s (nor has any other rank that still works:\n{where}\n)")
-        for rank in ranks:
-            if signs[rank].asked is None:
-                signs[rank].asked = self._processes.actors[rank].position.remote()
+        for rank in late:
+            if not self._signs[rank].asked:
+                self._signs[rank].asked = True
+                self._deliver(self._processes.actors[rank].position.remote(), partial(self._take_position, rank))
 
     # ---- the end
+
+    def _end_with(self, loss: Loss) -> None:
+        """End all processes after a loss.
+
+        A call whose ranks hang after the error of another one raises that error. If a process died, the errors of the others may be the
+        consequence.
+        """
+        what = f"during {self._running[0].what}" if self._running else "between calls"
+        self._take_arrived()
+        if not ray.is_initialized():
+            self.end(RuntimeError("Ray was shut down: call ray.init() and restart()"))
+            return
+        lost = self.lose(loss.rank, f"{loss.reason} {what}", loss.__cause__)
+        for call in tuple(self._running):
+            failed = error_of([its or Reply() for its in call.replies])
+            if failed is not None:
+                self._running.remove(call)
+                call.future.set_exception(_both(lost, failed) if loss.died else _both(failed, lost))
 
     def _lost(self, rank: int, reason: str) -> WorkerLostError:
         """Make the error of a lost process, while others can still read what it has printed."""
@@ -316,24 +370,10 @@ class Watch:
                     return ray.get(actor.last_lines.remote(info.files), timeout=1.0)
         return ""
 
-    def _finish(self, error: Exception) -> Exception:
-        """End the processes and all calls. The caller has the lock."""
-        if self.error is not None:
-            return self.error
-        self.error = error
-        self._processes.end()
-        self._over.set()
-        # The thread fails the call that it waits for.
-        with suppress(queue.Empty):
-            while (call := self._calls.get_nowait()) is not None:
-                call.future.set_exception(error)
-                self._ended.append(call)
-        self._calls.put(None)
-        return error
 
-    def _drain(self, refs: list[ObjectRef], seconds: float) -> None:
-        """Fetch replies, and ignore them."""
-        with suppress(Exception):
-            for ref in ray.wait(refs, num_returns=len(refs), timeout=seconds)[0]:
-                with suppress(RayError):
-                    ray.get(ref)
+def _both(first: Exception, other: Exception) -> Exception:
+    """Return the first error with the text of the other one behind its own."""
+    both = copy.copy(first)
+    both.args = (f"{first}\nAnd: {other}",)
+    both.__cause__ = first.__cause__ or other.__cause__
+    return both

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,10 +17,11 @@ from ray.util.placement_group import PlacementGroup
 from areal.dispatch.executor import Handle, Work
 from areal.dispatch.rank_objects import Reply
 from areal.dispatch.ray.actor import ProcessInfo
-from areal.dispatch.ray.cluster import Demand
+from areal.dispatch.ray.cluster import Demand, default_resources
 from areal.dispatch.ray.processes import Processes, Start, start_processes
 from areal.dispatch.ray.stored import Store
 from areal.dispatch.ray.watch import Limits, Watch
+from areal.utils.distributed import TORCHRUN_VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +38,20 @@ class RayWorkers:
     Args:
         size: number of ranks.
         processes_per_bundle: processes of one bundle of the placement group; a bundle is on one node. ``size`` is a multiple.
-        resources: resources of one process, such as ``{"GPU": 1}`` or ``{"TPU": 4}``. Defaults to ``{"CPU": 1}``.
+        resources: resources of one process, such as ``{"GPU": 1}`` or ``{"TPU": 4}``. Defaults to one CPU, and one GPU if the cluster has
+            GPUs.
         strategy: strategy of the placement group: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
         start_seconds: seconds to wait for the resources, and then for the processes.
-        hang_seconds: seconds after which ranks count as lost during a call, if one does not reply, or if none moves.
+        hang_seconds: seconds after which ranks count as lost during a call if none moves.
         grace_seconds: the same once another rank has answered the call with an error.
+        ping_seconds: seconds after which a rank counts as lost during a call if it does not answer where it is: its process is stopped, or an
+            extension does not let Python run.
         max_result_bytes: bytes of one rank's result above which a call raises an error instead.
         address: host name or IP address at which other nodes reach the process of rank 0. Defaults to the address of its node.
         port: port of the rendezvous. Defaults to a free one.
-        environment: environment variables of all processes.
+        environment: environment variables of all processes, except those of torchrun.
         placement_group: placement group of the caller, who removes it. Defaults to one that is made, and removed with the processes.
+        bundles: bundles of ``placement_group`` to use, so that several executors divide it. Defaults to the first ones.
 
     Attributes:
         process_infos: where the process of each rank runs, by rank.
@@ -70,16 +76,19 @@ class RayWorkers:
         start_seconds: float = 120.0,
         hang_seconds: float = 600.0,
         grace_seconds: float = 30.0,
+        ping_seconds: float = 45.0,
         max_result_bytes: int = 4 * 2**30,
         address: str | None = None,
         port: int | None = None,
         environment: Mapping[str, str] | None = None,
         placement_group: PlacementGroup | None = None,
+        bundles: Sequence[int] | None = None,
     ) -> None:
         limits = {
             "start_seconds": start_seconds,
             "hang_seconds": hang_seconds,
             "grace_seconds": grace_seconds,
+            "ping_seconds": ping_seconds,
             "max_result_bytes": max_result_bytes,
         }
         for name, value in limits.items():
@@ -87,16 +96,35 @@ class RayWorkers:
                 raise ValueError(f"{name} = {value}: it must be above 0")
         if port is not None and not 0 < port < 2**16:
             raise ValueError(f"port = {port}: it must be from 1 to 65535, or None for a free one")
-        demand = Demand(size, processes_per_bundle, dict(resources or {"CPU": 1}), strategy)
-        self.size, self.generation = size, 0
-        self.store = Store()
-        self._limits = Limits(hang_seconds, grace_seconds)
-        self._start = Start(
-            demand, start_seconds, max_result_bytes, address, port, dict(environment or {}), placement_group
-        )
-        self._lock = threading.Lock()
+        protected = sorted(TORCHRUN_VARIABLES & set(environment or {}))
+        if protected:
+            raise ValueError(
+                f"environment has {', '.join(protected)}, which each process gets by its rank: leave it out"
+            )
+        if bundles is not None and placement_group is None:
+            raise ValueError(
+                f"bundles = {bundles} without placement_group: pass the group that has them, or leave it out"
+            )
+        # What can be checked is checked before Ray starts.
+        demand = Demand(size, processes_per_bundle, {"CPU": 1} if resources is None else dict(resources), strategy)
         if not ray.is_initialized():
             ray.init()
+        if resources is None:
+            demand = replace(demand, resources=default_resources(ray.cluster_resources()))
+        self.size, self.generation = size, 0
+        self.store = Store()
+        self._limits = Limits(hang_seconds, grace_seconds, ping_seconds)
+        self._start = Start(
+            demand,
+            start_seconds,
+            max_result_bytes,
+            address,
+            port,
+            dict(environment or {}),
+            placement_group,
+            None if bundles is None else tuple(bundles),
+        )
+        self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
@@ -111,6 +139,10 @@ class RayWorkers:
     @property
     def process_infos(self) -> tuple[ProcessInfo, ...]:
         return self._processes.process_infos
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(info.node for info in self.process_infos)
 
     @property
     def lost(self) -> Exception | None:

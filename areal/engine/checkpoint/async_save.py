@@ -7,8 +7,11 @@ threads agree over the control plane in :meth:`CheckpointSaver.wait`, so that an
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +25,7 @@ from areal.utils.distributed import ControlPlane
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02  # between looks for the reports of other ranks
+_FULL_BYTES = 2**20  # free bytes below which a failed write is explained by a full disk
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,7 @@ class _SaveJob:
             try:
                 target()
             except BaseException as error:
-                self._errors[name] = error
+                self._errors[name] = _explained(error, self.draft)
 
         return threading.Thread(target=run, name=f"checkpoint-{name}", daemon=True)
 
@@ -222,6 +226,15 @@ class _SaveJob:
         logger.debug("%s: published", self.path)
         if self._keep_last is not None:
             prune(self.path.parent, self._keep_last)
+
+
+def _explained(error: BaseException, folder: Path) -> BaseException:
+    """Return an error that names a full disk as its cause: torch's own names a position in a file."""
+    if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < _FULL_BYTES:
+        return OSError(
+            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: free some, or save to another directory ({error})", str(folder)
+        )
+    return error
 
 
 def _report(draft: Path, rank: int) -> Path:

@@ -153,7 +153,9 @@ def read_manifest(path: Path) -> Manifest:
         files = tuple(FileRecord(**entry) for entry in content.pop("files"))
         return Manifest(files=files, **content)
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is no complete checkpoint: it has no {MANIFEST}") from error
+        model = (path / "config.json").is_file()
+        kind = "; it is the directory of a model: load it with weight_format='hf'" if model else ""
+        raise ValueError(f"{path} is no complete checkpoint: it has no {MANIFEST}{kind}") from error
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 

@@ -34,8 +34,9 @@ from areal.engine.fsdp.tensor_parallel import check_plan
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.forward_plan import check_sharing, plan_forward
-from areal.engine.model.hub import read_config
+from areal.engine.model.hub import max_positions, read_config
 from areal.engine.model.inputs import model_inputs
+from areal.engine.model.media import check_media, media_tokens
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
@@ -76,6 +77,7 @@ class FSDPEngine(BaseTrainEngine):
         # Refuse what cannot run, before any group or tensor exists.
         config = self.config
         hf_config = read_config(config.path)
+        check_media(hf_config, text_only=config.fsdp.text_only)
         plan = plan_forward(hf_config, config.fsdp.attention, self.dims, fp32_head=config.fp32_head)
         self._rows, self._own_head = not plan.packed, plan.own_head
         check_sharing(config.mb_spec, packed=not self._rows)
@@ -106,6 +108,8 @@ class FSDPEngine(BaseTrainEngine):
             memory=memory,
             gradients=self._gradients,
             vocab_size=chunks.full_model.vocab_size,
+            max_positions=max_positions(hf_config),
+            media_tokens=media_tokens(hf_config),
             rows=self._rows,
             token_split=self.dims.tp,
             routing=ExpertRouting(

@@ -36,7 +36,7 @@ from areal.engine.jax.runtime.tracing import traced
 from areal.engine.jax.weights import JAXWeights
 from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
-from areal.engine.model.hub import model_folder, read_config
+from areal.engine.model.hub import max_positions, model_folder, read_config
 from areal.engine.optimizer import ClippingOptimizer
 from areal.engine.options import TEMPLATE_OPTIONS
 from areal.engine.schedule import SequentialSchedule
@@ -100,6 +100,7 @@ class JAXEngine(BaseTrainEngine):
             memory=memory,
             gradients=ModelGradients(memory.discard_grads),
             vocab_size=hf.config.vocab_size,
+            max_positions=max_positions(hf.config),
             applied=self._describe(),
             n_parameters=model.n_parameters,
             n_local_parameters=model.n_local,

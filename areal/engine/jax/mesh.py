@@ -125,7 +125,7 @@ def local_boxes(array: Array) -> list[tuple[Box, Any]]:
 
 def host_view(array: Array) -> torch.Tensor:
     """Return an array of this process in host memory: on a CPU its own memory, which must not be written to."""
-    if next(iter(array.devices())).platform == "cpu":
+    if array.platform() == "cpu":
         return torch.from_dlpack(array)
     values = np.array(array)
     if values.dtype == jax.numpy.bfloat16:
@@ -134,8 +134,8 @@ def host_view(array: Array) -> torch.Tensor:
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """Return a copy of an array of this process in host memory or, with equal platforms, on the device."""
-    return torch.from_dlpack(array).clone()
+    """Return a copy of an array of this process: on the device, where torch has it, too, and in host memory otherwise, as for a TPU."""
+    return torch.from_dlpack(array).clone() if array.platform() in ("cpu", "gpu") else host_view(array)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

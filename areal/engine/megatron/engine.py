@@ -44,7 +44,7 @@ from areal.engine.megatron.router import megatron_expert_info
 from areal.engine.megatron.schedule import MegatronSchedule
 from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.megatron.weights import MegatronWeights
-from areal.engine.model.hub import read_config
+from areal.engine.model.hub import max_positions, read_config
 from areal.engine.model.inputs import model_inputs
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.options import MODEL_OPTIONS
@@ -117,6 +117,7 @@ class MegatronEngine(BaseTrainEngine):
             memory=memory,
             gradients=self._gradients,
             vocab_size=hf.vocab_size,
+            max_positions=max_positions(hf),
             token_split=self.dims.tp if splits_sequence else 1,
             routing=ExpertRouting(
                 config.moe,

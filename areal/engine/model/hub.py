@@ -59,6 +59,11 @@ def read_config(path: str) -> PretrainedConfig:
         raise ValueError(f"path = {path!r}: no model configuration can be read there: {error}") from error
 
 
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return the length of the sequences for which a model was made, in tokens; ``None`` if its configuration does not tell it."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def copy_model_files(source: str, draft: Path) -> list[str]:
     """Copy :data:`MODEL_FILES`, code and additional chat templates of the model ``source`` to the directory ``draft``.
 

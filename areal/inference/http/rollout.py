@@ -29,7 +29,7 @@ from areal.inference.http.server_state import Outdated
 from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.update_times import UpdateTimes
 from areal.inference.http.updates import WeightUpdates
-from areal.inference.protocol import Completion, Sampling
+from areal.inference.protocol import Completion, Sampling, checked_prompt
 from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class HTTPRollout:
     """Rollout engine on one or more servers. Each server has a complete copy of the model and is used by this engine only.
 
     A request goes to the server that has the longest prefix of its prompt, or that has the fewest requests. It is retried, on another server
-    if there is one, after a failed connection, a timeout, or a status of 500 and above. A request that the server rejects (status 400 to
-    499) is not retried.
+    if there is one, after a failed connection or a status of 500 and above, and when a silent server is not healthy. A request that the
+    server rejects (status 400 to 499) is not retried.
 
     An update writes the weights to ``folder``. Every server then pauses, loads them and resumes, and every token has the version that
     generated it. Servers that keep requests (vLLM with ``--enable-scale-out``) continue them with the new weights. Others return the tokens
@@ -174,9 +174,7 @@ class HTTPRollout:
         self._check_awake()
         if not self.owns_servers:
             raise RuntimeError("the first rank owns the servers, and this is another: give a runner rollout.client")
-        prompt = [int(token) for token in prompt_ids]
-        if not prompt:
-            raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
+        prompt = checked_prompt(prompt_ids)
         if sampling.stop or sampling.top_logprobs:
             got = f"Sampling.stop = {sampling.stop}, Sampling.top_logprobs = {sampling.top_logprobs}"
             raise ValueError(f"{got}: servers are not asked for these: use stop_token_ids, or LocalRollout")

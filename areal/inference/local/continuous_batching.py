@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from areal.inference.local.adapter_router import AdapterRouter
 from areal.inference.local.generation_manager import GenerationManager
 from areal.inference.local.sampler import RequestSampler
+from areal.inference.protocol import checked_prompt
 from areal.utils.offload import storage_bytes
 from areal.utils.releases import require_release
 
@@ -54,9 +55,7 @@ class GenerationLimits:
 
     def checked(self, prompt_ids: Sequence[int], new_tokens: int, vocab_size: int) -> list[int]:
         """Return a prompt as a list, or raise a ``ValueError``."""
-        prompt = [int(token) for token in prompt_ids]
-        if not prompt:
-            raise ValueError("prompt_ids is empty: an answer needs at least one token to go on from")
+        prompt = checked_prompt(prompt_ids)
         # min and max before a loop: many answers have the same long prompt.
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             unknown = next(token for token in prompt if not 0 <= token < vocab_size)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.util.placement_group import placement_group, placement_group_table
 
 from areal.dispatch.ray import RayWorkers
-from areal.dispatch.ray.actor import ProcessInfo
-from areal.dispatch.ray.cluster import Demand, by_rank, explain, local_ranks, release
+from areal.dispatch.ray.actor import ProcessInfo, last_lines
+from areal.dispatch.ray.cluster import (
+    Demand,
+    by_rank,
+    check_bundles,
+    default_resources,
+    explain,
+    local_ranks,
+    release,
+)
+from areal.dispatch.ray.processes import Start
 from areal.tests.dispatch_ray.leftovers import available, contents, leftovers, wait_until
 
 
@@ -65,6 +76,12 @@ def test_missing_resources_are_named() -> None:
         ({"hang_seconds": -1}, "hang_seconds = -1"),
         ({"max_result_bytes": 0}, "max_result_bytes = 0"),
         ({"port": 70000}, "port = 70000"),
+        ({"ping_seconds": 0}, "ping_seconds = 0"),
+        (
+            {"environment": {"WORLD_SIZE": "3", "RANK": "0"}},
+            "environment has RANK, WORLD_SIZE, which each process gets",
+        ),
+        ({"bundles": (1,)}, "bundles = .* without placement_group"),
     ],
 )
 def test_impossible_values_raise(options: dict[str, Any], message: str) -> None:
@@ -99,6 +116,41 @@ def test_placement_group_of_the_caller_must_have_room(cluster: Any) -> None:
             RayWorkers(2, processes_per_bundle=2, placement_group=group)
     finally:
         release(group)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ((1, 1), r"bundles = \[1, 1\]: name each once, from 0 to 3"),
+        ((1, 4), r"bundles = \[1, 4\]: name each once"),
+        ((1,), "bundles names 1 bundles, and size = 2 with processes_per_bundle = 1 needs 2"),
+        ((0, 3), r"bundle 3 has \{CPU: 1\}, and 1 processes with resources = \{GPU: 1\} each need"),
+        ((0, 2), ""),
+        (None, ""),
+    ],
+)
+def test_executors_divide_the_bundles_of_a_placement_group(chosen: tuple[int, ...] | None, message: str) -> None:
+    bundles = [{"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 1.0}, {"CPU": 1.0}]
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_bundles(Demand(2, 1, {"GPU": 1}, "PACK"), bundles, chosen)
+
+
+def test_process_uses_the_bundle_that_was_chosen_for_it() -> None:
+    demand = Demand(4, 2, {"CPU": 1}, "PACK")
+    assert [Start(demand, 1, 1, None, None, {}, None, (5, 3)).bundle(n) for n in range(4)] == [5, 5, 3, 3]
+    assert [Start(demand, 1, 1, None, None, {}, None, None).bundle(n) for n in range(4)] == [0, 0, 1, 1]
+
+
+def test_ranks_get_gpus_by_default_where_there_are_some() -> None:
+    assert default_resources({"CPU": 8.0, "GPU": 2.0}) == {"CPU": 1, "GPU": 1}
+    assert default_resources({"CPU": 8.0, "GPU": 0.0}) == default_resources({"CPU": 8.0}) == {"CPU": 1}
+
+
+def test_lines_that_ray_writes_are_not_among_those_of_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text(
+        ":job_id:01000000\n:actor_name:RankProcess\nstep 1\n:actor_name:RankProcess\nstep 2\n"
+    )
+    assert last_lines((str(tmp_path / "out"),), lines=2) == "step 1\nstep 2"
 
 
 def test_group_that_is_removed_at_any_moment_frees_its_resources(cluster: Any) -> None:

@@ -51,12 +51,15 @@ def fail_on_rank_0(rank_objects: RankObjects, argument: Any) -> None:
 
 @pytest.mark.timeout(240)
 def test_ranks_that_wait_for_a_failed_one_have_less_time(cluster: Any) -> None:
+    """And the error of the one is raised, with the loss of the others as its consequence."""
     with (
         RayWorkers(2, grace_seconds=3) as workers,
         promptly(),
-        pytest.raises(WorkerLostError, match=r"rank 1 .* has not moved for 3 s"),
+        pytest.raises(ValueError, match=r"(?s)^rank 0: a bad value\nAnd: rank 1 .* has not moved for 3 s") as raised,
     ):
         run(workers, fail_on_rank_0)
+    assert "in fail_on_rank_0" in str(raised.value.__cause__)
+    assert isinstance(workers.lost, RuntimeError)
 
 
 def killed_in(place: str) -> Callable[[TrainEngine, Any], None]:

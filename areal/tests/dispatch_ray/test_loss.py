@@ -95,7 +95,7 @@ def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
             workers.close()
             workers.close()
             # A thread that called Ray during ray.shutdown() would end this process.
-            assert not any(thread.is_alive() for thread in workers._watch._threads)
+            assert not workers._watch._thread.is_alive()
             with pytest.raises(RuntimeError, match="the processes were closed"):
                 pending.result(10)
         with pytest.raises(RuntimeError, match=r"a call cannot run: the processes were closed.*restart\(\)"):

@@ -205,6 +205,9 @@ OPTIONS: dict[str, Option] = {
     "mb_spec.n_mbs": Option(6, cut),
     "mb_spec.granularity": Option(3, cut, {"mb_spec.max_tokens_per_mb": 60}),
     "mb_spec.overlong": Option("drop", cut, {"mb_spec.max_tokens_per_mb": 30}),
+    "mb_spec.equal_batches": Option(
+        "allow", "dist/faults/test_silent_mistakes.py::test_one_batch_on_all_data_parallel_ranks_may_be_allowed*"
+    ),
     "mb_spec.share_prefixes": Option(True, shared),
     "mb_spec.per_sequence": Option(("extra",), column),
     "mb_spec.payloads": Option(("pixels",), images),
@@ -248,6 +251,9 @@ OPTIONS: dict[str, Option] = {
     "fsdp.checkpointed_share": Option(0.5, recomputed, {"activation_checkpointing": "full"}),
     "fsdp.optimizer_state_dtype": Option("bfloat16", optimizers),
     "fsdp.attention": Option("rows", attention),
+    "fsdp.text_only": Option(
+        True, "dist/faults/test_silent_mistakes.py::test_model_that_takes_images_trains_on_text_alone_if_asked*"
+    ),
     "fsdp.compile": Option(True, compiled),
     "fsdp.compile_backend": Option(
         "aot_eager",

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from areal.api import Batch, FinetuneSpec, MicroBatchSpec, TokenOutputs, TrainEngine, TrainEngineConfig
+from areal.api import Batch, FinetuneSpec, FSDPConfig, MicroBatchSpec, TokenOutputs, TrainEngine, TrainEngineConfig
 from areal.engine.model.tiny_config import VOCABULARY
 from areal.engine.registry import create_engine
 from areal.tests.zoo.configs import tiny_config
@@ -58,7 +58,12 @@ def examine(family: str) -> Finding:
         except Exception as error:
             failure = first_line(error)
         engine = create_engine(
-            TrainEngineConfig(path=folder, dtype="float32", mb_spec=MicroBatchSpec(max_tokens_per_mb=20))
+            TrainEngineConfig(
+                path=folder,
+                dtype="float32",
+                mb_spec=MicroBatchSpec(max_tokens_per_mb=20),
+                fsdp=FSDPConfig(text_only=True),
+            )
         )
         try:
             engine.initialize(FinetuneSpec(total_train_steps=1))

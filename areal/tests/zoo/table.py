@@ -21,6 +21,7 @@ _HEADER = """# Model zoo
 causal language model. Each becomes a tiny model with random weights, without dropout, in float32,
 which one rank of the FSDP engine (`fsdp:d1`) and plain transformers run. Transformers runs one
 sequence at a time. The log-probs of every token and the gradients of every weight must agree.
+Families that take images, videos or sound, too, are trained with `fsdp.text_only=True`.
 
 | result | families |
 |---|---|

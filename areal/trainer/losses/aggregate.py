@@ -80,8 +80,8 @@ class TokenMean:
         return _weighted(per_token, batch).sum()
 
     def weight(self, batch: Batch) -> Tensor:
-        """``sum_t m_t``."""
-        return loss_mask(batch).sum()
+        """``sum_t m_t``, a float64 scalar."""
+        return loss_mask(batch).sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,15 @@ class GroupTokenMean:
 
     def total(self, per_token: Tensor, batch: Batch) -> Tensor:
         """``sum_t m_t l_t / g_t``, where ``g_t`` is ``group_tokens`` of the sequence of ``t``."""
-        return (_weighted(per_token, batch) * self._inverse_tokens(batch)).sum()
+        return (_weighted(per_token, batch) * self._inverse_tokens(batch).to(per_token.dtype)).sum()
 
     def weight(self, batch: Batch) -> Tensor:
-        """``sum_t m_t / g_t``, which sums to the number of groups with a trained token over the global batch."""
+        """``sum_t m_t / g_t``, which sums to the number of groups with a trained token over the global batch: a float64 scalar."""
         return (loss_mask(batch) * self._inverse_tokens(batch)).sum()
 
     def _inverse_tokens(self, batch: Batch) -> Tensor:
-        """Return ``1 / g_t`` at trained positions and 0 elsewhere: ``[T]``."""
+        """Return ``1 / g_t`` at trained positions and 0 elsewhere: float64 ``[T]``."""
         mask = loss_mask(batch)
         # Per sequence from the batch, because other members of the group may be in other micro-batches or on other ranks.
-        tokens = to_compute_dtype(required(batch, "group_tokens"))
+        tokens = required(batch, "group_tokens").double()
         return at_trained(1 / spread(tokens, batch.cu_seqlens, len(mask)), mask)

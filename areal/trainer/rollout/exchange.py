@@ -144,8 +144,10 @@ def set_runner_state(runner: Runner, states: list[dict[str, Any]]) -> None:
         states: one state per rank that ran episodes in the run that saved them.
 
     Raises:
-        ValueError: groups were replaced, and the number of ranks that run episodes differs.
+        ValueError: groups were replaced, and the number of ranks that run episodes differs; or the run has another order of groups.
     """
+    for state in states:
+        runner.check_state(state)
     same = len(states) == runner.size
     if not same and any(state["rejected"] for state in states):
         raise ValueError(

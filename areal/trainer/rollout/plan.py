@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,3 +103,25 @@ class Plan:
         for name, least in (("groups", 1), ("group_size", 1), ("max_staleness", 0), ("max_concurrent", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Plan.{name} = {getattr(self, name)}: it must be at least {least}")
+
+    def order(self, n_items: int) -> dict[str, int]:
+        """Return what the order of the groups of a run depends on, for its state.
+
+        Args:
+            n_items: number of items of the data set.
+        """
+        return {"items": n_items, "groups": self.groups, "seed": self.seed, "shuffle": int(self.shuffle)}
+
+    def check_order(self, n_items: int, saved: Mapping[str, int]) -> None:
+        """Check that a run continues with the order of groups of the saved one.
+
+        Raises:
+            ValueError: the numbers of items or of groups, the seed, or shuffling differ.
+        """
+        now = self.order(n_items)
+        for name, value in saved.items():
+            if now[name] != value:
+                raise ValueError(
+                    f"{'len(items)' if name == 'items' else f'Plan.{name}'} = {now[name]}, and the run was saved with {value}: groups would be "
+                    f"repeated or left out; go on with {value}, or begin another run with the saved weights"
+                )

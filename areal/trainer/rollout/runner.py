@@ -150,8 +150,7 @@ class Runner:
         Args:
             trained: number of batches.
         """
-        # From here on indices of groups depend on it.
-        self._place = (self.rank, self.size)
+        self._place = (self.rank, self.size)  # from here on, indices of groups depend on it
         with self._changed:
             self._trained, self._waits = trained, False
         self._soon(self._start_allowed)
@@ -232,7 +231,8 @@ class Runner:
             counts = {"trained": self._trained, "consumed": self._consumed, "rejected": self._rejected}
             self._draining = False
         self._soon(self._start_allowed)
-        return counts | {"waiting": [group.state() if isinstance(group, Group) else group for group in waiting]}
+        order = {"order": self.plan.order(len(self._items))} if self.plays else {}  # others may not know the items
+        return counts | order | {"waiting": [group.state() if isinstance(group, Group) else group for group in waiting]}
 
     def resharded_state(self, trained: int, played: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's state for a run that was saved on another number of ranks and has replaced no group.
@@ -248,6 +248,11 @@ class Runner:
             waiting.append(played[self._index(number)])
             number += 1
         return {"trained": trained, "consumed": consumed, "rejected": 0, "waiting": waiting}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ``ValueError`` if a state of :meth:`state_dict` is of a run with another order of groups; see :meth:`Plan.check_order`."""
+        if self.plays:
+            self.plan.check_order(len(self._items), state.get("order", {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state of :meth:`state_dict`, with the same rank and size. The next :meth:`advance` starts episodes.

@@ -22,6 +22,21 @@ _RESERVED = {
     "areal.utils.data.from_hf_labels(batch)",
 }
 
+_MEDIA = frozenset(
+    {
+        *(
+            "image_grid_thw",
+            "video_grid_thw",
+            "image_sizes",
+            "image_position_ids",
+            "aspect_ratio_ids",
+            "aspect_ratio_mask",
+        ),
+        *("input_features", "input_features_mask", "feature_attention_mask", "input_values", "audio_values"),
+    }
+)
+"""Keys of images, videos and sound, as the processors of transformers name them, besides those that begin with ``pixel_``."""
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -69,9 +84,11 @@ def read_batch(batch: BatchInput, spec: MicroBatchSpec) -> Columns:
         and all(isinstance(sample, Mapping) for sample in batch)
     ):
         return _read_list(batch, spec)
-    raise ValueError(
-        f"the batch is a {type(batch).__name__}: pass a dict of padded tensors, or a list with one dict for each sample"
-    )
+    kind = f"the batch is a {type(batch).__name__}"
+    if isinstance(batch, list | tuple):
+        wrong = next(sample for sample in batch if not isinstance(sample, Mapping))
+        kind += f" with a {type(wrong).__name__}"
+    raise ValueError(f"{kind}: pass a dict of padded tensors, or a list with one dict for each sample")
 
 
 # ---- a dict of padded tensors
@@ -271,6 +288,11 @@ def _check_names(batch: Mapping[str, Any], spec: MicroBatchSpec, what: str) -> N
             raise ValueError(f"{what} has the key {key!r}, a {type(key).__name__}: keys are strings")
         if key in _RESERVED:
             raise ValueError(f"key {key!r} is not allowed in a batch: {_RESERVED[key]}")
+        if key.startswith("pixel_") or key in _MEDIA:
+            raise ValueError(
+                f"key {key!r} is in a batch, but engines train on text alone, and would ignore images, videos and sound: leave it out, and "
+                "samples with such inputs, too"
+            )
     if "input_ids" not in batch:
         raise ValueError(f"{what} has no 'input_ids', only {sorted(batch)}: add the token ids, int64")
     if not isinstance(batch.get("meta", {}), Mapping):

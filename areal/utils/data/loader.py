@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -12,7 +13,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from areal.utils.data.packing import deal
 
+logger = logging.getLogger(__name__)
+
 _STATE = ("seed", "epoch", "cursor")
+_SIZES = ("length", "batch_size")
 
 
 class SizedDataset(Protocol):
@@ -119,17 +123,20 @@ class ShardedLoader(StatefulDataLoader[Any]):
         self._position.cursor = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``seed``, ``epoch`` and ``cursor`` (samples of this epoch received by all ranks). Equal on all ranks."""
-        return {name: getattr(self._position, name) for name in _STATE}
+        """Return ``seed``, ``epoch`` and ``cursor`` (samples of this epoch received by all ranks), and the sizes of data set and batch.
+
+        Equal on all ranks.
+        """
+        return {name: getattr(self._position, name) for name in (*_STATE, *_SIZES)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the position of a loader of the same dataset, on any number of ranks.
 
         The rest of the epoch consists of exactly those samples that were not yielded. If fewer samples are left than there are
-        ranks, some ranks get an empty list.
+        ranks, some ranks get an empty list. Another ``batch_size`` takes effect, and is logged.
 
         Raises:
-            ValueError: this is not the state of a loader, or the state is of a loader with a longer dataset.
+            ValueError: this is not the state of a loader, or the state is in the middle of an epoch of a dataset of another length.
         """
         # Check everything before anything is changed.
         values = [state_dict.get(name) for name in _STATE]
@@ -138,10 +145,18 @@ class ShardedLoader(StatefulDataLoader[Any]):
                 f"the loader's state is {state_dict}: expected whole numbers {list(_STATE)}, as state_dict() returns "
                 "them"
             )
-        if state_dict["cursor"] > self._position.length:
+        # States of earlier releases are without sizes. Between two epochs, the length does not matter.
+        cursor, length = state_dict["cursor"], self._position.length
+        saved_length = state_dict.get("length", length)
+        if cursor > length or (cursor and saved_length != length):
             raise ValueError(
-                f"the loader's state has cursor = {state_dict['cursor']} in a dataset of {self._position.length}: load "
-                "it with its own dataset"
+                f"the loader's state has cursor = {cursor} in a dataset of {saved_length} samples, and this one has {length}: samples would be "
+                "left out or repeated; load it with its own dataset, or begin an epoch without the state"
+            )
+        saved = state_dict.get("batch_size", self._position.batch_size)
+        if saved != self._position.batch_size and self._position.dp_rank == 0:
+            logger.warning(
+                "batch_size = %d takes effect; the loader's state was saved with %d", self._position.batch_size, saved
             )
         for name in _STATE:
             setattr(self._position, name, state_dict[name])

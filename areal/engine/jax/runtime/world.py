@@ -63,6 +63,7 @@ def join_world(control: ControlPlane, address: str | None, device: torch.device,
     """
     if control.size == 1:
         return
+    host, port = control.attempt(lambda: _host_and_port(address, control.address))
     worlds = control.attempt_and_gather(lambda: _check(control.rank, control.size))
     if worlds[0] is not None and len(set(worlds)) == 1:
         return
@@ -71,7 +72,6 @@ def join_world(control: ControlPlane, address: str | None, device: torch.device,
 
     # The service first: no rank waits for one that does not start. It must not give up a rank before the template does.
     seconds = max(100, round(3 * heartbeat))
-    host, port = control.attempt(lambda: _host_and_port(address, control.address))
     started = control.attempt_and_gather(
         lambda: coordinator.start(port, control.size, seconds) if control.rank == 0 else None
     )[0]

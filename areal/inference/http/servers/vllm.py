@@ -44,8 +44,9 @@ class VLLM:
     They must be started with ``VLLM_SERVER_DEV_MODE=1``, which enables the routes for weights, and with ``--logprobs-mode
     processed_logprobs``, which computes log-probs after temperature, ``top_p`` and ``top_k``. A server that reports another mode is refused.
 
-    With ``--enable-scale-out``, requests go to ``/inference/v1/generate`` and run on across updates: nothing is sent twice, and the server
-    names the weights of each token. Otherwise they go to ``/v1/completions``, and an update interrupts them.
+    With ``--enable-scale-out``, requests go to ``/inference/v1/generate`` and run on across updates of the model: nothing is sent twice, and
+    the server names the weights of each token. Otherwise they go to ``/v1/completions``, and an update interrupts them, as one of an adapter
+    does in any case.
 
     With ``Sampling.stop_token_ids=None``, answers also end at the end-of-sequence token of the server's tokenizer.
 
@@ -174,10 +175,17 @@ class VLLMRoutes:
 
 
 class VLLMTokenRoutes(VLLMRoutes):
-    """Requests of one vLLM server by ``/inference/v1/generate``. A pause freezes them, and its end continues them."""
+    """Requests of one vLLM server by ``/inference/v1/generate``. A pause freezes them, and its end continues them.
 
-    pause = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
-    keeps_requests = True
+    With an adapter, a pause returns them. A request keeps the adapter with which it began to its end, but its later tokens would have the label
+    of the server, which is that of the next adapter.
+    """
+
+    def __init__(self, model: str | None, adapter: str | None, cards: dict[str, VLLMCard], *, labels: bool) -> None:
+        super().__init__(model, adapter, cards, labels=labels)
+        self.keeps_requests = adapter is None
+        if self.keeps_requests:
+            self.pause = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
 
     def generate(
         self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int

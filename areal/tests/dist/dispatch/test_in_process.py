@@ -16,6 +16,7 @@ from areal.api import (
     Batch,
     FinetuneSpec,
     LoRAConfig,
+    ParallelDims,
     SaveLoadMeta,
     StepSettings,
     TokenOutputs,
@@ -23,6 +24,7 @@ from areal.api import (
     TrainEngine,
 )
 from areal.dispatch import InProcess, WorkerGroup
+from areal.dispatch.group import tensor_parallel_over_nodes
 from areal.dispatch.rank_calls import Sees
 from areal.dispatch.rank_objects import Reply
 from areal.engine.registry import create_engine
@@ -309,3 +311,11 @@ def test_weights_are_sent_from_the_ranks(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="pass that group"):
             transport.send(other, 4)
         transport.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "expected"),
+    [("d2t2", "aabb", []), ("d2t2", "abbb", [[0, 1]]), ("t4", "aabb", [[0, 1, 2, 3]]), ("d4", "abab", [])],
+)
+def test_tensor_parallel_groups_over_nodes_are_found(layout: str, nodes: str, expected: list[list[int]]) -> None:
+    assert tensor_parallel_over_nodes(ParallelDims.parse(f"fsdp:{layout}"), tuple(nodes)) == expected

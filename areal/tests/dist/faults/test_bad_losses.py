@@ -27,6 +27,20 @@ def late(first: LossFn, later: LossFn) -> LossFn:
     return both
 
 
+def goes_back(out: TokenOutputs, batch: Batch) -> Tensor:
+    """Call backward, as a loop that is moved into a loss function does."""
+    result = loss(out, batch)
+    result.backward(retain_graph=True)
+    return result
+
+
+def penalised(out: TokenOutputs, batch: Batch) -> Tensor:
+    """Return a loss with its gradient in the log-probs as a factor, which calls backward for the outputs only."""
+    result = loss(out, batch)
+    (slope,) = torch.autograd.grad(result, out.logprobs, retain_graph=True)
+    return result * (1 + 0 * slope.square().sum())
+
+
 def refuse(out: TokenOutputs, batch: Batch) -> Tensor:
     raise ValueError("clip_eps = -1: choose a positive number")
 
@@ -35,6 +49,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[], LossFn], type[Exception], tuple[str, ..
     "raises": (lambda: explode, RuntimeError, ("KeyError", "no such column")),
     "raises a ValueError": (lambda: refuse, ValueError, ("clip_eps = -1",)),
     "raises late": (lambda: late(loss, explode), RuntimeError, ("KeyError",)),
+    "goes back": (lambda: goes_back, ValueError, ("called backward itself", "return the loss")),
     "nan": (lambda: lambda o, b: loss(o, b) * torch.nan, ValueError, ("returned nan", "micro-batch 0", "samples [", "finite")),
     "inf": (lambda: lambda o, b: loss(o, b) + torch.inf, ValueError, ("returned inf", "'loss'")),
     "nan late": (lambda: late(loss, lambda o, b: loss(o, b) * torch.nan), ValueError, ("returned nan", "micro-batch 1")),
@@ -63,6 +78,16 @@ def test_invalid_loss_on_one_rank_raises_on_all_ranks(backend: str) -> None:
                 (pair.engine.train_batch if i % 2 else pair.engine.forward_backward)(pair.batch(), loss_fn)
                 pytest.fail(f"{name} was accepted")
             pair.check()
+
+
+@pytest.mark.parametrize("backend", [*layouts(1), *chosen("fsdp:p2", "jax:d1")])
+def test_loss_may_compute_gradients_of_its_outputs(backend: str) -> None:
+    with twins(backend) as pair:
+        found, expected = (
+            engine.train_batch(pair.batch(), its) for engine, its in ((pair.engine, penalised), (pair.untouched, loss))
+        )
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+        pair.check()
 
 
 @pytest.mark.parametrize("backend", [*layouts(1, 2), *chosen("jax:d1", "jax:d2")])

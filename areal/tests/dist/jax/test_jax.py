@@ -20,6 +20,9 @@ from areal.tests.harness.world import record
 
 pytest.importorskip("jax")
 
+import jax
+from jax._src import array
+
 from areal.engine.jax import engine as engine_module
 from areal.engine.jax.model.fused_attention import Kernel
 
@@ -135,3 +138,23 @@ def test_kernel_computes_packed_sequences_and_blocks_shared_prefixes(monkeypatch
     error = assert_tensors(results[False, True].items(), results[False, False], 2e-5)
     record("attention kernels of JAX", "splash, interpreted", gradients=f"{error:.0e}")
     assert same_bits(results[True, True], results[True, False])
+
+
+@pytest.mark.world(1)
+def test_arrays_of_a_tpu_enter_and_leave_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX lends the memory of CPUs and GPUs only to other libraries."""
+    with started("jax:d1") as engine, started("jax:d1") as untouched:
+        batch = global_batch()
+        expected = untouched.train_batch(batch, loss), untouched.forward_batch(batch)
+        monkeypatch.setattr(array.ArrayImpl, "platform", lambda self: "tpu")
+        with pytest.raises(BufferError):
+            torch.from_dlpack(jax.numpy.zeros(2))
+        try:
+            found = engine.train_batch(batch, loss), engine.forward_batch(batch)
+        except RuntimeError as error:
+            pytest.fail(str(error))
+        assert (found[0].loss, found[0].grad_norm) == (expected[0].loss, expected[0].grad_norm)
+        assert all(torch.equal(x, y) for x, y in zip(found[1], expected[1], strict=True))
+        on_a_tpu = [(name, tensor.clone()) for name, tensor in engine.named_tensors()]
+        monkeypatch.undo()
+        assert same_bits(dict(on_a_tpu), dict(untouched.named_tensors()))

@@ -16,11 +16,14 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from areal.api import FinetuneSpec
 from areal.engine.jax.model import token_outputs
+from areal.engine.registry import create_engine
 from areal.tests.dist.faults.lost import everywhere, raised
 from areal.tests.harness.limits import COMPILING
 from areal.tests.harness.tiny import (
     chosen,
+    config,
     global_batch,
     local_batch,
     loss,
@@ -100,3 +103,9 @@ def test_single_rank_recovers_from_out_of_memory() -> None:
             actual, expected = engine.train_batch(global_batch(), loss), untouched.train_batch(global_batch(), loss)
             assert (actual.loss, actual.grad_norm) == (expected.loss, expected.grad_norm), name
         assert same_bits(weights_of(engine), weights_of(untouched))
+
+
+@pytest.mark.world(2)
+def test_address_of_the_coordinator_is_checked_also_in_a_world_that_exists() -> None:
+    with started("jax:d2"), pytest.raises(ValueError, match=r"jax.coordinator = 'nohost': expected 'host:port'"):
+        create_engine(config("jax:d2", jax={"coordinator": "nohost"})).initialize(FinetuneSpec(total_train_steps=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.api import MicroBatchSpec, OptimizerConfig, StepOutput, TrainEngine
+from areal.api import MicroBatchSpec, NamedTensor, OptimizerConfig, StepOutput, TrainEngine
 from areal.inference.protocol import Completion, RolloutClient
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness import tiny
-from areal.tests.harness.rl import EPISODE, SAMPLING, Curve, Prompts, played, reward
+from areal.tests.harness.rl import EPISODE, SAMPLING, Curve, Played, Prompts, played, reward
 from areal.tests.harness.tiny import gradients_of, same_bits, weights_of
 from areal.tests.harness.world import world
 from areal.trainer.estimators import CriticBased, Estimator, GroupRelative
@@ -110,7 +111,7 @@ def estimator(row: Row) -> Estimator:
 
 
 def curve_of(
-    backend: str, row: Row, steps: int = 2, sync: Sync | None = None
+    backend: str, row: Row, steps: int = 2, sync: Callable[[Played], Sync] = lambda rollout: rollout.sync
 ) -> tuple[Curve, dict[str, Tensor], list[int]]:
     """Train on a layout. Returns the scalars of each step, the weights, and this rank's number of samples in each update."""
     curve, value, sizes = Curve(), None, list[int]()
@@ -133,7 +134,7 @@ def curve_of(
             engine,
             objective,
             rollout.runner,
-            sync or rollout.sync,
+            sync(rollout),
             estimator=estimator(row),
             reference=reference,
             critic=value,
@@ -191,7 +192,23 @@ def test_sync_that_sends_nothing_ends_the_run() -> None:
     with pytest.raises(
         RuntimeError, match=r"12 of 12 sequences .* Plan.max_staleness = 0 updates before version 1: sync= did not"
     ):
-        curve_of(f"fsdp:d{world().size}", Row(), sync=lambda engine, version: None)
+        curve_of(f"fsdp:d{world().size}", Row(), sync=lambda rollout: lambda engine, version: None)
+
+
+@pytest.mark.world(1, 2)
+def test_sync_that_only_names_the_version_ends_the_run() -> None:
+    def of_first_weights(rollout: Played) -> Sync:
+        first: list[NamedTensor] = []
+
+        def sync(engine: TrainEngine, version: int) -> None:
+            newest = [NamedTensor(name, tensor.clone()) for name, tensor in engine.named_tensors()]
+            first.extend(() if first else newest)
+            rollout.rollout.update(iter(first), version)
+
+        return sync
+
+    with pytest.raises(RuntimeError, match=r"has grown in \d steps in a row.*Check that sync= sends them"):
+        curve_of(f"fsdp:d{world().size}", Row(), steps=12, sync=of_first_weights)
 
 
 @pytest.mark.world(1, 2)

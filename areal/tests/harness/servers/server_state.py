@@ -20,6 +20,10 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that vLLM keeps in one tensor."""
 
 
+Adapter = tuple[str, dict[str, Tensor], dict[str, Any]]
+"""Folder, tensors and configuration."""
+
+
 class Dead(Exception):
     """A forward after a failed load: the engine of the server ends."""
 
@@ -56,8 +60,9 @@ class State:
     def reset(self) -> None:
         with self.changed:
             self.model, self.label = load(self.path), "default"
-            self.adapters: dict[str, tuple[str, dict[str, Tensor], dict[str, Any]]] = {}
-            self._merged: dict[str, PreTrainedModel] = {}
+            self.adapters: dict[str, Adapter] = {}
+            self._loaded: list[Adapter] = []  # all of them, so that no two have the same id
+            self._merged: dict[int, PreTrainedModel] = {}
             self.paused, self.kept, self.epoch = False, False, 0
             self.step_seconds, self.late_seconds, self.load_seconds = 0.0, 0.0, 0.0
             self.asleep, self.backup = False, False
@@ -125,15 +130,17 @@ class State:
             if self.paused:
                 return Drawn(finish="abort")
             epoch = self.epoch
+            # To its end, a request keeps the adapter with which it began.
+            adapter = self.adapters.get(asked.model or "")
             self.running += 1
         try:
-            return self._draw(asked, epoch)
+            return self._draw(asked, adapter, epoch)
         finally:
             with self.changed:
                 self.running -= 1
                 self.changed.notify_all()
 
-    def _draw(self, asked: Drawing, epoch: int) -> Drawn:
+    def _draw(self, asked: Drawing, adapter: Adapter | None, epoch: int) -> Drawn:
         generator = torch.Generator().manual_seed(asked.seed)
         drawn = Drawn()
         while len(drawn.tokens) < asked.length:
@@ -156,7 +163,7 @@ class State:
                 text = [*asked.prompt, *drawn.tokens]
                 if asked.by_position:
                     generator.manual_seed((asked.seed * 1000003 + len(text)) % 2**63)
-                token, logprob = one(self.served(asked.model), text, asked, generator)
+                token, logprob = one(self.model if adapter is None else self._with(adapter), text, asked, generator)
                 drawn.labels.append(self.label)
                 self.drawn += 1
             drawn.tokens.append(token)
@@ -166,14 +173,12 @@ class State:
                 return drawn
         return drawn
 
-    def served(self, name: str | None) -> PreTrainedModel:
-        """Return the base model, or the model with an adapter."""
-        if name is None or name not in self.adapters:
-            return self.model
-        if name not in self._merged:
-            _, tensors, config = self.adapters[name]
-            self._merged[name] = merged(self.model, tensors, config)
-        return self._merged[name]
+    def _with(self, adapter: Adapter) -> PreTrainedModel:
+        """Return the model with an adapter."""
+        if id(adapter) not in self._merged:
+            _, tensors, config = adapter
+            self._merged[id(adapter)] = merged(self.model, tensors, config)
+        return self._merged[id(adapter)]
 
     # ---- pauses
 
@@ -273,12 +278,11 @@ class State:
         """Serve an adapter, or replace it."""
         with self.forward:
             self.adapters[name] = (folder, tensors, config)
-            self._merged.pop(name, None)
+            self._loaded.append(self.adapters[name])
 
     def remove_adapter(self, name: str) -> bool:
         """Remove an adapter. Returns False if there is none of this name."""
         with self.forward:
-            self._merged.pop(name, None)
             return self.adapters.pop(name, None) is not None
 
 

@@ -209,6 +209,29 @@ if find_spec("ray") is not None:
         """Ranks that wait for one that has failed are waited for as long as without an error."""
         return lambda self, answers: self.hang_seconds
 
+    @mutant(
+        "areal.dispatch.ray.watch:_both",
+        RAY + "test_watch.py::test_first_error_is_raised_when_the_other_ranks_wait_for_it",
+    )
+    def first_error_is_lost(right: Function) -> Function:
+        """Ranks that wait for one that has failed are named, and its error is not."""
+        return lambda first, other: other
+
+    @mutant(
+        "areal.dispatch.ray.watch:Watch._set_limit",
+        RAY + "test_watch.py::test_error_of_a_later_call_shortens_the_wait_for_an_earlier_one",
+    )
+    def limit_of_the_first_call_only(right: Function) -> Function:
+        """What a rank reports in a later call is read when the earlier one has ended."""
+
+        def wrong(self: Any) -> None:
+            running = self._running
+            self._running = running[:1]
+            right(self)
+            self._running = running
+
+        return wrong
+
 
 # ---- overlap
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -162,3 +163,12 @@ def unsupported_options_ignored(right: Function) -> Function:
 def foreign_sections_ignored(right: Function) -> Function:
     """Options in the section of another engine have no effect and raise no error."""
     return lambda name, section: iter(())
+
+
+@mutant(
+    "areal.engine.faults:refusing_backward",
+    "dist/faults/test_bad_losses.py::test_invalid_loss_on_one_rank_raises_on_all_ranks[fsdp:p2]",
+)
+def losses_may_go_back(right: Function) -> Function:
+    """A loss function that calls backward leaves its rank out of step."""
+    return lambda outputs: contextlib.nullcontext()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from areal.api import EngineMemory, KindMemory
@@ -134,10 +133,10 @@ def uses_of_a_trainer_are_not_predicted(right: Function) -> Function:
     return lambda self, need: []
 
 
-@mutant("areal.dispatch.calls:Calls._during", f"{_GROUPS}stream_holds_its_use_while_it_is_read[*]")
+@mutant("areal.dispatch.calls:Calls._begin", f"{_GROUPS}stream_holds_its_use_while_it_is_read[*]")
 def weights_leave_during_their_stream(right: Function) -> Function:
     """A stream of weights needs them on the device only where it is opened."""
-    return lambda self, use: nullcontext()
+    return lambda self, use, *, call=False: right(self, use, call=call) if call else None
 
 
 @mutant("areal.dispatch.calls:Calls.leave_devices", f"{_GROUPS}destroyed_model_leaves_the_devices[*]")

@@ -26,7 +26,20 @@ TWO = {"input_ids": torch.tensor([4, 5])}
 
 BAD_BATCHES: list[tuple[str, Any, dict[str, Any], str]] = [
     ("not a batch", torch.ones(2, 3), {}, "the batch is a Tensor: pass a dict"),
-    ("list of tensors", [torch.ones(3)], {}, "the batch is a list"),
+    ("list of tensors", [torch.ones(3)], {}, "the batch is a list with a Tensor"),
+    ("list of texts", ["2 + 2"], {}, "the batch is a list with a str: pass"),
+    (
+        "images",
+        {"input_ids": torch.ones(2, 3, dtype=torch.int64), "pixel_values": torch.ones(2, 3)},
+        {},
+        "key 'pixel_values'.*text alone",
+    ),
+    (
+        "sound",
+        [{"input_ids": torch.ones(3, dtype=torch.int64), "input_features": torch.ones(2)}],
+        {},
+        "key 'input_features'",
+    ),
     ("text", "", {}, "the batch is a str"),
     ("no columns", {"input_ids": IDS[:, :0]}, {}, r"input_ids is \[2, 0\]: a sequence has at least 1 token"),
     ("rows of another key only", {"input_ids": IDS[:0], "reward": torch.ones(2)}, {}, r"'reward' is \[2\]"),

@@ -55,7 +55,8 @@ def test_loader_state_resumes_with_another_dp_size(n: int, epoch: int, step: int
         if len(seen) == n:
             break
     states = [loader.state_dict() for loader in before]
-    assert states == [{"seed": 7, "epoch": epoch, "cursor": len(seen)}] * sizes[0]
+    position = {"seed": 7, "epoch": epoch, "cursor": len(seen)}
+    assert states == [position | {"length": n, "batch_size": 8}] * sizes[0]
     after = loaders(n, sizes[1], seed=0)
     for loader in after:
         assert isinstance(loader, Stateful)
@@ -81,7 +82,27 @@ def test_interrupted_iteration_resumes() -> None:
     (loader,) = loaders(20, 1, shuffle=False)
     assert next(iter(loader)) == list(range(8))
     assert [len(batch) for batch in loader] == [8, 4]
-    assert loader.state_dict() == {"seed": 0, "epoch": 1, "cursor": 0}
+    assert loader.state_dict() == {"seed": 0, "epoch": 1, "cursor": 0, "length": 20, "batch_size": 8}
+
+
+def test_another_data_set_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    (loader,) = loaders(16, 1, shuffle=False)
+    next(iter(loader))
+    state = loader.state_dict()
+    for length in (8, 12, 20):
+        (other,) = loaders(length, 1)
+        with pytest.raises(ValueError, match=f"16 samples, and this one has {length}.*repeated"):
+            other.load_state_dict(state)
+    # Between two epochs the data set may change; states of earlier releases have no sizes.
+    other.load_state_dict(state | {"epoch": 1, "cursor": 0})
+    other.load_state_dict({"seed": 0, "epoch": 0, "cursor": 8})
+    assert not caplog.records
+    (other,) = loaders(16, 1, batch_size=4, shuffle=False)
+    other.load_state_dict(state)
+    assert list(other) == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "batch_size = 4 takes effect; the loader's state was saved with 8"
+    ]
 
 
 def test_short_last_batch_is_merged_into_the_previous_one() -> None:
@@ -176,5 +197,5 @@ def test_invalid_loader_state_raises(state: dict[str, Any]) -> None:
     (loader,) = loaders(9, 1)
     with pytest.raises(ValueError, match="the loader's state is"):
         loader.load_state_dict(state)
-    with pytest.raises(ValueError, match="cursor = 10 in a dataset of 9"):
+    with pytest.raises(ValueError, match="cursor = 10 in a dataset of 9 samples"):
         loader.load_state_dict({"seed": 0, "epoch": 0, "cursor": 10})

@@ -2,13 +2,16 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from areal.engine.checkpoint import atomic_dir as module
+from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask, WrittenFiles
 from areal.engine.checkpoint.atomic_dir import (
     MANIFEST,
     Manifest,
@@ -21,6 +24,7 @@ from areal.engine.checkpoint.atomic_dir import (
     record,
     verify,
 )
+from areal.utils.distributed import ControlPlane
 
 
 def save(path: Path, text: str) -> None:
@@ -131,6 +135,12 @@ def test_reader_restores_previous_directory_between_two_renames(tmp_path: Path) 
     assert content(path) == "one"
 
 
+def test_directory_of_a_model_names_its_format(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no manifest\.json; it is the directory of a model.*weight_format='hf'"):
+        read_manifest(tmp_path)
+
+
 def damage_size(path: Path) -> None:
     (path / "a.txt").write_text("o")
 
@@ -228,3 +238,24 @@ def test_manifest_round_trips_through_its_file(tmp_path: Path) -> None:
     assert isinstance(manifest, Manifest)
     assert (manifest.kind, manifest.sequence, manifest.about) == ("test", 1, {"text": "one"})
     assert [(file.name, file.size) for file in manifest.files] == [("a.txt", 3), ("sub/b.bin", 100)]
+
+
+# ---- a save that fails
+
+TORCH_SAYS = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+
+
+def writes_in_vain() -> WrittenFiles:
+    raise RuntimeError(TORCH_SAYS)
+
+
+@pytest.mark.parametrize(
+    ("free", "says"), [(4096, r"No space left on device: free some.*unexpected pos"), (2**30, "enforce fail")]
+)
+def test_full_disk_is_named(free: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    saver = CheckpointSaver(ControlPlane(alone=True))
+    task = SaveTask(writes_in_vain, lambda payloads: [], {})
+    with pytest.raises(RuntimeError, match=rf"(?s){says}.*nothing was saved to {tmp_path / 'run'}"):
+        saver.save(tmp_path / "run", "dcp", lambda draft: task)
+    assert not list(tmp_path.iterdir())

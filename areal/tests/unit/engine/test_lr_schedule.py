@@ -113,3 +113,39 @@ def test_optimizer_state_dict_resumes_schedule() -> None:
 def test_set_lr_raises_on_invalid_value(lr: float) -> None:
     with pytest.raises(ValueError, match=f"lr = {lr}"):
         make(torch.nn.Parameter(torch.ones(1))).set_lr(lr)
+
+
+def test_changed_settings_take_effect_and_a_set_rate_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    one = make(weight, momentum=0.9)
+    one.set_lr(3.0)
+    state = one.state_dict()
+    for fields, lr, named in (
+        ({"momentum": 0.9}, 3.0, ""),
+        ({"momentum": 0.5}, 3.0, "momentum = 0.5 (saved: 0.9)"),
+        ({"momentum": 0.9, "lr": 0.5}, 0.5, "lr = 0.5 (saved: 1.0)"),
+    ):
+        caplog.clear()
+        other = make(weight, **fields)
+        other.load_state_dict(state)
+        assert other.lr == lr
+        assert [record.getMessage().endswith(f"effect: {named}") for record in caplog.records] == [True] * bool(named)
+    # States of earlier releases are without settings.
+    other.load_state_dict({"steps": 2, "base_lr": 3.0})
+    assert (other.steps, other.lr) == (2, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "ratio", "named"), [("linear", 0.0, 1), ("linear", 0.1, 0), ("constant", 0.0, 0)]
+)
+def test_steps_after_the_schedule_are_named_once(
+    scheduler: str, ratio: float, named: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = make(weight, lr_scheduler=scheduler, **({"min_lr_ratio": ratio} if ratio else {}))
+    for step in range(7):
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        assert len(caplog.records) == (named if step >= 4 else 0)
+    assert all("step 5 has a learning rate of 0" in record.getMessage() for record in caplog.records)
+    assert all("total_train_steps = 4" in record.getMessage() for record in caplog.records)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("jax", reason="needs the extra jax")
@@ -46,3 +48,22 @@ def test_groups_of_rows_have_their_own_weights(case: str, platform: None) -> Non
         actual, pull = jax.vjp(lambda x, weight: grouped_linear(x, weight, jnp.asarray(counts), "float64"), x, weight)
         pairs = [(actual, expected), *zip(pull(cotangent), pull_expected(cotangent), strict=True)]
     assert max(float(abs(a - b).max()) for a, b in pairs) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
+def test_grouped_products_of_bfloat16_do_not_inherit_the_highest_precision(
+    dtype: str, precision: str, platform: None
+) -> None:
+    """A TPU's compiler has no kernel for them: it refuses the program."""
+    x, weight, cotangent = (jnp.ones(shape, dtype) for shape in ((8, IN), (2, OUT, IN), (8, OUT)))
+    counts = jnp.array([5, 3])
+
+    def pull(x: Array, weight: Array, cotangent: Array) -> tuple[Array, ...]:
+        out, backward = jax.vjp(lambda x, weight: grouped_linear(x, weight, counts, "float32"), x, weight)
+        return out, *backward(cotangent)
+
+    with jax.default_matmul_precision("highest"):
+        text = str(jax.make_jaxpr(pull)(x, weight, cotangent))
+    # The product, and those of both gradients; of a CPU, only those of the accelerators' branch.
+    found = re.findall(r"= ragged_dot\w*\[.*?precision=\((.*?), (.*?)\)", text, re.DOTALL)
+    assert found == [(f"Precision.{precision}",) * 2] * 3

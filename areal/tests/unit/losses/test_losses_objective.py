@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from areal.api import Batch, Metric, TokenOutputs, default_loss_weight
+from areal.api import Batch, Metric, TokenOutputs, arguments, default_loss_weight
 from areal.engine.loss_call import resolve_loss
 from areal.tests.unit.losses.losses_world import Step, batch_of, logprobs, samples, step
 from areal.trainer import losses
@@ -331,3 +333,30 @@ def test_every_loss_is_exported() -> None:
             is_surrogate = isinstance(value, type) and hasattr(value, "old") and "__call__" in vars(value)
             if defined_here and (name.endswith(("_loss", "_objective")) or is_surrogate) and not name.startswith("_"):
                 assert name in losses.__all__ or name == "clipped_loss", name
+
+
+@pytest.mark.parametrize(
+    ("weight", "by_group"),
+    [
+        (lambda batch: arguments.default_loss_weight(batch), False),
+        (TokenMean().weight, False),
+        (GroupTokenMean().weight, True),
+    ],
+    ids=["default", "tokens", "groups"],
+)
+def test_weights_are_exact(weight: Callable[[Batch], Tensor], by_group: bool) -> None:
+    """They divide the loss: rounding would depend on how the batch was cut."""
+    mask = torch.rand(30_000, generator=torch.Generator().manual_seed(0))
+    cut = (0, 7_000, 7_001, 30_000)
+    group_tokens = torch.tensor([11_003.0, 3.0, 17_011.0])
+    inverse = torch.ones(30_000, dtype=torch.float64)
+    if by_group:
+        inverse = (1 / group_tokens.double()).repeat_interleave(torch.tensor(cut).diff())
+    expected = math.fsum((mask.double() * inverse).tolist())
+    parts = []
+    for begin, end in ((0, 3), (0, 1), (1, 3)):
+        rows = slice(cut[begin], cut[end])
+        values = {"loss_mask": mask[rows], "group_tokens": group_tokens[begin:end]}
+        parts.append(float(weight(Batch(values, torch.tensor(cut[begin : end + 1]) - cut[begin]))))
+    assert parts[0] == pytest.approx(expected, rel=1e-14)
+    assert parts[1] + parts[2] == pytest.approx(expected, rel=1e-14)

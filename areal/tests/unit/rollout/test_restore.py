@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,23 @@ def test_state_loaded_during_a_run_replaces_running_episodes(staleness: int) -> 
 def test_state_that_is_read_before_the_first_advance_starts_nothing() -> None:
     client = Client()
     with running(client, episode(), Plan(groups=3)) as runner:
-        assert runner.state_dict() == runner.NOTHING_PLAYED
+        assert runner.state_dict() == runner.NOTHING_PLAYED | {"order": runner.plan.order(len(runner._items))}
         time.sleep(0.1)
         assert not client.asked
+
+
+@pytest.mark.parametrize(
+    ("n_items", "changes", "says"),
+    [
+        (8, {}, "len\\(items\\) = 8, and the run was saved with 16"),
+        (16, {"groups": 2}, "Plan.groups = 2, and the run was saved with 4"),
+        (16, {"seed": 1}, "Plan.seed = 1, and the run was saved with 0"),
+        (16, {"shuffle": False}, "Plan.shuffle = 0, and the run was saved with 1"),
+    ],
+)
+def test_another_order_of_groups_is_refused(n_items: int, changes: dict[str, Any], says: str) -> None:
+    saved = Plan(groups=4).order(16)
+    with pytest.raises(ValueError, match=says):
+        Plan(**{"groups": 4} | changes).check_order(n_items, saved)
+    Plan(groups=4, group_size=7).check_order(16, saved)
+    Plan(groups=2).check_order(8, {})  # a state of an earlier release

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from areal.engine.model.hub import model_folder, read_config
+from areal.engine.model.hub import max_positions, model_folder, read_config
 
 _SAMPLED_BYTES = 4096
 
@@ -71,8 +71,7 @@ def find_base_model(name: str) -> BaseModel:
     digest = hashlib.sha256()
     for key in sorted(tensors):
         digest.update(tensors[key])
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return BaseModel(name, digest.hexdigest(), context, _DTYPES.get(config.dtype, "bfloat16"))
+    return BaseModel(name, digest.hexdigest(), max_positions(config), _DTYPES.get(config.dtype, "bfloat16"))
 
 
 def _sampled_tensors(file: Path) -> dict[str, bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from areal.tests.mutants.planting import Function, mutant
 
 
@@ -23,3 +25,12 @@ def every_rank_has_everything(right: Function) -> Function:
     return lambda name, shape, mesh: type(right(name, shape, mesh))(
         *(axis if axis == "tp" else None for axis in right(name, shape, mesh))
     )
+
+
+@mutant(
+    "areal.engine.jax.mesh:to_torch",
+    "dist/jax/test_jax.py::test_arrays_of_a_tpu_enter_and_leave_through_host_memory[w1]",
+)
+def memory_of_a_tpu_is_lent(right: Function) -> Function:
+    """Arrays leave JAX by a protocol that it has for CPUs and GPUs only."""
+    return lambda array: torch.from_dlpack(array).clone()

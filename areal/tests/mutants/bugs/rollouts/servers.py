@@ -7,6 +7,9 @@ from typing import Any
 
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Serving
+from areal.inference.http.servers.base_schemas import Empty
+from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.vllm_schemas import VLLMPaused
 from areal.tests.mutants.planting import Function, mutant
 
 OWNER = "unit/inference/http/test_owner.py::test_{}"
@@ -171,3 +174,17 @@ def update_waits_for_dead_servers(right: Function) -> Function:
 def model_updated_under_an_adapter(right: Function) -> Function:
     """Merged weights are sent to servers that add the adapter to them."""
     return lambda self: None
+
+
+@mutant(
+    "areal.inference.http.servers.vllm:VLLMTokenRoutes.__init__",
+    "unit/inference/http/test_adapter_updates.py::test_request_under_way_goes_on_with_the_next_adapter",
+)
+def adapter_changes_under_requests(right: Function) -> Function:
+    """Requests run on across an update of an adapter, with the one before, under the label of the next one."""
+
+    def wrong(self: Any, model: Any, adapter: Any, cards: Any, *, labels: bool) -> None:
+        right(self, model, adapter, cards, labels=labels)
+        self.keeps_requests, self.pause = True, HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
+
+    return wrong

@@ -64,7 +64,8 @@ def test_adapter_is_sent_alone_and_answers_under_its_name(
     assert sent < model / 5, f"{sent} bytes sent, and the model has {model}"
 
 
-def test_requests_run_on_across_updates_of_the_adapter(make_vllm: Make, vllm: Process, engine: TrainEngine) -> None:
+def test_request_under_way_goes_on_with_the_next_adapter(make_vllm: Make, vllm: Process, engine: TrainEngine) -> None:
+    """The server would end it with the adapter with which it began, under the label of the next one."""
     rollout = make_vllm(vllm, dialect=VLLM(adapter="policy"))
     rollout.sync(engine, 1)
     engine.train_batch(global_batch(), loss)
@@ -74,7 +75,8 @@ def test_requests_run_on_across_updates_of_the_adapter(make_vllm: Make, vllm: Pr
     rollout.sync(engine, 2)
     (answer,) = background.result()
     assert set(answer.versions) == {1, 2}
-    assert vllm.calls(TOKENS) == 1
+    assert list(answer.versions) == sorted(answer.versions)
+    assert vllm.calls(TOKENS) == 2
     later = answer.versions.index(2)
     sample = Sequence.single(PROMPT, answer, reward=0.0).sample()
     difference = (engine.forward_batch([sample])[0] - sample["rollout_logprobs"])[sample["loss_mask"] > 0].abs()

@@ -155,6 +155,7 @@ def test_concurrent_event_loops_get_correct_completions() -> None:
     ("prompt", "sampling", "match"),
     [
         ([], endless(), "prompt_ids is empty"),
+        ("What is 2 + 2?", endless(), "prompt_ids is the text 'What is 2"),
         ([1, VOCAB], endless(), f"token {VOCAB}"),
         ([1, -1], endless(), "token -1"),
         ([1] * 100, endless(CONTEXT - 99), "max_context = 160"),
