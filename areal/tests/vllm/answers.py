@@ -84,7 +84,7 @@ class Clients:
     def wait_for(self, further: int, seconds: float = 120) -> None:
         """Wait for further answers."""
         number = len(self.answered)
-        wait_until(lambda: len(self.answered) >= number + further or bool(self.faults), seconds)
+        wait_until(lambda: len(self.answered) >= number + further or bool(self.faults), "further answers came", seconds)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -36,15 +36,16 @@ def vllm(server_options: dict[str, Any]) -> Iterator[VLLMProcess]:
 def connect(vllm: VLLMProcess, tmp_path: Path) -> Iterator[Callable[..., HTTPRollout]]:
     """Make a rollout on the module's server, and close the one before.
 
-    ``model`` is the name of an adapter, the rest are options of the rollout.
+    ``model`` is the name of an adapter, ``adapter`` that of one to update, and the rest are options of the rollout.
     """
     made: list[HTTPRollout] = []
 
-    def make(model: str | None = None, **options: Any) -> HTTPRollout:
+    def make(model: str | None = None, *, adapter: str | None = None, **options: Any) -> HTTPRollout:
         defaults = {"model": vllm.model, "timeout": 120, "deadline": 120, "update_seconds": 30, "api_key": vllm.key}
         for rollout in made:
             rollout.close()
-        made.append(HTTPRollout(vllm.url, VLLM(model=model), folder=tmp_path / "weights", **{**defaults, **options}))
+        dialect = VLLM(model=model, adapter=adapter)
+        made.append(HTTPRollout(vllm.url, dialect, folder=tmp_path / "weights", **{**defaults, **options}))
         return made[-1]
 
     yield make

@@ -15,7 +15,7 @@ from areal.inference.http import HTTPRollout
 from areal.tests.grid.models import adapter_dir
 from areal.tests.harness.tiny import started
 from areal.tests.vllm import server
-from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
+from areal.tests.vllm.answers import TOLERANCE, Clients, endless, error, prompt, run
 from areal.tests.vllm.server import VLLMProcess, replica, served_model, weights
 
 pytestmark = server.marks
@@ -62,6 +62,20 @@ def test_new_version_of_an_adapter_leaves_nothing_stale(connect: Callable[..., H
         for _ in range(2):
             answers = run(rollout.generate(given, endless(16, seed=1)))
             assert error({0: adapted(seed)}, [given], answers) <= TOLERANCE
+
+
+def test_answers_under_way_go_on_with_the_next_adapter(connect: Callable[..., HTTPRollout]) -> None:
+    """vLLM itself would end them with the adapter with which they began, under the label of the next one."""
+    rollout = connect(adapter="moving")
+    rollout.load(adapter(1), 1)
+    with Clients(rollout, 6, (40, 90, 150)) as clients:
+        for seed in (2, 3):
+            clients.wait_for(8)
+            rollout.load(adapter(seed), seed)
+        clients.wait_for(8)
+    assert not clients.faults
+    assert any(len(set(answer.versions)) > 1 for answer in clients.answers)
+    assert error({seed: adapted(seed) for seed in (1, 2, 3)}, clients.prompts, clients.answers) <= TOLERANCE
 
 
 def test_adapter_that_an_engine_saves_has_its_log_probs(
