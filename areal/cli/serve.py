@@ -85,10 +85,12 @@ class ServeOptions:
     @property
     def service_settings(self) -> ServiceSettings:
         """Settings of the service."""
+        # Clients load their tokenizer by the first name, from another directory.
+        model = str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model
         return ServiceSettings(
             root=self.root,
-            base_models=self.name or tuple(dict.fromkeys((self.model, Path(self.model).name))),
-            model_path=self.model,
+            base_models=self.name or tuple(dict.fromkeys((model, self.model, Path(self.model).name))),
+            model_path=model,
             database_url=self.database,
             owner=self.owner,
             **vars(self.limits),

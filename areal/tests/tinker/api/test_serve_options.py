@@ -105,3 +105,15 @@ def test_a_setting_out_of_range_is_named(
     with pytest.raises(SystemExit) as caught:
         run_serve([*BASE, option, value])
     assert message in f"{caught.value.code} {capsys.readouterr().err}"
+
+
+def test_relative_path_of_a_model_is_published_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients load their tokenizer by it, from another directory."""
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    settings = parse_options(["--model", "models/tiny"]).service_settings
+    absolute = str(tmp_path / "models" / "tiny")
+    assert (settings.model_path, settings.base_models) == (absolute, (absolute, "models/tiny", "tiny"))
+    assert parse_options(["--model", "org/tiny"]).service_settings.base_models == ("org/tiny", "tiny")

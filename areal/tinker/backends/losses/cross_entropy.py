@@ -16,11 +16,11 @@ class CrossEntropy:
     """``sum(-logprobs * weights)``, with weights of any sign.
 
     Source: https://tinker-docs.thinkingmachines.ai/losses, section ``cross_entropy``. With targets ``[T, K]`` the sum is over all ``K`` targets
-    of a position, so that weights of a distribution give the cross-entropy with it.
+    of a position, so that weights of a distribution give the cross-entropy with it. Without weights, all are 1.
     """
 
-    inputs: ClassVar[frozenset[str]] = frozenset({"target_tokens", "weights"})
-    optional: ClassVar[frozenset[str]] = frozenset()
+    inputs: ClassVar[frozenset[str]] = frozenset({"target_tokens"})
+    optional: ClassVar[frozenset[str]] = frozenset({"weights"})
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        return (-target_logprobs(outputs) * batch["weights"]).sum(), {}
+        return (-target_logprobs(outputs) * batch.get("weights", 1.0)).sum(), {}

@@ -19,7 +19,7 @@ def engine_samples(data: Sequence[Datum], loss: ProtocolLoss) -> list[dict[str, 
     """Return one sample for each datum, with ``input_ids``, ``target_ids`` and the values that the loss reads.
 
     If the data differ in their numbers of targets per position, the missing ones are added without a target. Thresholds that some data have are
-    added to the others from the configuration of the loss.
+    added to the others from the configuration of the loss, and so are weights of 1.
 
     Raises:
         UserError: a datum lacks a value, or marks no token for its sequence ratio.
@@ -37,6 +37,8 @@ def _sample(index: int, datum: Datum, names: Sequence[str], width: int, loss: Pr
         values = datum.values.get(name)
         if values is None and name in CLIP_KEYS:
             values = np.full(datum.target_ids.shape, getattr(loss, name), dtype=np.float32)
+        if values is None and name == "weights" and name in loss.optional:
+            values = np.ones(datum.target_ids.shape, dtype=np.float32)
         if values is None:
             raise UserError(f"data[{index}].loss_fn_inputs has no {name!r}, which the loss needs: add it")
         # The widened targets have the log-prob 0 and, with these zeros, the loss 0.

@@ -276,3 +276,19 @@ def test_values_that_a_loss_needs(backend: EngineBackend, tmp_path: Path) -> Non
         "optional": {"clip_low_threshold", "clip_high_threshold"},
         "config": {"clip_low_threshold", "clip_high_threshold"},
     }
+
+
+def test_cross_entropy_without_weights_has_weights_of_one(backend: EngineBackend) -> None:
+    """Also if some samples of a request have weights."""
+    trained(backend, "a")
+    given = data("weights")
+    ones = [Datum(x.input_ids, x.target_ids, {"weights": np.ones_like(x.values["weights"])}) for x in given]
+    none = [Datum(x.input_ids, x.target_ids, {}) for x in given]
+    for some, same_as in ((none, ones), ([given[0], *none[1:]], [given[0], *ones[1:]])):
+        results = []
+        for samples in (some, same_as):
+            results.append((run(backend, request("a", samples)).metrics, gradients(backend, "a")))
+            backend.group.zero_grad()
+            backend.models["a"].pending = False
+        assert results[0][0] == results[1][0]
+        assert same(results[0][1], results[1][1])
