@@ -50,6 +50,8 @@ class ServeOptions:
         max_json_mib: Largest body of any other request, in MiB.
         hold_s: Seconds for which a request for a result waits. Below 45, after which a client gives up.
         link_lifetime_s: Seconds for which a download link is valid.
+        allowed_hosts: Host names under which the server answers, such as train.example.org. Without any, it answers under all.
+        trusted_proxies: Addresses or networks of proxies, whose X-Forwarded-Proto gives download links their scheme.
         limits: Times and sizes.
     """
 
@@ -69,6 +71,8 @@ class ServeOptions:
     max_json_mib: int = ApiSettings.max_json_bytes // MIB
     hold_s: float = ApiSettings.hold_s
     link_lifetime_s: int = ApiSettings.link_lifetime_s
+    allowed_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     limits: tyro.conf.OmitArgPrefixes[ServiceLimits] = field(default_factory=ServiceLimits)
 
     @property
@@ -80,6 +84,8 @@ class ServeOptions:
             max_json_bytes=self.max_json_mib * MIB,
             hold_s=self.hold_s,
             link_lifetime_s=self.link_lifetime_s,
+            allowed_hosts=self.allowed_hosts,
+            trusted_proxies=self.trusted_proxies,
         )
 
     @property

@@ -18,6 +18,9 @@ class ApiSettings:
         max_json_bytes: largest body of any other route.
         hold_s: seconds for which a request for a result waits. The client gives up after 45.
         link_lifetime_s: seconds for which a download link is valid.
+        allowed_hosts: host names under which the server answers, such as ``train.example.org``; download links have them. With none, all.
+        trusted_proxies: addresses or networks of proxies whose ``X-Forwarded-For`` and ``X-Forwarded-Proto`` are believed, so that links have
+            the scheme of the client's request.
     """
 
     api_keys: Sequence[str] = ()
@@ -25,6 +28,8 @@ class ApiSettings:
     max_json_bytes: int = 8 * MIB
     hold_s: float = 30.0
     link_lifetime_s: int = 3600
+    allowed_hosts: Sequence[str] = ()
+    trusted_proxies: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.hold_s < 45:

@@ -23,7 +23,10 @@ RENAMED = {
 }
 """Options that have another name than the setting."""
 
-TEXTS = {"base_models": "other", "model_path": "other", "root": "other", "database_url": "sqlite://", "owner": "other"}
+TEXTS = {
+    **{"base_models": "other", "model_path": "other", "root": "other", "database_url": "sqlite://", "owner": "other"},
+    **{"allowed_hosts": "train.example.org", "trusted_proxies": "10.0.0.1"},
+}
 """Values of settings that are not numbers."""
 
 BASE = ["--model", "tiny"]
