@@ -98,6 +98,7 @@ class CheckpointRegistry:
             await asyncio.to_thread(self.files.remove, self.files.folder(path, before["uid"]))
         if expires is not None:
             self._arm(expires)
+        logger.info("%s was saved: %d bytes", path, size)
         return str(path)
 
     # ------------------------------------------------------------------ read

@@ -152,4 +152,5 @@ class Intake:
 
     async def _reject(self, entry: Entry, message: str, category: Category) -> None:
         self.counts[entry.kind, "refused" if category == "user" else "failed"] += 1
+        entry.log_failure(message)
         await self._futures.fail([entry.request_id], message, category)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.verbs.verb import TrainingRequest
+
+logger = logging.getLogger(__name__)
 
 MAX_LOSS_POINTS = 500
 """Most points of the loss curve of a model on the status page."""
@@ -27,6 +30,10 @@ class Entry:
     def kind(self) -> str:
         """Kind of the request."""
         return self.request.kind
+
+    def log_failure(self, message: str) -> None:
+        """Log that the request was refused or has failed, for the operator."""
+        logger.info("%s %s has failed: %.300s", self.kind, self.request_id, message)
 
 
 @dataclass(eq=False)

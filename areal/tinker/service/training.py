@@ -105,6 +105,7 @@ class Training:
         if model.closed is not None:
             return
         model.closed, model.blame = reason, category
+        logger.info("%s has ended (%s): %s", model.id, state, reason)
         self.order.models.pop(model.id, None)
         self._cancel_gap(model)
         failed = [*(entry.request_id for entry in model.waiting.values()), *model.running]
@@ -217,6 +218,8 @@ class Training:
                 category: Category = "user" if isinstance(error, UserError) else "server"
                 await self.close_model(model, "failed", f"{model.id} was not created: {error}", category)
         else:
+            if isinstance(entry.request, CreateModel):
+                logger.info("%s was created", model.id)
             self._spawn(self._finish(entry, result))
         finally:
             self._release(model)
@@ -258,6 +261,7 @@ class Training:
             logger.error("%s failed", entry.kind, exc_info=error)
         message = str(error) if isinstance(error, UserError | ServerError) else f"{type(error).__name__}: {error}"
         self.counts[entry.kind, "refused" if user else "failed"] += 1
+        entry.log_failure(message)
         await self._futures.fail([entry.request_id], message, "user" if user else "server")
 
     def end_turn(self) -> None:

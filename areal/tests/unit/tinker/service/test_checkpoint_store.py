@@ -27,7 +27,7 @@ from areal.tests.unit.tinker.service.fakes import (
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import NotFoundError
 from areal.tinker.service.store.files import CheckpointFiles, CheckpointPath, check_name, parse_path
-from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel
+from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel, UnloadModel
 from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
 
 RUN = "s-1:train:0"
@@ -291,3 +291,26 @@ def test_a_start_deletes_interrupted_saves_and_keeps_published_checkpoints(tmp_p
             assert folder.is_dir()
 
     asyncio.run(main())
+
+
+def test_the_log_names_what_was_created_saved_refused_and_released(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> str:
+        async with serving(tmp_path) as service:
+            model = await new_model(service)
+            await done(service, SaveWeights(model, 1, digest(1), path="one"))
+            await refused(service, SaveWeights(model, 2, digest(2), path="one"))
+            await done(service, UnloadModel(model, 3, digest(3)))
+            return model
+
+    with caplog.at_level("INFO", "areal.tinker"):
+        model = asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records]
+    for words in (
+        f"{model} was created",
+        "/weights/one was saved: ",
+        " has failed: the checkpoint ",
+        f"{model} has ended",
+    ):
+        assert sum(words in line for line in lines) == 1, (words, lines)
