@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal.engine.jax.lora.factors import StackedFactors, factor_sharding
-from areal.engine.jax.mesh import to_numpy, to_torch
+from areal.engine.jax.mesh import device_view, to_numpy
 from areal.engine.jax.model.attention import Visibility
 from areal.engine.jax.model.decoder import Stream
 from areal.engine.jax.model.spec import ModelSpec, Params
@@ -186,4 +186,4 @@ class _Bridge(torch.autograd.Function):
 
 def _local(array: Array) -> Tensor:
     """Return a copy of this rank's row of a ``[D, ...]`` array: losses may write into it, and JAX's memory is read-only."""
-    return to_torch(array.addressable_data(0))[0]
+    return device_view(array.addressable_data(0))[0].clone()

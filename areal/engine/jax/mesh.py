@@ -133,9 +133,14 @@ def host_view(array: Array) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
+def device_view(array: Array) -> torch.Tensor:
+    """Return an array of this process where it is, if JAX lends that memory, and in host memory otherwise, as for a TPU. Read-only."""
+    return torch.from_dlpack(array) if array.platform() in ("cpu", "gpu") else host_view(array)
+
+
 def to_torch(array: Array) -> torch.Tensor:
-    """Return a copy of an array of this process: on the device, where torch has it, too, and in host memory otherwise, as for a TPU."""
-    return torch.from_dlpack(array).clone() if array.platform() in ("cpu", "gpu") else host_view(array)
+    """Return a copy of an array of this process; see :func:`device_view`."""
+    return device_view(array).clone()
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

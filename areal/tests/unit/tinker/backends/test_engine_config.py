@@ -22,17 +22,19 @@ from areal.tinker.backends.training.engine_config import EngineBackendConfig, Ra
     ("config", "message"),
     [
         (
-            {"max_rnk": 3},
-            r"backend_config.max_rnk = 3: there is no such setting; known are activation_checkpointing, .*, ray, seed",
+            {"colour": 3},
+            r"backend_config.colour = 3: there is no such setting; known are activation_checkpointing, .*, ray, seed",
         ),
+        ({"max_rnk": 3}, "EngineBackendConfig has no field 'max_rnk': did you mean 'max_rank'"),
         (
             {"ray": {"cpus": 3}},
             r"backend_config.ray.cpus = 3: there is no such setting; known are address, .*, strategy",
         ),
         (
-            {"fsdp": {"atention": "rows"}},
-            "backend_config.fsdp.atention = 'rows': there is no such setting; known are .*attention",
+            {"fsdp": {"colour": "rows"}},
+            "backend_config.fsdp.colour = 'rows': there is no such setting; known are .*attention",
         ),
+        ({"fsdp": {"atention": "rows"}}, "backend_config.fsdp.*has no field 'atention': did you mean 'attention'"),
         ({"max_rank": 0}, "backend_config.max_rank = 0: .*greater than 0"),
         ({"dtype": "float16"}, "backend_config.dtype = 'float16': .*'bfloat16', 'float32' or 'float64'"),
         ({"alpha": "x", "seed": -1}, "backend_config.alpha = 'x': .*; backend_config.seed = -1"),
