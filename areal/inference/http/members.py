@@ -40,6 +40,14 @@ class Members:
         self._members = {server.url: server for server in self._loop.submit(self._fleet.reachable()).result()}
         return {url: server.restarts for url, server in self._members.items()}
 
+    def lost(self) -> tuple[list[str], int]:
+        """Return the members of the last update that do not answer any more, and the number of servers that do."""
+        try:
+            reachable = {server.url for server in self._loop.submit(self._fleet.reachable()).result()}
+        except RuntimeError:
+            reachable = set()
+        return [url for url in self._members if url not in reachable], len(reachable)
+
     def call(self, url: str, call: HTTPCall[R], seconds: float) -> Future[R]:
         """Send a request to a member, without retries. Returns at once.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,12 @@ from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.members import Members
 from areal.inference.http.server_state import Away
 from areal.inference.http.servers.dialect import Dialect
+from areal.utils.distributed import EngineLostError
 from areal.weight_sync.apply import StreamSource
 from areal.weight_sync.disk import DiskTransport, version_name
 from areal.weight_sync.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 _KEPT = 2
 """Versions of an adapter that stay in the folder, as of a model."""
@@ -54,6 +58,7 @@ class WeightUpdates:
         self._control, self._fleet, self._loop, self._dialect = control, fleet, loop, dialect
         self._folder, self._complete = folder, Completeness(model)
         self._transport: Transport | None = None
+        self._members: Members | None = None
         if folder is not None:
             self._transport = DiskTransport(control, folder, model=model, cast=cast)
 
@@ -66,7 +71,7 @@ class WeightUpdates:
             cast: dtype in which weights are sent.
             seconds: time limit of each step.
         """
-        servers = members if self._control.rank == 0 else None
+        self._members = servers = members if self._control.rank == 0 else None
         packed = PACKED_BYTES if self._dialect.group.packs else None
         self._transport = ProcessGroupTransport(
             self._control, servers, self._dialect.group, carrier, packed_bytes=packed, cast=cast, timeout=seconds
@@ -76,7 +81,7 @@ class WeightUpdates:
         """Send an engine's weights, or its selected adapter if the dialect has one."""
         self.check()
         if self._dialect.adapter is None:
-            self._require_transport().send(engine, version)
+            self._send(engine, version)
             self._load_written(version)
         else:
             path = self._require_folder() / version_name(version)
@@ -86,8 +91,23 @@ class WeightUpdates:
             if self._control.rank == 0:
                 prune(path.parent, _KEPT)
 
+    def _send(self, engine: TrainEngine, version: int) -> None:
+        """Send an engine's weights. A server that dies while a process group sends them is left out, and the others get them once more."""
+        while True:
+            try:
+                self._require_transport().send(engine, version)
+                return
+            except EngineLostError:
+                raise
+            except RuntimeError as error:
+                # Each attempt is without the servers that the one before has lost.
+                lost, left = self._control.gather(([], 0) if self._members is None else self._members.lost())[0]
+                if not lost or not left:
+                    raise
+                logger.warning("version %d is sent again, without %s: %s", version, ", ".join(lost), error)
+
     def update(self, tensors: Iterator[NamedTensor], version: int) -> None:
-        """Send a stream of full tensors."""
+        """Send a stream of full tensors. It can be read once, so that a server that dies in it ends it."""
         self.check()
         if self._dialect.adapter is not None:
             raise ValueError(

@@ -17,7 +17,8 @@ class ProcessGroupTransport(Transport):
     """Broadcasts from the rank that owns the servers. The next chunk is gathered while the current one is sent.
 
     A server that dies, hangs or refuses a tensor raises an error with its name on every rank, within ``timeout`` seconds. The update has
-    then reached no server: all that had started it have lost their weights. They are refused until a later update has succeeded.
+    then reached no server: all that had started it have lost their weights. They are refused until a later update has succeeded, which
+    ``HTTPRollout.sync`` tries at once, without a server that died.
 
     Args:
         control: control plane over all ranks of the trainer.

@@ -296,7 +296,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply({"calls": state.calls, "weights": describe(state.workers[0]), "label": state.label})
         state.calls.append(parts.path + (f"?{parts.query}" if parts.query else ""))
         state.bodies[parts.path] = body
-        if parts.path in state.dies_in and state.calls.count(parts.path) >= state.dies_in[parts.path]:
+        called = sum(urlsplit(call).path == parts.path for call in state.calls)
+        if called >= state.dies_in.get(parts.path, called + 1):
             return state.die()
         if parts.path in state.closes:
             state.closes.remove(parts.path)

@@ -188,3 +188,12 @@ def adapter_changes_under_requests(right: Function) -> Function:
         self.keeps_requests, self.pause = True, HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
 
     return wrong
+
+
+@mutant(
+    "areal.inference.http.members:Members.lost",
+    "unit/inference/group/test_rollouts.py::test_server_that_dies_in_an_update_does_not_take_the_others_with_it[0-/update_weights-3]",
+)
+def update_dies_with_a_server(right: Function) -> Function:
+    """A server that dies in an update over a process group takes the weights of the others with it."""
+    return lambda self: ([], 0)

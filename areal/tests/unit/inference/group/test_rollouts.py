@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from areal.inference.http import VLLM, HTTPRollout
 from areal.inference.http.group import GlooCarrier
+from areal.tests.harness.limits import promptly
 from areal.tests.harness.servers.group_server import GroupServer
 from areal.tests.unit.inference.group.sent_weights import SHAPES, Weights, assert_has, interrupted_after
 from areal.utils.distributed import ControlPlane
@@ -57,6 +59,45 @@ def test_server_that_dies_is_left_out_of_the_group(servers: list[GroupServer]) -
         rollout.update(Weights(2).named_tensors(), 2)
         assert_has(servers[0], Weights(2))
         assert [server.version for server in rollout._fleet.servers] == [2, None]
+
+
+MOMENTS = [
+    *(("/get_world_size", 1), ("/init_weight_transfer_engine", 1), ("/pause", 1), ("/start_weight_update", 1)),
+    *(("/update_weights", number) for number in (1, 3, 7)),
+    *(("/weight_info", 1), ("/finish_weight_update", 1), ("/resume", 1)),
+]
+"""Routes of an update, and the number of the call that ends a server."""
+
+
+@pytest.mark.parametrize(("route", "number"), MOMENTS)
+@pytest.mark.parametrize("dying", [0, 1])
+def test_server_that_dies_in_an_update_does_not_take_the_others_with_it(
+    servers: list[GroupServer], dying: int, route: str, number: int
+) -> None:
+    """At any moment: the others get the weights once more, and serve them when the update returns."""
+    urls, left = [server.url for server in servers], servers[1 - dying]
+    with HTTPRollout(urls, VLLM(), carrier=GlooCarrier(), update_seconds=5, drain_seconds=1) as rollout:
+        rollout._updates._transport._sender._memory.nbytes = 1  # one tensor at a time
+        servers[dying].calls.clear()
+        servers[dying].dies_in[route] = number
+        with promptly():
+            rollout.sync(Weights(2), 2)
+        with pytest.raises(ConnectionError):
+            socket.create_connection(("127.0.0.1", servers[dying].port), timeout=5)
+        assert_has(left, Weights(2))
+        assert [server.version for server in rollout._fleet.servers] == [None if n == dying else 2 for n in (0, 1)]
+        assert not left.paused
+        rollout.sync(Weights(3), 3)
+        assert_has(left, Weights(3))
+
+
+def test_update_of_which_all_servers_die_ends(servers: list[GroupServer]) -> None:
+    urls = [server.url for server in servers]
+    with HTTPRollout(urls, VLLM(), carrier=GlooCarrier(), update_seconds=5, drain_seconds=1) as rollout:
+        for server in servers:
+            server.die()
+        with promptly(), pytest.raises(RuntimeError, match="version 2 was not sent"):
+            rollout.sync(Weights(2), 2)
 
 
 def test_weights_need_a_way(servers: list[GroupServer], tmp_path: Path) -> None:
