@@ -16,6 +16,7 @@ from typing import Any
 
 import tyro
 import uvicorn
+from fastapi import FastAPI
 
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
@@ -85,7 +86,6 @@ class ServeOptions:
             hold_s=self.hold_s,
             link_lifetime_s=self.link_lifetime_s,
             allowed_hosts=self.allowed_hosts,
-            trusted_proxies=self.trusted_proxies,
         )
 
     @property
@@ -137,19 +137,25 @@ def _serve(options: ServeOptions) -> Exception | None:
         served = f"{model} ({options.backend}, sampler {sampler})"
         banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.api_keys))
         app = create_app(service, api)
-        # Idle connections are kept longer than a client's pause between steps.
-        config = uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=120,
-            timeout_graceful_shutdown=10,
-        )
+        config = server_config(app, options)
         # The loop that uvicorn takes by itself: uvloop where it is installed.
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             return runner.run(_run(service, config, app.state.context.stopping, listener, banner))
+
+
+def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
+    """Return the settings of the HTTP server of an application."""
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=bool(options.trusted_proxies),
+        forwarded_allow_ips=list(options.trusted_proxies),
+        # Idle connections are kept longer than a client's pause between steps.
+        timeout_keep_alive=120,
+        timeout_graceful_shutdown=10,
+    )
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from areal.tinker.api.auth import ApiKeys, Authentication, LinkSigner
 from areal.tinker.api.bodies import BodyLimits
@@ -54,6 +53,4 @@ def create_app(service: Service, settings: ApiSettings) -> FastAPI:
     app.add_middleware(RequestLog, metrics=app.state.metrics)
     if settings.allowed_hosts:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts, www_redirect=False)
-    if settings.trusted_proxies:
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app

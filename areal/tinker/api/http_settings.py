@@ -19,8 +19,6 @@ class ApiSettings:
         hold_s: seconds for which a request for a result waits. The client gives up after 45.
         link_lifetime_s: seconds for which a download link is valid.
         allowed_hosts: host names under which the server answers, such as ``train.example.org``; download links have them. With none, all.
-        trusted_proxies: addresses or networks of proxies whose ``X-Forwarded-For`` and ``X-Forwarded-Proto`` are believed, so that links have
-            the scheme of the client's request.
     """
 
     api_keys: Sequence[str] = ()
@@ -29,7 +27,6 @@ class ApiSettings:
     hold_s: float = 30.0
     link_lifetime_s: int = 3600
     allowed_hosts: Sequence[str] = ()
-    trusted_proxies: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.hold_s < 45:

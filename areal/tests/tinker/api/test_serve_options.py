@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx2
 import pytest
 
-from areal.cli.serve import ServeOptions, parse_options, run_serve
+from areal.cli.serve import ServeOptions, parse_options, run_serve, server_config
+from areal.tests.tinker.api.stand_in import StandInService
+from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import ApiSettings
 from areal.tinker.service.settings import ServiceSettings
 
@@ -25,7 +29,7 @@ RENAMED = {
 
 TEXTS = {
     **{"base_models": "other", "model_path": "other", "root": "other", "database_url": "sqlite://", "owner": "other"},
-    **{"allowed_hosts": "train.example.org", "trusted_proxies": "10.0.0.1"},
+    **{"allowed_hosts": "train.example.org"},
 }
 """Values of settings that are not numbers."""
 
@@ -120,3 +124,30 @@ def test_relative_path_of_a_model_is_published_as_an_absolute_one(
     absolute = str(tmp_path / "models" / "tiny")
     assert (settings.model_path, settings.base_models) == (absolute, (absolute, "models/tiny", "tiny"))
     assert parse_options(["--model", "org/tiny"]).service_settings.base_models == ("org/tiny", "tiny")
+
+
+LINK = "/api/v1/training_runs/s:train:0/checkpoints/weights/saved/archive"
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [
+        ([], "http://train.example.org/"),
+        (["--trusted-proxies", "10.0.0.0/8"], "http://train.example.org/"),  # the header is of another address
+        (["--trusted-proxies", "127.0.0.1"], "https://train.example.org/"),
+        (["--allowed-hosts", "another.example.org"], ""),
+    ],
+)
+def test_links_behind_a_proxy(options: list[str], begins: str, tmp_path: Path) -> None:
+    """They have the scheme that a proxy names which the operator knows, and no host that he does not know."""
+    parsed = parse_options([*BASE, *options])
+    config = server_config(create_app(cast(Any, StandInService(tmp_path)), parsed.api_settings), parsed)
+    config.load()
+
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=config.loaded_app, client=("127.0.0.1", 1))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://train.example.org") as client:
+            return await client.get(LINK, headers={"X-Forwarded-Proto": "https"})
+
+    answer = asyncio.run(ask())
+    assert answer.json()["url"].startswith(begins) if begins else answer.status_code == 400
