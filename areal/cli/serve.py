@@ -16,7 +16,6 @@ from typing import Any
 
 import tyro
 import uvicorn
-from fastapi import FastAPI
 
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
@@ -143,7 +142,7 @@ def _serve(options: ServeOptions) -> Exception | None:
             return runner.run(_run(service, config, app.state.context.stopping, listener, banner))
 
 
-def server_config(app: FastAPI, options: ServeOptions) -> uvicorn.Config:
+def server_config(app: Any, options: ServeOptions) -> uvicorn.Config:
     """Return the settings of the HTTP server of an application."""
     return uvicorn.Config(
         app,
