@@ -64,15 +64,14 @@ def missed_update_loaded_late(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.http.server:Server.meet_again",
-    MANY.format("server_that_never_returned_is_not_counted_as_restarted"),
+    "areal.inference.http.fleet:Fleet.report", MANY.format("server_that_never_returned_is_not_counted_as_restarted")
 )
 def missing_server_counted_as_restarted(right: Function) -> Function:
-    """Every attempt to reach a server counts as a restart."""
+    """A server that cannot be reached counts as restarted."""
 
-    async def wrong(self: Any, seconds: float) -> Any:
-        self.restarts += 1
-        return await right(self, seconds)
+    def wrong(self: Any, server: Any) -> None:
+        server.restarts += 1
+        right(self, server)
 
     return wrong
 
