@@ -26,26 +26,20 @@ class StrictConfig(BaseModel):
 
 
 _OTHER_NAMES = {
-    **{
-        "learning_rate": "lr",
-        "r": "rank",
-        "lora_rank": "rank",
-        "lora_r": "rank",
-        "lora_alpha": "alpha",
-        "use_rslora": "rslora",
-    },
-    **{
-        "model": "path",
-        "model_path": "path",
-        "model_name_or_path": "path",
-        "adam_beta1": "beta1",
-        "adam_beta2": "beta2",
-    },
-    **{
-        "max_grad_norm": "gradient_clipping",
-        "lr_scheduler_type": "lr_scheduler",
-        "gradient_checkpointing": "activation_checkpointing",
-    },
+    "learning_rate": "lr",
+    "r": "rank",
+    "lora_rank": "rank",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rslora",
+    "model": "path",
+    "model_path": "path",
+    "model_name_or_path": "path",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "max_grad_norm": "gradient_clipping",
+    "lr_scheduler_type": "lr_scheduler",
+    "gradient_checkpointing": "activation_checkpointing",
 }
 """Names that other libraries give to fields."""
 

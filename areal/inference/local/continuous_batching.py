@@ -11,6 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from areal.engine.model.hub import max_positions
 from areal.inference.local.adapter_router import AdapterRouter
 from areal.inference.local.generation_manager import GenerationManager
 from areal.inference.local.sampler import RequestSampler
@@ -38,7 +39,7 @@ class GenerationLimits:
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise a ``ValueError`` that names the first size out of range."""
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or self.max_context
+        positions = max_positions(model.config) or self.max_context
         context = -(-self.max_context // self.page_size) * self.page_size
         limits = {
             "max_context": (2, positions, "a prompt and an answer, and as much as the model was made for"),

@@ -79,7 +79,7 @@ class RolloutReport:
             flat = len({sequence.reward for sequence in group.sequences}) <= 1
             # A sequence without an episode is one by itself.
             episodes = [object() if each.episode is None else each.episode for each in group.sequences]
-            self._add(groups=1, failed=group.failed, played=group.failed + len({*episodes}), flat_groups=flat)
+            self._add(groups=1, failed=group.failed, played=group.failed + len(set(episodes)), flat_groups=flat)
             known = [reward for reward in group.rejected if not math.isnan(reward)]
             self._add(groups_rejected=len(group.rejected), rejected_reward=sum(known))
             rewards: defaultdict[object, list[float]] = defaultdict(list)

@@ -11,7 +11,6 @@ _STEPS = 3
 _LEAST_ERROR = 1e-4
 """Smallest error of the first batch, in nats. Kernels of equal weights differ by more, except on a CPU."""
 
-
 _OTHER_MODEL = 1.0
 """Error of the first batch, in nats, that no rounding explains."""
 

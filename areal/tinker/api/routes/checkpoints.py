@@ -16,6 +16,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 from areal.tinker.api import schemas
 from areal.tinker.api.context import ApiContext, Context, Identifier, Limit, Offset, ServiceDependency
 from areal.tinker.api.error_replies import BodyError
+from areal.tinker.api.http_settings import MIB
 
 checkpoint_routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 download_routes = APIRouter(tags=["checkpoints"])
@@ -83,7 +84,7 @@ async def delete_checkpoint(run_id: Identifier, kind: Identifier, name: Identifi
 
 # ---- archives, which are written while they are sent
 
-FILE_PIECE_BYTES = 1024 * 1024
+FILE_PIECE_BYTES = MIB
 ARCHIVE_END = bytes(2 * tarfile.BLOCKSIZE)
 
 

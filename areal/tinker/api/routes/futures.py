@@ -11,13 +11,14 @@ from fastapi.responses import Response
 from areal.tinker.api import encoding, schemas
 from areal.tinker.api.context import ApiContext, Context, ServiceDependency
 from areal.tinker.api.error_replies import error_response
+from areal.tinker.api.http_settings import MIB
 from areal.tinker.api.routes.training import PROTOBUF, THREAD_BYTES
 from areal.tinker.backends.prepared import PassResult, SamplingResult
 from areal.tinker.service.requests import Outcome
 
 future_routes = APIRouter(prefix="/api/v1", tags=["futures"])
 
-INLINE_RESULT_BYTES = 1024 * 1024
+INLINE_RESULT_BYTES = MIB
 """Size above which a result is announced to the client before it is sent."""
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from areal.engine.lora.adapter_set import peft_format
+from areal.engine.model.hub import max_positions
 from areal.inference.local.prompt_logprobs import PromptLogprobs
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Completion, Sampling, TopTokens
@@ -83,7 +84,7 @@ class LocalSampler:
         except (OSError, ValueError) as error:
             raise ValueError(f"model = {model!r} cannot be read: {error}") from error
         # Sizes that are not given follow from the model and the device.
-        positions = getattr(network.config.get_text_config(), "max_position_embeddings", None) or _MOST_CONTEXT
+        positions = max_positions(network.config) or _MOST_CONTEXT
         context = settings.max_context or min(positions, _MOST_CONTEXT)
         rollout = LocalRollout(
             network.to(device).eval(),
