@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import multiprocessing
 import pickle
+import signal
 import threading
 import traceback
 from collections import deque
@@ -234,6 +235,8 @@ class _Process(_Thread):
 
 def _serve_rewards(connection: Connection, reward: Callable[[Any, Completion], Any]) -> None:
     """Answer calls until the other end closes. Runs in the process of a worker."""
+    # A terminal sends Ctrl-C to all its processes: the trainer ends the run, and its rewards do not fail before.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
             item, answer = connection.recv()

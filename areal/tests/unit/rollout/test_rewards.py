@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -206,13 +207,15 @@ def in_process(item: float, answer: Completion) -> float:
         os._exit(3)
     if item == 3:
         raise KeyError("no unit")
+    if item == 4:
+        signal.raise_signal(signal.SIGINT)
     return float(os.getpid())
 
 
 def test_processes_run_rewards_and_are_killed_when_they_hang() -> None:
     pool = RewardPool(in_process, workers=1, processes=True, seconds=30)
-    ok, raised = together(pool, [0, 3])
-    assert ok != os.getpid()
+    ok, raised, interrupted = together(pool, [0, 3, 4])
+    assert ok == interrupted != os.getpid()
     assert str(raised) == "KeyError: 'no unit'"
     pool._seconds = 0.2
     (hung,) = together(pool, [1])
