@@ -53,7 +53,7 @@ def cells(*backends: str, **fields: Any) -> list[Any]:
     [
         *cells("fsdp:d1", "megatron:d1", "fsdp:d2", "megatron:t2"),
         *cells("fsdp:d1", options="lora"),
-        *cells("fsdp:t2", "megatron:p2", options="lora"),
+        *cells("megatron:p2", options="lora"),
         # The distributed optimizer of Megatron-Core does not support float64.
         *cells("megatron:d2", dtype="float32"),
     ],

@@ -28,7 +28,7 @@ from areal.trainer.rollout.plan import Plan
 
 PLAN = Plan(groups=6, group_size=4, seed=11)
 OPTIMIZER = OptimizerConfig(lr=8e-3, gradient_clipping=1.0, eps=1e-6)
-STEPS = 5
+STEPS = 4
 
 COMPARED = ("rollout/reward", "rollout/tokens", "actor/loss", "actor/grad_norm")
 """Numbers that depend neither on the clock nor on the rounding of the rollout."""
