@@ -3,6 +3,6 @@
 from areal.dispatch.executor import Executor, Handle
 from areal.dispatch.group import WorkerGroup
 from areal.dispatch.in_process import InProcess
-from areal.dispatch.placement import Need, Placement, SharedDevices, Use
+from areal.dispatch.shared_devices import Need, Placement, SharedDevices, Use
 
 __all__ = ["Executor", "Handle", "InProcess", "Need", "Placement", "SharedDevices", "Use", "WorkerGroup"]

@@ -17,9 +17,6 @@ from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
 from areal.dispatch.executor import Executor, Handle, Work
 from areal.dispatch.pending_call import PendingCall
-from areal.dispatch.placement.place import Place
-from areal.dispatch.placement.turns import Turn
-from areal.dispatch.placement.uses import Use
 from areal.dispatch.rank_calls import (
     Argument,
     Drop,
@@ -37,6 +34,9 @@ from areal.dispatch.rank_calls import (
 from areal.dispatch.remote.micro_batches import RemoteMicroBatches, joined_layouts
 from areal.dispatch.remote.remote_stream import RemoteStream
 from areal.dispatch.shards import ShardPlan, plan_shards
+from areal.dispatch.shared_devices.place import Place
+from areal.dispatch.shared_devices.turns import Turn
+from areal.dispatch.shared_devices.uses import Use
 from areal.dispatch.table import TABLE, Returned, Route, Sent
 from areal.engine.loss_call import LossCall
 

@@ -12,7 +12,7 @@ from areal.dispatch.rank_objects import Handle, RankObjects, Reply, reply_to
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalHandle:
     """A value of this process."""
 
     value: Any
@@ -34,10 +34,10 @@ class InProcess:
         self._objects = RankObjects(0, 1)
 
     def put(self, value: Any) -> Handle:
-        return Here(value)
+        return LocalHandle(value)
 
     def ship(self, function: Any, what: str) -> Handle:
-        return Here(function)
+        return LocalHandle(function)
 
     def start(self, what: str, work: Work, arguments: Sequence[Any]) -> Future[list[Reply]]:
         future: Future[list[Reply]] = Future()

@@ -13,7 +13,7 @@ from typing import Any
 
 from areal.api import FinetuneSpec, MicroBatchList, NamedTensor, SaveLoadMeta, TrainEngineConfig
 from areal.dispatch.executor import Handle
-from areal.dispatch.in_process import Here
+from areal.dispatch.in_process import LocalHandle
 from areal.dispatch.rank_objects import RankObjects
 from areal.dispatch.table import Returned
 from areal.engine.batch_rules import BatchRules, rules_of
@@ -164,7 +164,7 @@ class OnMicroBatches:
         mbs = rank_objects.by_name.get(self.key)
         if mbs is None:
             raise ValueError("mbs is not on the ranks of this group: pass what its microbatches() returned")
-        return dataclasses.replace(self.verb, arguments={**self.verb.arguments, "mbs": Argument(Here(mbs))})(
+        return dataclasses.replace(self.verb, arguments={**self.verb.arguments, "mbs": Argument(LocalHandle(mbs))})(
             rank_objects, None
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from areal.dispatch.placement.uses import Use
+from areal.dispatch.shared_devices.uses import Use
 
 
 class Sent(Enum):

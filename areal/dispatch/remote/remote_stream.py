@@ -10,7 +10,7 @@ from typing import Any
 
 from areal.api import NamedTensor
 from areal.dispatch.cleaner import CLEANER
-from areal.dispatch.placement.turns import Turn
+from areal.dispatch.shared_devices.turns import Turn
 
 
 class _Lease:

@@ -7,8 +7,8 @@ from typing import Any
 from areal.api import SelectName, TensorSource, WeightUpdateMeta
 from areal.dispatch.calls import Calls
 from areal.dispatch.executor import Handle
-from areal.dispatch.placement.uses import Use
 from areal.dispatch.rank_calls import Argument, OnTransport
+from areal.dispatch.shared_devices.uses import Use
 
 
 class GroupTransport:

@@ -17,9 +17,9 @@ from areal.api import FinetuneSpec, TrainEngine
 from areal.dispatch import SharedDevices, WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Work
-from areal.dispatch.placement import Kind, Part, shared_devices
 from areal.dispatch.rank_objects import RankObjects, Reply
 from areal.dispatch.ray import RayWorkers
+from areal.dispatch.shared_devices import Kind, Part, devices
 from areal.tests.dist.dispatch.shared import KINDS, OneByOne, numbers
 from areal.tests.dist.trainer.ppo_runs import CRITIC, OPTIMIZER
 from areal.tests.grid.models import model_dir
@@ -167,7 +167,7 @@ def assert_agrees(shared: SharedDevices, name: str, group: TrainEngine) -> None:
 @pytest.mark.timeout(580)
 def test_ppo_has_the_bits_of_a_run_without_a_budget(pair: RayWorkers) -> None:
     expected, _, _ = ppo(pair, False)
-    with mock.patch.object(shared_devices.logger, "warning") as log:
+    with mock.patch.object(devices.logger, "warning") as log:
         actual, workers, budget = ppo(pair, True)
         assert not log.called, log.call_args
     assert numbers(actual) == numbers(expected)

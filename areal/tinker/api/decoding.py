@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from areal.tinker.api import schemas, wire_pb2
 from areal.tinker.api.error_replies import BodyError, field_errors
 from areal.tinker.service.requests import RawChunk, RawDatum, RawTensor, Sample
-from areal.tinker.service.verbs.passes import Forward, ForwardBackward
+from areal.tinker.service.verbs.forward_backward import Forward, ForwardBackward
 from areal.tinker.service.verbs.verb import RefusedRequest
 
 DTYPES: dict[int, tuple[str, np.dtype[Any]]] = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from areal.api import TrainEngine
-from areal.dispatch.placement import Kind, Part, SharedDevices
+from areal.dispatch.shared_devices import Kind, Part, SharedDevices
 from areal.inference.protocol import Completion, RolloutClient, Sampling
 from areal.tests.dist.dispatch.trainer_runs import TIMES
 from areal.tests.harness.rl import Curve

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, MicroBatchSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
-from areal.dispatch.placement import Kind, Part, SharedDevices, Use, shared_devices
+from areal.dispatch.shared_devices import Kind, Part, SharedDevices, Use, devices
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Sampling
 from areal.tests.dist.dispatch.shared import FakeRollout, assert_agrees, samples, state_bytes
@@ -75,7 +75,7 @@ def test_bytes_agree_with_the_placement_after_each_use(backend: str, tmp_path: P
         shared.add_rollout("rollout", rollout, state_bytes(policy) // 2)
         assert_agrees(shared, engines)
         rounds = [(round_, *verb) for round_ in range(2) for verb in verbs]
-        with mock.patch.object(shared_devices.logger, "warning") as warning:
+        with mock.patch.object(devices.logger, "warning") as warning:
             for round_, name, use, verb in rounds:
                 if use is Use.CHECKPOINT and round_:
                     continue
@@ -135,7 +135,7 @@ def test_group_takes_turns_like_an_engine() -> None:
 
 @pytest.mark.world(1)
 def test_error_inside_a_use_corrects_the_placement() -> None:
-    with started("fsdp:d1") as engine, mock.patch.object(shared_devices.logger, "warning") as warning:
+    with started("fsdp:d1") as engine, mock.patch.object(devices.logger, "warning") as warning:
         shared = SharedDevices({"gpu": state_bytes(engine)})
         shared.add("policy", engine)
 
@@ -158,7 +158,7 @@ def test_move_that_fails_is_not_counted() -> None:
         def sleep(self) -> None:
             raise RuntimeError("2 answers are running")
 
-    with started("fsdp:d1") as engine, mock.patch.object(shared_devices.logger, "warning") as warning:
+    with started("fsdp:d1") as engine, mock.patch.object(devices.logger, "warning") as warning:
         shared = SharedDevices({"gpu": state_bytes(engine)})
         shared.add("policy", engine)
         shared.add_rollout("rollout", Sleepless(), engine.memory()[0].params.total)

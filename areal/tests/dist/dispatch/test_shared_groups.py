@@ -14,7 +14,7 @@ import torch
 
 from areal.api import FinetuneSpec, LoRAConfig, SaveLoadMeta, TrainEngine
 from areal.dispatch import SharedDevices, Use, WorkerGroup
-from areal.dispatch.placement import Kind, Part, shared_devices
+from areal.dispatch.shared_devices import Kind, Part, devices
 from areal.engine.registry import create_engine
 from areal.tests.dist.dispatch.shared import KINDS, FakeRollout, assert_agrees, samples, state_bytes
 from areal.tests.harness.tiny import config, gradients_of, layout, loss, same_bits, started, weights_of
@@ -37,7 +37,7 @@ def two_groups(
         shared = SharedDevices({"gpu": max(map(state_bytes, (policy, other))) + more})
         shared.add("policy", policy)
         shared.add("other", other)
-        with mock.patch.object(shared_devices.logger, "warning") as log:
+        with mock.patch.object(devices.logger, "warning") as log:
             yield shared, policy, other
         assert not log.called, log.call_args
 
@@ -151,7 +151,7 @@ def test_error_of_a_verb_is_measured() -> None:
         raise ValueError("broken on purpose")
 
     with two_groups() as (shared, policy, other):
-        with mock.patch.object(shared_devices.logger, "warning"):
+        with mock.patch.object(devices.logger, "warning"):
             with pytest.raises(ValueError, match="broken on purpose"):
                 policy.forward_backward(samples(), broken)
             check(shared, policy=policy, other=other)
@@ -169,7 +169,7 @@ def test_loss_that_calls_a_model_without_room_raises() -> None:
             other.forward_batch(samples())
             return loss(out, batch)
 
-        with mock.patch.object(shared_devices.logger, "warning"):
+        with mock.patch.object(devices.logger, "warning"):
             with pytest.raises(ValueError, match=r"'other' needs .* in use by others"):
                 policy.train_batch(samples(), nested)
             other.train_batch(samples(), loss)

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
 from areal.dispatch import InProcess, SharedDevices, WorkerGroup
 from areal.dispatch.executor import Work
-from areal.dispatch.placement import Part, shared_devices
 from areal.dispatch.rank_objects import Reply
+from areal.dispatch.shared_devices import Part, devices
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Sampling
 from areal.tests.dist.dispatch.shared import KINDS, OneByOne, assert_agrees, numbers, state_bytes
@@ -124,7 +124,7 @@ def ppo(limited: bool, steps: int, plan: Plan = PLAN, **updates: Any) -> tuple[C
     """Train with critic and reference."""
     curve = Curve()
     models: dict[str, dict[str, Any]] = {"policy": {}, "reference": {"optimizer": None}, "critic": {"value_head": True}}
-    with staged(limited, plan, **models) as (stage, runner), mock.patch.object(shared_devices.logger, "warning") as log:
+    with staged(limited, plan, **models) as (stage, runner), mock.patch.object(devices.logger, "warning") as log:
         trainer = PPOTrainer(
             stage.groups["policy"],
             ppo_objective(),

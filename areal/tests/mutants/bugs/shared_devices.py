@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from areal.api import EngineMemory, KindMemory
-from areal.dispatch.placement import Kind, Move, Need, Part, Use
-from areal.dispatch.placement.eviction import UsedParts
+from areal.dispatch.shared_devices import Kind, Move, Need, Part, Use
+from areal.dispatch.shared_devices.eviction import UsedParts
 from areal.inference.http.server_state import Serving
 from areal.tests.mutants.planting import Function, mutant
 
@@ -16,7 +16,7 @@ _EXAMPLE = f"{_PLACEMENT}test_ppo_moves_only_what_each_use_needs"
 _REPORT = "dist/step/test_memory_report.py::test_{}[*{}]"
 
 
-@mutant("areal.dispatch.placement.placement:Placement.request", _EXAMPLE)
+@mutant("areal.dispatch.shared_devices.placement:Placement.request", _EXAMPLE)
 def onload_comes_before_the_offload_that_makes_room(right: Function) -> Function:
     """A model comes to the device before another one leaves."""
 
@@ -26,7 +26,7 @@ def onload_comes_before_the_offload_that_makes_room(right: Function) -> Function
     return wrong
 
 
-@mutant("areal.dispatch.placement.placement:Placement._request", _EXAMPLE)
+@mutant("areal.dispatch.shared_devices.placement:Placement._request", _EXAMPLE)
 def optimizer_is_needed_for_a_forward(right: Function) -> Function:
     """A forward brings the optimizer state to the device."""
 
@@ -40,7 +40,7 @@ def optimizer_is_needed_for_a_forward(right: Function) -> Function:
 
 
 @mutant(
-    "areal.dispatch.placement.eviction:Eviction._without_surplus",
+    "areal.dispatch.shared_devices.eviction:Eviction._without_surplus",
     f"{_PLACEMENT}test_small_part_that_makes_room_alone_leaves_alone",
 )
 def parts_leave_in_vain(right: Function) -> Function:
@@ -48,7 +48,7 @@ def parts_leave_in_vain(right: Function) -> Function:
     return lambda self, kept, victims: list(victims)
 
 
-@mutant("areal.dispatch.placement.eviction:Eviction._victims", f"{_PLACEMENT}test_each_device_has_its_own_budget")
+@mutant("areal.dispatch.shared_devices.eviction:Eviction._victims", f"{_PLACEMENT}test_each_device_has_its_own_budget")
 def only_the_first_device_has_a_budget(right: Function) -> Function:
     """The second device fills up."""
 
@@ -63,13 +63,13 @@ def only_the_first_device_has_a_budget(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.dispatch.placement.eviction:Eviction.plan", f"{_PLACEMENT}test_announced_uses_keep_what_comes_next")
+@mutant("areal.dispatch.shared_devices.eviction:Eviction.plan", f"{_PLACEMENT}test_announced_uses_keep_what_comes_next")
 def announced_uses_are_ignored(right: Function) -> Function:
     """The least recently used part leaves, whatever comes next."""
     return lambda self, request, upcoming=(), pinned=frozenset(): right(self, request, (), pinned)
 
 
-@mutant("areal.dispatch.placement.placement:Placement.release", _EXAMPLE, _SHARED.format("fsdp:d1"))
+@mutant("areal.dispatch.shared_devices.placement:Placement.release", _EXAMPLE, _SHARED.format("fsdp:d1"))
 def gradients_stay_after_a_step(right: Function) -> Function:
     """Gradients that a step has freed still count."""
 
@@ -79,7 +79,7 @@ def gradients_stay_after_a_step(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.dispatch.placement.shared_devices:SharedDevices._move", _SHARED.format("fsdp:d1"))
+@mutant("areal.dispatch.shared_devices.devices:SharedDevices._move", _SHARED.format("fsdp:d1"))
 def first_move_of_an_engine_is_not_executed(right: Function) -> Function:
     """The first planned move of each use is left to the verb."""
     return lambda self, moves: right(self, moves[1:])
@@ -97,14 +97,14 @@ def verbs_begin_no_use(right: Function) -> Function:
     return lambda self, arguments: None
 
 
-@mutant("areal.dispatch.placement.turns:Turn.end_with", f"{_TURNS}use_waits_for_a_call_that_runs_on_the_ranks")
+@mutant("areal.dispatch.shared_devices.turns:Turn.end_with", f"{_TURNS}use_waits_for_a_call_that_runs_on_the_ranks")
 def use_ends_when_its_call_was_sent(right: Function) -> Function:
     """The state of a call that still runs on the ranks may leave."""
     return lambda self, call: self.end()
 
 
 @mutant(
-    "areal.dispatch.placement.turns:Turns._fits",
+    "areal.dispatch.shared_devices.turns:Turns._fits",
     f"{_TURNS}nested_use_that_cannot_fit_raises_instead_of_waiting_for_itself",
     f"{_TURNS}threads_that_wait_for_each_other_raise",
 )
@@ -119,7 +119,7 @@ def uses_wait_for_each_other(right: Function) -> Function:
 
 
 @mutant(
-    "areal.dispatch.placement.turns:Turns._may_begin",
+    "areal.dispatch.shared_devices.turns:Turns._may_begin",
     f"{_TURNS}verb_waits_for_running_answers_and_later_answers_wait_for_the_verb",
 )
 def answers_overtake_a_verb_that_waits(right: Function) -> Function:
@@ -127,7 +127,7 @@ def answers_overtake_a_verb_that_waits(right: Function) -> Function:
     return lambda self, turn: self._mover is None and self._fits(turn)
 
 
-@mutant("areal.dispatch.placement.history:History.following", _CYCLE)
+@mutant("areal.dispatch.shared_devices.history:History.following", _CYCLE)
 def uses_of_a_trainer_are_not_predicted(right: Function) -> Function:
     """The least recently used part leaves in each step of a trainer, too."""
     return lambda self, need: []

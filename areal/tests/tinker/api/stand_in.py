@@ -18,9 +18,9 @@ from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
 from areal.tinker.service.errors import BusyError, NotFoundError, SessionOverError
 from areal.tinker.service.requests import Outcome, Sample, Submitted
+from areal.tinker.service.verbs.forward_backward import ForwardBackward
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.optimizer import OptimStep
-from areal.tinker.service.verbs.passes import ForwardBackward
 from areal.tinker.service.verbs.verb import RefusedRequest
 
 HOSTILE = "<img src=x onerror=alert(1)><script>document.title='owned'</script>"

@@ -20,7 +20,7 @@ from areal.tinker.api.encoding import MISSING_LOGPROB, to_json, to_protobuf
 from areal.tinker.api.error_replies import BodyError
 from areal.tinker.api.schemas import OptimStepBody, SampleBody
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
-from areal.tinker.service.verbs.passes import Forward, ForwardBackward
+from areal.tinker.service.verbs.forward_backward import Forward, ForwardBackward
 from areal.tinker.service.verbs.verb import RefusedRequest
 
 

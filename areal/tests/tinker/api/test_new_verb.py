@@ -30,7 +30,7 @@ from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.training.engine_backend import EngineBackend
 from areal.tinker.service import verbs
 from areal.tinker.service.model import TrainedModel
-from areal.tinker.service.verbs.passes import ForwardBackward
+from areal.tinker.service.verbs.forward_backward import ForwardBackward
 from areal.tinker.service.verbs.verb import (
     Capabilities,
     ModelRequest,

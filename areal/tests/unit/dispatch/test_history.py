@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from areal.dispatch.placement import Need, Use
-from areal.dispatch.placement.history import History
+from areal.dispatch.shared_devices import Need, Use
+from areal.dispatch.shared_devices.history import History
 
 
 def test_uses_of_a_cycle_are_predicted_from_its_second_round() -> None:

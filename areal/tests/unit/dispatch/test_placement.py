@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.dispatch.placement import Action, Kind, Move, Need, Part, Placement, Use
+from areal.dispatch.shared_devices import Kind, Move, Need, Part, Placement, Use
 
 STATE = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 # As the documentation has it, not as the code does.
@@ -95,9 +95,8 @@ class Devices:
         scene = self.scene
         for move in moves:
             assert move.nbytes == scene.nbytes([move.part]) > 0
-            assert (move.part.kind is Kind.ROLLOUT) == (move.action in (Action.SLEEP, Action.WAKE))
             assert move.part in self.existing
-            if move.action in (Action.OFFLOAD, Action.SLEEP):
+            if not move.to_device:
                 assert move.part in self.here
                 assert move.part not in scene.needed(need)
                 self.here.remove(move.part)
@@ -188,7 +187,7 @@ def moves_of(placement: Placement, owner: str, use: Use, upcoming: Sequence[Need
     need = Need(owner, use)
     moves = placement.request(need, upcoming)
     placement.release(need)
-    return [f"{move.action.value} {move.part.owner} {move.part.kind.value}" for move in moves]
+    return [f"{'onload' if move.to_device else 'offload'} {move.part.owner} {move.part.kind.value}" for move in moves]
 
 
 def test_ppo_moves_only_what_each_use_needs() -> None:
@@ -199,9 +198,9 @@ def test_ppo_moves_only_what_each_use_needs() -> None:
         lazy=frozenset({"policy", "critic"}),
     )
     placement = scene.placement()
-    assert moves_of(placement, "rollout", Use.GENERATE) == ["wake rollout rollout"]
+    assert moves_of(placement, "rollout", Use.GENERATE) == ["onload rollout rollout"]
     assert moves_of(placement, "policy", Use.FORWARD) == ["onload policy weights"]
-    assert moves_of(placement, "reference", Use.FORWARD) == ["sleep rollout rollout", "onload reference weights"]
+    assert moves_of(placement, "reference", Use.FORWARD) == ["offload rollout rollout", "onload reference weights"]
     assert moves_of(placement, "critic", Use.FORWARD) == ["onload critic weights"]
     # Gradients and optimizer state come into being on the device.
     assert moves_of(placement, "critic", Use.STEP) == []

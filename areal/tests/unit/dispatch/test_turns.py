@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from areal.dispatch.placement import Kind, Move, Need, Part, Placement, Use
-from areal.dispatch.placement.place import Place
-from areal.dispatch.placement.shared_rollout import SharedRollout
-from areal.dispatch.placement.turns import Turn, Turns
+from areal.dispatch.shared_devices import Kind, Move, Need, Part, Placement, Use
+from areal.dispatch.shared_devices.place import Place
+from areal.dispatch.shared_devices.shared_rollout import SharedRollout
+from areal.dispatch.shared_devices.turns import Turn, Turns
 from areal.tests.harness.limits import wait_until
 
 LIMIT = 8.0
@@ -48,7 +48,7 @@ class Device:
             # Another thread that moved now would meet this one.
             assert not self.movers
             self.movers.add(threading.get_ident())
-            (self.here.discard if move.action.value in ("offload", "sleep") else self.here.add)(move.part)
+            (self.here.add if move.to_device else self.here.discard)(move.part)
             self.most = max(self.most, sum(self.placement.sizes(part)["gpu"] for part in self.here))
             self.movers.clear()
 

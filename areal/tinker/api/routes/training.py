@@ -16,9 +16,9 @@ from areal.tinker.api.context import ServiceDependency
 from areal.tinker.api.error_replies import field_errors
 from areal.tinker.service.requests import Submitted
 from areal.tinker.service.service import Service
+from areal.tinker.service.verbs.forward_backward import Forward, ForwardBackward
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel, UnloadModel
 from areal.tinker.service.verbs.optimizer import OptimStep
-from areal.tinker.service.verbs.passes import Forward, ForwardBackward
 from areal.tinker.service.verbs.verb import ModelRequest, RefusedRequest
 from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
 

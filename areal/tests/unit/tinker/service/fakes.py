@@ -31,9 +31,9 @@ from areal.tinker.backends.prepared import (
 from areal.tinker.service.requests import Outcome, RawChunk, RawDatum, RawTensor, Sample, Submitted
 from areal.tinker.service.service import Service
 from areal.tinker.service.settings import ServiceSettings
+from areal.tinker.service.verbs.forward_backward import ForwardBackward
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.optimizer import OptimStep
-from areal.tinker.service.verbs.passes import ForwardBackward
 from areal.tinker.service.verbs.verb import Capabilities
 
 LIMITS = ModelLimits(vocab_size=64, max_tokens=32, max_rank=16)

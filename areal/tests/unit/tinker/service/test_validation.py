@@ -26,7 +26,7 @@ from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import PreparedBatch
 from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.requests import RawChunk, RawDatum, RawTensor
-from areal.tinker.service.verbs.passes import ForwardBackward
+from areal.tinker.service.verbs.forward_backward import ForwardBackward
 
 MODEL = TrainedModel("m", "session", "base", "adamw")
 TARGETS, WEIGHTS = integers(2, 3, 4), floats(0, 1, 1)

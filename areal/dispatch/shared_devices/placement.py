@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from areal.dispatch.placement.eviction import Eviction, UsedParts
-from areal.dispatch.placement.uses import CREATED, NEEDED, Action, Kind, Move, Need, Part, Use
+from areal.dispatch.shared_devices.eviction import Eviction, UsedParts
+from areal.dispatch.shared_devices.uses import CREATED, NEEDED, Kind, Move, Need, Part, Use
 
 _ALL = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 
@@ -121,8 +121,11 @@ class Placement:
         leaving, coming = self._state.plan(request, [self._request(each) for each in upcoming], pinned)
         self._active.append(need)
         # Parts without bytes, such as the optimizer of an engine without one, need no move.
-        moves = [self._move(part, Action.OFFLOAD, Action.SLEEP) for part in leaving]
-        moves += [self._move(part, Action.ONLOAD, Action.WAKE) for part in coming]
+        moves = [
+            Move(part, to_device, self._state.nbytes([part]))
+            for to_device, parts in ((False, leaving), (True, coming))
+            for part in parts
+        ]
         return [move for move in moves if move.nbytes]
 
     def release(self, need: Need) -> None:
@@ -240,6 +243,3 @@ class Placement:
                     f"{need.owner!r} needs {nbytes:,} bytes on {device!r} for {need.use.value!r}, and {capacity:,} bytes are "
                     f"available{during}: raise the budget, or divide the model over more ranks"
                 )
-
-    def _move(self, part: Part, of_model: Action, of_rollout: Action) -> Move:
-        return Move(of_rollout if part.kind is Kind.ROLLOUT else of_model, part, self._state.nbytes([part]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from areal.dispatch.placement.eviction import LOOKAHEAD
-from areal.dispatch.placement.uses import Need, Use
+from areal.dispatch.shared_devices.eviction import LOOKAHEAD
+from areal.dispatch.shared_devices.uses import Need, Use
 
 LENGTH = 256
 """Number of uses that are remembered."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from areal.dispatch.placement.history import History
-from areal.dispatch.placement.placement import Placement
-from areal.dispatch.placement.uses import Move, Need, Use
+from areal.dispatch.shared_devices.history import History
+from areal.dispatch.shared_devices.placement import Placement
+from areal.dispatch.shared_devices.uses import Move, Need, Use
 
 CALL = object()
 """Holder of the uses of calls that run on the ranks: they end without the driver."""

@@ -79,25 +79,16 @@ class Need:
     use: Use
 
 
-class Action(Enum):
-    """Direction of a move."""
-
-    OFFLOAD = "offload"
-    ONLOAD = "onload"
-    SLEEP = "sleep"
-    WAKE = "wake"
-
-
 @dataclass(frozen=True)
 class Move:
     """A move between the devices and host memory.
 
     Attributes:
-        action: direction; rollouts sleep and wake, models offload and onload.
-        part: state that moves.
+        part: state that moves. Rollouts sleep and wake, models offload and onload.
+        to_device: direction.
         nbytes: its bytes on all devices.
     """
 
-    action: Action
     part: Part
+    to_device: bool
     nbytes: int

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal.api import NamedTensor
-from areal.dispatch.placement.place import Place
-from areal.dispatch.placement.turns import Turn
-from areal.dispatch.placement.uses import Use
+from areal.dispatch.shared_devices.place import Place
+from areal.dispatch.shared_devices.turns import Turn
+from areal.dispatch.shared_devices.uses import Use
 
 
 class Sleeper(Protocol):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from areal.dispatch.placement.uses import Kind, Part
+from areal.dispatch.shared_devices.uses import Kind, Part
 
 LOOKAHEAD = 16
 """Announced uses that are simulated to choose what leaves."""

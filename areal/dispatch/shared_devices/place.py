@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from areal.dispatch.placement.turns import Turn, Turns
-from areal.dispatch.placement.uses import Need, Use
+from areal.dispatch.shared_devices.turns import Turn, Turns
+from areal.dispatch.shared_devices.uses import Need, Use
 
 
 class Place:

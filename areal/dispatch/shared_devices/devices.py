@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from areal.api import EngineMemory, KindMemory, TrainEngine
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.placement.place import Place
-from areal.dispatch.placement.placement import Placement
-from areal.dispatch.placement.shared_rollout import SharedRollout, Sleeper
-from areal.dispatch.placement.turns import Turn, Turns
-from areal.dispatch.placement.uses import CREATED, OPEN, Action, Kind, Move, Need, Part, Use
+from areal.dispatch.shared_devices.place import Place
+from areal.dispatch.shared_devices.placement import Placement
+from areal.dispatch.shared_devices.shared_rollout import SharedRollout, Sleeper
+from areal.dispatch.shared_devices.turns import Turn, Turns
+from areal.dispatch.shared_devices.uses import CREATED, OPEN, Kind, Move, Need, Part, Use
 
 logger = logging.getLogger(__name__)
 
@@ -178,22 +178,21 @@ class SharedDevices:
 
     def _move(self, moves: Sequence[Move]) -> None:
         # Moves of one engine in one direction are one call, which waits for the device once.
-        for (owner, action), group in itertools.groupby(moves, key=lambda move: (move.part.owner, move.action)):
+        for (owner, to_device), group in itertools.groupby(moves, key=lambda move: (move.part.owner, move.to_device)):
             kinds = {move.part.kind for move in group}
+            if owner in self._rollouts:
+                rollout = self._rollouts[owner]
+                (rollout.wake if to_device else rollout.sleep)()
+                continue
             selected = {
                 "params": Kind.WEIGHTS in kinds,
                 "grads": Kind.GRADIENTS in kinds,
                 "optimizer": Kind.OPTIMIZER in kinds,
             }
-            match action:
-                case Action.OFFLOAD:
-                    self._offload(owner, selected)
-                case Action.ONLOAD:
-                    self._engines[owner].engine.onload(**selected)
-                case Action.SLEEP:
-                    self._rollouts[owner].sleep()
-                case Action.WAKE:
-                    self._rollouts[owner].wake()
+            if to_device:
+                self._engines[owner].engine.onload(**selected)
+            else:
+                self._offload(owner, selected)
 
     def _offload(self, name: str, selected: Mapping[str, bool]) -> None:
         try:
