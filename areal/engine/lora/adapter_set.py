@@ -21,7 +21,7 @@ from areal.engine.lora.adapter_files import adapter_files, read_training, write_
 from areal.engine.lora.adapter_plan import AdapterPlan
 from areal.engine.lora.low_rank import LowRank, WeightDelta
 from areal.engine.lora.mixed import MixedLowRank, mixed_pairs
-from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.layout import AdapterRuns
 from areal.utils.distributed import ControlPlane
 from areal.utils.functional import HeadUpdate
 

@@ -97,7 +97,7 @@ def test_training_step() -> None:
         engine.train_batch(global_batch(), sft_objective())
         with walk.recording():
             engine.train_batch(global_batch(), sft_objective())
-    check(walk, 58)
+    check(walk, 50)
 
 
 def test_forward_backward_over_http(tmp_path: Path) -> None:
