@@ -303,7 +303,9 @@ class EngineState(TrainEngine):
             memory.onload(params=params, grads=grads, optimizer=optimizer)
 
     def memory(self) -> list[EngineMemory]:
-        return [self._require_components().memory.report(self.device)]
+        components = self._require_components()
+        report = components.memory.report(self.device)
+        return [report if components.adapters is None else report + components.adapters.memory(self.device)]
 
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""

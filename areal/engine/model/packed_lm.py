@@ -21,10 +21,10 @@ from areal.api.engine import Outputs
 from areal.api.microbatch import MicroBatch
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel
 from areal.engine.attention.kernels import TakeRows
+from areal.engine.batch_rules import ROUTED_EXPERTS
 from areal.engine.loss_step import split_outputs
 from areal.engine.model.heads import Head, LinearHead, OwnHead, UpdateFn, decoder_of, head_of_runs, no_update
 from areal.engine.moe.routing import ExpertRouting, Routing
-from areal.engine.moe.rules import ROUTED_EXPERTS
 from areal.engine.stream.layout import AdapterRuns, layout_of, pad_rows
 from areal.utils.dtensor import local_part
 
