@@ -22,8 +22,8 @@ from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
 from areal.api.weights import NamedTensor
-from areal.engine.additivity import AdditivityProbe
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
+from areal.engine.loss_call import AdditivityProbe
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
