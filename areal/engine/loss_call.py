@@ -21,7 +21,6 @@ from areal.api.engine import Outputs, default_loss_weight
 from areal.api.loss import LossFn, LossObjective, LossTerms, LossWeightFn, Normalization
 from areal.engine.loss_step import as_terms, split_outputs
 
-
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-2
