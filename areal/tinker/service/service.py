@@ -285,6 +285,14 @@ class Service:
         self._check_alive()
         await self._registry.change(run_id, checkpoint_id, public=False)
 
+    async def checkpoint_folder(self, path: str) -> Path:
+        """Return the folder of a checkpoint, for a download.
+
+        Raises:
+            UserError: the path is malformed, or there is no such checkpoint.
+        """
+        return (await self._registry.find(path))[2]
+
     async def checkpoint_folder_of(self, run_id: str, checkpoint_id: str) -> Path:
         """Return the folder of a checkpoint of a run, such as ``weights/final``.
 

@@ -16,9 +16,9 @@ import pytest
 from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_request
 from areal.tests.tinker.api.stand_in import StandInService, client_of
 from areal.tinker.api import wire_pb2
-from areal.tinker.api.context import LinkSigner
+from areal.tinker.api.auth import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
-from areal.tinker.api.routes.training import INLINE_RESULT_BYTES
+from areal.tinker.api.routes.futures import INLINE_RESULT_BYTES
 from areal.tinker.service.requests import Outcome
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.verb import RefusedRequest

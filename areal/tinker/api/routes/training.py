@@ -1,4 +1,4 @@
-"""Routes that train: their answers name a future. Routes of futures: results by long poll, and cancellation."""
+"""Routes that train: their answers name a future."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from areal.tinker.api import decoding, encoding, schemas
-from areal.tinker.api.context import ApiContext, Context, ServiceDependency
-from areal.tinker.api.error_replies import error_response, field_errors
-from areal.tinker.api.http_settings import MIB
-from areal.tinker.backends.prepared import PassResult, SamplingResult
-from areal.tinker.service.requests import Outcome, Submitted
+from areal.tinker.api import decoding, schemas
+from areal.tinker.api.context import ServiceDependency
+from areal.tinker.api.error_replies import field_errors
+from areal.tinker.service.requests import Submitted
 from areal.tinker.service.service import Service
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel, UnloadModel
 from areal.tinker.service.verbs.optimizer import OptimStep
@@ -45,7 +43,6 @@ class InTurnRoute(APIRoute):
 
 
 training_routes = APIRouter(prefix="/api/v1", tags=["training"], route_class=InTurnRoute)
-future_routes = APIRouter(prefix="/api/v1", tags=["futures"])
 
 PROTOBUF = "application/x-protobuf"
 THREAD_BYTES = 128 * 1024
@@ -53,9 +50,6 @@ THREAD_BYTES = 128 * 1024
 
 LARGE_PATHS = ("/api/v1/forward", "/api/v1/forward_backward")
 """Paths of routes with batches of training data. The bodies of others have a smaller limit."""
-
-INLINE_RESULT_BYTES = MIB
-"""Size above which a result is announced to the client before it is sent."""
 
 T = TypeVar("T")
 
@@ -200,48 +194,3 @@ async def load_weights(body: schemas.LoadWeightsBody, service: ServiceDependency
         optimizer=body.optimizer,
     )
     return submitted_json(await service.submit(request))
-
-
-async def _wait(context: ApiContext, request_id: str) -> Outcome:
-    """Wait for a result as long as a request may be held, or until the server stops."""
-    waiting = asyncio.ensure_future(context.service.retrieve(request_id, timeout_s=context.settings.hold_s))
-    stopping = asyncio.ensure_future(context.stopping.wait())
-    try:
-        await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return await waiting if waiting.done() else Outcome(state="pending", kind="")
-    finally:
-        waiting.cancel()
-        stopping.cancel()
-
-
-@future_routes.post("/retrieve_future", responses={410: {"description": "The result is lost: send the request again."}})
-async def retrieve_future(body: schemas.RetrieveBody, request: Request, context: Context) -> Any:
-    """Return the result of a request. Waits for it, and answers ``try_again`` after some time."""
-    outcome = await _wait(context, body.request_id)
-    if outcome.state == "pending":
-        return {"type": "try_again", "request_id": body.request_id, "queue_state": outcome.queue_state}
-    if outcome.state == "gone":
-        return error_response(
-            410, outcome.error or "The result was lost with an earlier server: send the request again."
-        )
-    if outcome.state == "failed":
-        # Status 200: the client would repeat the request after most others.
-        return {"error": outcome.error or "The request failed.", "category": outcome.category or "unknown"}
-    if body.allow_metadata_only and outcome.result_bytes > INLINE_RESULT_BYTES:
-        return {"status": "complete_metadata", "response_payload_size": outcome.result_bytes}
-    return await _result(outcome, PROTOBUF in request.headers.get("accept", ""))
-
-
-async def _result(outcome: Outcome, accepts_protobuf: bool) -> Response:
-    has_message = isinstance(outcome.result, PassResult | SamplingResult)
-    encode = encoding.to_protobuf if has_message and accepts_protobuf else encoding.to_json
-    # A large result is encoded in a thread: other requests go on in the meantime.
-    large = outcome.result_bytes > THREAD_BYTES
-    content = await asyncio.to_thread(encode, outcome.result) if large else encode(outcome.result)
-    return Response(content, media_type=PROTOBUF if encode is encoding.to_protobuf else "application/json")
-
-
-@future_routes.post("/cancel_future")
-async def cancel_future(body: schemas.CancelBody, service: ServiceDependency) -> None:
-    """Stop a sampling request whose result is no longer wanted."""
-    await service.cancel(body.request_id)

@@ -14,25 +14,25 @@ CODECS = "tinker/api/test_codecs.py::"
 BODIES = "tinker/api/test_bodies.py::"
 
 
-@mutant("areal.tinker.api.middleware:ApiKeys.accepts", ROUTES + "test_keys")
+@mutant("areal.tinker.api.auth:ApiKeys.accepts", ROUTES + "test_keys")
 def key_accepted_by_its_form(right: Function) -> Function:
     """Any key that begins as a key does is accepted."""
     return lambda self, key: right(self, key) or (key or "").startswith("tml-")
 
 
-@mutant("areal.tinker.api.context:LinkSigner.accepts", ROUTES + "test_links_expire")
+@mutant("areal.tinker.api.auth:LinkSigner.accepts", ROUTES + "test_links_expire")
 def link_without_end(right: Function) -> Function:
     """A download link is valid after its expiry."""
     return lambda self, expires, signature, *parts: signature == self._signature(expires, *parts)
 
 
-@mutant("areal.tinker.api.context:LinkSigner._signature", ROUTES + "test_archive_and_single_files")
+@mutant("areal.tinker.api.auth:LinkSigner._signature", ROUTES + "test_archive_and_single_files")
 def link_to_one_file_opens_all(right: Function) -> Function:
     """The signature of a link does not cover the name of the file."""
     return lambda self, *parts: right(self, *parts[:-1])
 
 
-@mutant("areal.tinker.api.middleware:decompress", BODIES + "test_damaged_zstd_is_a_bad_request*")
+@mutant("areal.tinker.api.bodies:decompress", BODIES + "test_damaged_zstd_is_a_bad_request*")
 def truncated_body_accepted(right: Function) -> Function:
     """A truncated compressed body is decoded as far as it goes."""
     return lambda data, limit: zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data)).read(limit)

@@ -12,7 +12,6 @@ from areal.tests.unit.tinker.service.fakes import (
     FakeTraining,
     digest,
     done,
-    folder_of,
     outcome,
     refused,
     sample,
@@ -54,7 +53,7 @@ async def check_after_crash(root: Path, told: dict[str, list[list[str]]], url: s
         published = [c["tinker_path"] for c in (await service.all_checkpoints())["checkpoints"]]
         assert set(published) >= set(paths)
         for number, path in enumerate(paths, 1):
-            assert (await folder_of(service, path) / "state.json").exists()
+            assert (await service.checkpoint_folder(path) / "state.json").exists()
             if "/weights/" in path:
                 await done(service, CreateFromCheckpoint(session, number, digest(path), path=path, optimizer=True))
         # Unfinished training fails and says how to go on; unfinished sampling is sent again by the client.

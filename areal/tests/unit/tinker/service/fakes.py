@@ -304,9 +304,3 @@ async def new_model(
     config = {"rank": rank, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False}
     request = CreateModel(session_id, number, digest("create", number), base_model="base", lora_config=config, **fields)
     return (await done(service, request))["model_id"]
-
-
-async def folder_of(service: Service, path: str) -> Path:
-    """Return the folder of a checkpoint."""
-    run_id, _, name = path.removeprefix("tinker://").partition("/")
-    return await service.checkpoint_folder_of(run_id, name)

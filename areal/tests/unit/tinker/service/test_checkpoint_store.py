@@ -17,7 +17,6 @@ from areal.tests.unit.tinker.service.fakes import (
     digest,
     done,
     eventually,
-    folder_of,
     new_model,
     outcome,
     refused,
@@ -96,7 +95,7 @@ def test_a_name_is_written_once_unless_overwrite_is_set(tmp_path: Path) -> None:
         async with serving(tmp_path, training) as service:
             model = await new_model(service)
             path = (await done(service, SaveWeights(model, 1, digest(1), path="one", user_metadata={"a": "b"})))["path"]
-            first = await folder_of(service, path)
+            first = await service.checkpoint_folder(path)
             assert "exists" in await refused(service, SaveWeights(model, 2, digest(2), path="one"))
             # A retry of the save is not a second save.
             again = await service.submit(SaveWeights(model, 1, digest(1), path="one", user_metadata={"a": "b"}))
@@ -104,7 +103,7 @@ def test_a_name_is_written_once_unless_overwrite_is_set(tmp_path: Path) -> None:
             await done(service, train(model, 3))
             await done(service, step(model, 4, learning_rate=1.0))
             assert (await done(service, SaveWeights(model, 5, digest(5), path="one", overwrite=True)))["path"] == path
-            second = await folder_of(service, path)
+            second = await service.checkpoint_folder(path)
             assert second != first
             assert not first.exists()
             assert len((await service.checkpoints(model))["checkpoints"]) == 1
@@ -256,14 +255,14 @@ def test_checkpoints_expire_without_polling(tmp_path: Path) -> None:
             model = await new_model(service)
             path = (await done(service, SaveWeights(model, 1, digest(1), path="short", ttl_seconds=1)))["path"]
             await done(service, SaveWeights(model, 2, digest(2), path="long", ttl_seconds=3600))
-            folder = await folder_of(service, path)
+            folder = await service.checkpoint_folder(path)
             await eventually(lambda: not folder.exists())
             assert [c["checkpoint_id"] for c in (await service.checkpoints(model))["checkpoints"]] == ["weights/long"]
             with pytest.raises(UserError, match="may have been deleted, or have expired"):
                 await service.weights_info(path)
             # A short time that is set later counts as well.
             await service.set_ttl(model, "weights/long", 1)
-            folder = await folder_of(service, f"tinker://{model}/weights/long")
+            folder = await service.checkpoint_folder(f"tinker://{model}/weights/long")
         # Expired while no server ran.
         await asyncio.sleep(1.05)
         async with serving(tmp_path, FakeTraining()) as service:
@@ -278,13 +277,13 @@ def test_a_start_deletes_interrupted_saves_and_keeps_published_checkpoints(tmp_p
         async with serving(tmp_path, FakeTraining()) as service:
             model = await new_model(service)
             path = (await done(service, SaveWeights(model, 1, digest(1), path="one")))["path"]
-            folder = await folder_of(service, path)
+            folder = await service.checkpoint_folder(path)
         parent = folder.parent
         for orphan in (parent / "two@123", parent / "two@123.tmp", parent.parent / "ephemeral" / "456"):
             orphan.mkdir(parents=True)
             (orphan / "file").write_text("x")
         async with serving(tmp_path, FakeTraining()) as service:
-            assert await folder_of(service, path) == folder
+            assert await service.checkpoint_folder(path) == folder
             assert folder.is_dir()
             assert [p.name for p in tmp_path.glob("checkpoints/*/*/*") if p.is_dir()] == [folder.name]
         # Another database knows none of the checkpoints: they stay.

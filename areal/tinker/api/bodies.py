@@ -1,126 +1,19 @@
-"""Middleware of the HTTP application, in the order of a request: its id and its log, its key, and its body."""
+"""Reading of request bodies: bounded, and decompressed if the client compressed them."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hashlib
-import hmac
-import logging
-import time
-import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import zstandard
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal.tinker.api.error_replies import BodyError, error_response
-from areal.tinker.api.metrics import ServerMetrics
-
-OPEN_PATHS = ("/api/v1/healthz", "/download/")
-"""Beginnings of paths that need no key: the health check, and links that carry a signature."""
 
 MAX_WINDOW_BYTES = 32 * 1024 * 1024
 PIECE_BYTES = 256
 """Compressed bytes that are decompressed at once. A block of a frame takes 4 bytes and expands to 128 KiB at most."""
-
-logger = logging.getLogger(__name__)
-
-
-class RequestLog:
-    """ASGI middleware that gives each request an id, which the header ``X-Request-ID`` of the answer and the log name."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        request_id = uuid.uuid4().hex[:16]
-        status = 0  # of no answer: the client has disconnected
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
-            await send(message)
-
-        start = time.perf_counter()
-        self.metrics.in_flight.inc()
-        try:
-            await self.app(scope, receive, send_with_id)
-        except Exception:
-            # The path, without the query: a link's signature is not logged.
-            logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
-            if status:
-                raise
-            response = error_response(500, f"Internal error; the server's log has it under {request_id}.")
-            await response(scope, receive, send_with_id)
-        finally:
-            self.metrics.in_flight.dec()
-            # The pattern of the route, not the path: each series of a metric stays in memory.
-            route = getattr(scope.get("route"), "path", "none")
-            self.metrics.answered(route, status, time.perf_counter() - start)
-
-
-class ApiKeys:
-    """The accepted keys. Only their hashes are kept in memory."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [self._digest(key) for key in keys]
-
-    @staticmethod
-    def _digest(key: str) -> bytes:
-        return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-    @property
-    def required(self) -> bool:
-        """True if a request needs a key."""
-        return bool(self._digests)
-
-    def accepts(self, key: str | None) -> bool:
-        """Compare a key with every accepted one, in constant time."""
-        digest = self._digest(key or "")
-        found = False
-        for accepted in self._digests:
-            found |= hmac.compare_digest(digest, accepted)
-        return found and key is not None
-
-
-def presented_key(headers: Headers) -> str | None:
-    """Return the key of a request: ``X-API-Key``, a bearer token, or the password of HTTP basic (for browsers)."""
-    if (key := headers.get("x-api-key")) is not None:
-        return key
-    scheme, _, value = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            decoded = base64.b64decode(value.strip(), validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
-            return None
-        return decoded.partition(":")[2]
-    return None
-
-
-class Authentication:
-    """ASGI middleware that answers 401 to a request without an accepted key, before its body is read."""
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self.app, self.keys = app, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and self.keys.required and not scope["path"].startswith(OPEN_PATHS)
-        if not guarded or self.keys.accepts(presented_key(Headers(scope=scope))):
-            return await self.app(scope, receive, send)
-        # A browser asks for a password; the SDK must not see a challenge, or it would try to exchange the key.
-        api = scope["path"].startswith("/api/")
-        headers = None if api else {"WWW-Authenticate": 'Basic realm="areal"'}
-        response = error_response(401, "The API key is missing or is not accepted by this server.", headers)
-        await response(scope, receive, send)
 
 
 def decompress(data: bytes, limit: int) -> bytes:
