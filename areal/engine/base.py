@@ -38,8 +38,7 @@ from areal.engine.loss_step import (
 )
 from areal.engine.pipeline_broadcast import broadcast_results, pack_results
 from areal.engine.state import EngineState
-from areal.engine.stream.layout import StreamLayout, layout_of
-from areal.engine.stream.outputs import gather_outputs
+from areal.engine.stream.layout import StreamLayout, gather_outputs, layout_of
 from areal.utils import platform
 from areal.utils.distributed import EngineLostError
 from areal.utils.profiling.phase_timer import TimedCall
@@ -266,10 +265,11 @@ class BaseTrainEngine(EngineState):
             self._end_or_reset(faults)
 
         # Raise the faults of all ranks on every rank, before any collective that only healthy ranks would enter.
-        packed = pack_results(results, self._stages, faults)
+        packed = pack_results(results, self._stages, faults) if self.dims.pp > 1 else None
         self._settle(faults.first, gradients)
-        with self._ending_on_error():
-            results = broadcast_results(results, packed, self._stages, self.device)
+        if self.dims.pp > 1:
+            with self._ending_on_error():
+                results = broadcast_results(packed, self._stages, self.device)
         if gradients is not None:
             gradients.added()
         return [results[mb.index] for mb in mbs.real]

@@ -123,6 +123,10 @@ class TrainedAdapters(Adapters, Protocol):
         """
         ...
 
+    def memory(self, device: torch.device) -> EngineMemory:
+        """Return the bytes of the adapters on ``device``, where they stay."""
+        ...
+
     def gradients_of(self, names: Sequence[str]) -> CallGradients:
         """Return the gradients that a call adds to these adapters.
 

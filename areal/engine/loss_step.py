@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from areal.api.batch import Metric, OutputName, Reduction, StepOutput, TokenOutputs, TopK
 from areal.api.loss import LossFn, LossTerms, LossWeightFn, Normalization
 from areal.api.microbatch import MicroBatch, MicroBatchList
+from areal.engine.faults import ReadOutputs, naming_missing_outputs
 from areal.engine.moe.balance_loss import RoutingSums
-from areal.engine.read_outputs import ReadOutputs, naming_missing_outputs
 
 LOSS = "loss"
 """Name of the term of a loss with one term."""

@@ -63,31 +63,26 @@ class Stages:
 
 
 def pack_results(results: dict[int, Any], stages: Stages, faults: Faults) -> PackedResults | None:
-    """Pack the results of a call on the last of several pipeline stages. Adds results that cannot be packed to ``faults``.
+    """Pack the results of a call on the last pipeline stage. Adds results that cannot be packed to ``faults``.
 
     Returns:
-        ``None`` on other stages, without a pipeline, and after a fault of the model.
+        ``None`` on other stages, and after a fault of the model.
     """
     # A model that failed may have closed the groups of its ranks: do not use the mesh then.
-    if faults.broken or stages.mesh.size() == 1 or stages.mesh.get_local_rank() != stages.last:
+    if faults.broken or stages.mesh.get_local_rank() != stages.last:
         return None
     with faults.deferred():
         return PackedResults.of(results)
     return None
 
 
-def broadcast_results(
-    results: dict[int, Any], packed: PackedResults | None, stages: Stages, device: torch.device
-) -> dict[int, Any]:
+def broadcast_results(packed: PackedResults | None, stages: Stages, device: torch.device) -> dict[int, Any]:
     """Return the results of the last stage on every stage. Collective over ``stages``.
 
     Args:
-        results: results of this rank, which are complete without a pipeline.
         packed: from :func:`pack_results`.
         device: device of the received tensors, except for those that were on the CPU.
     """
-    if stages.mesh.size() == 1:
-        return results
     group, source = stages.mesh.get_group(), stages.last
     # First the pickle, with the shape, dtype and kind of device of each tensor.
     header: list[Any] = [None]

@@ -22,8 +22,8 @@ from areal.api.config import BackendConfig, FinetuneSpec, TrainEngineConfig
 from areal.api.engine import TrainEngine
 from areal.api.memory import EngineMemory
 from areal.api.weights import NamedTensor
-from areal.engine.additivity import AdditivityProbe
 from areal.engine.components import EngineComponents, StepOptimizer, TrainedAdapters
+from areal.engine.loss_call import AdditivityProbe
 from areal.engine.options import TEMPLATE_OPTIONS, engine_config
 from areal.engine.pipeline_broadcast import Stages
 from areal.engine.step_sync import StepSync
@@ -303,7 +303,9 @@ class EngineState(TrainEngine):
             memory.onload(params=params, grads=grads, optimizer=optimizer)
 
     def memory(self) -> list[EngineMemory]:
-        return [self._require_components().memory.report(self.device)]
+        components = self._require_components()
+        report = components.memory.report(self.device)
+        return [report if components.adapters is None else report + components.adapters.memory(self.device)]
 
     def _onload_for_step(self, *, grads: bool = False, optimizer: bool = False) -> None:
         """Bring back the tensors that a step needs. Its metrics report the bytes."""

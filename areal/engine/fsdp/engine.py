@@ -35,15 +35,13 @@ from areal.engine.lora.adapter_components import with_adapters
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.model.forward_plan import check_sharing, plan_forward
 from areal.engine.model.hub import max_positions, read_config
-from areal.engine.model.inputs import model_inputs
 from areal.engine.model.media import check_media, media_tokens
-from areal.engine.model.packed_lm import PackedCausalLM
+from areal.engine.model.packed_lm import PackedCausalLM, model_inputs
 from areal.engine.moe.routing import ExpertRouting
-from areal.engine.optimizer import ClippingOptimizer, torch_optimizer
+from areal.engine.optimizer import ClippingOptimizer, global_norm, scale, torch_optimizer
 from areal.engine.options import MODEL_OPTIONS
 from areal.engine.schedule import Schedule, SequentialSchedule
 from areal.engine.torch.checkpoint import ShardedCheckpointer
-from areal.engine.torch.gradient_norm import global_norm, scale
 from areal.engine.torch.model_chunks import ModelChunks
 from areal.engine.torch.offload import ShardedOffload
 from areal.engine.torch.pipeline_split import plan_pipeline_split
@@ -94,7 +92,7 @@ class FSDPEngine(BaseTrainEngine):
         cp = context_parallel_of(hf_config, self.dims, config.fsdp.context_parallel, self.mesh["cp"])
         optimizer = self._build_optimizer(chunks, spec)
         memory = ShardedOffload(chunks, optimizer.inner if optimizer else None, config.offload_dir)
-        self._gradients = grad.FSDPGradients(TiedGradients(chunks), memory)
+        self._gradients = grad.FSDPGradients(TiedGradients(chunks) if self.dims.pp > 1 else None, memory)
         weights = ShardedWeights(chunks)
         sync = grad.GradientSync.choose(chunks, config, self._device_memory)
         experts = fsdp_expert_info(transformer_layers(chunks.full_model))

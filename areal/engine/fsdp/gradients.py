@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,20 +27,22 @@ class FSDPGradients:
     """The gradients of a sharded model. Implements :class:`areal.engine.components.Gradients`.
 
     Args:
-        tied: gradients of an embedding that two pipeline stages have.
+        tied: gradients of an embedding that two pipeline stages have; ``None`` without a pipeline.
         memory: owner of the shards' gradients.
     """
 
-    def __init__(self, tied: TiedGradients, memory: ShardedOffload) -> None:
+    def __init__(self, tied: TiedGradients | None, memory: ShardedOffload) -> None:
         self._tied, self._memory = tied, memory
         self.state = GradientState()
 
     def before_backward(self) -> None:
-        self._tied.before_backward()
+        if self._tied is not None:
+            self._tied.before_backward()
 
     def finalize(self) -> None:
         """Complete the reduction. Backwards have reduced over data-parallel ranks; two stages may have to sum a tied embedding."""
-        self._tied.sum()
+        if self._tied is not None:
+            self._tied.sum()
 
     def zero(self) -> None:
         self._memory.discard_grads()
@@ -112,20 +114,27 @@ def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], Non
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not an FSDP module: call parallelize() first")
 
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    gathered = {
+        module: [parameter for group in fsdp_param_groups(module) for parameter in group.fsdp_params]
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    }
 
     def before_backward(last: bool) -> None:
-        _gather_unused(modules)
+        _gather_unused(gathered)
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or every)
 
     return before_backward
 
 
-def _gather_unused(modules: Sequence[FSDPModule]) -> None:
-    """Gather and release layers that no forward has run, such as those of images: FSDP accumulates without asking."""
-    for module in modules:
-        parameters = [x for group in fsdp_param_groups(module) for x in group.fsdp_params]
+def _gather_unused(gathered: Mapping[FSDPModule, Sequence[Any]]) -> None:
+    """Gather and release layers that no forward has run, such as those of images: FSDP accumulates without asking.
+
+    Args:
+        gathered: module -> the parameters that FSDP gathers for it.
+    """
+    for module, parameters in gathered.items():
         if not all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
             module.unshard()
             module.reshard()

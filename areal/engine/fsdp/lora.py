@@ -19,7 +19,7 @@ from areal.engine.lora.adapter_plan import decoder_linears, head_name
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.low_rank import HEAD_SPLIT, LowRank, TensorParallelRanks, TensorParallelSplit
 from areal.engine.lora.mixed import MixedLowRank
-from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.layout import AdapterRuns
 from areal.engine.torch.model_chunks import ModelChunks
 from areal.utils.collectives import ReduceScatterRows
 

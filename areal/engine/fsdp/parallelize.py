@@ -15,7 +15,7 @@ from areal.api.config import TrainEngineConfig, torch_dtype
 from areal.engine.fsdp.activation_checkpointing import recompute_layers
 from areal.engine.fsdp.expert_parallel import spread_experts, stacked_experts
 from areal.engine.fsdp.tensor_parallel import split_tensors
-from areal.engine.model.decoder import decoder_of
+from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
 from areal.utils.mesh import submesh
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from areal.engine.batch_rules import Experts
 from areal.engine.moe.routing import Routing
-from areal.engine.moe.rules import Experts
 from areal.utils.releases import installed_release
 
 

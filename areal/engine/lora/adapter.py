@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.config import FinetuneSpec, OptimizerConfig
+from areal.api.memory import EngineMemory
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.gather_slices import Slice
 from areal.engine.checkpoint.safetensors import TensorSpec
 from areal.engine.lora.adapter_plan import AdapterPlan
 from areal.engine.lora.low_rank import Factor, LowRank, TensorParallelRanks, TensorParallelSplit, WeightDelta
 from areal.engine.optimizer import ClippingOptimizer, GradientState, sum_of_squares, torch_optimizer
+from areal.utils.offload import HostMemory, expected_state_bytes, optimizer_tensors
 from areal.utils.seeding import mixed
 
 
@@ -232,6 +234,25 @@ class Adapter:
         if self._layout.stages is not None:
             dist.all_reduce(squares, group=self._layout.stages)
         return squares.sqrt()
+
+    def memory(self, device: torch.device) -> EngineMemory:
+        """Return the bytes of the adapter on the engine's device, where it stays: it is small."""
+        inner = None if self.optimizer is None else self.optimizer.inner
+        own = HostMemory(
+            {
+                "params": lambda: self.parameters,
+                "grads": lambda: [x.grad for x in self.parameters if x.grad is not None],
+                "optimizer": lambda: [] if inner is None else optimizer_tensors(inner),
+            },
+            expected={
+                "grads": lambda: 0 if inner is None else sum(x.nbytes for x in self.parameters),
+                "optimizer": lambda: 0 if inner is None else expected_state_bytes(inner),
+            },
+        ).report(device)
+        kinds = {kind.name: getattr(own, kind.name) for kind in fields(own)}
+        return EngineMemory(
+            **{name: replace(kind, fixed=kind.on_device + kind.missing) for name, kind in kinds.items()}
+        )
 
     # ---- what is saved
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from areal.api.batch import OptimStats
 from areal.api.config import FinetuneSpec, LoRAConfig, TrainEngineConfig
+from areal.api.memory import EngineMemory
 from areal.api.step_settings import StepSettings
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.async_save import CheckpointSaver, SaveTask
@@ -21,7 +23,7 @@ from areal.engine.lora.adapter_files import adapter_files, read_training, write_
 from areal.engine.lora.adapter_plan import AdapterPlan
 from areal.engine.lora.low_rank import LowRank, WeightDelta
 from areal.engine.lora.mixed import MixedLowRank, mixed_pairs
-from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.layout import AdapterRuns
 from areal.utils.distributed import ControlPlane
 from areal.utils.functional import HeadUpdate
 
@@ -212,6 +214,10 @@ class AdapterSet:
     def zero_grad(self) -> None:
         """Discard the gradients of the adapter that is trained."""
         self.current.zero_grad()
+
+    def memory(self, device: torch.device) -> EngineMemory:
+        """Return the bytes of all adapters on the engine's device."""
+        return sum((adapter.memory(device) for adapter in self._adapters.values()), EngineMemory())
 
     def deltas(self) -> dict[str, WeightDelta]:
         """Return the weight updates of the selected adapter, by layer name; none inside :meth:`off`. Collective."""

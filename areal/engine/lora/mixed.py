@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from areal.engine.lora.low_rank import LowRank
-from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.layout import AdapterRuns
 
 Spans = Sequence[tuple[int, int]]
 """First row and end of each run."""

@@ -45,7 +45,7 @@ from areal.engine.megatron.schedule import MegatronSchedule
 from areal.engine.megatron.weight_mapping import LocalParameter
 from areal.engine.megatron.weights import MegatronWeights
 from areal.engine.model.hub import max_positions, read_config
-from areal.engine.model.inputs import model_inputs
+from areal.engine.model.packed_lm import model_inputs
 from areal.engine.moe.routing import ExpertRouting
 from areal.engine.options import MODEL_OPTIONS
 

@@ -24,7 +24,7 @@ from areal.engine.lora.mixed import MixedLowRank
 from areal.engine.megatron.model.layer_spec import ReplicatedLinear
 from areal.engine.megatron.model.packed_gpt import PackedGPT
 from areal.engine.megatron.weight_mapping import LocalParameter, local_parameters
-from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.layout import AdapterRuns
 from areal.utils.collectives import GatherRows, ReduceScatterRows
 from areal.utils.distributed import ControlPlane
 

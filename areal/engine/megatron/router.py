@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from areal.engine.batch_rules import Experts
 from areal.engine.moe.routing import Routing
-from areal.engine.moe.rules import Experts
 
 
 def megatron_expert_info(config: TransformerConfig) -> Experts:

@@ -1,24 +1,71 @@
-"""Adapter from Megatron-Core's schedules to the engine's: Megatron owns the loop and calls forward and loss of each
-micro-batch.
+"""Adapter from Megatron-Core's schedules to the engine's: Megatron owns the loop and calls forward and loss of each micro-batch.
+
+Pipeline stages communicate within the process groups of the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal.api.microbatch import MicroBatch, MicroBatchList
-from areal.engine.megatron.point_to_point import StageCommunicator
 from areal.engine.schedule import ForwardFn, ProcessFn, Schedule
 from areal.utils.profiling.phase_timer import PhaseTimer
+
+
+def _start(
+    *,
+    tensor_send_prev: Tensor | None,
+    tensor_recv_prev: Tensor | None,
+    tensor_send_next: Tensor | None,
+    tensor_recv_next: Tensor | None,
+    group: dist.ProcessGroup,
+    prev_pipeline_rank: int,
+    next_pipeline_rank: int,
+) -> dict[str, Any]:
+    """Start sends and receives, in place of Megatron's function of the same arguments. Ranks are global."""
+    starts = {
+        "send_next": (dist.isend, tensor_send_next, next_pipeline_rank),
+        "recv_prev": (dist.irecv, tensor_recv_prev, prev_pipeline_rank),
+        "send_prev": (dist.isend, tensor_send_prev, prev_pipeline_rank),
+        "recv_next": (dist.irecv, tensor_recv_next, next_pipeline_rank),
+    }
+    # Neighbours begin with opposite operations, because a GPU runs them one after the other.
+    even = ("send_next", "recv_prev", "send_prev", "recv_next")
+    odd = ("recv_prev", "send_next", "recv_next", "send_prev")
+    works: dict[str, Any] = {}
+    for name in odd if group.rank() % 2 else even:
+        start, tensor, peer = starts[name]
+        if tensor is not None:
+            works[name] = start(tensor, peer, group=group)
+    return works
+
+
+class StageCommunicator(P2PCommunicator):
+    """Megatron's communicator, restricted to the group of the pipeline's stages.
+
+    Between two interleaved stages, Megatron sends in one direction over the default process group. An engine that ends by a fault aborts its
+    own groups only, so that a rank would wait there for a peer that has failed.
+    """
+
+    # The same code, with another function under the name that it calls.
+    _communicate = FunctionType(
+        P2PCommunicator._communicate.__code__,
+        vars(p2p_communication) | {"_p2p_ops": _start},
+        argdefs=P2PCommunicator._communicate.__defaults__,
+    )
+    _communicate.__kwdefaults__ = P2PCommunicator._communicate.__kwdefaults__
 
 
 class MegatronSchedule(Schedule):

@@ -1,4 +1,4 @@
-"""Output heads: the product with a weight that most models have, and the head that a model computes by its own code."""
+"""Output heads: the product with a weight that most models have, the head that a model computes by its own code; the decoder before it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from areal.api import IGNORE_INDEX, TopKOutput
-from areal.engine.model.decoder import decoder_of
-from areal.engine.stream.adapter_runs import AdapterRuns, Runs
+from areal.engine.stream.layout import AdapterRuns, Runs
 from areal.utils.functional import HeadUpdate
 from areal.utils.functional.logprobs import HeadOutputs, default_keep_bytes, head_outputs, logits
 
@@ -242,3 +241,16 @@ def _decoder_returns(hf: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
         del decoder.forward
         if outer is not None:
             decoder.forward = outer  # type: ignore[method-assign]
+
+
+def decoder_of(hf: PreTrainedModel) -> PreTrainedModel:
+    """Return the decoder of a causal language model.
+
+    Raises:
+        ValueError: no module of the model is its decoder.
+    """
+    # Some families answer get_decoder() with their output layer, or with themselves.
+    for module in (hf.get_decoder(), hf.base_model, *hf.children()):
+        if isinstance(module, PreTrainedModel) and module is not hf:
+            return module
+    raise ValueError(f"{type(hf).__name__} has no module that is its decoder, so that it cannot be trained")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from areal.api.batch import IGNORE_INDEX
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel
 from areal.engine.attention.token_stream import TokenStream
-from areal.engine.model.decoder import decoder_of
+from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import ModelInputs, PackedCausalLM
 from areal.engine.model.tiny_config import VOCABULARY, tiny_configs
 

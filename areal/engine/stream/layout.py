@@ -1,20 +1,156 @@
-"""Index tensors of a micro-batch for the model of one rank: positions, attention segments, and rows with outputs."""
+"""Index tensors of a micro-batch for the model of one rank: positions, attention segments, rows with outputs, runs of adapters.
+
+With shared prefixes, several packed tokens may be one token of the stream, with different targets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from areal.api.batch import TokenOutputs
 from areal.api.microbatch import MicroBatch, PrefixTree
 from areal.engine.attention.context_parallel import AttentionLayout, ContextParallel
-from areal.engine.attention.kernels import Segments
+from areal.engine.attention.kernels import Segments, TakeRows
 from areal.engine.attention.token_stream import TokenStream
-from areal.engine.stream.adapter_runs import AdapterRuns
-from areal.engine.stream.outputs import OutputRows
+from areal.engine.faults import map_outputs
 from areal.utils.host_copy import HostCopy, TensorMap
+
+Runs = tuple[tuple[str, int], ...]
+"""Name of an adapter and number of consecutive rows, end to end."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRuns:
+    """The adapter of each row that one rank's model computes, as runs. On the host.
+
+    Attributes:
+        layers: runs of the rows of linear layers, padding included.
+        outputs: runs of the rows with outputs.
+        wanted: runs of the rows with log-probs, entropy and top-k.
+    """
+
+    layers: Runs
+    outputs: Runs
+    wanted: Runs
+
+    @classmethod
+    def of(cls, names: Sequence[str], layers: Tensor, outputs: Tensor, wanted: Tensor | None) -> AdapterRuns:
+        """Return the runs of rows.
+
+        Args:
+            names: names of adapters, by index.
+            layers: int64. Index of the adapter of each row of linear layers, on the host.
+            outputs: the same of each row with outputs.
+            wanted: int64. Rows among those with outputs that are wanted; ``None`` for all.
+        """
+        rows = _runs(names, outputs)
+        return cls(_runs(names, layers), rows, rows if wanted is None else _runs(names, outputs[wanted]))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the adapters of linear layers, in the order of their first rows."""
+        return tuple(dict.fromkeys(name for name, _ in self.layers))
+
+    @cached_property
+    def n_rows(self) -> int:
+        """Number of rows of linear layers."""
+        return sum(length for _, length in self.layers)
+
+    def slices(self, n_rows: int, rank: int) -> Iterator[tuple[str, slice]]:
+        """Yield the adapter and the rows of each run in a layer's input or output.
+
+        Args:
+            n_rows: number of its rows: all, or those of one of the ranks that split the tokens again.
+            rank: index of this rank among them.
+
+        Raises:
+            ValueError: a layer does not compute one row per token.
+        """
+        if n_rows == 0 or self.n_rows % n_rows:
+            raise ValueError(
+                f"a layer with an adapter computes {n_rows} rows of {self.n_rows} tokens: samples of one call cannot name several adapters for "
+                "this model; make one call for each adapter"
+            )
+        # Rows of this rank begin at ``offset``.
+        offset = 0 if n_rows == self.n_rows else rank * n_rows
+        start = 0
+        for name, length in self.layers:
+            first, last = max(start, offset) - offset, min(start + length, offset + n_rows) - offset
+            if first < last:
+                yield name, slice(first, last)
+            start += length
+
+
+def _runs(names: Sequence[str], index: Tensor) -> Runs:
+    values, counts = torch.unique_consecutive(index, return_counts=True)
+    return tuple((names[k], n) for k, n in zip(values.tolist(), counts.tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class OutputRows:
+    """The rows that one context-parallel rank computes outputs of.
+
+    Every rank has the same number of rows, because an all-gather needs equal sizes: ranks with fewer rows repeat one.
+
+    Attributes:
+        local_index: int64 ``[R]``. Index of each row's token in this rank's slice of the stream.
+        packed_index: int64 ``[R]``. Packed token whose target and temperature each row uses.
+        output_index: int64 ``[T]``. For each packed token, the index of its outputs in the ranks' rows end to end.
+    """
+
+    local_index: Tensor
+    packed_index: Tensor
+    output_index: Tensor
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> OutputRows:
+        """Apply ``fn`` to every tensor."""
+        return OutputRows(fn(self.local_index), fn(self.packed_index), fn(self.output_index))
+
+    @classmethod
+    def of(cls, tree: PrefixTree, padded_length: int, cp: ContextParallel) -> OutputRows:
+        """Assign each output token of a tree to the rank that has its hidden state, and return the rows of this rank."""
+        if cp.size == 1:
+            return cls(tree.stream_index[tree.output_tokens], tree.output_tokens, tree.output_index)
+        # The rank of each output token, and how many each rank has.
+        slice_length = padded_length // cp.size
+        gathered = cp.gathered_index(tree.stream_index[tree.output_tokens], padded_length)
+        owner = gathered // slice_length
+        counts = owner.bincount(minlength=cp.size)
+        most = int(counts.max())
+
+        # Number the rows rank by rank, with room for ``most`` rows on each: rank r begins at row r * most.
+        by_owner = owner.argsort(stable=True)
+        starts = counts.cumsum(0) - counts
+        row = torch.empty_like(gathered)
+        row[by_owner] = torch.arange(len(gathered)) + (torch.arange(cp.size) * most - starts)[owner[by_owner]]
+
+        # This rank's rows, filled up to ``most``. Nothing reads the additional rows, so that any token will do.
+        local = by_owner[starts[cp.rank] : starts[cp.rank] + counts[cp.rank]]
+        local = torch.cat([local, by_owner[:1].expand(most - len(local))])
+        local_index = (gathered[local] - cp.rank * slice_length) % slice_length
+        return cls(local_index, tree.output_tokens[local], row[tree.output_index])
+
+
+def gather_outputs(
+    local: TokenOutputs, cp: ContextParallel, n_tokens: int, output_index: Tensor | None = None
+) -> TokenOutputs:
+    """Return outputs in canonical form: of all packed tokens, ``[T, ...]``, gathered over context-parallel ranks.
+
+    Args:
+        local: outputs of this rank's tokens or rows.
+        cp: the ranks that the token stream is split over.
+        n_tokens: number of packed tokens ``T``.
+        output_index: :attr:`OutputRows.output_index` on the device, with shared prefixes.
+    """
+    if output_index is None:
+        return map_outputs(lambda x: cp.gather(x, n_tokens), local)
+    # Tokens with equal outputs read the same row; TakeRows sums their gradients.
+    return map_outputs(lambda x: TakeRows.apply(cp.gather_rows(x), output_index), local)
 
 
 @dataclass(frozen=True, eq=False)

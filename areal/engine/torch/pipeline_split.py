@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from areal.api.config import FSDPConfig
 from areal.api.parallel import ParallelDims
 from areal.engine.fsdp.pipeline.schedule_specs import ScheduleSpec
-from areal.engine.model.decoder import decoder_of
+from areal.engine.model.heads import decoder_of
 from areal.engine.model.packed_lm import PackedCausalLM
 
 

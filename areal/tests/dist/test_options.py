@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
 
 from areal.api import ParallelDims, TrainEngine, TrainEngineConfig
 from areal.engine.fsdp.parallelize import transformer_layers
+from areal.tests.dist.option_rows import differ, naming_the_declaration, no_effect, rows_to_edit
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.tiny import NEEDS_JAX, family_dir, global_batch, local_batch, loss, started
 from areal.tests.mutants.finding import TESTS, collect_files, find_test
@@ -306,17 +305,6 @@ BASE = {
 }
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of the fields of a configuration, of its groups, and of groups that may be ``None``."""
-    for name, info in model.model_fields.items():
-        kinds = [kind for kind in (info.annotation, *get_args(info.annotation)) if isinstance(kind, type)]
-        group = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
-        if group is None or group is not info.annotation:
-            yield f"{prefix}{name}"
-        if group is not None:
-            yield from leaves(group, f"{prefix}{name}.")
-
-
 def fields_of(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Nested fields of dotted names. A group that is ``None`` or a mapping replaces its fields."""
     fields: dict[str, Any] = {}
@@ -340,15 +328,6 @@ def observed(engine: str, name: str, options: Mapping[str, Any], folder: Path) -
         torch.use_deterministic_algorithms(False)
 
 
-def differ(one: list[Any], other: list[Any]) -> bool:
-    if len(one) != len(other):
-        return True
-    return any(
-        not math.isclose(x, y, rel_tol=1e-6) if isinstance(x, float) and isinstance(y, float) else x != y
-        for x, y in zip(one, other, strict=True)
-    )
-
-
 def cases(*, refused: bool) -> list[Any]:
     return [
         pytest.param(
@@ -368,7 +347,7 @@ def cases(*, refused: bool) -> list[Any]:
 
 
 def test_every_option_is_in_the_table() -> None:
-    assert set(OPTIONS) == set(leaves(TrainEngineConfig))
+    assert rows_to_edit(OPTIONS, TrainEngineConfig) == []
 
 
 def test_tests_that_show_an_effect_exist(request: pytest.FixtureRequest) -> None:
@@ -385,7 +364,10 @@ def test_an_option_has_an_effect(engine: str, name: str, tmp_path: Path) -> None
     option = OPTIONS[name]
     without = {**BASE, **option.needs}
     changed = {**{key: value for key, value in without.items() if not key.startswith(f"{name}.")}, name: option.value}
-    assert differ(observed(engine, name, without, tmp_path), observed(engine, name, changed, tmp_path))
+    one = observed(engine, name, without, tmp_path)
+    with naming_the_declaration(engine, name):
+        other = observed(engine, name, changed, tmp_path)
+    assert differ(one, other), no_effect(engine, name)
 
 
 @pytest.mark.parametrize(("engine", "name"), cases(refused=True))

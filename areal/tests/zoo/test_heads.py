@@ -9,9 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from areal.api import IGNORE_INDEX, ParallelDims
 from areal.engine.model import heads
-from areal.engine.model.decoder import decoder_of
 from areal.engine.model.forward_plan import inspect_model, plan_forward
-from areal.engine.model.heads import OwnHead
+from areal.engine.model.heads import OwnHead, decoder_of
 from areal.engine.model.probe import probe
 from areal.engine.model.tiny_config import VOCABULARY, shrink
 

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from areal.api import Batch, BatchForm, BatchInput, MicroBatch, MicroBatchList, MicroBatchSpec, PrefixTree
 from areal.api.microbatch import MicroBatchLayout
-from areal.utils.data.bins import pack_samples
+from areal.utils.data.bins import pack_samples, read_adapters
 from areal.utils.data.columns import read_batch
 from areal.utils.data.digest import checksum
-from areal.utils.data.fillers import NO_SAMPLES, KeyForms
-from areal.utils.data.named_adapters import read_adapters
-from areal.utils.data.padding import round_up
+from areal.utils.data.padding import NO_SAMPLES, KeyForms, round_up
 from areal.utils.data.prefixes import Prefixes
 from areal.utils.data.targets import add_targets, check_output_mask, check_target_shape, check_values
 from areal.utils.host_copy import HostCopy, TensorMap

@@ -28,7 +28,7 @@ from areal.engine.lora.adapter import Adapter, AdapterLayout
 from areal.engine.lora.adapter_plan import decoder_linears, head_name
 from areal.engine.lora.adapter_set import AdapterSet
 from areal.engine.lora.low_rank import TensorParallelRanks, TensorParallelSplit
-from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.layout import AdapterRuns
 
 
 def jax_adapter_layout(

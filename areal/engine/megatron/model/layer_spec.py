@@ -33,7 +33,7 @@ from areal.engine.attention.context_parallel import AttentionLayout
 from areal.engine.attention.kernels import AttentionOptions
 from areal.engine.megatron.router import RoutedLayer, RoutedTopK
 from areal.engine.moe.routing import Routing
-from areal.engine.stream.adapter_runs import AdapterRuns
+from areal.engine.stream.layout import AdapterRuns
 
 # Without Transformer Engine, multi_latent_attention mistakes placeholder classes for the real ones: set the flag correctly.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from areal.tests.mutants.planting import Function, mutant
-from areal.utils.data.fillers import NO_SAMPLES
+from areal.utils.data.padding import NO_SAMPLES
 
 ENGINE = "dist/parallel/test_empty_rank.py::"
 OUTPUTS = ENGINE + "test_outputs_of_an_empty_rank_have_the_form_of_the_batch[fsdp:d2]"

@@ -156,7 +156,7 @@ def gradients_of_the_next_adapter(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.stream.adapter_runs:AdapterRuns.slices", EACH.format("fsdp:t2-whole"))
+@mutant("areal.engine.stream.layout:AdapterRuns.slices", EACH.format("fsdp:t2-whole"))
 def runs_of_the_first_rank(right: Function) -> Function:
     """Every tensor-parallel rank has the runs of the first rank's tokens."""
     return lambda self, n_rows, rank: right(self, n_rows, 0)

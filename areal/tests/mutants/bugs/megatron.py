@@ -274,7 +274,7 @@ def megatron_stages_swapped(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.megatron.point_to_point:StageCommunicator._communicate",
+    "areal.engine.megatron.schedule:StageCommunicator._communicate",
     "dist/megatron/test_megatron.py::test_interleaved_stages_communicate_in_the_groups_of_the_engine[w2]",
 )
 def megatron_stages_in_the_default_group(right: Function) -> Function:

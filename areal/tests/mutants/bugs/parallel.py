@@ -40,7 +40,7 @@ def own_columns_gradient(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.torch.gradient_norm:_shard_groups", LOOP)
+@mutant("areal.engine.optimizer:_shard_groups", LOOP)
 def norm_of_half_the_weights(right: Function) -> Function:
     """The gradient norm omits the shards of other tensor-parallel ranks."""
     return lambda grad: right(grad)[:-1]
@@ -152,7 +152,7 @@ def neighbours_key_head(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.torch.gradient_norm:_shard_groups", KEY_HEADS)
+@mutant("areal.engine.optimizer:_shard_groups", KEY_HEADS)
 def norm_of_every_copy(right: Function) -> Function:
     """The gradient norm counts a replicated key head once for each rank."""
 
@@ -247,7 +247,7 @@ def copies_count(right: Function) -> Function:
     return lambda self: []
 
 
-@mutant("areal.engine.torch.gradient_norm:global_norm", LOOK.format("1F1B"))
+@mutant("areal.engine.optimizer:global_norm", LOOK.format("1F1B"))
 def the_norm_of_a_stage(right: Function) -> Function:
     """Each pipeline stage clips by its local gradient norm."""
     return lambda parameters, stages=None: right(parameters)

@@ -35,7 +35,7 @@ def coordinates_in_another_order(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.additivity:_compare", TESTS + "test_loss_that_is_a_mean_is_named_once[fsdp:d1]")
+@mutant("areal.engine.loss_call:_compare", TESTS + "test_loss_that_is_a_mean_is_named_once[fsdp:d1]")
 def mean_losses_not_named(right: Function) -> Function:
     """A loss that is a mean is trained with, without a word."""
     return lambda loss_fn, name, whole, parts: None

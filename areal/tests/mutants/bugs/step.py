@@ -136,7 +136,7 @@ def loss_weight_applied_twice(right: Function) -> Function:
 # ---- visible tokens and targets
 
 
-@mutant("areal.engine.model.inputs:model_inputs", LOOP.format("fsdp:c2-ulysses"))
+@mutant("areal.engine.model.packed_lm:model_inputs", LOOP.format("fsdp:c2-ulysses"))
 def targets_rolled_after_slicing(right: Function) -> Function:
     """Each context-parallel rank rolls its own slice, whose last token then has a wrong target."""
 
@@ -172,7 +172,7 @@ def window_off_by_one(right: Function) -> Function:
 
 
 @mutant(
-    "areal.engine.model.inputs:model_inputs",
+    "areal.engine.model.packed_lm:model_inputs",
     "dist/step/test_fillers_positions_dropout.py::test_learned_positions_restart_per_sequence[fsdp:d1]",
 )
 def positions_run_on(right: Function) -> Function:
@@ -206,7 +206,7 @@ def zigzag_not_undone(right: Function) -> Function:
     return lambda x, size: x
 
 
-@mutant("areal.engine.model.inputs:model_inputs", {"layout": "fsdp:d1", "case_name": "starved", "dtype": "float64"})
+@mutant("areal.engine.model.packed_lm:model_inputs", {"layout": "fsdp:d1", "case_name": "starved", "dtype": "float64"})
 def temperature_ignored_in_evaluation(right: Function) -> Function:
     """Temperature is applied in training only."""
 
@@ -287,13 +287,13 @@ def evaluation_discards_gradients(right: Function) -> Function:
 # ---- the optimizer step
 
 
-@mutant("areal.engine.torch.gradient_norm:_shard_groups", THREE.format("adamw-cosine-fsdp:d2"))
+@mutant("areal.engine.optimizer:_shard_groups", THREE.format("adamw-cosine-fsdp:d2"))
 def clipped_by_local_norm(right: Function) -> Function:
     """Each rank clips by its local gradient norm."""
     return lambda grad: ()
 
 
-@mutant("areal.engine.torch.gradient_norm:_shard_groups", THREE.format("sgd-wsd-fsdp:r2"))
+@mutant("areal.engine.optimizer:_shard_groups", THREE.format("sgd-wsd-fsdp:r2"))
 def norm_counts_replicas(right: Function) -> Function:
     """The norm counts every replica."""
     return lambda grad: tuple(grad.device_mesh.get_all_groups())
@@ -311,7 +311,7 @@ def skipped_step_advances(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.engine.torch.gradient_norm:global_norm", SKIPPED)
+@mutant("areal.engine.optimizer:global_norm", SKIPPED)
 def step_not_skipped(right: Function) -> Function:
     """A gradient that is not finite is applied."""
     return lambda *args: torch.nan_to_num(right(*args), nan=1.0, posinf=1.0)

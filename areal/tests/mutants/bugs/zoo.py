@@ -67,7 +67,7 @@ def unused_layers_not_gathered(right: Function) -> Function:
     return lambda modules: None
 
 
-@mutant("areal.engine.model.decoder:decoder_of", ZOO.format("modernbert-decoder"))
+@mutant("areal.engine.model.heads:decoder_of", ZOO.format("modernbert-decoder"))
 def decoder_by_name_only(right: Function) -> Function:
     """The result of get_decoder() is taken as the decoder, even if it is a linear layer."""
     return lambda hf: hf.get_decoder()

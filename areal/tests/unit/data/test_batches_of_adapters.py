@@ -11,8 +11,7 @@ from torch import Tensor
 from areal.api import MicroBatchSpec
 from areal.dispatch.shards import plan_shards
 from areal.engine.attention.context_parallel import ContextParallel
-from areal.engine.stream.adapter_runs import AdapterRuns
-from areal.engine.stream.layout import StreamLayout
+from areal.engine.stream.layout import AdapterRuns, StreamLayout
 from areal.utils.data import plan_batch
 
 NAMES = ("first", "second", "third")

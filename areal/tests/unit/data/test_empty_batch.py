@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areal.api import MicroBatch, MicroBatchSpec
 from areal.utils.data import plan_batch
-from areal.utils.data.fillers import NO_SAMPLES
+from areal.utils.data.padding import NO_SAMPLES
 
 CPU = torch.device("cpu")
 PEER = MicroBatchSpec(payloads=("image",))

@@ -8,9 +8,9 @@ import torch
 from areal.api import TrainEngineConfig
 from areal.api.config import MoEConfig
 from areal.engine.attention.context_parallel import ContextParallel
+from areal.engine.batch_rules import Experts
 from areal.engine.moe.balance_loss import AUX_LOSS, Z_LOSS, RoutingSums, assignments, balance_loss, router_z_loss
 from areal.engine.moe.routing import ExpertRouting, Tally
-from areal.engine.moe.rules import Experts
 from areal.engine.stream.layout import layout_of
 from areal.utils.data import plan_batch
 

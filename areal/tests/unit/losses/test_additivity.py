@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal.api import Batch, LossFn, TokenOutputs, default_loss_weight
-from areal.engine.additivity import AdditivityProbe
+from areal.engine.loss_call import AdditivityProbe
 
 LENGTHS = (3, 5, 2)
 

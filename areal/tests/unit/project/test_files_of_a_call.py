@@ -97,7 +97,7 @@ def test_training_step() -> None:
         engine.train_batch(global_batch(), sft_objective())
         with walk.recording():
             engine.train_batch(global_batch(), sft_objective())
-    check(walk, 58)
+    check(walk, 50)
 
 
 def test_forward_backward_over_http(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_forward_backward_over_http(tmp_path: Path) -> None:
 
     with walking() as walk:
         asyncio.run(main())
-    check(walk, 96)
+    check(walk, 78)
 
 
 def test_answer_of_a_server(tmp_path: Path) -> None:

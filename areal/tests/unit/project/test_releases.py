@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from areal.api import TrainEngineConfig
+from areal.engine.batch_rules import Experts, RoutingRules
 from areal.engine.fsdp import router
 from areal.engine.fsdp.pipeline.schedule_specs import choose_schedule
-from areal.engine.moe.rules import Experts, RoutingRules
 from areal.tests.harness.refused import refused_by_old_release
 from areal.utils import releases
 

@@ -27,9 +27,18 @@ from areal.tinker.backends.training.adapter_memory import RankMemory, rank_memor
 from areal.tinker.backends.training.base_model import find_base_model
 from areal.tinker.backends.training.engine_config import EngineBackendConfig
 from areal.tinker.backends.training.engine_errors import lost_error, protocol_errors
-from areal.tinker.backends.training.passes import SHORT, Pass, divide_into_calls, rounds_alike, run_passes
-from areal.tinker.backends.training.rank_work import no_loss, no_weight, threads, vocab_size
-from areal.tinker.backends.training.samples import engine_samples
+from areal.tinker.backends.training.passes import (
+    SHORT,
+    Pass,
+    divide_into_calls,
+    engine_samples,
+    no_loss,
+    no_weight,
+    rounds_alike,
+    run_passes,
+    threads,
+    vocab_size,
+)
 from areal.utils.seeding import mixed
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,7 @@
-"""Forward and backward passes of requests. Requests of several models share a call of the engine where that is faster."""
+"""Forward and backward passes of requests: their data as samples of an engine, the call, and results in the forms of the data.
+
+Requests of several models share a call where that is faster. The functions at the end run on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from areal.api import ParallelDims
+from areal.api import IGNORE_INDEX, Batch, ParallelDims, TokenOutputs, TrainEngine
 from areal.dispatch import WorkerGroup
+from areal.engine.batch_rules import rules_of
 from areal.engine.model.hub import read_config
-from areal.tinker.backends.losses.by_model import LossByModel
-from areal.tinker.backends.losses.loss_interface import ProtocolLoss
-from areal.tinker.backends.prepared import PassResult, PreparedBatch
-from areal.tinker.backends.training.rank_work import unit_weight
-from areal.tinker.backends.training.samples import target_arrays
+from areal.tinker.backends.errors import UserError
+from areal.tinker.backends.losses.loss_interface import CLIP_KEYS, LossByModel, ProtocolLoss
+from areal.tinker.backends.prepared import Datum, PassResult, PreparedBatch
 from areal.utils.data import ADAPTER
 
 FEWEST_TOKENS = 4
@@ -131,3 +134,102 @@ def rounds_alike(model: str, dtype: str, dims: ParallelDims, threads: int) -> bo
     experts = any("expert" in name and value for name, value in config.to_dict().items())
     plain = dims.world_size == threads == 1 and dtype == "float32" and not torch.cuda.is_available()
     return plain and dims.backend in _RUNS and not experts and all(width % _MULTIPLE == 0 for width in widths)
+
+
+def engine_samples(data: Sequence[Datum], loss: ProtocolLoss) -> list[dict[str, Tensor]]:
+    """Return one sample for each datum, with ``input_ids``, ``target_ids`` and the values that the loss reads.
+
+    If the data differ in their numbers of targets per position, the missing ones are added without a target. Thresholds that some data have are
+    added to the others from the configuration of the loss, and so are weights of 1.
+
+    Raises:
+        UserError: a datum lacks a value, or marks no token for its sequence ratio.
+    """
+    names = set(loss.inputs - {"target_tokens"})
+    names |= {name for name in loss.optional if any(name in datum.values for datum in data)}
+    width = max(_width(datum.target_ids) for datum in data)
+    return [_sample(index, datum, sorted(names), width, loss) for index, datum in enumerate(data)]
+
+
+def _sample(index: int, datum: Datum, names: Sequence[str], width: int, loss: ProtocolLoss) -> dict[str, Tensor]:
+    targets = _widened(datum.target_ids, np.int64, width, IGNORE_INDEX)
+    sample = {"input_ids": _tensor(datum.input_ids, np.int64), "target_ids": targets}
+    for name in names:
+        values = datum.values.get(name)
+        if values is None and name in CLIP_KEYS:
+            values = np.full(datum.target_ids.shape, getattr(loss, name), dtype=np.float32)
+        if values is None and name == "weights" and name in loss.optional:
+            values = np.ones(datum.target_ids.shape, dtype=np.float32)
+        if values is None:
+            raise UserError(f"data[{index}].loss_fn_inputs has no {name!r}, which the loss needs: add it")
+        # The widened targets have the log-prob 0 and, with these zeros, the loss 0.
+        sample[name] = _widened(values, np.float32, width, 0)
+    if "sequence_ratio_mask" in sample and not sample["sequence_ratio_mask"].any() and sample["advantages"].any():
+        raise UserError(
+            f"data[{index}].loss_fn_inputs['sequence_ratio_mask'] marks no token: mark those of the sequence's ratio"
+        )
+    return sample
+
+
+def target_arrays(outputs: Sequence[Tensor], data: Sequence[Datum]) -> list[np.ndarray]:
+    """Return per-target outputs of an engine as float32 arrays of the shapes of the targets."""
+    arrays = []
+    for output, datum in zip(outputs, data, strict=True):
+        array: np.ndarray[Any, Any] = output.detach().cpu().float().numpy()
+        shape = datum.target_ids.shape
+        if array.ndim > 1:
+            array = array[:, : _width(datum.target_ids) or 1].reshape(shape)
+        arrays.append(array)
+    return arrays
+
+
+def _width(targets: np.ndarray) -> int:
+    """Return the number of targets of a position if the array has that dimension, else 0."""
+    return targets.shape[1] if targets.ndim > 1 else 0
+
+
+def _widened(values: np.ndarray, dtype: Any, width: int, fill: float) -> Tensor:
+    """Return an array ``[T]`` or ``[T, K]`` as a tensor ``[T]``, or ``[T, width]`` with a width above 0."""
+    if width and values.shape[1:] != (width,):
+        wide = np.full((len(values), width), fill, dtype=dtype)
+        columns = values.reshape(len(values), -1)
+        wide[:, : columns.shape[1]] = columns
+        values = wide
+    return _tensor(values, dtype)
+
+
+def _tensor(values: np.ndarray, dtype: Any) -> Tensor:
+    # Arrays of a request may be views of its bytes, which cannot be written: those are copied.
+    return torch.from_numpy(np.require(values, dtype=dtype, requirements=["C", "W"]))
+
+
+def unit_weight(batch: Batch) -> Tensor:
+    """Return the loss weight of a micro-batch of a request: 1, so that the loss of data without weight is computed, too."""
+    return batch["input_ids"].new_ones((), dtype=torch.float64)
+
+
+def no_weight(batch: Batch) -> Tensor:
+    """Return the loss weight 0. The gradient of such a micro-batch is exactly 0."""
+    return batch["input_ids"].new_zeros((), dtype=torch.float64)
+
+
+def no_loss(outputs: TokenOutputs, batch: Batch) -> Tensor:
+    """Loss function of a batch without weight, which is never called."""
+    raise RuntimeError("a batch without weight has no loss")
+
+
+def vocab_size(engine: TrainEngine, _: Any) -> int:
+    """Return the number of token ids.
+
+    Raises:
+        ValueError: the engine does not derive from the template of engines.
+    """
+    rules = rules_of(engine)
+    if rules is None:
+        raise ValueError("the engine has no batch_rules, which the backend needs: derive it from BaseTrainEngine")
+    return rules.vocab_size
+
+
+def threads(engine: TrainEngine, _: Any) -> int:
+    """Return the number of threads of a product on the CPU."""
+    return torch.get_num_threads()

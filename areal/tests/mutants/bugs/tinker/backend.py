@@ -45,7 +45,7 @@ def loss_normalised_by_its_weights(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.backends.training.samples:target_arrays",
+    "areal.tinker.backends.training.passes:target_arrays",
     SERVER + "test_engine_backend.py::test_outputs_are_in_the_callers_order",
 )
 def outputs_in_packed_order(right: Function) -> Function:

@@ -11,8 +11,7 @@ from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.losses.loss_table import make_loss
 from areal.tinker.backends.prepared import PassResult, PreparedBatch
 from areal.tinker.backends.training.engine_backend import EngineBackend
-from areal.tinker.backends.training.passes import Pass, divide_into_calls
-from areal.tinker.backends.training.samples import engine_samples
+from areal.tinker.backends.training.passes import Pass, divide_into_calls, engine_samples
 
 SHORT = (5, 9, 4)
 RL = ("logprobs", "advantages")
