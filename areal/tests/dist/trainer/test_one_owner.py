@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -328,7 +329,7 @@ def kill_twice(server: Process) -> None:
 @pytest.mark.world(2)
 def test_servers_killed_under_a_trainer(tmp_path: Path) -> None:
     """While they generate, and during an update: no sample has a wrong version, and none is lost."""
-    steps, curve = 6, Curve()
+    steps, curve, killed = 0, Curve(), [False]
     with ExitStack() as stack:
         servers = [Process(modern=True) for _ in range(3 if world().rank == 0 else 0)]
         for server in servers:
@@ -339,9 +340,15 @@ def test_servers_killed_under_a_trainer(tmp_path: Path) -> None:
             ThreadPoolExecutor(1) as pool,
         ):
             killer = pool.submit(kill_twice, servers[0]) if servers else None
-            grpo_trainer(engine, runner, rollout.sync, tracker=curve).train(steps)
+            trainer = grpo_trainer(engine, runner, rollout.sync, tracker=curve)
+            # While the server starts, the others answer: how many steps that takes depends on the machine.
+            while not killed[0]:
+                steps += 1
+                trainer.train(steps)
+                killed = [killer is not None and killer.done()]
+                dist.broadcast_object_list(killed)
             if killer is not None:
-                killer.result()  # both were killed
+                killer.result()
                 record("servers killed under a trainer", f"{world().size} ranks, 3 servers", **rollout.counts)
     assert curve["rollout/sequences"] == [PLAN.groups * PLAN.group_size] * steps
     assert curve["rollout/failed"] == [0] * steps
