@@ -114,7 +114,7 @@ def gradient_sync_hook(model: nn.Module, *, every: bool) -> Callable[[bool], Non
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not an FSDP module: call parallelize() first")
 
-    gathered = {
+    gathered: dict[FSDPModule, list[Any]] = {
         module: [parameter for group in fsdp_param_groups(module) for parameter in group.fsdp_params]
         for module in model.modules()
         if isinstance(module, FSDPModule)
