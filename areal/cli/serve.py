@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import signal
@@ -19,6 +20,7 @@ import uvicorn
 
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
+from areal.tinker.api.key_file import User, read_users
 from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
 from areal.tinker.service.service import Service
 from areal.tinker.service.settings import ServiceLimits, ServiceSettings
@@ -44,8 +46,8 @@ class ServeOptions:
         port: Port to listen on; 0 for a free one.
         root: Folder of checkpoints and of the SQLite database.
         database: SQLAlchemy URL of another database, such as postgresql://….
-        owner: Name of the owner in the listing of training runs.
-        api_key_file: File with one accepted key per line, each beginning with tml-. Without it, any key is accepted.
+        owner: Name of the only owner, without users in a key file.
+        api_key_file: TOML file of users with their keys, roles and quotas, or file with one key per line. Without it, any key is accepted.
         max_body_mib: Largest body of training data, in MiB after decompression.
         max_json_mib: Largest body of any other request, in MiB.
         hold_s: Seconds for which a request for a result waits. Below 45, after which a client gives up.
@@ -75,11 +77,17 @@ class ServeOptions:
     trusted_proxies: tuple[str, ...] = ()
     limits: tyro.conf.OmitArgPrefixes[ServiceLimits] = field(default_factory=ServiceLimits)
 
+    @functools.cached_property
+    def users(self) -> tuple[User, ...]:
+        """Users of the key file."""
+        return () if self.api_key_file is None else read_users(self.api_key_file, self.owner)
+
     @property
     def api_settings(self) -> ApiSettings:
         """Settings of the HTTP layer."""
         return ApiSettings(
-            api_keys=_keys(self.api_key_file),
+            users=self.users,
+            owner=self.owner,
             max_body_bytes=self.max_body_mib * MIB,
             max_json_bytes=self.max_json_mib * MIB,
             hold_s=self.hold_s,
@@ -98,6 +106,7 @@ class ServeOptions:
             model_path=model,
             database_url=self.database,
             owner=self.owner,
+            quotas={user.name: user.quotas for user in self.users},
             **vars(self.limits),
         )
 
@@ -134,7 +143,7 @@ def _serve(options: ServeOptions) -> Exception | None:
         sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
         service = Service(training, sampling, settings)
         served = f"{model} ({options.backend}, sampler {sampler})"
-        banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.api_keys))
+        banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.users))
         app = create_app(service, api)
         config = server_config(app, options)
         # The loop that uvicorn takes by itself: uvloop where it is installed.
@@ -155,15 +164,6 @@ def server_config(app: Any, options: ServeOptions) -> uvicorn.Config:
         timeout_keep_alive=120,
         timeout_graceful_shutdown=10,
     )
-
-
-def _keys(file: Path | None) -> tuple[str, ...]:
-    if file is None:
-        return ()
-    keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
-    if not keys:
-        raise ValueError(f"api_key_file={file}: the file has no key; give at least one, or leave the option out")
-    return keys
 
 
 def _object(option: str, text: str) -> dict[str, Any]:
