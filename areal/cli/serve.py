@@ -19,6 +19,7 @@ import tyro
 import uvicorn
 
 from areal.tinker.api.app import create_app
+from areal.tinker.api.connections import connection_class
 from areal.tinker.api.http_settings import MIB, ApiSettings
 from areal.tinker.api.key_file import User, read_users
 from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
@@ -51,6 +52,8 @@ class ServeOptions:
         max_body_mib: Largest body of training data, in MiB after decompression.
         max_json_mib: Largest body of any other request, in MiB.
         hold_s: Seconds for which a request for a result waits. Below 45, after which a client gives up.
+        max_connections: Most open connections. A further one is closed.
+        read_timeout_s: Seconds in which the head of a request must arrive, and each further piece of its body.
         link_lifetime_s: Seconds for which a download link is valid.
         allowed_hosts: Host names under which the server answers, such as train.example.org. Without any, it answers under all.
         trusted_proxies: Addresses or networks of proxies, whose X-Forwarded-Proto gives download links their scheme.
@@ -72,6 +75,8 @@ class ServeOptions:
     max_body_mib: int = ApiSettings.max_body_bytes // MIB
     max_json_mib: int = ApiSettings.max_json_bytes // MIB
     hold_s: float = ApiSettings.hold_s
+    max_connections: int = ApiSettings.max_connections
+    read_timeout_s: float = ApiSettings.read_timeout_s
     link_lifetime_s: int = ApiSettings.link_lifetime_s
     allowed_hosts: tuple[str, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
@@ -91,6 +96,8 @@ class ServeOptions:
             max_body_bytes=self.max_body_mib * MIB,
             max_json_bytes=self.max_json_mib * MIB,
             hold_s=self.hold_s,
+            max_connections=self.max_connections,
+            read_timeout_s=self.read_timeout_s,
             link_lifetime_s=self.link_lifetime_s,
             allowed_hosts=self.allowed_hosts,
         )
@@ -155,6 +162,7 @@ def server_config(app: Any, options: ServeOptions) -> uvicorn.Config:
     """Return the settings of the HTTP server of an application."""
     return uvicorn.Config(
         app,
+        http=connection_class(options.max_connections, options.read_timeout_s),
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -32,6 +32,15 @@ def link_to_one_file_opens_all(right: Function) -> Function:
     return lambda self, *parts: right(self, *parts[:-1])
 
 
+@mutant(
+    "areal.tinker.api.connections:connection_class",
+    "tinker/api/test_connections.py::test_a_request_that_stays_incomplete_ends_its_connection*",
+)
+def half_a_request_waits_for_ever(right: Function) -> Function:
+    """A connection stays however long its request takes to arrive."""
+    return lambda max_connections, read_timeout_s: right(max_connections, 3600.0)
+
+
 @mutant("areal.tinker.api.bodies:decompress", BODIES + "test_damaged_zstd_is_a_bad_request*")
 def truncated_body_accepted(right: Function) -> Function:
     """A truncated compressed body is decoded as far as it goes."""
