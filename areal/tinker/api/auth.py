@@ -34,11 +34,14 @@ class ApiKeys:
 
     def caller(self, key: str | None) -> Caller | None:
         """Return the caller whose key this is, or ``None``. Compares with every accepted key, in constant time."""
-        digest, caller = key_digest(key or ""), self._anyone
+        if key is None or not self._callers:
+            return self._anyone
+        digest = key_digest(key)
+        caller: Caller | None = None
         for accepted, user in self._callers:
             if hmac.compare_digest(digest, accepted):
                 caller = user
-        return caller if key is not None else self._anyone
+        return caller
 
 
 def presented_key(headers: Headers) -> str | None:

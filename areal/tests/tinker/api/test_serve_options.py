@@ -87,7 +87,7 @@ def test_a_setting_without_an_option_is_named(keys: Path) -> None:
 
 
 def test_each_option_is_described(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("COLUMNS", "100")  # a wider help has two columns
     with pytest.raises(SystemExit):
         parse_options(["--help"])
     lines = [line.strip("│ \n") for line in capsys.readouterr().out.splitlines()]
