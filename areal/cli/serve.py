@@ -18,8 +18,8 @@ from typing import Any
 import tyro
 import uvicorn
 
+from areal.cli.connections import connection_class
 from areal.tinker.api.app import create_app
-from areal.tinker.api.connections import connection_class
 from areal.tinker.api.http_settings import MIB, ApiSettings
 from areal.tinker.api.key_file import User, read_users
 from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
