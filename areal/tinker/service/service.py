@@ -144,28 +144,6 @@ class Service:
 
     async def _prune(self) -> None:
         """Delete old results and snapshots, a few times in the time for which they are kept."""
-        while True:
-            await asyncio.sleep(min(self._settings.result_keep_s, self._settings.snapshot_idle_s) / 4)
-            try:
-                await self._futures.prune(self._settings.result_keep_s)
-                await self._parts.samplers.expire(self._settings.snapshot_idle_s)
-            except LeaseLostError:
-                return
-            except Exception:
-                logger.exception("old results and snapshots could not be deleted")
-
-    def _last_request(self, model_id: str) -> float | None:
-        model = self._parts.training.order.models.get(model_id)
-        return None if model is None else model.last_request
-
-    def _on_lost(self, error: LeaseLostError) -> None:
-        """Answer those that wait, and run nothing more."""
-        self._futures.abandon(str(error))
-        self._parts.training.halt()
-        self._failed.set()
-
-    async def _prune(self) -> None:
-        """Delete old results and snapshots, a few times in the time for which they are kept."""
         settings, parts = self._settings, self._parts
         while True:
             await asyncio.sleep(min(settings.result_keep_s, settings.snapshot_idle_s) / 4)
