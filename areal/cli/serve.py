@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import signal
@@ -17,8 +18,10 @@ from typing import Any
 import tyro
 import uvicorn
 
+from areal.cli.connections import connection_class
 from areal.tinker.api.app import create_app
 from areal.tinker.api.http_settings import MIB, ApiSettings
+from areal.tinker.api.key_file import User, read_users
 from areal.tinker.backends.backend_registry import create_sampling_backend, create_training_backend
 from areal.tinker.service.service import Service
 from areal.tinker.service.settings import ServiceLimits, ServiceSettings
@@ -44,11 +47,13 @@ class ServeOptions:
         port: Port to listen on; 0 for a free one.
         root: Folder of checkpoints and of the SQLite database.
         database: SQLAlchemy URL of another database, such as postgresql://….
-        owner: Name of the owner in the listing of training runs.
-        api_key_file: File with one accepted key per line, each beginning with tml-. Without it, any key is accepted.
+        owner: Name of the only owner, without users in a key file.
+        api_key_file: TOML file of users with their keys, roles and quotas, or file with one key per line. Without it, any key is accepted.
         max_body_mib: Largest body of training data, in MiB after decompression.
         max_json_mib: Largest body of any other request, in MiB.
         hold_s: Seconds for which a request for a result waits. Below 45, after which a client gives up.
+        max_connections: Most open connections. A further one is closed.
+        read_timeout_s: Seconds in which the head of a request must arrive, and each further piece of its body.
         link_lifetime_s: Seconds for which a download link is valid.
         allowed_hosts: Host names under which the server answers, such as train.example.org. Without any, it answers under all.
         trusted_proxies: Addresses or networks of proxies, whose X-Forwarded-Proto gives download links their scheme.
@@ -70,19 +75,29 @@ class ServeOptions:
     max_body_mib: int = ApiSettings.max_body_bytes // MIB
     max_json_mib: int = ApiSettings.max_json_bytes // MIB
     hold_s: float = ApiSettings.hold_s
+    max_connections: int = ApiSettings.max_connections
+    read_timeout_s: float = ApiSettings.read_timeout_s
     link_lifetime_s: int = ApiSettings.link_lifetime_s
     allowed_hosts: tuple[str, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
     limits: tyro.conf.OmitArgPrefixes[ServiceLimits] = field(default_factory=ServiceLimits)
 
+    @functools.cached_property
+    def users(self) -> tuple[User, ...]:
+        """Users of the key file."""
+        return () if self.api_key_file is None else read_users(self.api_key_file, self.owner)
+
     @property
     def api_settings(self) -> ApiSettings:
         """Settings of the HTTP layer."""
         return ApiSettings(
-            api_keys=_keys(self.api_key_file),
+            users=self.users,
+            owner=self.owner,
             max_body_bytes=self.max_body_mib * MIB,
             max_json_bytes=self.max_json_mib * MIB,
             hold_s=self.hold_s,
+            max_connections=self.max_connections,
+            read_timeout_s=self.read_timeout_s,
             link_lifetime_s=self.link_lifetime_s,
             allowed_hosts=self.allowed_hosts,
         )
@@ -98,6 +113,7 @@ class ServeOptions:
             model_path=model,
             database_url=self.database,
             owner=self.owner,
+            quotas={user.name: user.quotas for user in self.users},
             **vars(self.limits),
         )
 
@@ -134,7 +150,7 @@ def _serve(options: ServeOptions) -> Exception | None:
         sampling = None if sampler == NO_SAMPLER else create_sampling_backend(model, sampler, sampling_config)
         service = Service(training, sampling, settings)
         served = f"{model} ({options.backend}, sampler {sampler})"
-        banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.api_keys))
+        banner = _banner(listener, options.host, served, settings.base_models[0], bool(api.users))
         app = create_app(service, api)
         config = server_config(app, options)
         # The loop that uvicorn takes by itself: uvloop where it is installed.
@@ -146,6 +162,7 @@ def server_config(app: Any, options: ServeOptions) -> uvicorn.Config:
     """Return the settings of the HTTP server of an application."""
     return uvicorn.Config(
         app,
+        http=connection_class(options.max_connections, options.read_timeout_s),
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -155,15 +172,6 @@ def server_config(app: Any, options: ServeOptions) -> uvicorn.Config:
         timeout_keep_alive=120,
         timeout_graceful_shutdown=10,
     )
-
-
-def _keys(file: Path | None) -> tuple[str, ...]:
-    if file is None:
-        return ()
-    keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
-    if not keys:
-        raise ValueError(f"api_key_file={file}: the file has no key; give at least one, or leave the option out")
-    return keys
 
 
 def _object(option: str, text: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def create_app(service: Service, settings: ApiSettings) -> FastAPI:
     # The last one that is added sees a request first.
     limits = {"max_body_bytes": settings.max_body_bytes, "max_json_bytes": settings.max_json_bytes}
     app.add_middleware(BodyLimits, large_paths=LARGE_PATHS, **limits)
-    app.add_middleware(Authentication, keys=ApiKeys(settings.api_keys))
+    app.add_middleware(Authentication, keys=ApiKeys(settings.users, settings.owner))
     app.add_middleware(RequestLog, metrics=app.state.metrics)
     if settings.allowed_hosts:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts, www_redirect=False)

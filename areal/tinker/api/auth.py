@@ -8,39 +8,40 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal.tinker.api.error_replies import error_response
+from areal.tinker.api.key_file import User, key_digest
+from areal.tinker.service.tenants.caller import Caller
 
 OPEN_PATHS = ("/api/v1/healthz", "/download/")
 """Beginnings of paths that need no key: the health check, and links that carry a signature."""
 
 
 class ApiKeys:
-    """The accepted keys. Only their hashes are kept in memory."""
+    """The accepted keys and their users.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [self._digest(key) for key in keys]
+    Args:
+        owner: the caller of all requests if there are no users.
+    """
 
-    @staticmethod
-    def _digest(key: str) -> bytes:
-        return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+    def __init__(self, users: Sequence[User], owner: str) -> None:
+        self._callers = [(user.digest, user.caller) for user in users]
+        self._anyone = None if users else Caller(owner, admin=True)
 
-    @property
-    def required(self) -> bool:
-        """True if a request needs a key."""
-        return bool(self._digests)
-
-    def accepts(self, key: str | None) -> bool:
-        """Compare a key with every accepted one, in constant time."""
-        digest = self._digest(key or "")
-        found = False
-        for accepted in self._digests:
-            found |= hmac.compare_digest(digest, accepted)
-        return found and key is not None
+    def caller(self, key: str | None) -> Caller | None:
+        """Return the caller whose key this is, or ``None``. Compares with every accepted key, in constant time."""
+        if key is None or not self._callers:
+            return self._anyone
+        digest = key_digest(key)
+        caller: Caller | None = None
+        for accepted, user in self._callers:
+            if hmac.compare_digest(digest, accepted):
+                caller = user
+        return caller
 
 
 def presented_key(headers: Headers) -> str | None:
@@ -60,14 +61,20 @@ def presented_key(headers: Headers) -> str | None:
 
 
 class Authentication:
-    """ASGI middleware that answers 401 to a request without an accepted key, before its body is read."""
+    """ASGI middleware that finds the caller of a request, or answers 401 before the body is read.
+
+    Routes find the caller in ``request.state``, but those of :data:`OPEN_PATHS`.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and self.keys.required and not scope["path"].startswith(OPEN_PATHS)
-        if not guarded or self.keys.accepts(presented_key(Headers(scope=scope))):
+        if scope["type"] != "http" or scope["path"].startswith(OPEN_PATHS):
+            return await self.app(scope, receive, send)
+        caller = self.keys.caller(presented_key(Headers(scope=scope)))
+        if caller is not None:
+            scope.setdefault("state", {})["caller"] = caller
             return await self.app(scope, receive, send)
         # A browser asks for a password; the SDK must not see a challenge, or it would try to exchange the key.
         api = scope["path"].startswith("/api/")

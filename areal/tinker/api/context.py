@@ -12,6 +12,7 @@ from fastapi import Path as PathParameter
 from areal.tinker.api.auth import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
 from areal.tinker.service.service import Service
+from areal.tinker.service.tenants.caller_service import CallerService
 
 
 @dataclass
@@ -29,12 +30,17 @@ async def _context(request: Request) -> ApiContext:
     return request.app.state.context
 
 
-async def _service(request: Request) -> Service:
-    return request.app.state.context.service
+def service_of(request: Request) -> CallerService:
+    """Return the service as the caller of a request may use it."""
+    return request.app.state.context.service.for_caller(request.state.caller)
+
+
+async def _service(request: Request) -> CallerService:
+    return service_of(request)
 
 
 Context = Annotated[ApiContext, Depends(_context)]
-ServiceDependency = Annotated[Service, Depends(_service)]
+ServiceDependency = Annotated[CallerService, Depends(_service)]
 Identifier = Annotated[str, PathParameter(max_length=1024, pattern=r"^[^\x00]+$")]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=2**63)]

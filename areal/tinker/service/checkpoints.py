@@ -14,12 +14,13 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import AdapterSpec
-from areal.tinker.service.errors import NotFoundError
+from areal.tinker.service.errors import DiskFullError, NotFoundError
 from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.params import check_integer, check_metadata
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import CheckpointFiles, CheckpointPath, check_name, parse_path
-from areal.tinker.service.store.tables import checkpoints
+from areal.tinker.service.store.tables import checkpoints, runs_of
+from areal.tinker.service.tenants.quotas import QuotaChecks
 
 _TEN_YEARS = 10 * 366 * 24 * 3600
 
@@ -29,8 +30,9 @@ logger = logging.getLogger(__name__)
 class CheckpointRegistry:
     """Named checkpoints of all runs."""
 
-    def __init__(self, database: Database, files: CheckpointFiles) -> None:
+    def __init__(self, database: Database, files: CheckpointFiles, quotas: QuotaChecks) -> None:
         self._database = database
+        self.quotas = quotas
         self.files = files
         self._writing: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -64,7 +66,7 @@ class CheckpointRegistry:
             write: writes the folder, atomically.
 
         Raises:
-            UserError: the name is taken and ``overwrite`` is false.
+            UserError: the name is taken and ``overwrite`` is false, or the owner's quota is used up.
         """
         path = CheckpointPath(model.id, kind, check_name(name))
         expires = None if ttl_seconds is None else time.time() + check_ttl(ttl_seconds)
@@ -77,6 +79,7 @@ class CheckpointRegistry:
         folder = self.files.folder(path, uid)
         self._writing.add(str(path))
         try:
+            await self.check_room(model.owner, str(path))
             self.files.prepare(folder)
             await write(folder)
             size = await asyncio.to_thread(self.files.size, folder)
@@ -86,13 +89,14 @@ class CheckpointRegistry:
                 "expires": expires,
                 "size_bytes": size,
             }
-            await self._database.write(lambda connection: _replace(connection, row))
+            # A save of which anything cannot be written has failed.
+            await asyncio.to_thread(self.files.publish, folder, row)
+            await self._database.write(lambda connection: self._replace(connection, model.owner, row))
         except BaseException:
             await asyncio.to_thread(self.files.remove, folder)
             raise
         finally:
             self._writing.discard(str(path))
-        await asyncio.to_thread(self.files.publish, folder, row)
         # Remove the folder that the new one replaces.
         if before is not None:
             await asyncio.to_thread(self.files.remove, self.files.folder(path, before["uid"]))
@@ -107,7 +111,8 @@ class CheckpointRegistry:
         """Return path, row and folder of a checkpoint that a request names.
 
         Raises:
-            UserError: the path is malformed, names no checkpoint, or one of another kind.
+            NotFoundError: there is no such checkpoint.
+            UserError: the path is malformed, or names a checkpoint of another kind.
         """
         parsed = parse_path(path)
         if kind is not None and parsed.kind != kind:
@@ -115,8 +120,23 @@ class CheckpointRegistry:
             raise UserError(f"path is {path!r}, a {parsed.kind} checkpoint: this request needs one of {other}")
         row = await self._row(parsed)
         if row is None:
-            raise UserError(f"path is {path!r}: there is no such checkpoint; it may have been deleted, or have expired")
+            raise no_checkpoint(parsed)
         return parsed, row, self.files.folder(parsed, row["uid"])
+
+    async def check_room(self, owner: str, replaced: str | None = None) -> None:
+        """Check that an owner may store something more.
+
+        Raises:
+            UserError: the owner's quota is used up.
+            DiskFullError: the disk has no room.
+        """
+        self._database.check_room()
+        await self._database.read(lambda connection: self.quotas.check_stored(connection, owner, 1, replaced))
+
+    async def is_public(self, path: CheckpointPath) -> bool:
+        """Return whether there is a public checkpoint of this path."""
+        row = await self._row(path)
+        return row is not None and row["public"]
 
     async def last_of(self, run_ids: list[str]) -> dict[str, str]:
         """Return the path of the last training checkpoint of each run that has one."""
@@ -133,13 +153,15 @@ class CheckpointRegistry:
         return await self._database.read(work)
 
     async def listing(
-        self, run_id: str | None, limit: int | None = None, offset: int = 0
+        self, *, run_id: str | None = None, owner: str | None = None, limit: int | None = None, offset: int = 0
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return checkpoints in their JSON form, the latest first, and how many there are."""
-        chosen = select(checkpoints).where(_valid())
-        count = select(func.count()).select_from(checkpoints).where(_valid())
+        """Return checkpoints of a run, of an owner or all in their JSON form, the latest first, and how many there are."""
+        mine = _valid()
         if run_id is not None:
-            chosen, count = chosen.where(checkpoints.c.run_id == run_id), count.where(checkpoints.c.run_id == run_id)
+            mine &= checkpoints.c.run_id == run_id
+        if owner is not None:
+            mine &= checkpoints.c.run_id.in_(runs_of(owner))
+        chosen, count = select(checkpoints).where(mine), select(func.count()).select_from(checkpoints).where(mine)
         page = chosen.order_by(checkpoints.c.created.desc(), checkpoints.c.path).limit(limit).offset(offset)
 
         def work(connection: Connection) -> tuple[list[dict[str, Any]], int]:
@@ -155,32 +177,30 @@ class CheckpointRegistry:
 
     # ------------------------------------------------------------------ change
 
-    async def change(self, run_id: str, checkpoint_id: str, **values: Any) -> None:
+    async def change(self, path: CheckpointPath, **values: Any) -> None:
         """Change columns of a checkpoint.
 
         Raises:
             NotFoundError: there is no such checkpoint.
         """
-        path = checkpoint_of(run_id, checkpoint_id)
         same = (checkpoints.c.path == str(path)) & _valid()
         changed = await self._database.write(
             lambda c: c.execute(update(checkpoints).where(same).values(**values)).rowcount
         )
         if not changed:
-            raise NotFoundError(f"there is no checkpoint {path}")
+            raise no_checkpoint(path)
         if values.get("expires") is not None:
             self._arm(values["expires"])
 
-    async def delete(self, run_id: str, checkpoint_id: str) -> None:
+    async def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint.
 
         Raises:
             NotFoundError: there is no such checkpoint.
         """
-        path = checkpoint_of(run_id, checkpoint_id)
         row = await self._row(path)
         if row is None:
-            raise NotFoundError(f"there is no checkpoint {path}")
+            raise no_checkpoint(path)
         await self._remove([row])
 
     async def expire(self) -> None:
@@ -195,14 +215,30 @@ class CheckpointRegistry:
             self._arm(following)
 
     async def _remove(self, rows: list[Any]) -> None:
-        """Remove rows, then their folders. A folder that remains after a crash is not named by any row."""
+        """Remove rows, then their folders: those that remain after a crash are cleaned by the next start."""
         if not rows:
             return
         uids = [row["uid"] for row in rows]
-        await self._database.write(lambda c: c.execute(delete(checkpoints).where(checkpoints.c.uid.in_(uids))))
-        for row in rows:
-            path = CheckpointPath(row["run_id"], row["kind"], row["name"])
-            await asyncio.to_thread(self.files.remove, self.files.folder(path, row["uid"]))
+        folders = [
+            self.files.folder(CheckpointPath(row["run_id"], row["kind"], row["name"]), row["uid"]) for row in rows
+        ]
+
+        def forget(connection: Connection) -> None:
+            connection.execute(delete(checkpoints).where(checkpoints.c.uid.in_(uids)))
+
+        await asyncio.to_thread(self.files.unpublish, *folders)
+        try:
+            await self._database.write(forget)
+        except DiskFullError:
+            # The folders make room for the write.
+            await asyncio.to_thread(self.files.remove, *folders)
+            await self._database.write(forget)
+        await asyncio.to_thread(self.files.remove, *folders)
+
+    def _replace(self, connection: Connection, owner: str, row: dict[str, Any]) -> None:
+        self.quotas.check_stored(connection, owner, row["size_bytes"], row["path"])
+        connection.execute(delete(checkpoints).where(checkpoints.c.path == row["path"]))
+        connection.execute(insert(checkpoints).values(**row))
 
     async def _row(self, path: CheckpointPath) -> Any:
         chosen = select(checkpoints).where(checkpoints.c.path == str(path), _valid())
@@ -243,6 +279,13 @@ def checkpoint_of(run_id: str, checkpoint_id: str) -> CheckpointPath:
         return parse_path(f"tinker://{run_id}/{checkpoint_id}")
     except UserError as error:
         raise NotFoundError(f"there is no checkpoint {checkpoint_id!r} of the run {run_id!r}") from error
+
+
+def no_checkpoint(path: CheckpointPath) -> NotFoundError:
+    """Return the error for a checkpoint that does not exist."""
+    return NotFoundError(
+        f"path is {str(path)!r}: there is no such checkpoint; it may have been deleted, or have expired"
+    )
 
 
 def spec_of(row: Mapping[str, Any]) -> AdapterSpec:
@@ -291,8 +334,3 @@ def _described(path: CheckpointPath, uid: str, model: TrainedModel) -> dict[str,
     return (
         row | vars(model.spec) | {"base_model": model.base_model, "optimizer": model.optimizer, "created": time.time()}
     )
-
-
-def _replace(connection: Connection, row: dict[str, Any]) -> None:
-    connection.execute(delete(checkpoints).where(checkpoints.c.path == row["path"]))
-    connection.execute(insert(checkpoints).values(**row))

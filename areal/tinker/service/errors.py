@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from areal.tinker.backends.errors import ServerError, UserError
 
-class NotFoundError(LookupError):
-    """The named object does not exist: HTTP 404."""
+
+class NotFoundError(UserError):
+    """The named object does not exist, or belongs to another owner: HTTP 404."""
 
 
 class ConflictError(ValueError):
@@ -16,7 +18,11 @@ class BusyError(RuntimeError):
 
 
 class SessionOverError(RuntimeError):
-    """The session is unknown, finished or timed out: HTTP 410."""
+    """The session is finished or timed out: HTTP 410."""
+
+
+class DiskFullError(ServerError):
+    """The disk has no room for the write: HTTP 503. Deletes make room."""
 
 
 class LeaseLostError(RuntimeError):

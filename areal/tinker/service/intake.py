@@ -18,6 +18,7 @@ from areal.tinker.service.runs import Runs
 from areal.tinker.service.sessions import Sessions
 from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.futures import Category, Futures, Key
+from areal.tinker.service.tenants.quotas import QuotaChecks
 from areal.tinker.service.training import Training
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.optimizer import check_optimizer
@@ -34,6 +35,7 @@ class Intake:
         futures: Futures,
         runs: Runs,
         sessions: Sessions,
+        quotas: QuotaChecks,
         settings: ServiceSettings,
     ) -> None:
         self.server = Capabilities(backend.limits(), backend.losses(), backend.optimizers(), settings)
@@ -41,6 +43,8 @@ class Intake:
         self._futures = futures
         self._runs = runs
         self._sessions = sessions
+        self._quotas = quotas
+        self._creating: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(1, "tinker-validation")
         self.counts: Counter[tuple[str, str]] = Counter()
 
@@ -48,12 +52,12 @@ class Intake:
         """End the thread of validation."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def create(self, request: CreateModel) -> Submitted:
-        """Accept the creation of a model, which is the request with the number 0 of its order."""
+    async def create(self, request: CreateModel, owner: str) -> Submitted:
+        """Accept the creation of a model of an owner, which is the request with the number 0 of its order."""
         self._sessions.touch(request.session_id)
         seq = check_integer("model_seq_id", request.model_seq_id, 0, 10**9)
         model_id = f"{request.session_id}:train:{seq}"
-        key = Key(request.digest, request.session_id, model_id, seq_id=0)
+        key = Key(request.digest, owner, request.session_id, model_id, seq_id=0)
         request_id, new = await self._futures.add(request.kind, key)
         if not new:
             return Submitted(request_id, model_id)
@@ -63,17 +67,22 @@ class Intake:
             base_model = request.canonical_base_model(self.server.settings)
             optimizer = check_optimizer(request.optimizer_config, self.server.optimizers)
             metadata = check_metadata(request.user_metadata)
-            model = LiveModel(model_id, request.session_id, base_model, optimizer, user_metadata=metadata)
+            model = LiveModel(model_id, request.session_id, owner, base_model, optimizer, user_metadata=metadata)
             entry.prepared = request.check(model, self.server)
+            live = sum(other.owner == owner for other in self._training.order.models.values())
+            self._quotas.check_adapters(owner, live + self._creating[owner])
         except UserError as error:
             await self._reject(entry, str(error), "user")
             return Submitted(request_id, model_id)
+        self._creating[owner] += 1
         try:
             await self._runs.add(model, seq)
         except Exception as error:
             # The stored request must not wait for ever.
             await self._reject(entry, f"the model could not be stored: {error}", "server")
             return Submitted(request_id, model_id)
+        finally:
+            self._creating[owner] -= 1
         # The session may have ended meanwhile.
         try:
             self._sessions.touch(request.session_id)
@@ -84,25 +93,28 @@ class Intake:
         self._training.put(model, entry)
         return Submitted(request_id, model_id)
 
-    async def submit(self, request: ModelRequest) -> Submitted:
-        """Accept a request to a model."""
+    async def submit(self, request: ModelRequest, owner: str) -> Submitted:
+        """Accept a request to a model of an owner."""
         if request.seq_id is not None:
             check_integer("seq_id", request.seq_id, 1, 2**62)
         model = self._training.order.models.get(request.model_id)
         if model is None:
-            return await self._submit_to_dead(request)
+            return await self._submit_to_dead(request, owner)
         self._sessions.touch(model.session_id)
         # A full queue must not refuse the request for which the others wait.
         full = model.queued() >= self.server.settings.max_queued_per_model
         full = full or self._training.order.queued() >= self.server.settings.max_queued
-        if full and request.seq_id != model.next_seq:
-            raise BusyError(f"{model.queued()} requests of {model.id} wait: try again later")
+        tokens = request.tokens()
+        if request.seq_id != model.next_seq:
+            if full:
+                raise BusyError(f"{model.queued()} requests of {model.id} wait: try again later")
+            self._quotas.check_queue(owner, self._futures.queued_tokens[owner], tokens)
         # The number is taken before anything can run in between: old clients send none.
         entry = Entry("", request, seq=model.number(request.seq_id))
         model.arriving += 1
         model.last_request = time.time()
         try:
-            key = Key(request.digest, model.session_id, model.id, seq_id=entry.seq)
+            key = Key(request.digest, owner, model.session_id, model.id, seq_id=entry.seq, tokens=tokens)
             entry.request_id, new = await self._futures.add(request.kind, key, request.notes())
             if new:
                 await self._prepare(model, entry)
@@ -119,6 +131,7 @@ class Intake:
     async def _prepare(self, model: LiveModel, entry: Entry) -> None:
         """Validate a request and put it into its queue. One that is wrong fails now, and its number counts as executed."""
         try:
+            self._quotas.check_tokens(model.owner, entry.request.tokens())
             check = partial(entry.request.check, model, self.server)
             # A large request must not stop the loop; the way to the thread takes longer than a small one.
             small = entry.request.is_small()
@@ -140,10 +153,10 @@ class Intake:
         else:
             self._training.put(model, entry)
 
-    async def _submit_to_dead(self, request: ModelRequest) -> Submitted:
+    async def _submit_to_dead(self, request: ModelRequest, owner: str) -> Submitted:
         """Store a request to a model that is not alive, and fail it."""
         row = await self._runs.row(request.model_id)
-        key = Key(request.digest, row["session_id"], request.model_id, seq_id=request.seq_id)
+        key = Key(request.digest, owner, row["session_id"], request.model_id, seq_id=request.seq_id)
         request_id, new = await self._futures.add(request.kind, key)
         if new:
             message, lost = await self._runs.dead_message(request.model_id)

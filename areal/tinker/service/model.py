@@ -15,6 +15,7 @@ class TrainedModel:
     """An adapter of the base model, and the session that owns it.
 
     Attributes:
+        owner: owner of the session.
         spec: adapter; ``None`` until a model that is created from a checkpoint is loaded.
         in_backend: whether the backend may have an adapter of this name.
         closed: why the model takes no more requests.
@@ -23,6 +24,7 @@ class TrainedModel:
 
     id: str
     session_id: str
+    owner: str
     base_model: str
     optimizer: str
     created: float = field(default_factory=time.time)

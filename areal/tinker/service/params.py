@@ -13,7 +13,6 @@ import numpy as np
 from areal.tinker.backends.backend import ModelLimits
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import SamplingRequest
-from areal.tinker.service.errors import NotFoundError
 from areal.tinker.service.requests import RawChunk, Sample
 from areal.tinker.service.settings import ServiceSettings
 
@@ -47,17 +46,6 @@ def check_keys(name: str, given: Any, known: set[str] | frozenset[str]) -> None:
 def is_id(value: Any) -> bool:
     """Return whether a session, a model or a request may have this id."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
-
-
-def known_id(value: Any, what: str) -> str:
-    """Return an id that may exist.
-
-    Raises:
-        NotFoundError: no id has these characters.
-    """
-    if not is_id(value):
-        raise NotFoundError(f"there is no {what} {str(value)[:200]!r}")
-    return value
 
 
 def check_page(limit: Any, offset: Any) -> tuple[int, int]:

@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, insert, select, update
+from sqlalchemy import Connection, and_, func, insert, select, true, update
 from sqlalchemy.exc import IntegrityError
 
 from areal.tinker.service.checkpoints import describe_checkpoint, iso_time, lost_message
 from areal.tinker.service.errors import NotFoundError
 from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.store.database import Database
-from areal.tinker.service.store.tables import checkpoints, futures, models
+from areal.tinker.service.store.tables import checkpoints, futures, models, runs_of, sessions
 
 _RESTARTED = "the server was restarted"
 _LOST = "the server or its training processes were restarted"
 _MOST_CURVES = 100
+_OWNED = select(models, sessions.c.owner).join(sessions, sessions.c.id == models.c.session_id)
 
 
 class Runs:
     """Training runs: one for each model that was ever created.
 
     Args:
+        owner: shown owner of runs from before there were owners.
         last_request: returns the time of a live model's last request, which its row does not have yet.
     """
 
@@ -53,16 +55,17 @@ class Runs:
         Raises:
             NotFoundError: there is no such run.
         """
-        chosen = select(models).where(models.c.id == run_id)
+        chosen = _OWNED.where(models.c.id == run_id)
         row = await self._database.read(lambda connection: connection.execute(chosen).mappings().first())
         if row is None:
             raise NotFoundError(f"there is no training run {run_id!r}")
         return row
 
-    async def listing(self, limit: int, offset: int) -> dict[str, Any]:
-        """Return runs in their JSON form, the latest first."""
-        page = select(models).order_by(models.c.created.desc(), models.c.id).limit(limit).offset(offset)
-        count = select(func.count()).select_from(models)
+    async def listing(self, owner: str | None, limit: int, offset: int) -> dict[str, Any]:
+        """Return the runs of an owner, or of all, in their JSON form, the latest first."""
+        mine = true() if owner is None else models.c.id.in_(runs_of(owner))
+        page = _OWNED.where(mine).order_by(models.c.created.desc(), models.c.id).limit(limit).offset(offset)
+        count = select(func.count()).select_from(models).where(mine)
 
         def work(connection: Connection) -> dict[str, Any]:
             rows = connection.execute(page).mappings().all()
@@ -132,7 +135,7 @@ class Runs:
         return {
             "training_run_id": row["id"],
             "base_model": row["base_model"],
-            "model_owner": self._owner,
+            "model_owner": row["owner"] or self._owner,
             "is_lora": True,
             "corrupted": row["state"] in ("failed", "lost"),
             "lora_rank": row["rank"],

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,16 @@ class Samplers:
         model_path: str | None = None,
         uid: str | None = None,
         run_id: str | None = None,
+        owner: str = "",
+        size_bytes: int = 0,
     ) -> str:
         """Create a sampling session. Returns its id; a retry returns the same.
 
         Args:
-            uid, run_id: name and model of an ephemeral snapshot.
+            uid, run_id, owner, size_bytes: name, model, owner and bytes of an ephemeral snapshot.
 
         Raises:
-            UserError: there is no such checkpoint or base model, or the weights are damaged.
+            UserError: there is no such checkpoint or base model, the weights are damaged, or the owner's quota is used up.
         """
         if self._snapshots is None:
             raise UserError(NO_SAMPLER)
@@ -130,8 +132,20 @@ class Samplers:
             base_model = check_base_model(base_model, self._settings)
         name = f"{session_id}:sample:{seq_id if seq_id is not None else uuid.uuid4().hex}"
         row = {"id": name, "session_id": session_id, "seq_id": seq_id, "state": "live", "base_model": base_model}
-        row |= {"model_path": model_path, "uid": uid, "run_id": run_id, "created": time.time()}
-        found = await self._database.write(lambda connection: _insert(connection, row))
+        row |= {
+            "model_path": model_path,
+            "uid": uid,
+            "run_id": run_id,
+            "created": time.time(),
+            "size_bytes": size_bytes,
+        }
+
+        def store(connection: Connection) -> Any:
+            if size_bytes:
+                self._registry.quotas.check_stored(connection, owner, size_bytes)
+            return _insert(connection, row)
+
+        found = await self._database.write(store)
         if found is not None:
             if (found["model_path"], found["base_model"], found["run_id"]) != (model_path, base_model, run_id):
                 raise ConflictError(
@@ -213,11 +227,11 @@ class Samplers:
             else (await self._session(request.sampling_session_id)).session_id
         )
 
-    async def submit(self, request: Sample) -> Submitted:
-        """Store a sampling request and start it.
+    async def submit(self, request: Sample, owner: str) -> Submitted:
+        """Store a sampling request of an owner and start it.
 
         Raises:
-            BusyError: too many requests wait.
+            BusyError: too many requests wait, or too many tokens of the owner.
             NotFoundError, SessionOverError: the sampling session does not exist, or has ended.
         """
         if len(self._tasks) >= self._settings.max_samples:
@@ -226,7 +240,9 @@ class Samplers:
         session, wrong = None, None
         if request.sampling_session_id is not None:
             session = await self._session(request.sampling_session_id)
-        key = Key(request.digest, session.session_id if session else None)
+        tokens = self._tokens(request)
+        self._registry.quotas.check_queue(owner, self._futures.queued_tokens[owner], tokens)
+        key = Key(request.digest, owner, session.session_id if session else None, tokens=tokens)
         key.sampling_session_id, key.seq_id = (session.id, request.seq_id) if session else (None, None)
         notes = {"record_stability_info": True} if request.record_stability_info else None
         request_id, new = await self._futures.add("sample", key, notes)
@@ -237,6 +253,7 @@ class Samplers:
             try:
                 if self._backend is None:
                     raise UserError(NO_SAMPLER)
+                self._registry.quotas.check_tokens(owner, tokens)
                 prepared = check_sampling(request, self._backend.limits(), self._settings)
                 self._start(request_id, session, request, prepared)
             except UserError as error:
@@ -254,6 +271,15 @@ class Samplers:
         task = self._tasks.get(request_id)
         if task is not None:
             task.cancel()
+
+    def _tokens(self, request: Sample) -> int:
+        """Tokens of the prompt and of the answers that a request asks for."""
+        prompt = sum(len(chunk.tokens) for chunk in request.prompt if chunk.tokens is not None)
+        longest = 0 if self._backend is None else max(0, self._backend.limits().max_tokens - prompt)
+        params = request.sampling_params  # not validated yet
+        asked = params.get("max_tokens") if isinstance(params, Mapping) else None
+        answer = min(asked, longest) if isinstance(asked, int) and asked > 0 else longest
+        return prompt + answer * (request.num_samples if isinstance(request.num_samples, int) else 1)
 
     def _start(self, request_id: str, session: _Session | None, request: Sample, prepared: SamplingRequest) -> None:
         task = asyncio.get_running_loop().create_task(self._run(request_id, session, request, prepared))

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, func, insert, select, true, update
 
-from areal.tinker.service.errors import NotFoundError, SessionOverError
+from areal.tinker.service.errors import SessionOverError
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.tables import models, sampling_sessions, sessions
 
@@ -58,6 +58,7 @@ class Sessions:
 
     async def create(
         self,
+        owner: str,
         tags: Sequence[str],
         user_metadata: Mapping[str, Any] | None,
         sdk_version: str | None,
@@ -68,6 +69,7 @@ class Sessions:
         name = str(uuid.uuid4())
         row = {
             "id": name,
+            "owner": owner,
             "state": "live",
             "tags": list(tags),
             "created": time.time(),
@@ -86,10 +88,10 @@ class Sessions:
         """Note a sign of the client.
 
         Raises:
-            SessionOverError: the session is unknown, or over.
+            SessionOverError: the session is over.
         """
         if session_id not in self._live:
-            raise SessionOverError(f"the session {session_id!r} is unknown, finished or timed out: create a new one")
+            raise SessionOverError(f"the session {session_id!r} is finished or timed out: create a new one")
         self._live[session_id].seen = time.monotonic()
 
     def count(self) -> int:
@@ -97,15 +99,9 @@ class Sessions:
         return len(self._live)
 
     async def finish(self, session_id: str, reason: Mapping[str, Any] | None, message: str) -> None:
-        """End a session. The first reason is kept; a session that is over stays as it is.
-
-        Raises:
-            SessionOverError: the session is unknown.
-        """
+        """End a session. The first reason is kept; a session that is over stays as it is."""
         session = self._live.pop(session_id, None)
         if session is None:
-            if await self._row(session_id) is None:
-                raise SessionOverError(f"the session {session_id!r} is unknown")
             return
         if session.timer is not None:
             session.timer.cancel()
@@ -115,10 +111,12 @@ class Sessions:
         )
         await self._on_end(session_id, message)
 
-    async def listing(self, limit: int, offset: int) -> dict[str, Any]:
-        """Return the ids of sessions, the latest first."""
-        page = select(sessions.c.id).order_by(sessions.c.created.desc(), sessions.c.id).limit(limit).offset(offset)
-        count = select(func.count()).select_from(sessions)
+    async def listing(self, owner: str | None, limit: int, offset: int) -> dict[str, Any]:
+        """Return the ids of the sessions of an owner, or of all, the latest first."""
+        mine = true() if owner is None else sessions.c.owner == owner
+        page = select(sessions.c.id).where(mine).order_by(sessions.c.created.desc(), sessions.c.id)
+        page = page.limit(limit).offset(offset)
+        count = select(func.count()).select_from(sessions).where(mine)
 
         def work(connection: Connection) -> dict[str, Any]:
             names, total = connection.execute(page).scalars().all(), connection.execute(count).scalar_one()
@@ -127,16 +125,10 @@ class Sessions:
         return await self._database.read(work)
 
     async def describe(self, session_id: str) -> dict[str, Any]:
-        """Return the JSON form of a session.
-
-        Raises:
-            NotFoundError: there is no such session.
-        """
-        row = await self._row(session_id)
-        if row is None:
-            raise NotFoundError(f"there is no session {session_id!r}")
+        """Return the JSON form of a session."""
 
         def work(connection: Connection) -> dict[str, Any]:
+            row = connection.execute(select(sessions).where(sessions.c.id == session_id)).mappings().one()
             runs = select(models.c.id).where(models.c.session_id == session_id).order_by(models.c.model_seq_id)
             samplers = select(sampling_sessions.c.id).where(sampling_sessions.c.session_id == session_id)
             return {
@@ -147,10 +139,6 @@ class Sessions:
             }
 
         return await self._database.read(work)
-
-    async def _row(self, session_id: str) -> Any:
-        chosen = select(sessions).where(sessions.c.id == session_id)
-        return await self._database.read(lambda connection: connection.execute(chosen).mappings().first())
 
     def _watch(self, session: _Session) -> None:
         """Add a session, and look at it when it may have timed out."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from areal.tinker.service.tenants.caller import Quotas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class ServiceLimits:
         max_top_k: Most log-probs per position that a sampling request may ask for. The sampler may have a lower limit.
         max_dense_elements: Most elements of the targets or values of one request, after sparse tensors are made dense.
         result_keep_s: Seconds for which a delivered result is kept, and for which the rows of an ended session are kept.
+        disk_reserve_mib: MiB of disk that are kept for a SQLite database when the disk is full. At most a tenth of the disk.
         snapshot_idle_s: Seconds without a request after which an ephemeral snapshot is deleted, if its session lives on.
     """
 
@@ -39,6 +43,7 @@ class ServiceLimits:
     max_dense_elements: int = 2**25
     result_keep_s: float = 3600.0
     snapshot_idle_s: float = 86_400.0
+    disk_reserve_mib: int = 64
 
     def __post_init__(self) -> None:
         """Refuse limits with which no request can succeed."""
@@ -56,7 +61,8 @@ class ServiceSettings(ServiceLimits):
         base_models: names under which clients may ask for the base model; the first is the one that answers state.
         model_path: directory or hub name of the base model, from which clients load their tokenizer.
         database_url: SQLAlchemy URL; ``None`` for SQLite in ``root``.
-        owner: name in the listing of runs.
+        owner: name of the only caller of a server without a list of users.
+        quotas: quotas of owners that have some, by name.
     """
 
     root: Path
@@ -64,6 +70,7 @@ class ServiceSettings(ServiceLimits):
     model_path: str
     database_url: str | None = None
     owner: str = "local"
+    quotas: Mapping[str, Quotas] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse settings with which no request can succeed."""

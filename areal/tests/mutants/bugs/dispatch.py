@@ -285,7 +285,7 @@ def gaps_wait_for_ever(right: Function) -> Function:
 
 
 @mutant(
-    "areal.tinker.service.verbs.passes:_check_ids",
+    "areal.tinker.service.verbs.forward_backward:_check_ids",
     SERVER + "test_validation.py::test_each_fault_is_named[id above]",
 )
 def ids_not_checked(right: Function) -> Function:

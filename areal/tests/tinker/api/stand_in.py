@@ -18,6 +18,7 @@ from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
 from areal.tinker.service.errors import BusyError, NotFoundError, SessionOverError
 from areal.tinker.service.requests import Outcome, Sample, Submitted
+from areal.tinker.service.tenants.caller import Caller
 from areal.tinker.service.verbs.forward_backward import ForwardBackward
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.optimizer import OptimStep
@@ -63,6 +64,9 @@ class StandInService:
         self.calls: list[tuple[Any, ...]] = []
         self.waits: list[float] = []
         self.is_healthy = True
+
+    def for_caller(self, caller: Caller) -> StandInService:
+        return self
 
     async def create_session(self, tags: list[str], user_metadata: Any, sdk_version: str, **names: Any) -> str:
         self.calls.append(("create_session", tags, user_metadata, sdk_version, names))
@@ -177,8 +181,8 @@ class StandInService:
             raise NotFoundError(f"{checkpoint_id} does not exist")
         return self.folder
 
-    def healthy(self) -> bool:
-        return self.is_healthy
+    def trouble(self) -> str | None:
+        return None if self.is_healthy else "The engine is not healthy."
 
     async def status(self) -> dict[str, Any]:
         return {

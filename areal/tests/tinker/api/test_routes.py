@@ -15,6 +15,7 @@ import pytest
 
 from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_request
 from areal.tests.tinker.api.stand_in import StandInService, client_of
+from areal.tests.tinker.api.tenants import user
 from areal.tinker.api import wire_pb2
 from areal.tinker.api.auth import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
@@ -261,6 +262,7 @@ def test_an_unexpected_error_shows_no_internals(caplog: pytest.LogCaptureFixture
 # ---- keys
 
 KEY = "tml-0123456789abcdef"
+USER = user("ann", KEY)
 
 
 def test_keys(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,7 +286,7 @@ def test_keys(caplog: pytest.LogCaptureFixture) -> None:
         assert api.json()["category"] == "user"
 
     with caplog.at_level(logging.DEBUG):
-        with_client(run, api_keys=["tml-another-key-0000", KEY])
+        with_client(run, users=[user("other", "tml-another-key-0000"), USER])
     assert KEY not in caplog.text
 
 
@@ -293,12 +295,12 @@ def test_the_key_is_checked_before_the_body_is_read() -> None:
         raise AssertionError("the body was read")
         yield b""
 
-    answer = with_client(lambda client: client.post("/api/v1/asample", content=body()), api_keys=[KEY])
+    answer = with_client(lambda client: client.post("/api/v1/asample", content=body()), users=[USER])
     assert answer.status_code == 401
 
 
 def test_settings_are_checked() -> None:
-    for wrong in ({"hold_s": 45.0}, {"api_keys": ["secret-of-mine"]}, {"api_keys": ["tml-"]}, {"max_body_bytes": 0}):
+    for wrong in ({"hold_s": 45.0}, {"users": [USER, USER]}, {"max_body_bytes": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ApiSettings(**wrong)
 
@@ -338,7 +340,7 @@ def test_archive_and_single_files(tmp_path: Path) -> None:
         for old, new in (*changes, ("adapter.bin", "..%2F..%2Fetc%2Fpasswd")):
             assert (await client.get(url.replace(old, new))).status_code in (403, 422), new
 
-    with_client(run, saved(tmp_path), api_keys=[KEY])
+    with_client(run, saved(tmp_path), users=[USER])
 
 
 def test_links_expire() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -28,7 +28,7 @@ def served(root: Path) -> Iterator[str]:
 
     async def run() -> None:
         async with serving(root, sampling=FakeSampling(), gap_timeout_s=0.5) as service:
-            app = create_app(service, ApiSettings(hold_s=0.2))
+            app = create_app(cast(Any, service), ApiSettings(hold_s=0.2))
             server.append(uvicorn.Server(uvicorn.Config(app, port=0, log_level="error")))
             await server[0].serve()
 

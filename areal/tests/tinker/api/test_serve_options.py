@@ -21,7 +21,8 @@ RENAMED = {
     "base_models": "name",
     "model_path": "model",
     "database_url": "database",
-    "api_keys": "api_key_file",
+    "users": "api_key_file",
+    "quotas": "api_key_file",
     "max_body_bytes": "max_body_mib",
     "max_json_bytes": "max_json_mib",
 }
@@ -50,7 +51,7 @@ def without_option(settings: type, keys: Path) -> Iterator[str]:
     """Yield a line for each field of a class of settings that the command does not set."""
     before = settings_of(parse_options(BASE))
     for field in dataclasses.fields(settings):
-        option, values = option_of(field.name), {**TEXTS, "api_keys": str(keys)}
+        option, values = option_of(field.name), {**TEXTS, "users": str(keys), "quotas": str(keys)}
         value = values.get(field.name) or str(int(before.get(field.name, 0)) % 2**10 + 1)
         try:
             after = settings_of(parse_options([*BASE, option, value]))
@@ -86,7 +87,7 @@ def test_a_setting_without_an_option_is_named(keys: Path) -> None:
 
 
 def test_each_option_is_described(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("COLUMNS", "100")  # a wider help has two columns
     with pytest.raises(SystemExit):
         parse_options(["--help"])
     lines = [line.strip("│ \n") for line in capsys.readouterr().out.splitlines()]

@@ -17,6 +17,7 @@ from areal.tinker.api import schemas
 from areal.tinker.api.context import ApiContext, Context, Identifier, Limit, Offset, ServiceDependency
 from areal.tinker.api.error_replies import BodyError
 from areal.tinker.api.http_settings import MIB
+from areal.tinker.service.tenants.caller import SERVER
 
 checkpoint_routes = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 download_routes = APIRouter(tags=["checkpoints"])
@@ -42,7 +43,7 @@ async def training_run(run_id: Identifier, service: ServiceDependency) -> dict[s
 
 @checkpoint_routes.get("/checkpoints")
 async def all_checkpoints(service: ServiceDependency, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-    """List the checkpoints of all runs, the newest first."""
+    """List the checkpoints of all runs of the caller, the newest first."""
     return await service.all_checkpoints(limit, offset)
 
 
@@ -66,13 +67,13 @@ async def set_ttl(
 
 @checkpoint_routes.post(CHECKPOINT + "/publish")
 async def publish(run_id: Identifier, kind: Identifier, name: Identifier, service: ServiceDependency) -> None:
-    """Mark a checkpoint as public."""
+    """Let all callers read a checkpoint."""
     await service.publish(run_id, f"{kind}/{name}")
 
 
 @checkpoint_routes.delete(CHECKPOINT + "/publish")
 async def unpublish(run_id: Identifier, kind: Identifier, name: Identifier, service: ServiceDependency) -> None:
-    """Mark a checkpoint as private."""
+    """Let only the owner read a checkpoint."""
     await service.unpublish(run_id, f"{kind}/{name}")
 
 
@@ -133,20 +134,30 @@ def _link(request: Request, context: ApiContext, checkpoint: str, file: str) -> 
 
 @checkpoint_routes.get(CHECKPOINT + "/archive")
 async def archive(
-    run_id: Identifier, kind: Identifier, name: Identifier, request: Request, context: Context
+    run_id: Identifier,
+    kind: Identifier,
+    name: Identifier,
+    request: Request,
+    context: Context,
+    service: ServiceDependency,
 ) -> dict[str, Any]:
     """Return a link to a tar archive of a checkpoint, which needs no key until it expires."""
-    await context.service.checkpoint_folder_of(run_id, f"{kind}/{name}")
+    await service.checkpoint_folder_of(run_id, f"{kind}/{name}")
     url, expires = _link(request, context, f"{run_id}/{kind}/{name}", "")
     return {"url": url, "expires": expires}
 
 
 @checkpoint_routes.get(CHECKPOINT + "/external_weights_urls")
 async def external_weights_urls(
-    run_id: Identifier, kind: Identifier, name: Identifier, request: Request, context: Context
+    run_id: Identifier,
+    kind: Identifier,
+    name: Identifier,
+    request: Request,
+    context: Context,
+    service: ServiceDependency,
 ) -> dict[str, Any]:
     """Return a link to each file of a checkpoint."""
-    folder = await context.service.checkpoint_folder_of(run_id, f"{kind}/{name}")
+    folder = await service.checkpoint_folder_of(run_id, f"{kind}/{name}")
     files = await asyncio.to_thread(lambda: sorted(_relative_files(folder)))
     links = {file: _link(request, context, f"{run_id}/{kind}/{name}", file) for file in files}
     expires = next((expires for _, expires in links.values()), datetime.now(UTC).isoformat())
@@ -170,7 +181,7 @@ async def download(
     """Send a file of a checkpoint, or all as a tar archive, to the bearer of a link of this server."""
     if not context.links.accepts(expires, signature, f"{run_id}/{kind}/{name}", file):
         raise BodyError(403, "The link is not valid or has expired: ask for a new one.")
-    folder = await context.service.checkpoint_folder_of(run_id, f"{kind}/{name}")
+    folder = await context.service.for_caller(SERVER).checkpoint_folder_of(run_id, f"{kind}/{name}")
     if file:
         # The signature covers the name: it is one that this server listed.
         return FileResponse(folder / file)

@@ -15,6 +15,7 @@ from areal.tinker.api.http_settings import MIB
 from areal.tinker.api.routes.training import PROTOBUF, THREAD_BYTES
 from areal.tinker.backends.prepared import PassResult, SamplingResult
 from areal.tinker.service.requests import Outcome
+from areal.tinker.service.tenants.caller_service import CallerService
 
 future_routes = APIRouter(prefix="/api/v1", tags=["futures"])
 
@@ -22,9 +23,9 @@ INLINE_RESULT_BYTES = MIB
 """Size above which a result is announced to the client before it is sent."""
 
 
-async def _wait(context: ApiContext, request_id: str) -> Outcome:
+async def _wait(context: ApiContext, service: CallerService, request_id: str) -> Outcome:
     """Wait for a result as long as a request may be held, or until the server stops."""
-    waiting = asyncio.ensure_future(context.service.retrieve(request_id, timeout_s=context.settings.hold_s))
+    waiting = asyncio.ensure_future(service.retrieve(request_id, timeout_s=context.settings.hold_s))
     stopping = asyncio.ensure_future(context.stopping.wait())
     try:
         await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -35,9 +36,11 @@ async def _wait(context: ApiContext, request_id: str) -> Outcome:
 
 
 @future_routes.post("/retrieve_future", responses={410: {"description": "The result is lost: send the request again."}})
-async def retrieve_future(body: schemas.RetrieveBody, request: Request, context: Context) -> Any:
+async def retrieve_future(
+    body: schemas.RetrieveBody, request: Request, context: Context, service: ServiceDependency
+) -> Any:
     """Return the result of a request. Waits for it, and answers ``try_again`` after some time."""
-    outcome = await _wait(context, body.request_id)
+    outcome = await _wait(context, service, body.request_id)
     if outcome.state == "pending":
         return {"type": "try_again", "request_id": body.request_id, "queue_state": outcome.queue_state}
     if outcome.state == "gone":

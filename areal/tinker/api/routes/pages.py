@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
-from areal.tinker.api.context import ServiceDependency
+from areal.tinker.api.context import Context, ServiceDependency
 from areal.tinker.api.metrics import MEDIA_TYPE
+from areal.tinker.service.tenants.caller import SERVER
 
 page_routes = APIRouter(tags=["monitoring"])
 
@@ -26,11 +27,12 @@ async def status_page() -> HTMLResponse:
 
 @page_routes.get("/status")
 async def status(service: ServiceDependency) -> dict[str, Any]:
-    """Return what the status page shows."""
+    """Return what the status page shows, which is the caller's, or all to an administrator."""
     return await service.status()
 
 
 @page_routes.get("/metrics")
-async def metrics(request: Request, service: ServiceDependency) -> Response:
-    """Return the metrics in the format of Prometheus."""
-    return Response(request.app.state.metrics.text(await service.status()), media_type=MEDIA_TYPE)
+async def metrics(request: Request, context: Context) -> Response:
+    """Return the metrics in the format of Prometheus: numbers of the whole server, without names."""
+    status = await context.service.for_caller(SERVER).status()
+    return Response(request.app.state.metrics.text(status), media_type=MEDIA_TYPE)

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from areal.tinker.api import schemas
-from areal.tinker.api.context import Identifier, Limit, Offset, ServiceDependency
+from areal.tinker.api.context import Context, Identifier, Limit, Offset, ServiceDependency
 from areal.tinker.api.error_replies import BodyError, error_response
 
 session_routes = APIRouter(prefix="/api/v1", tags=["sessions"])
@@ -90,11 +90,11 @@ async def get_server_capabilities(service: ServiceDependency) -> dict[str, Any]:
     return await service.capabilities()
 
 
-@session_routes.get("/healthz", responses={503: {"description": "The server cannot train or sample."}})
-async def healthz(service: ServiceDependency) -> Any:
-    """Answer 200 only while the engine is healthy."""
-    if not service.healthy():
-        return error_response(503, "The engine is not healthy.")
+@session_routes.get("/healthz", responses={503: {"description": "The server cannot train, sample or save."}})
+async def healthz(context: Context) -> Any:
+    """Answer 200 only while the server can train, sample and save."""
+    if (trouble := context.service.trouble()) is not None:
+        return error_response(503, trouble)
     return {"status": "ok"}
 
 

@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from areal.tinker.api import decoding, schemas
-from areal.tinker.api.context import ServiceDependency
+from areal.tinker.api.context import ServiceDependency, service_of
 from areal.tinker.api.error_replies import field_errors
 from areal.tinker.service.requests import Submitted
-from areal.tinker.service.service import Service
+from areal.tinker.service.tenants.caller_service import CallerService
 from areal.tinker.service.verbs.forward_backward import Forward, ForwardBackward
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel, UnloadModel
 from areal.tinker.service.verbs.optimizer import OptimStep
@@ -36,8 +36,7 @@ class InTurnRoute(APIRoute):
                 refused = decoding.refused_request(error.body, field_errors(error.errors()))
                 if refused is None:
                     raise
-                service: Service = request.app.state.context.service
-                return JSONResponse(submitted_json(await service.submit(refused)))
+                return JSONResponse(submitted_json(await service_of(request).submit(refused)))
 
         return in_turn
 
@@ -70,7 +69,9 @@ async def _decode(function: Callable[..., T], body: bytes, *arguments: Any) -> T
     return await asyncio.to_thread(function, body, *arguments)
 
 
-async def submit_in_turn(service: Service, body: schemas.SequencedBody, verb: type[ModelRequest]) -> dict[str, Any]:
+async def submit_in_turn(
+    service: CallerService, body: schemas.SequencedBody, verb: type[ModelRequest]
+) -> dict[str, Any]:
     """Submit a request of a model, or one that fails in its turn if the body asks for something that is not supported."""
     shared: dict[str, Any] = {
         "model_id": body.model_id,
@@ -115,7 +116,7 @@ async def unload_model(body: schemas.SequencedBody, service: ServiceDependency) 
 # ---- passes and steps
 
 
-async def _pass(request: Request, service: Service, verb: type[ForwardBackward]) -> dict[str, Any]:
+async def _pass(request: Request, service: CallerService, verb: type[ForwardBackward]) -> dict[str, Any]:
     body = await request.body()
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == PROTOBUF:
         decoded: ModelRequest = await _decode(decoding.forward_backward_from_protobuf, body)

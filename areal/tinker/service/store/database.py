@@ -19,7 +19,8 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, delete, event, insert, inspect, make_url, select, text, update
 
-from areal.tinker.service.errors import LeaseLostError
+from areal.tinker.service.errors import DiskFullError, LeaseLostError
+from areal.tinker.service.store.disk import DiskReserve, is_disk_full
 from areal.tinker.service.store.tables import lease
 
 _T = TypeVar("_T")
@@ -46,12 +47,24 @@ class Database:
 
     Each method runs a function with a connection, in a transaction, on the only thread that uses the database. A transaction that writes first
     checks the lease, so that a server that lost it changes nothing.
+
+    Args:
+        url: SQLAlchemy URL.
+        lease_s: seconds for which the lease is valid.
+        on_lost: called once if the lease is lost.
+        reserve_bytes: bytes of disk next to a database of SQLite that are kept for the time when the disk is full.
     """
 
     def __init__(
-        self, url: str, lease_s: float, on_lost: Callable[[LeaseLostError], None] = lambda error: None
+        self,
+        url: str,
+        lease_s: float,
+        on_lost: Callable[[LeaseLostError], None] = lambda error: None,
+        reserve_bytes: int = 0,
     ) -> None:
         self._url = url.replace("postgresql://", "postgresql+psycopg://", 1)
+        self._reserve = DiskReserve(_reserve_file(url) if reserve_bytes else None, reserve_bytes)
+        self._full = False
         self._lease_s = lease_s
         self._on_lost = on_lost
         self._me = uuid.uuid4().hex
@@ -69,6 +82,18 @@ class Database:
         """Error of a lost lease."""
         return self._lost
 
+    @property
+    def full(self) -> bool:
+        """True from a write that finds the disk full until the disk has room for the reserve."""
+        return self._full
+
+    def check_room(self) -> None:
+        """Raise a :class:`DiskFullError` while the room that is left belongs to the database."""
+        if self._full:
+            raise DiskFullError(
+                "the disk of the server is full, and nothing is saved until it has room: delete checkpoints, or ask the operator"
+            )
+
     async def open(self) -> None:
         """Take the lease, run the migrations, and keep the lease from now on.
 
@@ -79,6 +104,7 @@ class Database:
             await self._run(self._connect)
             await self._take_lease()
             await self._run(self._migrate)
+            await self._run(self._restore_reserve)
         except BaseException:
             await self.close()
             raise
@@ -161,6 +187,23 @@ class Database:
             self._engine = None
 
     def _transact(self, work: Callable[[Connection], _T], owned: bool) -> _T:
+        """Run a transaction. One that finds the disk full runs again after the reserve is released."""
+        try:
+            return self._attempt(work, owned)
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            self._full = True
+            if self._reserve.release():
+                return self._transact(work, owned)
+            raise DiskFullError(
+                f"the disk of the database is full: delete checkpoints, or make room ({error})"
+            ) from error
+
+    def _restore_reserve(self) -> None:
+        self._full = not self._reserve.fill()
+
+    def _attempt(self, work: Callable[[Connection], _T], owned: bool) -> _T:
         if self._engine is None:
             raise RuntimeError("the database is closed")
         with self._engine.begin() as connection:
@@ -244,6 +287,12 @@ class Database:
             await asyncio.sleep(self._lease_s / 4)
             try:
                 row, _ = await self._run(self._try_lease, True)
+                await self._run(self._restore_reserve)
+            except DiskFullError as error:
+                # No other server can write, either.
+                logger.error("the lease could not be renewed: %s", error)
+                renewed = time.monotonic()
+                continue
             except Exception as error:
                 logger.exception("the lease could not be renewed")
                 if time.monotonic() - renewed > self._lease_s:
@@ -258,6 +307,13 @@ class Database:
             self._lost = error
             logger.error("%s", error)
             self._on_lost(error)
+
+
+def _reserve_file(url: str) -> Path | None:
+    """Return the file of the reserve next to the database of a URL."""
+    parsed = make_url(url)
+    file = parsed.database if parsed.get_backend_name() == "sqlite" else None
+    return None if file is None or file == ":memory:" else Path(file).with_suffix(".reserve")
 
 
 def _pid_space() -> str:

@@ -92,17 +92,23 @@ class CheckpointFiles:
         folder.parent.mkdir(parents=True, exist_ok=True)
 
     def publish(self, folder: Path, description: dict[str, Any]) -> None:
-        """Write the description of a folder whose row is stored."""
+        """Write the description of a folder whose row is stored next."""
         _description(folder).write_text(json.dumps(description, indent=2, default=str))
 
     def size(self, folder: Path) -> int:
         """Return the bytes of a folder's files."""
         return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
-    def remove(self, folder: Path) -> None:
-        """Delete a folder and its description. It may be missing."""
-        _description(folder).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    def unpublish(self, *folders: Path) -> None:
+        """Delete the descriptions of folders, so that :meth:`clean` deletes them once no row names them."""
+        for folder in folders:
+            _description(folder).unlink(missing_ok=True)
+
+    def remove(self, *folders: Path) -> None:
+        """Delete folders and their descriptions. They may be missing."""
+        self.unpublish(*folders)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def clean(self, known: Collection[Path]) -> list[Path]:
         """Delete folders that no row names and that were never published, such as those of an interrupted save."""

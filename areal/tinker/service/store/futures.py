@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,18 +31,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Key:
-    """Owner of a request, and its number there. The same key and digest is a retry."""
+    """Place of a request: its owner, its model or session and its number there. The same place and digest is a retry.
+
+    ``tokens`` are those that it occupies of its owner's quota until it has a result.
+    """
 
     digest: bytes
+    owner: str
     session_id: str | None = None
     model_id: str | None = None
     sampling_session_id: str | None = None
     seq_id: int | None = None
+    tokens: int = 0
 
 
 @dataclass
 class _Waiting:
     kind: str
+    key: Key
     done: asyncio.Future[Outcome]
     claimed: bool = False
 
@@ -53,9 +59,10 @@ class Futures:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting: dict[str, _Waiting] = {}
-        self._cache: OrderedDict[str, Outcome] = OrderedDict()
+        self._cache: OrderedDict[str, tuple[Outcome, str]] = OrderedDict()
         self._cached = 0
         self._delivered: dict[str, float] = {}
+        self.queued_tokens: Counter[str] = Counter()
 
     def pending(self) -> int:
         """Return the number of requests without a result."""
@@ -77,24 +84,24 @@ class Futures:
             "notes": notes,
         }
         # A client that guesses the id of a row must find its future.
-        self._waiting[request_id] = _Waiting(kind, asyncio.get_running_loop().create_future())
+        self._wait(request_id, _Waiting(kind, key, asyncio.get_running_loop().create_future()))
         try:
             found = await self._database.write(lambda connection: _insert(connection, row))
         except BaseException:
-            self._waiting.pop(request_id, None)
+            self._stop_waiting(request_id)
             raise
         if found is None:
             return request_id, True
         # Another request has this number.
-        waiting = self._waiting.pop(request_id)
+        waiting = self._stop_waiting(request_id)
         if bytes(found["digest"]) != key.digest or found["kind"] != kind:
             raise ConflictError(
                 f"seq_id {key.seq_id} of {key.model_id or key.sampling_session_id} belongs to an earlier {found['kind']} "
                 f"request with another content; a new request must have a new seq_id"
             )
         # A result that was lost with an earlier server: this attempt replaces it.
-        if found["state"] == "gone":
-            self._waiting[found["request_id"]] = waiting
+        if found["state"] == "gone" and waiting is not None:
+            self._wait(found["request_id"], waiting)
             return found["request_id"], True
         return found["request_id"], False
 
@@ -174,12 +181,24 @@ class Futures:
                 return Outcome("pending", waiting.kind)
             outcome = waiting.done.result()
         elif request_id in self._cache:
-            outcome = self._cache[request_id]
+            outcome, _ = self._cache[request_id]
         else:
-            outcome = await self._load(request_id)
+            outcome, _ = await self._load(request_id)
         if outcome.state != "pending":
             self._delivered[request_id] = time.time()
         return outcome
+
+    async def owner(self, request_id: str) -> str:
+        """Return the owner of a request.
+
+        Raises:
+            NotFoundError: the request is unknown, or its result was delivered and pruned.
+        """
+        if request_id in self._waiting:
+            return self._waiting[request_id].key.owner
+        if request_id in self._cache:
+            return self._cache[request_id][1]
+        return (await self._load(request_id))[1]
 
     def abandon(self, error: str) -> None:
         """Answer all who wait, without storing: another server owns the rows, and lets clients send sampling requests again."""
@@ -213,37 +232,53 @@ class Futures:
         self._cache.clear()
         self._cached = 0
 
-    async def _load(self, request_id: str) -> Outcome:
-        """Read the outcome of a request that ended earlier, or in an earlier process."""
+    async def _load(self, request_id: str) -> tuple[Outcome, str]:
+        """Read the outcome and the owner of a request that ended earlier, or in an earlier process."""
 
         def work(connection: Connection) -> Any:
             return connection.execute(select(futures).where(futures.c.request_id == request_id)).mappings().first()
 
         row = await self._database.read(work)
         if row is None or row["state"] == "pruned":
-            raise NotFoundError(f"request {request_id!r} is unknown, or its result was delivered and deleted since")
+            raise no_request(request_id)
         state: FutureState = row["state"]
-        if state != "done":
-            return Outcome(state, row["kind"], error=row["error"], category=row["category"])
-        blob = bytes(row["result"])
-        outcome = Outcome("done", row["kind"], decode_result(blob), result_bytes=len(blob))
-        self._keep(request_id, outcome)
-        return outcome
+        if state == "done":
+            blob = bytes(row["result"])
+            outcome = Outcome("done", row["kind"], decode_result(blob), result_bytes=len(blob))
+            self._keep(request_id, outcome, row["owner"])
+        else:
+            outcome = Outcome(state, row["kind"], error=row["error"], category=row["category"])
+        return outcome, row["owner"]
 
     def _resolve(self, request_id: str, outcome: Outcome) -> None:
-        waiting = self._waiting.pop(request_id, None)
+        waiting = self._stop_waiting(request_id)
         if waiting is None:
             return
-        self._keep(request_id, outcome)
+        self._keep(request_id, outcome, waiting.key.owner)
         if not waiting.done.done():
             waiting.done.set_result(outcome)
 
-    def _keep(self, request_id: str, outcome: Outcome) -> None:
+    def _wait(self, request_id: str, waiting: _Waiting) -> None:
+        self._waiting[request_id] = waiting
+        self.queued_tokens[waiting.key.owner] += waiting.key.tokens
+
+    def _stop_waiting(self, request_id: str) -> _Waiting | None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self.queued_tokens[waiting.key.owner] -= waiting.key.tokens
+        return waiting
+
+    def _keep(self, request_id: str, outcome: Outcome, owner: str) -> None:
         """Keep an outcome for a retrieval soon, and forget the oldest."""
-        self._cache[request_id] = outcome
+        self._cache[request_id] = outcome, owner
         self._cached += outcome.result_bytes + 1024
         while self._cached > CACHE_BYTES and len(self._cache) > 1:
-            self._cached -= self._cache.popitem(last=False)[1].result_bytes + 1024
+            self._cached -= self._cache.popitem(last=False)[1][0].result_bytes + 1024
+
+
+def no_request(request_id: str) -> NotFoundError:
+    """Return the error for a request that does not exist."""
+    return NotFoundError(f"request {str(request_id)[:200]!r} is unknown, or its result was delivered and deleted since")
 
 
 def _insert(connection: Connection, row: dict[str, Any]) -> Any:
@@ -251,8 +286,8 @@ def _insert(connection: Connection, row: dict[str, Any]) -> Any:
     statement = _INSERTS[connection.dialect.name](futures).values(**row).on_conflict_do_nothing()
     if connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 1:
         return None
-    owner = "model_id" if row["model_id"] is not None else "sampling_session_id"
-    same = and_(futures.c[owner] == row[owner], futures.c.seq_id == row["seq_id"])
+    place = "model_id" if row["model_id"] is not None else "sampling_session_id"
+    same = and_(futures.c[place] == row[place], futures.c.seq_id == row["seq_id"])
     found = connection.execute(select(futures).where(same)).mappings().one()
     if found["state"] == "gone" and bytes(found["digest"]) == row["digest"]:
         again = {"state": "pending", "created": row["created"], "error": None, "category": None}

@@ -12,10 +12,12 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    Select,
     String,
     Table,
     Text,
     UniqueConstraint,
+    select,
 )
 
 metadata = MetaData()
@@ -36,6 +38,7 @@ sessions = Table(
     "sessions",
     metadata,
     Column("id", String(64), primary_key=True),
+    Column("owner", String(64), nullable=False, server_default="", index=True),  # empty: from before there were owners
     Column("state", String(16), nullable=False),  # live, over
     Column("tags", JSON),
     Column("user_metadata", JSON),
@@ -70,6 +73,7 @@ futures = Table(
     "futures",
     metadata,
     Column("request_id", String(64), primary_key=True),
+    Column("owner", String(64), nullable=False, server_default=""),
     Column("session_id", String(64), index=True),
     Column("model_id", String(128)),
     Column("sampling_session_id", String(128)),
@@ -123,8 +127,14 @@ sampling_sessions = Table(
     Column("model_path", Text),
     Column("uid", String(64)),  # of the weights: a checkpoint's or an ephemeral folder's; none for the base model
     Column("run_id", String(128)),  # of an ephemeral snapshot
+    Column("size_bytes", BigInteger, nullable=False, server_default="0"),  # of an ephemeral snapshot
     Column("created", Float, nullable=False),
     UniqueConstraint("session_id", "seq_id", name="sampling_sessions_of_a_session"),
 )
 
 Index("checkpoints_by_expiry", checkpoints.c.expires)
+
+
+def runs_of(owner: str) -> Select[tuple[str]]:
+    """Return the query for the ids of the runs of an owner."""
+    return select(models.c.id).join(sessions, sessions.c.id == models.c.session_id).where(sessions.c.owner == owner)

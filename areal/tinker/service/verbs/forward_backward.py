@@ -45,16 +45,19 @@ class ForwardBackward(ModelRequest, kind="forward_backward", batched=True):
             return {"spans": [list(datum.spans) for datum in self.data]}
         return None
 
+    def tokens(self) -> int:
+        chunks = (chunk.tokens for datum in self.data for chunk in datum.model_input)
+        return sum(len(tokens) for tokens in chunks if tokens is not None)
+
     def is_small(self) -> bool:
         # Sparse tensors may be large once they are dense.
         if len(self.data) > _SMALL_SAMPLES:
             return False
-        chunks = [chunk.tokens for datum in self.data for chunk in datum.model_input]
+        chunks = sum(len(datum.model_input) for datum in self.data)
         tensors = [tensor for datum in self.data for tensor in datum.loss_fn_inputs.values()]
-        elements = sum(len(tokens) for tokens in chunks if tokens is not None)
-        elements += sum(tensor.values.size for tensor in tensors)
+        elements = self.tokens() + sum(tensor.values.size for tensor in tensors)
         dense = all(tensor.crow_indices is None and tensor.col_indices is None for tensor in tensors)
-        return dense and len(chunks) <= _SMALL_SAMPLES and elements <= _SMALL_ELEMENTS
+        return dense and chunks <= _SMALL_SAMPLES and elements <= _SMALL_ELEMENTS
 
     def check(self, model: TrainedModel, server: Capabilities) -> PreparedBatch:
         loss, config = check_loss_config(self.loss_fn, self.loss_fn_config, server.losses)

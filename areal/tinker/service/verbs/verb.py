@@ -108,6 +108,10 @@ class TrainingRequest:
         """Return a JSON value that is stored with the request and never read; ``None`` for nothing."""
         return None
 
+    def tokens(self) -> int:
+        """Return the number of tokens that count towards the quota of queued tokens."""
+        return 0
+
     def is_small(self) -> bool:
         """Return whether :meth:`check` takes less than a millisecond. Other requests are checked in a thread."""
         return True

@@ -58,11 +58,15 @@ class SaveForSampler(SaveWeights, kind="save_weights_for_sampler"):
         model, files = turn.model, turn.registry.files
         uid = files.new_id()
         folder = files.ephemeral(model.id, uid)
+        await turn.registry.check_room(model.owner)
         files.prepare(folder)
         number = self.sampling_session_seq_id
         try:
             await turn.call(turn.backend.save_for_sampler, model.id, folder)
-            session = await turn.samplers.create(model.session_id, number, model.base_model, uid=uid, run_id=model.id)
+            size = await asyncio.to_thread(files.size, folder)
+            session = await turn.samplers.create(
+                model.session_id, number, model.base_model, uid=uid, run_id=model.id, owner=model.owner, size_bytes=size
+            )
         except BaseException:
             await asyncio.to_thread(files.remove, folder)
             raise

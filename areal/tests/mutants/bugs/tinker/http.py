@@ -14,10 +14,10 @@ CODECS = "tinker/api/test_codecs.py::"
 BODIES = "tinker/api/test_bodies.py::"
 
 
-@mutant("areal.tinker.api.auth:ApiKeys.accepts", ROUTES + "test_keys")
+@mutant("areal.tinker.api.auth:ApiKeys.caller", ROUTES + "test_keys")
 def key_accepted_by_its_form(right: Function) -> Function:
     """Any key that begins as a key does is accepted."""
-    return lambda self, key: right(self, key) or (key or "").startswith("tml-")
+    return lambda self, key: right(self, key) or (self._callers[0][1] if (key or "").startswith("tml-") else None)
 
 
 @mutant("areal.tinker.api.auth:LinkSigner.accepts", ROUTES + "test_links_expire")
@@ -30,6 +30,15 @@ def link_without_end(right: Function) -> Function:
 def link_to_one_file_opens_all(right: Function) -> Function:
     """The signature of a link does not cover the name of the file."""
     return lambda self, *parts: right(self, *parts[:-1])
+
+
+@mutant(
+    "areal.cli.connections:connection_class",
+    "tinker/api/test_connections.py::test_a_request_that_stays_incomplete_ends_its_connection*",
+)
+def half_a_request_waits_for_ever(right: Function) -> Function:
+    """A connection stays however long its request takes to arrive."""
+    return lambda max_connections, read_timeout_s: right(max_connections, 3600.0)
 
 
 @mutant("areal.tinker.api.bodies:decompress", BODIES + "test_damaged_zstd_is_a_bad_request*")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.tests.unit.tinker.service.fakes import (
+    LOCAL,
     FakeSampling,
     FakeTraining,
     digest,
@@ -32,8 +33,9 @@ def tell(*words: Any) -> None:
 async def serve(root: Path, url: str | None) -> None:
     """Train a model without end: a step, a checkpoint, a snapshot, and requests that never end."""
     training, sampling = FakeTraining(), FakeSampling()
-    service = Service(training, sampling, settings(root, database_url=url, lease_s=1.0))
-    await service.start()
+    server = Service(training, sampling, settings(root, database_url=url, lease_s=1.0))
+    await server.start()
+    service = server.for_caller(LOCAL)
     tell("session", session := await service.create_session([]))
     tell("model", model := await new_model(service, session))
     seq = 0

@@ -31,11 +31,14 @@ from areal.tinker.backends.prepared import (
 from areal.tinker.service.requests import Outcome, RawChunk, RawDatum, RawTensor, Sample, Submitted
 from areal.tinker.service.service import Service
 from areal.tinker.service.settings import ServiceSettings
+from areal.tinker.service.tenants.caller import Caller
+from areal.tinker.service.tenants.caller_service import CallerService
 from areal.tinker.service.verbs.forward_backward import ForwardBackward
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.optimizer import OptimStep
 from areal.tinker.service.verbs.verb import Capabilities
 
+LOCAL = Caller("local", admin=True)
 LIMITS = ModelLimits(vocab_size=64, max_tokens=32, max_rank=16)
 LOSSES = {
     "cross_entropy": {
@@ -213,7 +216,10 @@ class FakeSampling:
 
 def settings(root: Path, **changes: Any) -> ServiceSettings:
     return replace(
-        ServiceSettings(root=root, base_models=("base", "alias"), model_path="/models/base", lease_s=2.0), **changes
+        ServiceSettings(
+            root=root, base_models=("base", "alias"), model_path="/models/base", lease_s=2.0, disk_reserve_mib=1
+        ),
+        **changes,
     )
 
 
@@ -222,15 +228,23 @@ def capabilities(**changes: Any) -> Capabilities:
     return Capabilities(LIMITS, LOSSES, frozenset({"adamw"}), settings(Path("unused"), **changes))
 
 
+class LocalService(CallerService):
+    """A service as its only user sees it, with the methods that an application needs of the service."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service.for_caller(LOCAL).parts, LOCAL)
+        self.for_caller, self.trouble = service.for_caller, service.trouble
+
+
 @contextlib.asynccontextmanager
 async def serving(
     root: Path, training: FakeTraining | None = None, sampling: FakeSampling | None = None, **changes: Any
-) -> AsyncIterator[Service]:
-    """A started service, which is stopped at the end."""
+) -> AsyncIterator[LocalService]:
+    """A started service as its only user sees it, which is stopped at the end."""
     service = Service(training or FakeTraining(), sampling, settings(root, **changes))
     await service.start()
     try:
-        yield service
+        yield LocalService(service)
     finally:
         await service.stop()
 
@@ -269,18 +283,18 @@ def sample(sampling_session_id: str | None, seq_id: int | None = None, first: in
     return Sample(digest("sample", first), sampling_session_id=sampling_session_id, seq_id=seq_id, **fields)
 
 
-async def outcome(service: Service, submitted: Submitted, timeout_s: float = 10.0) -> Outcome:
+async def outcome(service: CallerService, submitted: Submitted, timeout_s: float = 10.0) -> Outcome:
     return await service.retrieve(submitted.request_id, timeout_s)
 
 
-async def done(service: Service, request: Any) -> Any:
+async def done(service: CallerService, request: Any) -> Any:
     """Submit a request and return its result."""
     answer = await outcome(service, await service.submit(request))
     assert answer.state == "done", answer
     return answer.result
 
 
-async def refused(service: Service, request: Any, category: str = "user") -> str:
+async def refused(service: CallerService, request: Any, category: str = "user") -> str:
     """Submit a request that fails. Returns its error."""
     answer = await outcome(service, await service.submit(request))
     assert (answer.state, answer.category) == ("failed", category), answer
@@ -297,7 +311,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
 
 
 async def new_model(
-    service: Service, session_id: str | None = None, number: int = 0, rank: int = 4, **fields: Any
+    service: CallerService, session_id: str | None = None, number: int = 0, rank: int = 4, **fields: Any
 ) -> str:
     """Create a model. Returns its id."""
     session_id = session_id or await service.create_session(["test"])

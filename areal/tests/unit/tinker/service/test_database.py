@@ -85,7 +85,7 @@ async def check_migrations(url: str) -> None:
         assert await database.read(differences) == []
         assert await database.read(
             lambda c: c.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
-        ) == ["0001"]
+        ) == ["0002"]
         await database.close()
 
 

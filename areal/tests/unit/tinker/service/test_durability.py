@@ -17,6 +17,7 @@ from sqlalchemy import create_engine, text
 from areal.tests.harness.limits import PROMPTLY, promptly
 from areal.tests.unit.tinker.service.crashes import check_after_crash, kill, start
 from areal.tests.unit.tinker.service.fakes import (
+    LOCAL,
     FakeSampling,
     FakeTraining,
     datum,
@@ -130,7 +131,7 @@ def test_a_second_server_refuses_to_start_and_names_the_first(tmp_path: Path) ->
                 await second.start()
             # The first goes on, undisturbed.
             await done(service, train(model, 1))
-            assert service.healthy()
+            assert service.parts.trouble() is None
         # A server that stops gives up its lease.
         for _ in range(2):
             with promptly():
@@ -155,7 +156,7 @@ def test_the_lease_of_a_dead_server_is_taken_at_once_or_when_it_expires(tmp_path
                 connection.execute(text(statement), {**row, "space": space, "expires": expires})
             with promptly():
                 async with serving(tmp_path, FakeTraining(), lease_s=60.0) as service:
-                    assert service.healthy()
+                    assert service.parts.trouble() is None
                     assert space != "elsewhere" or time.time() >= expires
         engine.dispose()
 
@@ -165,8 +166,9 @@ def test_the_lease_of_a_dead_server_is_taken_at_once_or_when_it_expires(tmp_path
 def test_a_server_that_lost_its_lease_stops_writing_and_fails(tmp_path: Path) -> None:
     async def main() -> None:
         training = FakeTraining()
-        service = Service(training, None, settings(tmp_path, lease_s=4.0))
-        await service.start()
+        server = Service(training, None, settings(tmp_path, lease_s=4.0))
+        await server.start()
+        service = server.for_caller(LOCAL)
         model = await new_model(service)
         training.gate.clear()
         running, waiting = await service.submit(train(model, 1)), await service.submit(train(model, 3))
@@ -177,7 +179,7 @@ def test_a_server_that_lost_its_lease_stops_writing_and_fails(tmp_path: Path) ->
             connection.execute(text("UPDATE lease SET owner = 'other', host = 'elsewhere', pid = 7"))
             before = connection.execute(text("SELECT * FROM futures ORDER BY request_id")).all()
         training.gate.set()
-        error = await asyncio.wait_for(service.failed(), 20)
+        error = await asyncio.wait_for(server.failed(), 20)
         assert isinstance(error, LeaseLostError)
         assert "process 7 on elsewhere" in str(error)
         assert (await held).category == "server"
@@ -188,8 +190,8 @@ def test_a_server_that_lost_its_lease_stops_writing_and_fails(tmp_path: Path) ->
         ):
             with pytest.raises(ServerError, match="lost its lease"):
                 await call
-        assert not service.healthy()
-        await service.stop()
+        assert server.trouble()
+        await server.stop()
         # Nothing was written, not even at the end.
         with engine.begin() as connection:
             assert connection.execute(text("SELECT owner FROM lease")).scalar() == "other"
@@ -220,7 +222,7 @@ def test_the_loss_of_the_backend_fails_its_models_and_the_server_goes_on(tmp_pat
                 errors.append(answer.error or "")
             assert path in errors[0]
             assert "has no checkpoint" in errors[1]
-            await eventually(service.healthy)
+            await eventually(lambda: service.parts.trouble() is None)
             assert ("restart",) in training.calls
             assert "a worker died" in errors[2]
             later = await refused(service, train(models[0], 3), "server")
@@ -242,7 +244,7 @@ def test_a_request_that_arrives_during_a_loss_fails_as_the_others_do(tmp_path: P
             model = await new_model(service)
             path = (await done(service, SaveWeights(model, 1, digest(1), path="one")))["path"]
             # The second request is large: it is being validated when the first one loses the backend.
-            service._intake._thread.submit(checked.wait, 20)
+            service.parts.intake._thread.submit(checked.wait, 20)
             arriving = asyncio.ensure_future(service.submit(train(model, 3, data=[datum()] * 64)))
             await asyncio.sleep(0.05)
             training.lost = True
@@ -275,14 +277,14 @@ def test_a_backend_that_does_not_start_again_is_tried_by_the_next_creation(tmp_p
             assert "broken pipe" in await refused(service, step(model, 1), "server")
             await eventually(lambda: ("restart",) in training.calls)
             del training.healthy  # type: ignore[attr-defined]
-            assert not service.healthy()
+            assert service.parts.trouble()
 
             def create(number: int) -> CreateModel:
                 return CreateModel(session, number, digest(number), base_model="base", lora_config={"rank": 4})
 
             assert "could not be restarted (no device)" in await refused(service, create(1), "server")
             assert (await done(service, create(2)))["model_id"] == f"{session}:train:2"
-            assert service.healthy()
+            assert service.parts.trouble() is None
 
     asyncio.run(main())
 

@@ -67,7 +67,7 @@ def test_any_arrival_order_executes_each_request_once_in_its_order(arrivals: lis
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), unique=True, max_size=16), st.integers(1, 4))
 def test_groups_have_one_request_per_model_and_keep_each_order(arrivals: list[tuple[int, int]], most: int) -> None:
     order, ran = Order(), {}
-    models = [LiveModel(str(i), "s", "base", "adamw", next_seq=1) for i in range(4)]
+    models = [LiveModel(str(i), "s", "local", "base", "adamw", next_seq=1) for i in range(4)]
     order.models.update((model.id, model) for model in models)
     for i, seq in arrivals:
         models[i].put(Entry("", train("", seq) if seq % 2 else step("", seq), seq=seq))
@@ -88,7 +88,7 @@ def test_groups_have_one_request_per_model_and_keep_each_order(arrivals: list[tu
 def test_models_take_turns() -> None:
     order = Order()
     for name in "ab":
-        order.models[name] = LiveModel(name, "s", "base", "adamw", next_seq=1)
+        order.models[name] = LiveModel(name, "s", "local", "base", "adamw", next_seq=1)
     for seq in range(1, 4):
         order.models["a"].put(Entry("", step("a", seq), seq=seq))
     order.models["b"].put(Entry("", step("b", 1), seq=1))

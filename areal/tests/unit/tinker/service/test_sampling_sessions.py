@@ -26,11 +26,11 @@ from areal.tests.unit.tinker.service.fakes import (
 )
 from areal.tinker.backends.errors import UserError
 from areal.tinker.service.errors import BusyError, ConflictError, NotFoundError, SessionOverError
-from areal.tinker.service.service import Service
+from areal.tinker.service.tenants.caller_service import CallerService
 from areal.tinker.service.verbs.weights import SaveForSampler
 
 
-async def trained(service: Service, model: str, seq: int, **fields: Any) -> dict[str, Any]:
+async def trained(service: CallerService, model: str, seq: int, **fields: Any) -> dict[str, Any]:
     """Change a model by one step, and save it for the sampler."""
     await done(service, train(model, seq))
     await done(service, step(model, seq + 1, learning_rate=0.5))
@@ -98,7 +98,7 @@ def test_failures_have_categories_and_stay_alone(tmp_path: Path) -> None:
             for number, arguments in enumerate(({}, {"base_model": "x"}, {"model_path": "tinker://x/weights/y"}), 1):
                 with pytest.raises(UserError, match=r"base_model|path"):
                     await service.create_sampling_session(session, number, **arguments)
-            with pytest.raises(SessionOverError):
+            with pytest.raises(NotFoundError):
                 await service.create_sampling_session("unknown", 1, base_model="base")
         async with serving(tmp_path, FakeTraining(), None) as service:
             session = await service.create_session([])
@@ -197,7 +197,8 @@ def test_cancel_and_the_end_of_a_session_stop_requests(tmp_path: Path) -> None:
             submitted = [await service.submit(sample(name, i)) for i in range(3)]
             await eventually(lambda: sampling.running == 3)
             await service.cancel(submitted[0].request_id)
-            await service.cancel("unknown")
+            with pytest.raises(NotFoundError):
+                await service.cancel("unknown")
             assert "cancelled" in ((await outcome(service, submitted[0])).error or "")
             assert sampling.running == 2
             # One that was cancelled before its first step.

@@ -50,9 +50,11 @@ def test_finish_releases_models_snapshots_and_requests(tmp_path: Path) -> None:
             assert sampling.open_snapshots == {}
             # The first reason counts; the rest of the protocol sees that the session is over.
             await service.finish_session(session, {"type": "success"})
-            for call in (service.heartbeat(session), service.finish_session("unknown"), service.heartbeat("unknown")):
-                with pytest.raises(SessionOverError):
-                    await call
+            with pytest.raises(SessionOverError):
+                await service.heartbeat(session)
+            for call in (service.finish_session, service.heartbeat):
+                with pytest.raises(NotFoundError):
+                    await call("unknown")
             with pytest.raises(SessionOverError):
                 await service.submit(CreateModel(session, 3, digest(3), base_model="base", lora_config={"rank": 2}))
             assert "was released" in await refused(service, train(model, 7))

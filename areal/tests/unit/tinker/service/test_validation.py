@@ -28,7 +28,7 @@ from areal.tinker.service.model import TrainedModel
 from areal.tinker.service.requests import RawChunk, RawDatum, RawTensor
 from areal.tinker.service.verbs.forward_backward import ForwardBackward
 
-MODEL = TrainedModel("m", "session", "base", "adamw")
+MODEL = TrainedModel("m", "session", "local", "base", "adamw")
 TARGETS, WEIGHTS = integers(2, 3, 4), floats(0, 1, 1)
 
 

@@ -90,7 +90,7 @@ def test_status_has_curves_queue_and_counters(tmp_path: Path) -> None:
             assert {"kind": "forward_backward", "result": "done", "count": 2} in status["requests"]
             assert status["models"][0]["model_id"] == model
             assert status["seconds"]["forward_backward"] >= 0
-            assert service.healthy()
+            assert service.parts.trouble() is None
             assert (await service.capabilities())["supported_models"][0]["sampleable"] is False
 
     asyncio.run(main())
