@@ -267,7 +267,9 @@ def _named_values(parameter: nn.Parameter, state: ParameterState | None, has_mai
         yield _NamedValues(model, 0, f"{MODEL}{{}}", ("{}",))
     elif parameter.dtype != torch.float32:  # a rounded copy of the main parameter
         yield _NamedValues(model, 0, None, ("{}",))
-    for name, values in state.states.items() if state is not None else ():
+    if state is None:
+        return
+    for name, values in state.states.items():
         run_key, core_keys = f"{OPTIM}{{}}.{name}", [f"{OPTIMIZER}{name}.{{}}"]
         if name == state.main:
             run_key = f"{MODEL}{{}}"
