@@ -6,7 +6,7 @@ from typing import Any
 
 
 class WorkerLostError(RuntimeError):
-    """The process of a rank died, or does not move any more. The processes of the other ranks were ended.
+    """The process of a rank died, or does not move any more. The processes of the other ranks take no more calls.
 
     Attributes:
         rank: rank of the process.

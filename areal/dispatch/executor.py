@@ -72,8 +72,14 @@ class Executor(Protocol):
         """
         ...
 
-    def restart(self) -> None:
-        """Replace all processes by new ones, which hold nothing."""
+    def restart(self, size: int) -> None:
+        """Replace the processes by ``size`` others, which hold nothing.
+
+        After a loss, fewer than before may be those that are left, emptied.
+
+        Raises:
+            ValueError: the executor cannot have so many. Nothing was changed.
+        """
         ...
 
     def close(self) -> None:

@@ -197,18 +197,32 @@ class WorkerGroup(DispatchedVerbs):
         self._calls.take_rank_layouts(None)
         return self._calls.start("destroy", Destroy(self._calls.name), lambda _: self._calls.leave_devices())
 
-    def restart(self) -> None:
-        """Go on after the loss of a rank: in new processes, from the last checkpoint that this group saved or loaded, if there is one.
+    def restart(self, layout: str | None = None) -> None:
+        """Go on after the loss of a rank, from the last checkpoint that this group saved or loaded, if there is one.
 
+        The processes are replaced by new ones. With a layout of fewer ranks, those that are left after a loss go on, if they still reply.
         Groups that share the processes are restarted one by one. The processes are replaced once.
+
+        Args:
+            layout: engine and layout to go on with, such as ``"fsdp:d6"``. Defaults to the present ones.
 
         Raises:
             RuntimeError: the group was never initialized.
+            ValueError: the layout is not possible: for the engine with these options, for the executor, or for another group that has restarted
+                the processes. Nothing was changed.
         """
         if self._spec is None:
             raise RuntimeError("the group was never initialized: call initialize(FinetuneSpec(...))")
+        config = self.config if layout is None else self._on_layout(layout)
+        size = config.dims.world_size
         if self._executor.lost is not None or self._calls.generation == self._executor.generation:
-            self._executor.restart()
+            self._executor.restart(size)
+        elif size != self._executor.size:
+            raise ValueError(
+                f"layout = {str(config.dims)!r} has {size} ranks, and the processes that another group has restarted are "
+                f"{self._executor.size}: restart this group on a layout of as many"
+            )
+        self.config, self.dims, self._calls.config = config, config.dims, config
         if self._calls.place is not None:
             self._calls.place.renew()
         self.initialize(self._spec)
@@ -216,6 +230,18 @@ class WorkerGroup(DispatchedVerbs):
         published = [meta for meta in self._checkpoints if Path(meta.path).exists()]
         for meta in (published or self._checkpoints)[-1:]:
             self.load(meta)
+
+    def _on_layout(self, layout: str) -> TrainEngineConfig:
+        """Return the configuration with another layout.
+
+        Raises:
+            ValueError: the engine does not support it, or the group is on shared devices.
+        """
+        if self._calls.place is not None:
+            raise ValueError(f"layout = {layout!r} on shared devices: their models keep their layouts, leave it out")
+        fields = {name: getattr(self.config, name) for name in self.config.model_fields_set}
+        config = TrainEngineConfig(**{**fields, "backend": layout})
+        return engine_config(engine_class(config.dims.backend), config)
 
     def _remember(self, meta: SaveLoadMeta) -> None:
         """Note a checkpoint from which :meth:`restart` may go on."""

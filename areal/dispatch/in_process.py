@@ -26,7 +26,7 @@ class InProcess:
 
     size = 1
     in_driver = True
-    nodes = ("",)
+    nodes: tuple[str, ...] = ("",)
     lost: Exception | None = None
 
     def __init__(self) -> None:
@@ -44,9 +44,11 @@ class InProcess:
         future.set_result([reply_to(work, self._objects, arguments[0])])
         return future
 
-    def restart(self) -> None:
+    def restart(self, size: int) -> None:
+        if size != 1:
+            raise ValueError(f"a layout of {size} ranks, and this process is one: make a group with RayWorkers({size})")
         self.close()
         self.generation += 1
 
     def close(self) -> None:
-        self._objects.by_name.clear()
+        self._objects.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 
 from areal.api import TrainEngine
 from areal.utils.distributed import EngineLostError, RankLostError
+
+logger = logging.getLogger(__name__)
 
 KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, RuntimeError, EngineLostError, RankLostError, TimeoutError)
@@ -29,7 +32,8 @@ class RankObjects:
 
     Attributes:
         rank, size: rank of the process, and number of ranks.
-        by_name: engines by name, and objects that calls keep for later calls: micro-batches, streams, open contexts.
+        by_name: engines by name, and objects that calls keep for later calls, as ``ENGINE/KIND/NUMBER``: micro-batches, streams,
+            open contexts.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -45,6 +49,17 @@ class RankObjects:
         if name not in self.by_name:
             raise RuntimeError("the engine cannot be used: it is not initialized: call initialize(FinetuneSpec(...))")
         return self.by_name[name]
+
+    def clear(self) -> None:
+        """Destroy the engines, and drop everything else."""
+        engines = [value for name, value in self.by_name.items() if "/" not in name]
+        self.by_name.clear()
+        for engine in engines:
+            # The error of a save that is still written is of no use any more.
+            try:
+                engine.destroy()
+            except Exception as error:
+                logger.warning("an engine was not destroyed in order: %s", error)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from areal.utils import platform
 from areal.utils.fault_watch import FaultWatch, Verdict
@@ -71,6 +72,13 @@ def init_default_group() -> None:
             "ranks %s share a GPU: collectives run over gloo, through host memory",
             "; ".join(", ".join(map(str, ranks)) for ranks in placement.shared),
         )
+
+
+def leave_world() -> None:
+    """Leave the default process group, also after the loss of a rank, so that this process can enter another world."""
+    if dist.is_initialized():
+        # Destroying groups would wait for collectives of a lost rank.
+        distributed_c10d._abort_process_group()
 
 
 def rank_in_world() -> int:

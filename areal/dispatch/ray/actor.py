@@ -18,7 +18,7 @@ from areal.dispatch.executor import Handle, Work
 from areal.dispatch.rank_objects import RankObjects, Reply, reply_to
 from areal.dispatch.ray.results import seal
 from areal.dispatch.wire import Packed
-from areal.utils.distributed import enter_world
+from areal.utils.distributed import enter_world, leave_world
 from areal.utils.platform import gpu_uuids
 
 _MARKERS = (":job_id:", ":actor_name:", ":task_name:")
@@ -108,6 +108,7 @@ class RankProcess:
         Args:
             port: port to listen on; 0 takes a free one.
         """
+        self._store = None  # that of an earlier world, which may have the port
         self._store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
         return self._store.port
 
@@ -121,6 +122,11 @@ class RankProcess:
         """
         enter_world(rank, size, local, address, port)
         self._objects = RankObjects(rank, size)
+
+    def leave(self) -> None:
+        """Empty this process, and leave the world. It can enter another one."""
+        self._objects.clear()
+        leave_world()
 
     # ---- calls
 

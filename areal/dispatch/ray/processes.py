@@ -57,6 +57,36 @@ class Processes:
         """End all processes, and release their resources. Does not wait for them."""
         _end(self.actors, self.group)
 
+    def end_rank(self, rank: int) -> None:
+        """End the process of a rank. Does not wait for it."""
+        _end([self.actors[rank]], None)
+
+    def without(self, lost: int, start: Start, size: int, seconds: float) -> Processes | None:
+        """Make a world of the first processes that are left after a loss, and end the others.
+
+        Args:
+            lost: rank of the lost process.
+            start: settings of the processes.
+            size: number of processes.
+            seconds: limit for what still runs in them.
+
+        Returns:
+            The processes, or ``None`` if fewer have left the world of the lost one.
+        """
+        left = [rank for rank in range(len(self.actors)) if rank != lost]
+        ranks = {self.actors[rank].leave.remote(): rank for rank in left}
+        # One that waits in a collective of the caller's code never replies.
+        ready, _ = ray.wait([*ranks], num_returns=min(size, len(ranks)), timeout=seconds)
+        kept = sorted(ranks[ref] for ref in ready if _succeeded(ref))
+        if len(kept) < size:
+            return None
+        _end([self.actors[rank] for rank in left if rank not in kept], None)
+        infos = [self.process_infos[rank] for rank in kept]
+        try:
+            return _join(start, [self.actors[rank] for rank in kept], infos, self.group)
+        except RuntimeError:
+            return None
+
 
 def start_processes(start: Start) -> Processes:
     """Start one process for each rank.
@@ -79,7 +109,8 @@ def start_processes(start: Start) -> Processes:
     try:
         for number in range(start.demand.size):
             actors.append(_new_actor(start, group, start.bundle(number)))
-        return _join(start, actors, owned)
+        found: list[ProcessInfo] = _all(start, "start", [actor.process_info.remote() for actor in actors])
+        return _join(start, actors, found, owned)
     except BaseException:
         _end(actors, owned)
         raise
@@ -94,9 +125,8 @@ def _new_actor(start: Start, group: PlacementGroup, bundle: int) -> Any:
     return _Actor.options(scheduling_strategy=strategy, **options).remote(bundle, start.max_result_bytes)
 
 
-def _join(start: Start, actors: list[Any], group: PlacementGroup | None) -> Processes:
-    """Give each process its rank. Ranks follow from where the processes run, which is known once they do."""
-    found: list[ProcessInfo] = _all(start, "start", [actor.process_info.remote() for actor in actors])
+def _join(start: Start, actors: list[Any], found: list[ProcessInfo], group: PlacementGroup | None) -> Processes:
+    """Give each process its rank. Ranks follow from where the processes run."""
     order = by_rank(found)
     ranked, process_infos = [actors[i] for i in order], [found[i] for i in order]
     # The process of rank 0 listens on the port from here on, so that no other program can take it.
@@ -130,6 +160,14 @@ def _all(start: Start, what: str, refs: list[Any]) -> list[Any]:
         raise RuntimeError(f"a process could not {what}: {error.cause}") from error
     except RayError as error:
         raise RuntimeError(f"a process could not {what}: {error}") from error
+
+
+def _succeeded(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref)
+    except RayError:
+        return False
+    return True
 
 
 def _end(actors: Any, group: PlacementGroup | None) -> None:

@@ -98,7 +98,7 @@ class Loss(Exception):
 
 
 class Watch:
-    """Sends calls to all ranks, in one order, and completes their futures. After a loss it ends all processes.
+    """Sends calls to all ranks, in one order, and completes their futures. After a loss it ends the lost process, and sends no more.
 
     Everything that arrives is an event in one queue: a call, a reply, the position of a rank, the end of a process. One thread takes them in
     turn.
@@ -152,6 +152,7 @@ class Watch:
                     raise ValueError(f"the arguments of {what} cannot be sent to the ranks: {error}") from error
                 # Some ranks run the call and would wait for the others.
                 failure = RuntimeError(f"{what} was sent to some ranks only: {error}: call restart()")
+                self._processes.end()
                 raise self._finish(failure) from error
         return call.future
 
@@ -159,6 +160,7 @@ class Watch:
         """End all processes. Calls that still run raise ``error``, and later ones a ``RuntimeError`` with its text."""
         with self._lock:
             self._finish(error)
+            self._processes.end()
 
     def join(self) -> None:
         """Wait until the thread is done with Ray, after :meth:`end`. A thread that calls Ray during its shutdown ends the whole process."""
@@ -166,7 +168,7 @@ class Watch:
             self._thread.join(JOIN_SECONDS)
 
     def lose(self, rank: int, reason: str, cause: BaseException | None = None) -> Exception:
-        """End all processes because one is lost. Returns the error to raise.
+        """End a lost process, and send no more calls to the others. Returns the error to raise.
 
         Args:
             rank: rank of the lost process.
@@ -178,20 +180,20 @@ class Watch:
                 return self.error
             error = self._lost(rank, reason)
             error.__cause__ = cause
+            self._processes.end_rank(rank)
             return self._finish(error)
 
     def _finish(self, error: Exception) -> Exception:
-        """End the processes, and with them the thread, which fails the calls that still run. The caller has the lock."""
+        """End the thread, which fails the calls that still run. The caller has the lock."""
         if self.error is None:
             self.error = error
-            self._processes.end()
             self._events.put(lambda: None)
         return self.error
 
     # ---- the thread
 
     def _work(self) -> None:
-        """Take one event after another until the processes end."""
+        """Take one event after another until there are no more calls."""
         while self.error is None:
             try:
                 self._next()()
@@ -328,7 +330,7 @@ class Watch:
     # ---- the end
 
     def _end_with(self, loss: Loss) -> None:
-        """End all processes after a loss.
+        """Fail all calls after a loss.
 
         A call whose ranks hang after the error of another one raises that error. If a process died, the errors of the others may be the
         consequence.
@@ -351,8 +353,8 @@ class Watch:
         output = self._output(rank)
         printed = f"\nlast lines that it printed:\n{output}" if output else ""
         return WorkerLostError(
-            f"rank {rank} (pid {info.pid} on node {info.node_name}) {reason}; the other processes were ended: call restart() to go on "
-            f"from the last checkpoint{printed}",
+            f"rank {rank} (pid {info.pid} on node {info.node_name}) {reason}; call restart() to go on from the last checkpoint"
+            f"{printed}",
             rank,
             info.node_name,
             info.pid,

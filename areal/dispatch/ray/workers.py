@@ -14,10 +14,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 
+from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Handle, Work
 from areal.dispatch.rank_objects import Reply
 from areal.dispatch.ray.actor import ProcessInfo
-from areal.dispatch.ray.cluster import Demand, default_resources
+from areal.dispatch.ray.cluster import Demand, check_bundles, default_resources
 from areal.dispatch.ray.processes import Processes, Start, start_processes
 from areal.dispatch.ray.stored import Store
 from areal.dispatch.ray.watch import Limits, Watch
@@ -111,10 +112,10 @@ class RayWorkers:
             ray.init()
         if resources is None:
             demand = replace(demand, resources=default_resources(ray.cluster_resources()))
-        self.size, self.generation = size, 0
+        self.generation = 0
         self.store = Store()
         self._limits = Limits(hang_seconds, grace_seconds, ping_seconds)
-        self._start = Start(
+        start = Start(
             demand,
             start_seconds,
             max_result_bytes,
@@ -125,11 +126,12 @@ class RayWorkers:
             None if bundles is None else tuple(bundles),
         )
         self._lock = threading.Lock()
-        self._begin()
+        self._begin(start)
 
-    def _begin(self) -> None:
-        """Start processes, and a watch over them."""
-        self._processes: Processes = start_processes(self._start)
+    def _begin(self, start: Start, processes: Processes | None = None) -> None:
+        """Start a watch over processes, by default over new ones."""
+        self._processes: Processes = processes or start_processes(start)
+        self._start, self.size = start, start.demand.size
         self._watch = Watch(self._processes, self._limits)
         # The thread of the watch refers to the processes: without this, they would outlive an executor that was not closed.
         weakref.finalize(self, self._watch.end, RuntimeError(_CLOSED)).atexit = False
@@ -169,11 +171,27 @@ class RayWorkers:
         """
         return self._watch.submit(what, work, arguments)
 
-    def restart(self) -> None:
-        """Replace all processes by new ones, in a new placement group. Calls that still run raise an error."""
+    def restart(self, size: int) -> None:
+        """Replace the processes. Calls that still run raise an error.
+
+        Fewer than before are those that are left after a loss, in their placement group, if so many end their calls within ``grace_seconds``.
+        Otherwise all are new, in a new placement group.
+
+        Raises:
+            ValueError: ``size`` processes do not fill bundles, or those of the caller's placement group. Nothing was changed.
+            RuntimeError: resources are missing, or a process does not start.
+        """
+        start = replace(self._start, demand=replace(self._start.demand, size=size))
+        if start.placement_group is not None:
+            check_bundles(start.demand, start.placement_group.bundle_specs, start.bundles)
         with self._lock:
-            self.close()
-            self._begin()
+            lost, left = self.lost, None
+            if isinstance(lost, WorkerLostError) and size < self.size:
+                self._watch.join()
+                left = self._processes.without(lost.rank, start, size, self._limits.grace_seconds)
+            if left is None:
+                self.close()
+            self._begin(start, left)
             self.generation += 1
 
     def close(self) -> None:

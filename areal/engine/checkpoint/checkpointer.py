@@ -66,9 +66,6 @@ class EngineCheckpointer(ABC):
     reads: ClassVar[frozenset[str]] = frozenset()
     """Engines whose ``"dcp"`` checkpoints can be loaded, because they have the same names for tensors. Empty: this engine only."""
 
-    same_state: ClassVar[Mapping[str, str]] = {}
-    """Optimizers by class name, each with another optimizer whose state has the same names and shapes."""
-
     def __init__(
         self,
         schedule: Stateful | None,
@@ -197,8 +194,7 @@ class EngineCheckpointer(ABC):
                 f"otherwise than {self.engine!r}: save with weight_format='hf' there, and load that"
             )
         with_optim, saved = meta.with_optim and self._optimizer_kind is not None, about["optimizer"]
-        state_kinds = {self.same_state.get(kind or "", kind) for kind in (saved, self._optimizer_kind)}
-        if with_optim and len(state_kinds) > 1:
+        if with_optim and saved != self._optimizer_kind:
             raise ValueError(
                 f"{path} was saved with {f'the optimizer {saved}' if saved else 'no optimizer state'}, and this engine has "
                 f"{self._optimizer_kind}: load with with_optim=False"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -47,17 +50,51 @@ class StagedPlanner(DefaultSavePlanner):
 
 
 @dataclass(frozen=True)
+class TensorPlace:
+    """Position of a box in a tensor of a checkpoint.
+
+    Attributes:
+        key: key of the tensor.
+        offsets: first index of the box in each dimension.
+        shape: shape of the full tensor.
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def item(self, values: Tensor) -> WriteItem:
+        """Return the entry of a save plan that writes ``values``, in as many dimensions, to this position."""
+        chunk, size = ChunkStorageMetadata(torch.Size(self.offsets), values.shape), torch.Size(self.shape)
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(values), size)
+        return WriteItem(MetadataIndex(self.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+@dataclass(frozen=True)
+class AliasedItem(WriteItem):
+    """Entry of a save plan for values that are read under several names, and written once.
+
+    Attributes:
+        aliases: entries for the other names.
+    """
+
+    aliases: tuple[WriteItem, ...] = ()
+
+
+@dataclass(frozen=True)
 class TensorBoxes:
     """Boxes of a tensor in a checkpoint, for engines whose tensors are not torch's distributed ones.
 
     Attributes:
-        boxes: bounds within the full tensor, each with its values, to write or to fill. On the CPU. Ranks may have equal boxes:
-            one of them is written.
+        boxes: bounds within the full tensor, each with its values, to write or to fill. Ranks may have equal boxes: one of them
+            is written.
         shape: shape of the full tensor.
+        aliases: for each box, its places in other tensors. Empty: none.
     """
 
     boxes: Sequence[tuple[Box, Tensor]]
     shape: tuple[int, ...]
+    aliases: Sequence[Sequence[TensorPlace]] = ()
 
     def size(self) -> torch.Size:
         """Return the shape of the full tensor."""
@@ -73,14 +110,12 @@ class TensorBoxes:
         return [ChunkStorageMetadata(_offsets(box), torch.Size(values.shape)) for box, values in self.boxes]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(values), self.size()),
-            )
-            for chunk, (_, values) in zip(self.__create_chunk_list__(), self.boxes, strict=True)
-        ]
+        items: list[WriteItem] = []
+        for (box, values), places in zip(self.boxes, self.aliases or [()] * len(self.boxes), strict=True):
+            item = TensorPlace(fqn, _offsets(box), self.shape).item(values)
+            aliases = tuple(place.item(values) for place in places)
+            items.append(AliasedItem(item.index, item.type, tensor_data=item.tensor_data, aliases=aliases))
+        return items
 
 
 def _offsets(box: Box) -> torch.Size:
@@ -89,6 +124,14 @@ def _offsets(box: Box) -> torch.Size:
 
 class BoxSavePlanner(StagedPlanner):
     """A planner that writes boxes, and plain tensors."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        # Aliases of the boxes that are written, of which several ranks may have had the same.
+        aliases = SavePlan([alias for plan in plans for item in plan.items for alias in _aliases(item)])
+        _, named = create_default_global_save_plan([aliases])
+        metadata.state_dict_metadata.update(named.state_dict_metadata)
+        return plans, metadata
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -142,6 +185,8 @@ def prepare_files(
     def write() -> WrittenFiles:
         # Tensors of the plan, then the other files. The first rank needs the results to write the metadata.
         results = writer.write_data(plan, planner).value()
+        aliases = {item.index: _aliases(item) for item in plan.items}
+        results += [replace(it, index=alias.index) for it in results for alias in aliases[it.index]]
         for name, content in files.items():
             (draft / name).write_bytes(content)
         names = {result.storage_data.relative_path for result in results}
@@ -175,6 +220,10 @@ def _agree_on_plan(
     # The first rank merges the plans of all ranks: replicated tensors are written once.
     plans, metadata = control.attempt_and_gather(lambda: plan_globally() if is_first else ([], Metadata({})))[0]
     return planner.finish_plan(plans[control.rank]), metadata
+
+
+def _aliases(item: WriteItem) -> tuple[WriteItem, ...]:
+    return item.aliases if isinstance(item, AliasedItem) else ()
 
 
 def _copy_to_host(value: Any) -> Any:

@@ -19,6 +19,9 @@ from areal.engine.checkpoint.huggingface import VALUE_HEAD
 MODEL, OPTIM = "model.", "optim."
 """Prefixes of weights and of optimizer state."""
 
+EXCHANGING = frozenset({"fsdp", "jax", "megatron"})
+"""Engines that save and load these tensors."""
+
 
 def weight_key(name: str) -> str:
     """Return the key of a weight, without prefix, by its name in transformers."""
@@ -42,7 +45,10 @@ def check_weights(path: Path, metadata: Metadata, shapes: Mapping[str, tuple[int
     for key, shape in shapes.items():
         entry = saved.get(key)
         if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{path / METADATA} has no {key!r}, which the model needs: it is of another model")
+            raise ValueError(
+                f"{path / METADATA} has no {key!r}, which the model needs: it is of another model, or of an engine that names "
+                "weights of its family otherwise; between those, save with weight_format='hf'"
+            )
         if tuple(entry.size) != tuple(shape):
             raise ValueError(
                 f"{path / METADATA}: {key!r} has shape {list(entry.size)}, but the model needs {list(shape)}"

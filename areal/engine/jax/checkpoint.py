@@ -22,7 +22,7 @@ from areal.engine.checkpoint.dcp import (
     read_metadata,
     read_tensors,
 )
-from areal.engine.checkpoint.run_tensors import MODEL, OPTIM, check_weights, weight_key
+from areal.engine.checkpoint.run_tensors import EXCHANGING, MODEL, OPTIM, check_weights, weight_key
 from areal.engine.jax.mesh import host_view
 from areal.engine.jax.model_arrays import ModelState
 from areal.engine.jax.optimizer import OptaxOptimizer
@@ -46,7 +46,7 @@ class JAXCheckpointer(EngineCheckpointer):
     """
 
     engine: ClassVar[str] = "jax"
-    reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "jax"})
+    reads: ClassVar[frozenset[str]] = EXCHANGING
 
     def __init__(
         self,

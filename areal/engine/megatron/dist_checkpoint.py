@@ -1,27 +1,23 @@
-"""Tensors of a Megatron-Core model and its optimizer, named and sharded as in Megatron-Core's ``torch_dist``
+"""Tensors of a Megatron-Core model and its optimizer, under two names each: those of
+:mod:`areal.engine.checkpoint.run_tensors`, which all engines read, and those of Megatron-Core's ``torch_dist``
 checkpoints.
 
-Optimizer state has the names and shapes of the ``fully_reshardable`` format, so that any layout and
+Optimizer state has the names and shapes of the ``fully_reshardable`` format, so that
 ``megatron.core.dist_checkpointing.load`` can read it. Each rank of the distributed optimizer has a contiguous range
-of a flattened parameter. Megatron-Core gathers all ranges on every rank's host before writing. Here each rank reads
-and writes only its own range, as the boxes that the range covers.
+of a flattened parameter. Megatron-Core gathers all ranges on every rank's host before writing. Here each rank writes
+only its own range, as the boxes of Hugging Face tensors that the range covers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    MCoreSavePlanner,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
@@ -29,8 +25,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from areal.engine.checkpoint.dcp import StagedPlanner
+from areal.engine.checkpoint.dcp import TensorBoxes, TensorPlace
+from areal.engine.checkpoint.gather_slices import Slice
+from areal.engine.checkpoint.run_tensors import MODEL, OPTIM, weight_key
 from areal.engine.megatron.model.packed_gpt import PackedGPT
+from areal.engine.megatron.weight_mapping import LocalParameter
+from areal.utils.dtensor import Box
 
 OPTIMIZER = "optimizer.state."
 """Prefix of the keys of optimizer state, followed by the name of the state and the key of the parameter."""
@@ -41,18 +41,15 @@ MAINS = ("param", "fp32_param")
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
-    "non_homogeneous_layers": True,
+    "singleton_local_shards": True,
 }
-"""Metadata of the format for Megatron-Core, chosen so that keys do not depend on the layout."""
+"""Metadata of the format for Megatron-Core, chosen so that keys do not depend on the layout, and so that a tensor has the
+rows of one Hugging Face tensor, or of one after the other: a box has the same form under both names."""
 
 ModelTensors = dict[Tensor, list[ShardedTensor]]
 """For each tensor of a model, by identity, its tensors in the checkpoint: one, or the components of a fused tensor in
 order.
 """
-
-
-class SavePlanner(StagedPlanner, MCoreSavePlanner):
-    """Megatron-Core's planner, extended by copying the data to write."""
 
 
 @torch.no_grad()
@@ -75,16 +72,13 @@ def _sharded_state(chunk: PackedGPT, groups: ProcessGroupCollection) -> dict[str
     metadata = {"dp_cp_group": groups.dp_cp, **FORMAT}
     if not (chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process):
         return chunk.sharded_state_dict(metadata=metadata)
-    # A tied head on another stage is a replica of the embedding. Megatron-Core would query parallel_state for that,
-    # so that the head is saved as untied and then renamed.
+    # A tied head on another stage is not saved: it is a copy of the embedding. Megatron-Core would query parallel_state
+    # for it.
     chunk.share_embeddings_and_output_weights = False
     try:
-        state = chunk.sharded_state_dict(metadata=metadata)
+        return chunk.sharded_state_dict(metadata=metadata)
     finally:
         chunk.share_embeddings_and_output_weights = True
-    head = state["output_layer.weight"]
-    head.key, head.replica_id = "embedding.word_embeddings.weight", (1, *head.replica_id[1:])
-    return state
 
 
 @dataclass(frozen=True)
@@ -94,8 +88,7 @@ class ParameterState:
     Attributes:
         parameter: parameter of the model.
         start: position of the state in the flattened parameter.
-        states: flat tensors by name.
-        split: whether data-parallel ranks have different ranges.
+        states: tensors by name.
         main: name of the main parameter in the checkpoint; ``None`` if it is the model's parameter or private to
             the optimizer.
         main_is_view: whether the main parameter is memory of the model.
@@ -104,7 +97,6 @@ class ParameterState:
     parameter: nn.Parameter
     start: int
     states: dict[str, Tensor]
-    split: bool
     main: str | None = None
     main_is_view: bool = False
 
@@ -141,7 +133,7 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
             # Float32 parameters are updated in place, also where the optimizer has a copy.
             if view:
                 states["param"] = parameter.detach().view(-1)[extent.start : extent.end]
-            yield ParameterState(parameter, start, states, split=True, main="param", main_is_view=view)
+            yield ParameterState(parameter, start, states, main="param", main_is_view=view)
         return
     # Without main parameters, the optimizer updates the model's parameters.
     mains: list[tuple[nn.Parameter, Tensor, str | None]] = [(main, main, None) for main in optimizer.get_parameters()]
@@ -154,7 +146,7 @@ def optimizer_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
         states = _state_tensors_without_step(state[main])
         if name is not None:
             states[name] = main.detach()
-        yield ParameterState(parameter, 0, states, split=False, main=name)
+        yield ParameterState(parameter, 0, states, main=name)
 
 
 def _state_tensors_without_step(states: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -207,92 +199,114 @@ def common_state(chained: ChainedOptimizer) -> dict[Any, Any]:
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def state_tensors(
-    state: ParameterState, tensors: Sequence[ShardedTensor], name: str, key: str
-) -> Iterator[ShardedTensor]:
-    """Yield one state of a parameter as boxes of the checkpoint's tensors, sharing its memory.
+@dataclass(frozen=True)
+class _NamedValues:
+    """Values of a parameter or of its optimizer state on this rank, and their keys in a checkpoint.
+
+    Attributes:
+        flat: flat tensor.
+        start: position of its first element in the flattened parameter.
+        run_key: key for all engines, with ``{}`` for that of the weight; ``None`` if other values have it.
+        core_keys: keys of Megatron-Core, with ``{}`` for that of the parameter.
+    """
+
+    flat: Tensor
+    start: int
+    run_key: str | None
+    core_keys: tuple[str, ...]
+
+
+def tensors_to_save(
+    local_params: Iterable[LocalParameter],
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: ModelTensors,
+    optimizers: Sequence[MegatronOptimizer],
+) -> dict[str, TensorBoxes]:
+    """Return this rank's boxes by key, in the memory of the model and the optimizer. Padding of a vocabulary is left out.
 
     Args:
-        state: states of the parameter.
-        tensors: tensors of the parameter in the checkpoint.
-        name: name of the state.
-        key: key of the state in the checkpoint, with ``{}`` for the key of the parameter.
+        local_params: parameters of this rank.
+        shapes: name -> shape of the full model's Hugging Face tensors.
+        tensors: tensors of the parameters in Megatron-Core's checkpoints.
+        optimizers: optimizers to save, see :func:`sub_optimizers`.
     """
-    flat = state.states[name].reshape(-1)
-    stop = state.start + len(flat)
-    for piece in tensors:
-        # Position of this tensor in the flattened parameter, and its overlap with the range of the state.
-        first = piece.data.storage_offset() - state.parameter.storage_offset()
-        if not piece.data.is_contiguous():
-            raise ValueError(f"{piece.key!r} is no stretch of its parameter: its optimizer state cannot be saved")
-        low, high = max(state.start, first), min(stop, first + piece.data.numel())
-        # Data-parallel ranks with different ranges are not replicas of each other.
-        replica = (*piece.replica_id[:2], 0) if state.split else piece.replica_id
-        # A range of a flattened tensor is a few boxes: partial rows at the ends, full rows between.
-        for offsets, sizes in boxes(low - first, high - first, piece.local_shape):
-            size = math.prod(sizes)
-            n_lead = piece.prepend_axis_num
-            lead, corner = piece.global_offset[:n_lead], piece.global_offset[n_lead:]
-            shape = ((1,) * len(lead)) + sizes
-            yield ShardedTensor(
-                key.format(piece.key),
-                flat[low - state.start : low - state.start + size].view(shape),
-                flat.dtype,
-                shape,
-                piece.global_shape,
-                (*lead, *(start + offset for start, offset in zip(corner, offsets, strict=True))),
-                axis_fragmentations=None,
-                replica_id=replica,
-                allow_shape_mismatch=piece.allow_shape_mismatch,
-            )
-            low += size
+    states = {state.parameter: state for optimizer in optimizers for state in optimizer_states(optimizer)}
+    sharded = any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers)
+    found: dict[str, list[tuple[TensorPlace, list[TensorPlace], Tensor]]] = {}
+    for local_param in local_params:
+        # A tied weight is saved once.
+        if local_param.tied:
+            continue
+        parameter = local_param.parameter
+        # The weights are the main parameters, if there are any, also where other ranks have the range.
+        has_main = bool(optimizers) and parameter.requires_grad and (sharded or parameter.dtype == torch.bfloat16)
+        for named in _named_values(parameter, states.get(parameter), has_main):
+            for piece in local_param.slices(named.flat, named.start):
+                first, *others = _places(piece, named, parameter, tensors[parameter], shapes[piece.name])
+                found.setdefault(first.key, []).append((first, others, piece.values))
+    return {
+        key: TensorBoxes(
+            [(_box(first, values), values) for first, _, values in entries],
+            entries[0][0].shape,
+            [others for _, others, _ in entries],
+        )
+        for key, entries in found.items()
+    }
 
 
-def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes ``(offsets, sizes)`` that cover elements ``start`` to ``stop`` of a flattened tensor, in order."""
-    if start >= stop:
-        return
-    if len(shape) <= 1:
-        yield (start,)[: len(shape)], (stop - start,)[: len(shape)]
-        return
-    row = math.prod(shape[1:])
-    at = start // row
-    if start % row or stop < start + row:  # a partial row, then the rest
-        end = min(stop, (at + 1) * row)
-        for offsets, sizes in boxes(start - at * row, end - at * row, shape[1:]):
-            yield (at, *offsets), (1, *sizes)
-        yield from boxes(end, stop, shape)
-        return
-    # Full rows are one box.
-    rows = (stop - start) // row
-    yield (at,) + (0,) * (len(shape) - 1), (rows, *shape[1:])
-    yield from boxes(start + rows * row, stop, shape)
+def _named_values(parameter: nn.Parameter, state: ParameterState | None, has_main: bool) -> Iterator[_NamedValues]:
+    """Yield the values of a parameter and of its optimizer state.
 
-
-def tensors_to_save(tensors: Iterable[ShardedTensor]) -> dict[str, Any]:
-    """Return the tensors for torch's planner, by key. Of replicas only the first is saved."""
-    return mcore_to_pyt_state_dict(_group_by_key(t for t in tensors if is_main_replica(t.replica_id)))
-
-
-def tensors_to_load(tensors: Iterable[ShardedTensor]) -> tuple[dict[str, Any], MCoreLoadPlanner]:
-    """Return the tensors for torch's planner to fill in place, by key, and the planner.
-
-    Tensors whose shape may differ are zeroed.
+    Args:
+        parameter: parameter of the model.
+        state: its state on this rank, if any.
+        has_main: whether the optimizer has a main parameter, on this or other ranks.
     """
-    tensors = list(tensors)
-    # Padding may differ between layouts: shapes of padded tensors are not compared.
-    loose = {t.key: t for t in tensors if t.allow_shape_mismatch}
-    strict = [t for t in tensors if not t.allow_shape_mismatch]
-    planner = MCoreLoadPlanner(
-        shapes_validation_sharded_tensors=strict,
-        allow_shape_mismatch_sharded_tensors=loose,
-        allow_partial_load=False,
-    )
-    return mcore_to_pyt_state_dict(_group_by_key(tensors), is_loading=True), planner
+    model = parameter.detach().view(-1)
+    if not has_main:
+        yield _NamedValues(model, 0, f"{MODEL}{{}}", ("{}",))
+    elif parameter.dtype != torch.float32:  # a rounded copy of the main parameter
+        yield _NamedValues(model, 0, None, ("{}",))
+    if state is None:
+        return
+    for name, values in state.states.items():
+        run_key, core_keys = f"{OPTIM}{{}}.{name}", [f"{OPTIMIZER}{name}.{{}}"]
+        if name == state.main:
+            run_key = f"{MODEL}{{}}"
+            core_keys += ["{}"] if state.main_is_view else []
+        yield _NamedValues(values.reshape(-1), state.start, run_key, tuple(core_keys))
 
 
-def _group_by_key(tensors: Iterable[ShardedTensor]) -> dict[str, list[ShardedTensor]]:
-    by_key: dict[str, list[ShardedTensor]] = {}
-    for tensor in tensors:
-        by_key.setdefault(tensor.key, []).append(replace(tensor))  # a copy, because the planner modifies it
-    return by_key
+def _places(
+    piece: Slice, named: _NamedValues, parameter: nn.Parameter, tensors: Sequence[ShardedTensor], shape: tuple[int, ...]
+) -> list[TensorPlace]:
+    """Return the places of a slice in a checkpoint: by the name of its weight, and by those of Megatron-Core.
+
+    Args:
+        piece: slice of a Hugging Face tensor, in the memory of ``named``.
+        named: values and their keys.
+        parameter: parameter of the model.
+        tensors: tensors of the parameter in Megatron-Core's checkpoints.
+        shape: shape of the full Hugging Face tensor.
+
+    Raises:
+        ValueError: Megatron-Core's tensor has another form.
+    """
+    # Position in the storage, and the last tensor that begins before it.
+    at = parameter.storage_offset() + named.start + piece.values.storage_offset() - named.flat.storage_offset()
+    core = next(tensor for tensor in reversed(tensors) if tensor.data.storage_offset() <= at)
+    if core.prepend_axis_num or not core.data.is_contiguous():
+        raise ValueError(f"{core.key!r} has other dimensions than {piece.name!r}: it cannot be saved")
+    row_and_column = divmod(at - core.data.storage_offset(), math.prod(core.local_shape[1:]))
+    offsets = tuple(start + i for start, i in zip(core.global_offset, row_and_column, strict=False))
+    # Padding of a vocabulary depends on the layout.
+    full = shape if core.allow_shape_mismatch else tuple(core.global_shape)
+    places = [TensorPlace(key.format(core.key), offsets, full) for key in named.core_keys]
+    if named.run_key is not None:
+        starts = tuple(bounds.start for bounds in piece.box)
+        places.insert(0, TensorPlace(named.run_key.format(weight_key(piece.name)), starts, shape))
+    return places
+
+
+def _box(place: TensorPlace, values: Tensor) -> Box:
+    return tuple(slice(start, start + size) for start, size in zip(place.offsets, values.shape, strict=True))

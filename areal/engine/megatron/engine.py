@@ -108,7 +108,6 @@ class MegatronEngine(BaseTrainEngine):
                 optimizer,
                 weights,
                 groups,
-                hf.vocab_size,
                 self,
                 self.control,
                 config.path,

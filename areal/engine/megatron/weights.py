@@ -83,7 +83,7 @@ class MegatronWeights:
         ]
         entries_by_rank = control.gather(own_entries)
         specs_by_name: dict[str, TensorSpec] = {}
-        self._trained: set[str] = set()
+        self.trained: set[str] = set()
         # Order the tensors as in the model, each name once.
         entries = sorted(
             (entry for entries_of_rank in entries_by_rank for entry in entries_of_rank), key=lambda entry: entry[0]
@@ -91,7 +91,7 @@ class MegatronWeights:
         for _, specs, _, trained in entries:
             for spec in specs:
                 specs_by_name.setdefault(spec.name, spec)
-            self._trained |= {spec.name for spec in specs if trained}
+            self.trained |= {spec.name for spec in specs if trained}
         self._specs = list(specs_by_name.values())
         # Of several ranks with the same slice, the first one streams it.
         owner: dict[SliceKey, int] = {}
@@ -169,12 +169,6 @@ class MegatronWeights:
         with self._files(folder) as files:
             for local_param in self.local_params:
                 self._fill_parameter(local_param, _filled_with(files.read))
-
-    @torch.no_grad()
-    def update_mains(self) -> None:
-        """Copy the model's parameters to the optimizer's main parameters."""
-        for parameter, (main, start) in self._mains.items():
-            main.copy_(parameter.view(-1)[start : start + len(main)])
 
     def _draw(self, seed: int, dtype: torch.dtype) -> None:
         def fill_block(block: dict[str, Tensor]) -> None:
@@ -261,7 +255,7 @@ class MegatronWeights:
         integers, so that adding zeros changes no bit.
         """
         device = self.local_params[0].parameter.device
-        for bucket in self._buckets([spec for spec in self._specs if not trained or spec.name in self._trained]):
+        for bucket in self._buckets([spec for spec in self._specs if not trained or spec.name in self.trained]):
             sizes = [torch.Size(spec.shape).numel() for spec in bucket]
             filled_up = -(-sum(sizes) // 8) * 8  # to whole int64
             flat = torch.zeros(filled_up, dtype=dtype or bucket[0].dtype, device=device)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from areal.engine.checkpoint.async_save import SaveTask
 from areal.engine.checkpoint.checkpointer import EngineCheckpointer, RunInfo
 from areal.engine.checkpoint.dcp import StagedPlanner, prepare_files, read_metadata
-from areal.engine.checkpoint.run_tensors import check_weights
+from areal.engine.checkpoint.run_tensors import EXCHANGING, check_weights
 from areal.engine.checkpoint.tensor_layout import stored_tensors
 from areal.engine.torch.dist_checkpoint import (
     CheckpointedOptimizer,
@@ -32,7 +32,7 @@ class ShardedCheckpointer(EngineCheckpointer):
     """
 
     engine: ClassVar[str] = "fsdp"
-    reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "jax"})
+    reads: ClassVar[frozenset[str]] = EXCHANGING
 
     def __init__(
         self,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.util.placement_group import placement_group, placement_group_table
 
 from areal.dispatch.ray import RayWorkers
@@ -21,7 +24,7 @@ from areal.dispatch.ray.cluster import (
     local_ranks,
     release,
 )
-from areal.dispatch.ray.processes import Start
+from areal.dispatch.ray.processes import Processes, Start
 from areal.tests.dispatch_ray.leftovers import available, contents, leftovers, wait_until
 
 
@@ -46,6 +49,59 @@ def test_local_ranks_number_the_processes_that_see_the_same_devices() -> None:
     assert local_ranks(same) == [(0, 2), (1, 2)]
     cpus = [process_info("a", 0), process_info("a", 1), process_info("b", 2), process_info("a", 3)]
     assert local_ranks(cpus) == [(0, 3), (1, 3), (0, 1), (2, 3)]
+
+
+class Process:
+    """The actor of a rank that replies at once, or not at all. Its methods return futures in place of references."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.world: tuple[int, int] | None = None
+        self.leave, self.open_store = Remote(None, hangs), Remote(29400)
+        self.enter = SimpleNamespace(remote=self._enter)
+
+    def _enter(self, rank: int, size: int, *_: object) -> Future[None]:
+        self.world = (rank, size)
+        return Remote(None).remote()
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, value: Any, hangs: bool = False) -> None:
+        self._value, self._hangs = value, hangs
+
+    def remote(self, *_: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        if not self._hangs:
+            future.set_result(self._value)
+        return future
+
+
+def test_processes_that_reply_after_a_loss_make_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four, one is lost and one hangs: two go on, and the one that hangs is ended."""
+
+    def wait(refs: list[Future[Any]], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        done = [ref for ref in refs if ref.done()][:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    ended: list[Any] = []
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(
+        ray, "get", lambda refs, **_: [ref.result(0) for ref in refs] if isinstance(refs, list) else refs.result(0)
+    )
+    monkeypatch.setattr(ray, "kill", ended.append)
+    actors = [Process(hangs=rank == 0) for rank in range(4)]
+    infos = [process_info("a" if rank < 2 else "b", rank) for rank in range(4)]
+    started = Start(Demand(2, 1, {"CPU": 1}, "PACK"), 1.0, 1, None, None, {}, None, None)
+    processes = Processes(tuple(actors), tuple(infos), None)
+
+    assert processes.without(1, started, 3, 0.1) is None
+    assert not any(actor.world for actor in actors)
+    left = processes.without(1, started, 2, 0.1)
+    assert left is not None
+    assert (left.actors, left.process_infos) == (tuple(actors[2:]), tuple(infos[2:]))
+    assert [actor.world for actor in actors] == [None, None, (0, 2), (1, 2)]
+    assert ended == actors[:1]
 
 
 def test_missing_resources_are_named() -> None:

@@ -31,9 +31,10 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 @contextmanager
 def ending(workers: RayWorkers) -> Iterator[list[int]]:
-    """Yield the process ids, and check afterwards that the processes end, and that their placement group is removed."""
+    """Yield the process ids, close, and check that the processes end, and that their placement group is removed."""
     pids, groups = [info.pid for info in workers.process_infos], reserved() - 1
     yield pids
+    workers.close()
     wait_until_ended(pids)
     assert reserved() == groups
 
@@ -100,6 +101,47 @@ def test_killed_rank(cluster: Any, tmp_path: Path) -> None:
                 pending.result(10)
         with pytest.raises(RuntimeError, match=r"a call cannot run: the processes were closed.*restart\(\)"):
             run(workers, functions.rank_and_size)
+
+
+@pytest.mark.timeout(280)
+def test_process_that_is_left_goes_on_in_another_layout(cluster: Any, tmp_path: Path) -> None:
+    """Without a new process: a kill costs at most three times what an engine and its checkpoint cost in a process that runs."""
+    meta = SaveLoadMeta(tmp_path / "step", weight_format="dcp")
+    with RayWorkers(2, environment=ENVIRONMENT) as workers, WorkerGroup(config("fsdp:d2"), workers) as group:
+        group.initialize(FinetuneSpec(total_train_steps=1000))
+        group.train_batch(global_batch(), loss)
+        group.save(meta)
+        expected = [group.train_batch(global_batch(seed), loss).grad_norm for seed in (1, 2)]
+
+        pids, groups = [info.pid for info in workers.process_infos], reserved()
+        pending = group.start(TrainEngine.train_batch, global_batch(), loss_that_sleeps_on_rank_1)
+        wait_until_begun(workers, 1)
+        os.kill(pids[1], signal.SIGKILL)
+        with promptly(), pytest.raises(WorkerLostError):
+            pending.result(60)
+        begin = time.monotonic()
+        group.restart(layout="fsdp:d1")
+        restarted = time.monotonic() - begin
+        assert [info.pid for info in workers.process_infos] == pids[:1]
+        assert reserved() == groups
+        steps = [group.train_batch(global_batch(seed), loss).grad_norm for seed in (1, 2)]
+        assert steps == pytest.approx(expected, rel=1e-5)
+
+        # The same without a loss.
+        group.destroy()
+        begin = time.monotonic()
+        group.initialize(FinetuneSpec(total_train_steps=1000))
+        group.load(meta)
+        loaded = time.monotonic() - begin
+        print(f"restart {restarted:.2f} s, load {loaded:.2f} s")
+        assert restarted < 3 * loaded + 1
+
+        # More ranks are new processes.
+        with ending(workers):
+            group.restart(layout="fsdp:d2")
+            assert pids[0] not in [info.pid for info in workers.process_infos]
+            steps = [group.train_batch(global_batch(seed), loss).grad_norm for seed in (1, 2)]
+            assert steps == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.timeout(240)

@@ -78,10 +78,15 @@ def ray_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def watched(size: int, **limits: float) -> Iterator[tuple[Watch, list[Rank], list[str]]]:
-    """Yield a watch, its ranks, and a list that is not empty once the processes were ended."""
+    """Yield a watch, its ranks, and a list of the processes that were ended."""
     ranks, ended = [Rank() for _ in range(size)], list[str]()
     infos = [ProcessInfo(f"node{n}", f"10.0.0.{n}", 100 + n, n, (), (), ()) for n in range(size)]
-    processes: Any = SimpleNamespace(actors=ranks, process_infos=infos, end=lambda: ended.append("ended"))
+    processes: Any = SimpleNamespace(
+        actors=ranks,
+        process_infos=infos,
+        end=lambda: ended.append("all"),
+        end_rank=lambda rank: ended.append(f"rank {rank}"),
+    )
     watch = Watch(processes, Limits(**{"hang_seconds": 600.0, "grace_seconds": 600.0} | limits))
     try:
         yield watch, ranks, ended
@@ -119,7 +124,7 @@ def test_first_error_is_raised_when_the_other_ranks_wait_for_it() -> None:
         assert "the trace of ZeroDivisionError" in str(raised.value.__cause__)
         with pytest.raises(WorkerLostError, match="has not moved"):
             behind.result(10)
-        assert (ended, type(watch.error)) == (["ended"], WorkerLostError)
+        assert (ended, type(watch.error)) == (["rank 1"], WorkerLostError)
         with pytest.raises(RuntimeError, match=r"(?s)later cannot run: rank 1 .*restart\(\)"):
             watch.submit("later", None, [0, 0])
 
@@ -172,7 +177,7 @@ def test_process_that_dies_ends_the_calls_and_names_the_errors_of_others() -> No
         assert (raised.value.rank, raised.value.pid) == (1, 101)
         with pytest.raises(WorkerLostError, match="died during train_batch"):
             calls[1].result(10)
-        assert ended == ["ended"]
+        assert ended == ["rank 1"]
 
 
 def test_process_that_dies_between_calls_is_noticed() -> None:
@@ -192,7 +197,7 @@ def test_call_that_some_ranks_got_ends_all() -> None:
             RuntimeError, match=r"set_lr was sent to some ranks only: cannot pickle a lock: call restart\(\)"
         ):
             watch.submit("set_lr", None, [0, "cannot be sent"])
-        assert ended == ["ended"]
+        assert ended == ["all"]
         with pytest.raises(RuntimeError, match="sent to some ranks only"):
             running.result(10)
 

@@ -98,7 +98,7 @@ def checkpointer_of(engine: TrainEngine, source: str, **options: Any) -> EngineC
     if kind.engine == "jax":
         return kind(components.model, components.optimizer, components.weights, *run, **options)
     own = components.checkpointer
-    parts = (own._chunks, own._chained, components.optimizer, components.weights, own._groups, components.vocab_size)
+    parts = (own._chunks, own._chained, components.optimizer, components.weights, own._groups)
     return kind(*parts, *run, **options)
 
 

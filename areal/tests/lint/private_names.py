@@ -108,7 +108,7 @@ GPU_NAMES = {"_group_start", "_group_end"}
 OTHER_NAMES = {
     *("_attn_implementation", "_init_weights", "_is_hf_initialized"),
     *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),
-    *("_extra_state", "_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer", "_get_model_param_range_map"),
+    *("_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer", "_get_model_param_range_map"),
     "_communicate",
     *("_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"),
     *("_getframe", "_current_frames", "_fields"),

@@ -113,6 +113,9 @@ def leave_after_fault(control: ControlPlane) -> None:
     shut_down(membership.listeners)
     with contextlib.suppress(Exception):  # the service may be lost as well
         jax.distributed.shutdown()
+    # An engine of this process alone may be the next.
+    state = distributed.global_state
+    state.client, state.process_id, state.num_processes = None, 0, 1
     clear_backends()
     membership.lifeline.close()
 

@@ -200,7 +200,10 @@ def test_adapter_round_trips_with_peft(backend: str, family: str, tmp_path: Path
         pytest.param("fsdp:d2t2", "fsdp:d4", marks=FOUR),
         *(
             pytest.param(write, read, marks=[pytest.mark.world(2, timeout=400)])
-            for write, read in (("fsdp:t2", "jax:d2"), ("jax:d2", "jax:t2"), ("jax:t2", "megatron:p2"))
+            for write, read in (
+                *(("fsdp:t2", "jax:d2"), ("jax:d2", "jax:t2"), ("jax:t2", "megatron:p2")),
+                *(("jax:d2", "fsdp:d2"), ("megatron:t2", "jax:d2")),
+            )
         ),
         pytest.param("jax:d1", "jax:d1", marks=[pytest.mark.world(1)]),
     ],

@@ -15,6 +15,7 @@ from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.in_process import InProcess
+from areal.dispatch.rank_calls import RankLayout
 from areal.dispatch.rank_objects import Reply
 from areal.tests.dist.dispatch.results import same, untimed
 from areal.tests.grid.models import VOCAB, model_dir
@@ -56,9 +57,29 @@ class Losing(InProcess):
         future.set_exception(self.lost)
         return future
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, size: int) -> None:
+        super().restart(size)
         self.lost = None
+
+
+class LosingOneOfTwo(Losing):
+    """Two ranks that hold nothing, of which one is lost. The other is this process."""
+
+    size = 2
+    in_driver = False
+    nodes = ("", "")
+
+    def start(self, what: str, work: Any, arguments: Any) -> Future[list[Reply]]:
+        if self.size == 1 or what == self._what:
+            return super().start(what, work, arguments)
+        future: Future[list[Reply]] = Future()
+        values = {"initialize": [RankLayout(rank, True, None) for rank in range(2)], "load": [(0, {})] * 2}
+        future.set_result([Reply(value) for value in values[what]])
+        return future
+
+    def restart(self, size: int) -> None:
+        super().restart(size)
+        self.size, self.in_driver, self.nodes = 1, True, ("",)
 
 
 def train(trainer: PPOTrainer | SupervisedTrainer, group: WorkerGroup, curve: Curve, losses: int) -> None:
@@ -170,6 +191,43 @@ def test_restart_skips_an_asynchronous_save_that_was_never_published(tmp_path: P
             pytest.fail(f"the save that was not published was loaded: {error}")
         assert group.version == 1
         assert same(untimed(group.train_batch(global_batch(1), loss)), expected)
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("layout", ["fsdp:d1", "megatron:d1"])
+def test_group_goes_on_in_another_layout_after_a_loss(layout: str, tmp_path: Path) -> None:
+    """Of two ranks one is left, which loads the checkpoint into the engine of the layout."""
+    meta = SaveLoadMeta(tmp_path / "step", weight_format="dcp")
+    with WorkerGroup(config("fsdp:d1")) as group:
+        group.initialize(FinetuneSpec(total_train_steps=10))
+        group.train_batch(global_batch(), loss)
+        group.save(meta)
+        expected = [group.train_batch(global_batch(seed), loss).grad_norm for seed in (1, 2)]
+    with WorkerGroup(config("fsdp:d2"), LosingOneOfTwo("zero_grad", 1)) as group:
+        group.initialize(FinetuneSpec(total_train_steps=10))
+        group.load(meta)
+        with pytest.raises(WorkerLostError):
+            group.zero_grad()
+        group.restart(layout=layout)
+        assert (str(group.dims), group.config.backend) == (layout, layout)
+        steps = [group.train_batch(global_batch(seed), loss).grad_norm for seed in (1, 2)]
+        assert steps == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.world(1)
+def test_layout_that_is_not_possible_changes_nothing() -> None:
+    options = {"fsdp": {"context_parallel": "ulysses"}}
+    refused = {
+        "fsdp:d2": r"a layout of 2 ranks, and this process is one.*RayWorkers\(2\)",
+        "megatron:d1": r"fsdp\.context_parallel = 'ulysses' with backend = 'megatron:d1'",
+    }
+    with WorkerGroup(config("fsdp:d1", **options)) as group:
+        group.initialize(FinetuneSpec(total_train_steps=10))
+        for layout, message in refused.items():
+            with pytest.raises(ValueError, match=message):
+                group.restart(layout=layout)
+        assert str(group.dims) == "fsdp:d1"
+        group.train_batch(global_batch(), loss)
 
 
 @pytest.mark.world(1)

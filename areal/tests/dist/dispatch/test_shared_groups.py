@@ -235,7 +235,7 @@ def test_lost_model_leaves_its_room_to_others() -> None:
     """Its processes are gone: nothing is offloaded, and nothing waits."""
     with two_groups() as (shared, policy, other):
         policy.train_batch(samples(), loss)
-        policy._executor.restart()
+        policy._executor.restart(1)
         other.train_batch(samples(), loss)
         shared.settle(["policy"])
         assert shared.placement.bytes_on_device("gpu", "policy") == 0

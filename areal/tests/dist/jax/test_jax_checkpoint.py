@@ -180,25 +180,16 @@ def run(chain: list[str], folder: Path, meta: dict[str, Any], **options: Any) ->
     return curve
 
 
-@pytest.mark.parametrize(
-    ("weight_format", "optimizer", "chain"),
-    [
-        pytest.param("hf", PLAIN_SGD, ["fsdp:d2", "jax:d2", "megatron:t2"], id="weights"),
-        pytest.param("dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "fsdp:d2"], id="there-and-back"),
-        pytest.param("dcp", OPTIMIZER, ["fsdp:d2", "jax:d2", "megatron:d2"], id="moments"),
-        pytest.param("dcp", SGD, ["jax:d2", "fsdp:d2", "megatron:t2"], id="momentum"),
-    ],
-)
 @pytest.mark.world(2)
 @NEEDS_JAX
-def test_a_run_that_moves_between_engines_follows_one_curve(
-    weight_format: str, optimizer: OptimizerConfig, chain: list[str], tmp_path: Path
-) -> None:
-    meta, options = {"weight_format": weight_format}, {"optimizer": optimizer}
+def test_a_run_that_moves_its_weights_between_engines_follows_one_curve(tmp_path: Path) -> None:
+    """Without moments, in the Hugging Face format. The test of moves between engines has runs with them."""
+    meta, options = {"weight_format": "hf"}, {"optimizer": PLAIN_SGD}
+    chain = ["fsdp:d2", "jax:d2", "megatron:t2"]
     moved = run(chain, tmp_path / "moved", meta, **options)
     stayed = run(["fsdp:d2"] * len(chain), tmp_path / "stayed", meta, **options)
     assert_follows(moved, stayed)
-    # The steps are large enough to see a step that is lost, or an optimizer that starts again.
+    # The steps are large enough to see a step that is lost.
     assert abs(stayed[-1].grad_norm / stayed[0].grad_norm - 1) > 1e-2
 
 

@@ -166,7 +166,25 @@ def restored_runner_does_not_wait_for_weights(right: Function) -> Function:
 
 # ---- processes of Ray, without Ray itself
 
+
+@mutant(
+    "areal.dispatch.group:WorkerGroup._on_layout",
+    "dist/dispatch/test_recovery.py::test_group_goes_on_in_another_layout_after_a_loss[*fsdp:d1]",
+)
+def layout_of_a_restart_ignored(right: Function) -> Function:
+    """A group restarts on the layout that it had."""
+    return lambda self, layout: self.config
+
+
 if find_spec("ray") is not None:
+
+    @mutant(
+        "areal.dispatch.ray.processes:Processes.without",
+        RAY + "test_cluster.py::test_processes_that_reply_after_a_loss_make_a_world",
+    )
+    def lost_process_goes_on(right: Function) -> Function:
+        """The lost process is asked, too, and the one before it is not."""
+        return lambda self, lost, *args: right(self, lost - 1, *args)
 
     @mutant(
         "areal.dispatch.ray.cluster:by_rank",

@@ -280,3 +280,37 @@ def megatron_stages_swapped(right: Function) -> Function:
 def megatron_stages_in_the_default_group(right: Function) -> Function:
     """Interleaved stages communicate over the default process group, which no fault aborts."""
     return P2PCommunicator._communicate
+
+
+# ---- checkpoints
+
+MOVES = "dist/megatron/test_engine_moves.py::test_a_run_that_moves_equals_one_that_stays[{}]"
+
+
+@mutant("areal.engine.megatron.checkpoint:MegatronCheckpointer._step", MOVES.format("*megatron-fsdp"))
+def megatron_steps_do_not_leave(right: Function) -> Function:
+    """Another engine corrects the bias of loaded moments as in the first step."""
+
+    def wrong(self: Any) -> Any:
+        tensors = right(self)
+        for boxes in tensors.values():
+            boxes.boxes[0][1].zero_()
+        return tensors
+
+    return wrong
+
+
+@mutant(
+    "areal.engine.megatron.dist_checkpoint:_named_values",
+    "dist/megatron/test_megatron_checkpoint.py::test_main_parameters_load_in_another_dtype[w2-bf16 to float32]",
+)
+def megatron_rounded_weights_are_saved(right: Function) -> Function:
+    """A checkpoint has the rounded weights of a bf16 run, and not its main parameters."""
+
+    def wrong(parameter: Any, state: Any, has_main: bool) -> Any:
+        for named in right(parameter, state, has_main):
+            swapped = {"model.{}": None, None: "model.{}"}
+            key = swapped.get(named.run_key, named.run_key) if parameter.dtype == torch.bfloat16 else named.run_key
+            yield dataclasses.replace(named, run_key=key)
+
+    return wrong
