@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import torch
 from torch import Tensor
 
@@ -68,7 +69,9 @@ class JAXEngine(BaseTrainEngine):
         architecture = Architecture.of(hf)
         check_experts_of(self.dims, architecture.experts.n_experts if architecture.experts else None)
         keep = config.kept_logits_bytes
-        numbers, mesh = Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype), build_mesh(self.dims)
+        numbers = Numbers(config.dtype, config.master_dtype, config.grad_reduce_dtype)
+        # JAX numbers processes in its own way on some platforms.
+        mesh = build_mesh(self.dims, self.control.gather(jax.process_index()))
         platform = mesh.devices.flat[0].platform
         self._spec = ModelSpec(
             architecture,

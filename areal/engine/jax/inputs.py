@@ -125,10 +125,10 @@ class StreamInputs:
     def arrays(self, sizes: Sizes, dtype: np.dtype, parts: int = 1) -> dict[str, np.ndarray]:
         """Return the arrays of this rank, padded to ``sizes``, for a stream divided into ``parts``; temperatures are of ``dtype``."""
         mb = self._mb
-        # Every part has the length of a stream.
+        # Every part has the length of a stream, and as many rows as the others.
         part = bucket(-(-sizes.tokens // parts))
         length = parts * part
-        n_rows = row_bucket(sizes.rows, length)
+        n_rows = parts * row_bucket(-(-sizes.rows // parts), part)
         ids = mb.data["input_ids"].cpu()
         ids = ids if mb.tree is None else ids[mb.tree.tokens]
         targets = _columns(mb.data["target_ids"].cpu()[self._packed].numpy(), sizes.targets)

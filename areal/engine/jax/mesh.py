@@ -8,6 +8,7 @@ value: a rank holds its shards of it, and the partitioner inserts the collective
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,19 +33,31 @@ _BY_ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight
 _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
-def build_mesh(dims: ParallelDims) -> Mesh:
-    """Return the mesh of this world: one device of each rank, in the order of the ranks of :mod:`areal.utils.mesh`."""
+def build_mesh(dims: ParallelDims, processes: Sequence[int]) -> Mesh:
+    """Return the mesh of this world: one device of each rank, in the order of the ranks of :mod:`areal.utils.mesh`.
+
+    Args:
+        dims: the layout.
+        processes: JAX's index of the process of each rank.
+
+    Raises:
+        ValueError: two ranks have the same index.
+    """
     # With a layout of experts apart, whole experts are spread over tensor-parallel ranks, too.
     spread = dims.ep if dims.expert_tp == dims.tp else dims.ep // dims.tp
-    if dims.world_size == 1:
-        devices = [jax.local_devices()[0]]
-    else:
-        by_rank = {device.process_index: device for device in reversed(jax.devices())}
-        devices = [by_rank[rank] for rank in range(dims.world_size)]
-    return Mesh(
-        np.array(devices, dtype=object).reshape(dims.dp_replicate, dims.dp_shard // spread, spread, dims.cp, dims.tp),
-        AXES,
-    )
+    shape = (dims.dp_replicate, dims.dp_shard // spread, spread, dims.cp, dims.tp)
+    return Mesh(np.array(_devices_of(processes, jax.devices()), dtype=object).reshape(shape), AXES)
+
+
+def _devices_of(processes: Sequence[int], devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Return the first device of the process of each rank."""
+    if len(set(processes)) < len(processes):
+        raise ValueError(
+            f"the ranks are the processes {', '.join(map(str, processes))} of JAX: those with the same index do not see each other's devices; "
+            "on TPUs, set TPU_PROCESS_ADDRESSES and TPU_PROCESS_BOUNDS for each process"
+        )
+    by_process = {device.process_index: device for device in reversed(devices)}
+    return [by_process[index] for index in processes]
 
 
 def stored_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

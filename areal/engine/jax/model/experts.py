@@ -7,7 +7,7 @@ some of the experts, computes the tokens that chose them, and the results of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,15 @@ def routed_feed_forward(spec: ModelSpec, sizes: ExpertSizes, weights: Mapping[st
         out_specs=streams,
         check_vma=False,
     )
-    return run(x, chosen, scores.astype(x.dtype), gate_up, down)
+    return _keeping_own_tokens(spec, run)(x, chosen, scores.astype(x.dtype), gate_up, down)
+
+
+def _keeping_own_tokens(spec: ModelSpec, run: Callable[..., Array]) -> Callable[..., Array]:
+    """Return the function, computed again in the backward where a device has rows for the tokens of all ranks of ``ep``.
+
+    Without it, a device would keep as many rows as all of these ranks together without ``ep``, since no token may be dropped.
+    """
+    return jax.checkpoint(run) if spec.mesh.shape["ep"] > 1 and not spec.recompute else run
 
 
 def _experts(reduce: str | None, x: Array, chosen: Array, scores: Array, gate_up: Array, down: Array) -> Array:

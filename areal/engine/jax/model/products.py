@@ -7,14 +7,16 @@ tokens and devices in :attr:`Numbers.reduce`. So the gradient of a bfloat16 mode
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.sharding import NamedSharding
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from areal.engine.jax.mesh import SHARDS, STREAMS, ways
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,26 @@ class WeightUse:
         placed = jax.lax.with_sharding_constraint(gradient.astype(self.reduce), self.stored)
         return placed.astype(weight.dtype)
 
+    @property
+    def by_device(self) -> NamedSharding:
+        """Placement of ``[D, C, ...]`` arrays: a sum for each of the devices that have different tokens, placed as the gathered weight."""
+        return NamedSharding(self.stored.mesh, PartitionSpec(STREAMS, "cp", *self.gathered.spec))
+
+    def sum_of_devices(self, sums: Array, weight: Array) -> Array:
+        """Return the sum of a ``[D, C, ...]`` array over devices, as the weight is stored: one reduce-scatter."""
+        mesh, spec = self.stored.mesh, self.stored.spec
+
+        def of_device(local: Array) -> Array:
+            total = local[0, 0]
+            if ways(mesh, SHARDS) > 1 and SHARDS in spec:
+                total = lax.psum_scatter(total, SHARDS, scatter_dimension=spec.index(SHARDS), tiled=True)
+            elif ways(mesh, SHARDS) > 1:
+                total = lax.psum(total, SHARDS)
+            return lax.psum(total, "r") if mesh.shape["r"] > 1 else total
+
+        run = jax.shard_map(of_device, mesh=mesh, in_specs=self.by_device.spec, out_specs=spec, check_vma=False)
+        return run(sums).astype(weight.dtype)
+
 
 def linear(x: Array, weight: Array, use: WeightUse) -> Array:
     """Return ``x @ weight.T`` for ``x`` ``[D, T, in]`` and ``weight`` ``[out, in]``."""
@@ -119,6 +141,67 @@ def _frozen_backward(use: WeightUse, weight: Array, grad: Array) -> tuple[Array,
 
 
 _frozen_linear.defvjp(_frozen_forward, _frozen_backward)
+
+
+# ---- a weight in a loop over chunks of tokens
+
+
+def gathered_linear(weight: Array, use: WeightUse) -> Callable[[Array], Array]:
+    """Gather a weight for a loop over chunks of tokens. The gradient is summed over devices after the loop.
+
+    Args:
+        weight: ``[out, in]``, as it is stored.
+        use: its use.
+
+    Returns:
+        The function ``x @ weight.T`` of ``x`` ``[D, T, in]``, of which ``T`` is divided over ``cp``.
+    """
+    gathered = lax.stop_gradient(use.gather(weight))
+    if not use.trained:
+        return lambda x: jnp.einsum("dti,oi->dto", x.astype(use.dtype), gathered)
+    sums = _device_sums(weight, use)
+    return lambda x: _loop_linear(x, gathered, sums, use)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _device_sums(weight: Array, use: WeightUse) -> Array:
+    """Return zeros ``[D, C, out, in]``: their gradient is the sum over the tokens of each device, and becomes that of the weight."""
+    mesh = use.stored.mesh
+    zeros = jnp.zeros((ways(mesh, STREAMS), mesh.shape["cp"], *weight.shape), use.reduce)
+    return lax.with_sharding_constraint(zeros, use.by_device)
+
+
+def _device_sums_forward(weight: Array, use: WeightUse) -> tuple[Array, Array]:
+    return _device_sums(weight, use), weight
+
+
+def _device_sums_backward(use: WeightUse, weight: Array, sums: Array) -> tuple[Array]:
+    return (use.sum_of_devices(sums, weight),)
+
+
+_device_sums.defvjp(_device_sums_forward, _device_sums_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _loop_linear(x: Array, weight: Array, sums: Array, use: WeightUse) -> Array:
+    return jnp.einsum("dti,oi->dto", x.astype(use.dtype), weight)
+
+
+def _loop_forward(x: Array, weight: Array, sums: Array, use: WeightUse) -> tuple[Array, tuple[Array, Array]]:
+    return _loop_linear(x, weight, sums, use), (x, weight)
+
+
+def _loop_backward(use: WeightUse, saved: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array]:
+    x, weight = saved
+    grad_x = jnp.einsum("dto,oi->dti", grad, weight).astype(x.dtype)
+    # No sum over devices here: it would be one for each chunk.
+    parts = use.stored.mesh.shape["cp"]
+    grad, x = (each.reshape(len(each), parts, -1, each.shape[-1]) for each in (grad, x.astype(use.dtype)))
+    sums = jnp.einsum("dcto,dcti->dcoi", grad, x, preferred_element_type=use.reduce)
+    return grad_x, None, lax.with_sharding_constraint(sums, use.by_device)
+
+
+_loop_linear.defvjp(_loop_forward, _loop_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

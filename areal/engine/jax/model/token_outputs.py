@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from areal.engine.checkpoint.huggingface import VALUE_HEAD
 from areal.engine.jax.lora.contribution import add_adapters
 from areal.engine.jax.model.architecture import HEAD, NORM
 from areal.engine.jax.model.decoder import Stream, decode, norm
-from areal.engine.jax.model.products import linear
+from areal.engine.jax.model.products import WeightUse, gathered_linear, linear
 from areal.engine.jax.model.spec import ModelSpec, Params
 
 _CHUNK = 512
@@ -50,6 +51,9 @@ class Wanted:
 
 Outputs = dict[str, Array]
 
+_Chunk = tuple[Array, Array, Array, Array | None]
+"""Hidden states, targets, temperatures and slots of some rows."""
+
 
 def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Stream, rows: Rows) -> Outputs:
     """Run the model. Returns the outputs by name, each ``[D, R, ...]``; of top-k, ``topk`` are log-probs and ``topk_ids`` tokens."""
@@ -64,19 +68,27 @@ def compute_outputs(spec: ModelSpec, wanted: Wanted, params: Params, stream: Str
         weight = params[VALUE_HEAD]
         out["values"] = linear(hidden, weight, spec.use(VALUE_HEAD, weight.shape))[..., 0].astype(spec.numbers.stats)
     if "logits" in wanted.names:
-        out["logits"] = _logits(spec, params, hidden, rows.temperature, slots)
+        weight, use = _head(spec, params)
+        out["logits"] = _logits(spec, params, linear(hidden, weight, use), hidden, rows.temperature, slots)
     if wanted.topk or wanted.names & {"logprobs", "entropy"}:
         out |= _of_head(spec, wanted, params, hidden, rows, slots)
     return {name: spec.spread(value) for name, value in out.items()}
 
 
-def _logits(spec: ModelSpec, params: Params, hidden: Array, temperature: Array, slots: Array | None) -> Array:
-    """Return the logits after temperature, in the dtype of the outputs."""
-    stats, weight = spec.numbers.stats, params[spec.arch.head]
-    dtype = stats if spec.fp32_head else None
-    logits = linear(hidden, weight, spec.use(spec.arch.head, weight.shape, dtype))
+def _head(spec: ModelSpec, params: Params) -> tuple[Array, WeightUse]:
+    """Return the head's weight and its use."""
+    weight = params[spec.arch.head]
+    return weight, spec.use(spec.arch.head, weight.shape, spec.numbers.stats if spec.fp32_head else None)
+
+
+def _logits(
+    spec: ModelSpec, params: Params, products: Array, hidden: Array, temperature: Array, slots: Array | None
+) -> Array:
+    """Return the logits after temperature, in the dtype of the outputs, from the products with the head's weight."""
+    stats = spec.numbers.stats
     # With tied embeddings, too, an adapter of the head is not one of the embedding.
-    logits = add_adapters(logits, hidden, params, _HEAD, slots, spec.use_of_factors(dtype))
+    factors = spec.use_of_factors(stats if spec.fp32_head else None)
+    logits = add_adapters(products, hidden, params, _HEAD, slots, factors)
     return logits.astype(stats) / temperature[..., None]
 
 
@@ -84,26 +96,37 @@ def _of_head(
     spec: ModelSpec, wanted: Wanted, params: Params, hidden: Array, rows: Rows, slots: Array | None
 ) -> Outputs:
     """Compute the outputs that need the head, all rows at once if their logits may be kept, else in chunks."""
+    weight, use = _head(spec, params)
 
-    def of(chunk: tuple[Array, Array, Array, Array | None]) -> Outputs:
+    def of(product: Callable[[Array], Array], chunk: _Chunk) -> Outputs:
         states, targets, temperature, slots = chunk
-        return _statistics(_logits(spec, params, states, temperature, slots), targets, wanted)
+        logits = _logits(spec, params, product(states), states, temperature, slots)
+        return _statistics(logits, targets, wanted)
 
-    n_rows, vocab = hidden.shape[1], params[spec.arch.head].shape[0]
+    def by_chunks(weight: Array, rows: _Chunk) -> Outputs:
+        of_chunk = functools.partial(of, gathered_linear(weight, use))
+        # In a loop nothing can be computed once for both passes; a barrier against it would keep unused arrays.
+        return _by_chunks(spec, jax.checkpoint(of_chunk, prevent_cse=False), rows)
+
     chunks = (hidden, rows.targets, rows.temperature, slots)
-    if n_rows * vocab * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes:
-        return of(chunks)
-    return _by_chunks(jax.checkpoint(of), chunks, math.gcd(n_rows, _CHUNK))
+    if hidden.shape[1] * len(weight) * jnp.dtype(spec.numbers.stats).itemsize <= spec.keep_bytes:
+        return of(lambda states: linear(states, weight, use), chunks)
+    # The backward gathers the weight again: a gathered weight is not kept.
+    return jax.checkpoint(by_chunks)(weight, chunks)
 
 
-def _by_chunks(of: Callable[[Any], Outputs], arrays: tuple[Array | None, ...], size: int) -> Outputs:
-    """Apply a function to chunks of ``[D, R, ...]`` arrays, one after the other."""
+def _by_chunks(spec: ModelSpec, of: Callable[[_Chunk], Outputs], arrays: _Chunk) -> Outputs:
+    """Apply a function to chunks of ``[D, R, ...]`` arrays, one after the other. Each chunk has rows of every part of ``R`` over ``cp``."""
+    parts = spec.mesh.shape["cp"]
+    size = math.gcd(arrays[0].shape[1] // parts, _CHUNK)
 
     def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+        chunks = jnp.moveaxis(x.reshape(len(x), parts, -1, size, *x.shape[2:]), 2, 0)
+        return chunks.reshape(*chunks.shape[:2], parts * size, *x.shape[2:])
 
     def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        rows = jnp.moveaxis(x.reshape(*x.shape[:2], parts, size, *x.shape[3:]), 0, 2)
+        return rows.reshape(len(rows), -1, *x.shape[3:])
 
     return jax.tree.map(join, lax.map(of, jax.tree.map(split, arrays)))
 

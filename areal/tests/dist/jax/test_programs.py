@@ -7,9 +7,7 @@ import json
 import logging
 import random
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +17,9 @@ pytest.importorskip("jax")
 
 import jax
 
-from areal.api import MicroBatchSpec, TrainEngine
-from areal.engine.jax import bridge
+from areal.api import MicroBatchSpec
 from areal.engine.jax.runtime.compilation import counted
+from areal.tests.dist.jax.compiled import compiled
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import Sample, chosen, global_batch, local_batch, loss, started
 from areal.tests.harness.world import record, world
@@ -97,51 +95,6 @@ def test_new_programs_are_logged() -> None:
 
 
 # ---- what is divided over ranks
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One result of a collective in a compiled program: its kind, and the dtype and shape of the result on one rank."""
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-_LINE = re.compile(r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
-
-
-def collectives(program: str) -> list[Collective]:
-    """Return the collectives of a compiled program, by its text."""
-    return [
-        Collective(match[2], dtype, tuple(int(n) for n in shape.split(",") if n))
-        for match in _LINE.finditer(program)
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-    ]
-
-
-def compiled(engine: TrainEngine) -> tuple[dict[str, list[Collective]], list[jax.Array]]:
-    """Run a forward, and a forward with a backward. Returns the collectives of the programs by function, and the residuals."""
-    found: dict[str, list[Collective]] = {}
-    residuals: list[jax.Array] = []
-
-    def recording(name: str, program: Any) -> Any:
-        def run(*args: Any) -> Any:
-            found[name] = collectives(program.lower(*args).compile().as_text())
-            result = program(*args)
-            if name == "_forward" and not residuals:  # those of the first micro-batch
-                residuals.extend(result[-1].leaves)
-            return result
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_evaluate", "_forward", "_pull"):
-            patch.setattr(bridge, name, recording(name, getattr(bridge, name)))
-        batch = local_batch(engine, global_batch())
-        engine.forward_batch(batch)
-        engine.forward_backward(batch, loss)
-    return found, residuals
 
 
 @pytest.mark.parametrize("backend", chosen("jax:d2", "jax:t2"))

@@ -96,3 +96,16 @@ def test_ranks_with_fewer_targets_get_as_many_as_the_others() -> None:
     computed = torch.arange(96.0).view(32, 3)
     assert torch.equal(one.result("logprobs", computed), computed[:5, 0])
     assert torch.equal(three.result("logprobs", computed), computed[:5])
+
+
+def test_parts_of_a_stream_have_equal_numbers_of_rows() -> None:
+    """With 36 rows of 8 context-parallel ranks, some would compute more than others."""
+    tokens = 8 * 9 * BLOCK
+    batch = [{"input_ids": torch.zeros(tokens, dtype=torch.long), "output_mask": torch.arange(tokens) < 3}]
+    (mb,) = (
+        plan_batch(batch, MicroBatchSpec())
+        .build(n_mbs=1, device=torch.device("cpu"), padded_length=None, layout=None, adapters=())
+        .mbs
+    )
+    inputs = StreamInputs(mb, ("logprobs",), 1.0)
+    assert len(inputs.arrays(inputs.sizes, np.dtype("float32"), 8)["places"]) % 8 == 0

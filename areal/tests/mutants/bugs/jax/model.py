@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal.engine.jax.model.products import linear
 from areal.tests.mutants.planting import Function, mutant
 
 _BLOCKS = "unit/jax/test_jax_attention.py::test_blocks_equal_attention_with_a_mask[{}]"
@@ -47,3 +48,21 @@ def kernel_visits_all_blocks(right: Function) -> Function:
 def last_micro_batch_only(right: Function) -> Function:
     """The gradient of a micro-batch replaces those before."""
     return lambda *args: right(*args[:-1], jax.tree.map(jnp.zeros_like, args[-1]))
+
+
+@mutant(
+    "areal.engine.jax.model.products:gathered_linear",
+    "dist/jax/test_head.py::test_head_in_chunks_is_gathered_and_reduced_once[jax:d2]",
+)
+def head_reduced_in_each_chunk(right: Function) -> Function:
+    """Each chunk of rows gathers the head, and reduces a gradient of its size."""
+    return lambda weight, use: lambda x: linear(x, weight, use)
+
+
+@mutant(
+    "areal.engine.jax.model.experts:_keeping_own_tokens",
+    "unit/jax/test_residuals.py::test_rank_with_experts_of_others_keeps_its_own_tokens",
+)
+def tokens_of_all_ranks_kept(right: Function) -> Function:
+    """A rank with experts of others keeps the activations of the tokens of all of them."""
+    return lambda spec, run: run
