@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from areal.inference.http.server_connection import RejectedCall, ServerConnection, StatusError, Unavailable
-from areal.inference.http.servers.base_schemas import ServedCard, ModelList
+from areal.inference.http.servers.base_schemas import ModelList, ServedCard
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.protocol import Sampling
 from areal.tinker.backends.errors import ServerError, UserError
