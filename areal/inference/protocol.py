@@ -82,7 +82,8 @@ class Completion:
         versions: version of the weights that generated each token.
         finish_reason: why generation ended.
         sampling: parameters of the request; ``None`` if unknown. A sample that is made from the answer carries them.
-        top: the most likely tokens at each position, under the same distribution; empty without ``Sampling.top_logprobs``.
+        top: the most likely tokens at each position, under the same distribution; empty without ``Sampling.top_logprobs``. Servers leave out
+            tokens that ``top_p`` and ``top_k`` exclude.
 
     Raises:
         ValueError: the lengths differ.

@@ -6,29 +6,35 @@ import secrets
 from collections.abc import Sequence
 
 from areal.inference.http.servers.dialect import ReplyPart
-from areal.inference.protocol import Completion, FinishReason, Sampling
+from areal.inference.protocol import Completion, FinishReason, Sampling, TopTokens
+from areal.inference.stop_strings import StopStrings
 
 
 class Answer:
     """State of an answer. An update of the weights interrupts a request, and the next request continues the answer.
 
-    Attributes:
+    Args:
         prompt: token ids of the prompt.
         sampling: sampling parameters.
+        stop: its stop strings, if it has some. A server does not find one that an interruption cuts.
+
+    Attributes:
+        prompt, sampling: as given.
         seed: seed of the sampling, or a random one.
-        tokens, logprobs, versions: tokens generated so far; see :class:`~areal.inference.protocol.Completion`.
+        tokens, logprobs, versions, top: tokens generated so far; see :class:`~areal.inference.protocol.Completion`.
         finish: why the answer ended; ``None`` until then.
         deadline: time on the monotonic clock by which the next tokens must arrive; ``None`` before the first attempt, and after a
             sign of life of the server that generates them.
     """
 
-    def __init__(self, prompt: list[int], sampling: Sampling) -> None:
-        self.prompt, self.sampling = prompt, sampling
+    def __init__(self, prompt: list[int], sampling: Sampling, stop: StopStrings | None = None) -> None:
+        self.prompt, self.sampling, self._stop = prompt, sampling, stop
         # Servers take seeds of 63 bits.
         self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**63
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.top: list[TopTokens] = []
         self.finish: FinishReason | None = None
         self.deadline: float | None = None
 
@@ -53,27 +59,40 @@ class Answer:
         """Raise if a reply cannot be the next part.
 
         Raises:
-            ValueError: it has too many tokens, or none where it stopped at one.
+            ValueError: it has too many tokens, or none where it stopped at one, or lacks the most likely tokens.
         """
         if len(reply.tokens) > self.sampling.max_new_tokens - len(self.tokens):
             raise ValueError(f"{len(reply.tokens)} tokens came, which is more than were asked for")
         if reply.finish == "stop" and not reply.tokens:
             raise ValueError("it stopped at a token, and none came")
+        if self.sampling.top_logprobs and len(reply.top) != len(reply.tokens):
+            raise ValueError(
+                f"{len(reply.tokens)} tokens came with the most likely tokens of {len(reply.top)} positions"
+            )
 
     def add(self, reply: ReplyPart, versions: Sequence[int]) -> None:
         """Append the tokens of one reply, with the version of the weights that generated each."""
+        before = len(self.tokens)
         self.tokens += reply.tokens
         self.logprobs += reply.logprobs
         self.versions += versions
+        self.top += reply.top
+        # A server may find a stop string some tokens late.
+        count = None if self._stop is None else self._stop.find(self.tokens, before)
+        if count is not None:
+            for values in (self.tokens, self.logprobs, self.versions, self.top):
+                del values[count:]
         if reply.finish == "length" or len(self.tokens) == self.sampling.max_new_tokens:
             self.finish = "length"
         # With stop tokens of the request, an end-of-sequence token of the model ends a part: the answer continues.
         stops = self.sampling.stop_token_ids
-        if reply.finish == "stop" if stops is None else self.tokens and self.tokens[-1] in stops:
+        at_token = reply.finish == "stop" if stops is None else self.tokens and self.tokens[-1] in stops
+        if at_token or count is not None or reply.stop_string:
             self.finish = "stop"
 
     def completion(self) -> Completion:
         """Return the answer so far, ``"aborted"`` if it is incomplete."""
+        finish = self.finish or "aborted"
         return Completion(
-            tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), self.finish or "aborted", self.sampling
+            tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish, self.sampling, tuple(self.top)
         )

@@ -14,6 +14,7 @@ from areal.inference.http.folder_update import restore_server, update_server
 from areal.inference.http.prefix_affinity import Affinity
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import Unavailable
+from areal.inference.http.server_sleep import sleep_server, wake_server
 from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, Updating
 from areal.inference.http.update_times import UpdateTimes
 
@@ -239,14 +240,14 @@ class Fleet:
 
     async def sleep(self) -> list[str]:
         """Put all servers to sleep, or none. Returns the error of each, or an empty string."""
-        faults = await asyncio.gather(*(each.sleep(self._times.step) for each in self.servers))
+        faults = await asyncio.gather(*(sleep_server(each, self._times.step) for each in self.servers))
         if any(faults):
             await self.wake([each for each, fault in zip(self.servers, faults, strict=True) if not fault])
         return faults
 
     async def wake(self, servers: Sequence[Server] | None = None) -> list[str]:
         """Wake servers, by default all. Returns the error of each, or an empty string."""
-        return await asyncio.gather(*(each.wake(self._times.step) for each in servers or self.servers))
+        return await asyncio.gather(*(wake_server(each, self._times.step) for each in servers or self.servers))
 
     async def close(self) -> None:
         """Leave the servers to others, and close the connections."""

@@ -57,9 +57,9 @@ class ServerLabel:
         Raises:
             RuntimeError: it does not answer.
         """
-        if routes.label is None:
+        if routes.labels is None:
             return None
-        return routes.read_label(await self._connection.send(routes.label, seconds))
+        return (await self._connection.send(routes.labels.read, seconds)).weight_version
 
     async def give(self, routes: Routes, version: int) -> None:
         """Set the label of a version.
@@ -68,9 +68,9 @@ class ServerLabel:
             RuntimeError: the server does not take it.
         """
         self.given = self._owner.label(version)
-        if routes.label is not None:
+        if routes.labels is not None:
             self._checked = time.monotonic()
-            await self._connection.send(routes.set_label(self.given), LABEL_SECONDS)
+            await self._connection.send(routes.labels.give(self.given), LABEL_SECONDS)
 
     async def insist(self, routes: Routes, version: int, seconds: float) -> None:
         """Call :meth:`give` until the server has the label. After a lost reply, the server's label tells whether it was set.
@@ -101,7 +101,7 @@ class ServerLabel:
             WrongLabel: it is not the one that was given.
             RuntimeError: the server does not answer.
         """
-        if routes.label is None:
+        if routes.labels is None:
             return
         async with self._checking:
             # One check serves all connections that were there when it began.
@@ -137,6 +137,6 @@ class ServerLabel:
 
     async def release(self, routes: Routes, seconds: float) -> None:
         """Take the label back, so that another owner may take the server. Failures are ignored."""
-        if routes.label is not None:
+        if routes.labels is not None:
             with contextlib.suppress(RuntimeError, ValueError):
-                await self._connection.send(routes.set_label("released"), seconds)
+                await self._connection.send(routes.labels.give("released"), seconds)

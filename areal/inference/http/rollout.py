@@ -13,11 +13,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.inference.http.answer import Answer
+from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.loop_thread import LoopThread
@@ -30,6 +32,7 @@ from areal.inference.http.servers.dialect import Dialect, ReplyPart
 from areal.inference.http.update_times import UpdateTimes
 from areal.inference.http.updates import WeightUpdates
 from areal.inference.protocol import Completion, Sampling, checked_prompt
+from areal.inference.stop_strings import StopStrings
 from areal.utils.distributed import ControlPlane
 
 T = TypeVar("T")
@@ -46,9 +49,9 @@ class HTTPRollout:
     server rejects (status 400 to 499) is not retried.
 
     An update writes the weights to ``folder``. Every server then pauses, loads them and resumes, and every token has the version that
-    generated it. Servers that keep requests (vLLM with ``--enable-scale-out``) continue them with the new weights. Others return the tokens
-    generated so far, and the request is continued with these tokens as part of the prompt; requests that do not return within
-    ``drain_seconds`` of the pause are discarded and repeated. The new weights recompute all keys and values.
+    generated it. Servers that keep requests (SGLang, and vLLM with ``--enable-scale-out``) continue them with the new weights. Others, and
+    all in an update of an adapter, return the tokens generated so far, and the request is continued with these tokens as part of the prompt;
+    requests that do not return within ``drain_seconds`` of the pause are discarded and repeated. The new weights recompute all keys and values.
 
     Servers with labels of weights are given one that names this engine. A server of another engine that lives is refused. A server that was
     started anew is noticed before its next token counts, and gets the current weights first. A server that cannot be reached gets no requests
@@ -66,8 +69,8 @@ class HTTPRollout:
         carrier: sends weights over a process group with the servers' workers, such as
             :class:`~areal.inference.http.group.NCCLCarrier`; adapters still go by ``folder``. ``None`` writes them to ``folder``.
         control: control plane over the ranks of the trainer (``engine.control``); ``None`` if this process alone has the engine.
-        model: directory or hub name of the model, whose configuration is written with the weights. Needed only if servers are started from a
-            version's directory.
+        model: directory or hub name of the model that servers must have. Its configuration is written with the weights, and its tokenizer
+            finds stop strings. ``None`` compares the servers with each other.
         version: version of the weights that the servers have now.
         cast: dtype in which weights are written; ``None`` keeps each tensor's dtype.
         timeout: seconds without a reply after which a server is asked for its health. While it is healthy, a request may take any time.
@@ -79,7 +82,7 @@ class HTTPRollout:
 
     Raises:
         ValueError: ``urls`` is empty or has duplicates, a time is not above 0, or a server that can be reached is not started as the dialect
-            needs it, or belongs to another engine. Raised on all ranks.
+            needs it, has another model or tokenizer, or belongs to another engine. Raised on all ranks.
     """
 
     def __init__(
@@ -118,7 +121,10 @@ class HTTPRollout:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Other ranks make no connection.
         urls_here = server_urls if self.owns_servers else []
-        servers = [Server(ServerConnection(url, headers), dialect, self._owner, version) for url in urls_here]
+        self._model = ModelCheck(model)
+        servers = [
+            Server(ServerConnection(url, headers), dialect, self._owner, version, self._model) for url in urls_here
+        ]
         self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds))
         self._version = version
         self._updating = threading.RLock()
@@ -166,7 +172,7 @@ class HTTPRollout:
 
         Raises:
             ValueError: the prompt is empty, prompt and ``max_new_tokens`` together exceed the context, the dialect does not support the
-                sampling parameters, or the server rejects the request.
+                sampling parameters, the request has stop strings and ``model`` no tokenizer, or the server rejects the request.
             RuntimeError: the engine is closed or asleep, or another rank has the servers. No attempt succeeded within ``deadline``, a reply
                 does not have the documented form, or the weights of a server give log-probs that are not finite; names the server.
         """
@@ -175,14 +181,12 @@ class HTTPRollout:
         if not self.owns_servers:
             raise RuntimeError("the first rank owns the servers, and this is another: give a runner rollout.client")
         prompt = checked_prompt(prompt_ids)
-        if sampling.stop or sampling.top_logprobs:
-            got = f"Sampling.stop = {sampling.stop}, Sampling.top_logprobs = {sampling.top_logprobs}"
-            raise ValueError(f"{got}: servers are not asked for these: use stop_token_ids, or LocalRollout")
         self._dialect.check(sampling)
-        return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling))))
+        stop = StopStrings(self._tokenizer_for(sampling), sampling.stop) if sampling.stop else None
+        return await asyncio.wrap_future(self._submit(self._answer(Answer(prompt, sampling, stop))))
 
     def sync(self, engine: TrainEngine, version: int) -> None:
-        """Send an engine's weights, or with ``VLLM(adapter=...)`` its selected adapter alone, to all servers. Collective over ``control``.
+        """Send an engine's weights, or with an adapter of the dialect its selected adapter alone, to all servers. Collective over ``control``.
 
         Args:
             engine: its ranks are those of ``control``.
@@ -221,8 +225,8 @@ class HTTPRollout:
         """Load weights from a directory on all servers. Collective over ``control``.
 
         Args:
-            folder: model directory as written by transformers, at a path that the servers can read; that of an adapter with
-                ``VLLM(adapter=...)``.
+            folder: model directory as written by transformers, at a path that the servers can read; that of an adapter if the dialect has
+                one.
             version: version of these weights.
 
         Raises:
@@ -282,6 +286,15 @@ class HTTPRollout:
     ) -> None:
         self.close()
 
+    def _tokenizer_for(self, sampling: Sampling) -> PreTrainedTokenizerBase:
+        """Return the tokenizer that finds stop strings, which an interruption may cut."""
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise ValueError(
+                f"Sampling.stop = {sampling.stop}: text needs a tokenizer: give HTTPRollout(model=...) a model with one, or set stop_token_ids"
+            )
+        return tokenizer
+
     # ---- run by the engine's event loop
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
@@ -323,7 +336,7 @@ class HTTPRollout:
             left = (answer.deadline or 0.0) - time.monotonic()
             if server is None or left <= 0:
                 raise RuntimeError(f"no answer within {self._deadline:g} s; the last attempt: {fault}")
-            answer.check_length(server.routes.max_context if server.routes is not None else None)
+            answer.check_length(server.routes.served.max_context if server.routes is not None else None)
             try:
                 reply = await server.generate(uuid.uuid4().hex, answer, min(left, self._timeout))
             except Unavailable as error:

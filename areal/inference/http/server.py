@@ -9,6 +9,7 @@ import time
 from typing import Any, TypeVar
 
 from areal.inference.http.answer import Answer
+from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.label import LABEL_SECONDS, ServerLabel, WrongLabel
 from areal.inference.http.owner import Owner
 from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
@@ -23,6 +24,8 @@ R = TypeVar("R", bound=ReplyBody)
 
 _PAUSE_AGAIN = 0.05
 """Seconds between two pauses of a server while requests are running."""
+_NOT_FINITE = "Out of range float values"
+"""Python's words for a number that JSON cannot have: a log-prob that is not finite, due to the weights and not to the request."""
 
 
 class Server:
@@ -36,6 +39,7 @@ class Server:
         dialect: kind of server.
         owner: whose labels it gets.
         version: version of the weights that the server has now.
+        model: the model that it must have.
 
     Attributes:
         state: its weights, and whether it gets requests. Changed by :meth:`enter` only.
@@ -46,8 +50,10 @@ class Server:
         loaded: weights of the last successful load; ``None`` if its weights came by another way.
     """
 
-    def __init__(self, connection: ServerConnection, dialect: Dialect, owner: Owner, version: int) -> None:
-        self.connection, self._dialect, self._owner = connection, dialect, owner
+    def __init__(
+        self, connection: ServerConnection, dialect: Dialect, owner: Owner, version: int, model: ModelCheck
+    ) -> None:
+        self.connection, self._dialect, self._owner, self._model = connection, dialect, owner, model
         self.url = connection.url
         self.state: ServerState = Serving(version)
         self.routes: Routes | None = None
@@ -90,7 +96,7 @@ class Server:
         """Choose routes by what the server offers, and claim it. Does nothing if that is done.
 
         Raises:
-            ValueError: it is not started as needed, or belongs to another owner.
+            ValueError: it is not started as needed, has another model, or belongs to another owner.
             RuntimeError: it does not answer as such a server does; :class:`Unavailable`: it cannot be reached.
         """
         if self.routes is not None:
@@ -110,6 +116,9 @@ class Server:
             routes = await self._dialect.examine(ask)
             found = await self._label.read(routes, seconds)
             self._owner.check(found)
+            # Version 0 is the model.
+            start = self.version == 0 and found in (None, "default")
+            await self._model.check(self.url, routes.served, ask, start=start)
         except ValueError as error:
             raise ValueError(f"{self.url}: {error}") from error
         if self.version is not None:
@@ -123,12 +132,17 @@ class Server:
             lost = Lost(f"{self.url} was interrupted in an update of an earlier owner: send an update")
             self.enter(Updating(lost) if isinstance(self.state, Updating) else lost)
             return
-        if routes.label is not None:
+        if routes.labels is not None:
             # Without a label of an owner, it has had no update: a restart brings the same weights back.
             self._start_version = version if found in (None, "default") else None
             await self._label.give(routes, version)
-        if found not in (None, "default"):
-            await self.connection.send(routes.resume, seconds)
+        if found != "default":
+            try:
+                await self.connection.send(routes.pauses.resume, seconds)
+            except StatusError:
+                # Without routes for labels, it may be without this one.
+                if found is not None:
+                    raise
 
     async def recognise(self, *, anew: bool = False) -> bool:
         """Return whether the server still has the weights of the last update, as its label says. If not, they are unknown from then on.
@@ -152,7 +166,7 @@ class Server:
             ValueError, RuntimeError: see :meth:`examine`.
         """
         await self.examine(seconds)
-        if self.version is None and self.routes is not None and self.routes.label is not None:
+        if self.version is None and self.routes is not None and self.routes.labels is not None:
             # It has missed an update. If it was started anew, too, it has no label of this owner.
             found = await self._label.read(self.routes, seconds)
             if self._owner.version_of(found) is None:
@@ -219,11 +233,11 @@ class Server:
         try:
             body = await self.connection.send_patiently(call, silence, self._label.note_connection, answer.note_life)
         except StatusError as error:
-            if routes.blames_weights(error.text):
+            if _NOT_FINITE in error.text:
                 raise self._not_finite(str(error)) from error
             raise
         try:
-            reply = routes.read_reply(body)
+            reply = routes.read_reply(body, answer.sampling)
             answer.check(reply)
         except ValueError as error:
             raise RuntimeError(f"{self.url}{call.route}: the reply cannot be: {error}") from error
@@ -232,7 +246,7 @@ class Server:
         if reply.labels is None:
             return (reply, [version] * len(reply.tokens)) if await self.recognise() else None
         try:
-            return reply, self._label.versions(reply.labels, version, mixed=routes.keeps_requests)
+            return reply, self._label.versions(reply.labels, version, mixed=routes.pauses.keeps_requests)
         except WrongLabel as error:
             self.mistake(error.found)
             return None
@@ -251,9 +265,9 @@ class Server:
         if not isinstance(self.state, Updating):
             self.enter(Updating(self.state))
         deadline = time.monotonic() + times.step
-        routes = await self._known_routes(deadline)
-        await self.connection.insist(routes.pause, deadline)
-        if not routes.keeps_requests:
+        routes = await self.known_routes(deadline)
+        await self.connection.insist(routes.pauses.pause, deadline)
+        if not routes.pauses.keeps_requests:
             await self._drain(routes, times.drain)
 
     async def resume(self, fault: str, times: UpdateTimes) -> str:
@@ -288,15 +302,14 @@ class Server:
             raise RuntimeError(f"{self.url} was away when version {weights.version} was sent: it gets the next one")
         deadline = time.monotonic() + seconds
         while True:
-            routes = await self._known_routes(deadline)
-            call = routes.load(weights.folder, self._owner.label(weights.version))
+            routes = await self.known_routes(deadline)
+            *before, call = routes.load(weights.folder, self._owner.label(weights.version))
             try:
-                reply = await self.connection.insist(call, deadline, fails=True)
+                await self.connection.insist(call, deadline, fails=True, before=before)
             except Unavailable:
                 if not again:
                     raise
-                reply = await self.connection.insist(call, deadline, fails=True)
-            routes.check_loaded(reply)
+                await self.connection.insist(call, deadline, fails=True, before=before)
             try:
                 await self._label.insist(routes, weights.version, deadline - time.monotonic())
             except WrongLabel:
@@ -322,7 +335,7 @@ class Server:
     async def end_pause(self, seconds: float) -> None:
         """Resume generation, if the server was examined."""
         if self.routes is not None:
-            await self.connection.insist(self.routes.resume, time.monotonic() + seconds)
+            await self.connection.insist(self.routes.pauses.resume, time.monotonic() + seconds)
 
     async def label_start(self) -> int:
         """Label a server that was started anew before its first update: its weights are those that it had. Returns their version.
@@ -335,7 +348,7 @@ class Server:
         await self._label.give(self.routes, self._start_version)
         return self._start_version
 
-    async def _known_routes(self, deadline: float) -> Routes:
+    async def known_routes(self, deadline: float) -> Routes:
         """Return the routes, of a server that may have to be examined first."""
         while self.routes is None:
             try:
@@ -355,40 +368,12 @@ class Server:
         while self.requests and time.monotonic() < deadline:
             _, running = await asyncio.wait(set(self.requests), timeout=min(_PAUSE_AGAIN, seconds))
             if running:
-                await self.connection.insist(routes.interrupt, deadline)
+                await self.connection.insist(routes.pauses.interrupt, deadline)
         late = set(self.requests)
         for request in late:
             request.cancel()
         if late:
             await asyncio.wait(late)
-
-    # ---- sleep
-
-    async def sleep(self, seconds: float) -> str:
-        """Pause the server and free its device memory. Returns the error, after which the server runs on, or an empty string."""
-        try:
-            routes = await self._known_routes(time.monotonic() + seconds)
-            await self.connection.send(routes.interrupt, seconds)
-            await self.connection.send(routes.sleep, seconds)
-        except (RuntimeError, ValueError) as error:
-            if self.routes is not None:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    await self.connection.send(self.routes.resume, seconds)
-            return str(error)
-        return ""
-
-    async def wake(self, seconds: float) -> str:
-        """Take the device memory back, and resume. Returns the error, after which the weights are unknown, or an empty string."""
-        try:
-            routes = await self._known_routes(time.monotonic() + seconds)
-            for call in (routes.wake, routes.resume):
-                await self.connection.insist(call, time.monotonic() + seconds)
-        except (RuntimeError, ValueError) as error:
-            self.enter(Lost(f"{self.url} did not wake up"))
-            return str(error)
-        if not routes.keeps_weights:
-            self.enter(Lost(f"{self.url} has slept without a backup of its weights: send an update"))
-        return ""
 
     async def close(self) -> None:
         """Leave the server to others, and close the connections."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx2
@@ -190,13 +191,16 @@ class ServerConnection:
         except Unavailable as error:
             raise Unavailable(f"{self.url}{route}: no answer within {silence:.3g} s; {error}", error.status) from error
 
-    async def insist(self, call: HTTPCall[R], deadline: float, *, fails: bool = False) -> R:
+    async def insist(
+        self, call: HTTPCall[R], deadline: float, *, fails: bool = False, before: Sequence[HTTPCall[ReplyBody]] = ()
+    ) -> R:
         """Call :meth:`send` until it succeeds or ``deadline``, on the monotonic clock, passes.
 
         Args:
             call: route, body and type of the reply.
             deadline: time on the monotonic clock.
             fails: a status of 500 means that the call cannot succeed.
+            before: requests sent before each attempt, which may fail.
 
         Raises:
             Unavailable: the last fault of the server that it explained itself, or the last one.
@@ -204,6 +208,9 @@ class ServerConnection:
         """
         said: Unavailable | None = None
         while True:
+            for each in before:
+                with contextlib.suppress(StatusError, Unavailable):
+                    await self.send(each, max(0.05, deadline - time.monotonic()))
             try:
                 return await self.send(call, max(0.05, deadline - time.monotonic()))
             except Unavailable as error:

@@ -12,7 +12,7 @@ from areal.api.control import Control
 from areal.api.engine import TrainEngine
 from areal.api.weights import NamedTensor
 from areal.engine.checkpoint.atomic_dir import prune
-from areal.inference.http.completeness import Completeness
+from areal.inference.http.checks.completeness import Completeness
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import PACKED_BYTES
@@ -72,9 +72,12 @@ class WeightUpdates:
             seconds: time limit of each step.
         """
         self._members = servers = members if self._control.rank == 0 else None
-        packed = PACKED_BYTES if self._dialect.group.packs else None
+        routes = self._dialect.group
+        if routes is None:
+            raise ValueError(f"carrier = {carrier!r}: servers of this kind get weights by files only: leave it None")
+        packed = PACKED_BYTES if routes.packs else None
         self._transport = ProcessGroupTransport(
-            self._control, servers, self._dialect.group, carrier, packed_bytes=packed, cast=cast, timeout=seconds
+            self._control, servers, routes, carrier, packed_bytes=packed, cast=cast, timeout=seconds
         )
 
     def sync(self, engine: TrainEngine, version: int) -> None:
@@ -111,7 +114,7 @@ class WeightUpdates:
         self.check()
         if self._dialect.adapter is not None:
             raise ValueError(
-                f"VLLM.adapter = {self._dialect.adapter!r}: a stream of tensors lacks the adapter's configuration: call sync()"
+                f"adapter = {self._dialect.adapter!r}: a stream of tensors lacks the adapter's configuration: call sync()"
             )
         self._require_transport().send(StreamSource(tensors), version)
         self._load_written(version)
@@ -128,7 +131,7 @@ class WeightUpdates:
             ValueError: an adapter answers, and the model would be sent.
         """
         for server in self._fleet.servers:
-            serves = None if server.routes is None else server.routes.serves
+            serves = None if server.routes is None else server.routes.served.adapter
             if serves is not None:
                 raise ValueError(
                     f"VLLM.model = {serves!r} is an adapter, which {server.url} would add to the new weights of the model: pass adapter= to "

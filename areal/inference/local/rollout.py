@@ -22,8 +22,8 @@ from areal.inference.local.prompt_logprobs import PromptLogprobs, PromptScorer
 from areal.inference.local.running_requests import PendingAnswer, RunningRequests
 from areal.inference.local.sampler import Request, end_tokens
 from areal.inference.local.served_adapters import ServedAdapter, ServedAdapters
-from areal.inference.local.stop_strings import StopStrings
 from areal.inference.protocol import Completion, Sampling
+from areal.inference.stop_strings import StopStrings
 from areal.utils import platform
 from areal.utils.offload import HostMemory, make_resizable
 from areal.weight_sync.apply import load_named

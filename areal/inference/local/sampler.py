@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from areal.inference.local.stop_strings import StopStrings
 from areal.inference.protocol import Completion, FinishReason, Sampling, TopTokens
+from areal.inference.stop_strings import StopStrings
 
 
 def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:

@@ -15,6 +15,7 @@ import areal.tests.mutants.bugs.prefixes
 import areal.tests.mutants.bugs.rollouts.episodes
 import areal.tests.mutants.bugs.rollouts.rollout
 import areal.tests.mutants.bugs.rollouts.servers
+import areal.tests.mutants.bugs.rollouts.sglang
 import areal.tests.mutants.bugs.shared_devices
 import areal.tests.mutants.bugs.silent
 import areal.tests.mutants.bugs.step

@@ -83,6 +83,18 @@ def test_greedy_tokens_are_the_most_likely(connect: Callable[..., HTTPRollout], 
     assert logits[5:-1].argmax(-1).tolist() == list(answer.tokens)
 
 
+@pytest.mark.parametrize("way", ["T=0.7", "top_k=5", "greedy"])
+def test_most_likely_tokens_are_those_of_the_model(connect: Callable[..., HTTPRollout], way: str) -> None:
+    sampling = endless(16, seed=1, top_logprobs=3, **WAYS[way])
+    (answer,) = run(connect().generate(prompt(1), sampling))
+    with torch.no_grad():
+        logits = replica()(torch.tensor([[*prompt(1), *answer.tokens]])).logits[0, len(prompt(1)) - 1 : -1]
+    best = log_probs(logits, [sampling] * 16).topk(3)
+    found = torch.tensor([each.logprobs for each in answer.top])
+    torch.testing.assert_close(found, best.values, rtol=0, atol=2 * TOLERANCE)
+    assert [each.ids for each in answer.top] == [tuple(row) for row in best.indices.tolist()]
+
+
 def test_answers_of_a_seed_do_not_depend_on_other_requests(connect: Callable[..., HTTPRollout]) -> None:
     rollout = connect()
 

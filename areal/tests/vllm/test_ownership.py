@@ -9,6 +9,7 @@ import pytest
 
 from areal.inference.http import VLLM, HTTPRollout
 from areal.inference.protocol import Completion
+from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import wait_until
 from areal.tests.vllm import server
 from areal.tests.vllm.answers import TOLERANCE, endless, error, prompt, run
@@ -51,6 +52,14 @@ def test_update_of_the_model_below_an_adapter_is_refused(
     with pytest.raises(ValueError, match="policy"):
         connect("policy").update(weights(1), 1)
     assert vllm.asked("/collective_rpc") == loads
+
+
+def test_server_of_another_model_is_refused(
+    connect: Callable[..., HTTPRollout], vllm: VLLMProcess, tmp_path: Path
+) -> None:
+    other = model_dir("qwen3")
+    with pytest.raises(ValueError, match=rf"{vllm.url}: it has the model '{vllm.model}', and .* '{other}'"):
+        HTTPRollout(vllm.url, VLLM(), folder=tmp_path, model=other, deadline=30)
 
 
 def test_second_rollout_on_a_server_is_refused_while_the_first_lives(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from areal.api.weights import UpdateKind, WeightUpdateMeta
 from areal.inference.http.group.carrier import Carrier
@@ -16,6 +16,8 @@ from areal.inference.http.servers.base_schemas import ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.group_routes import GroupRoutes
 from areal.weight_sync.transport import OutgoingTensors, ignore_errors
+
+R = TypeVar("R", bound=ReplyBody)
 
 _RECOVER_SECONDS = 5.0
 """Time limit of a request that cleans up after an interrupted update."""
@@ -67,7 +69,7 @@ class GroupSender:
             raise ValueError("select: servers over a process group receive all tensors; leave it None, or use the disk")
         starts = dict(self._servers.members())
         members = list(starts)
-        labels = {url: self._routes.read_label(reply) for url, reply in self._ask(members, self._routes.label).items()}
+        labels = {url: reply.weight_version for url, reply in self._ask(members, self._routes.label).items()}
         # A restarted process is not a member of the group any more. Its owner knows, or its label has changed.
         restarted = [url for url in members if url in self._labels and labels[url] != self._labels[url]]
         if self._starts != starts or restarted or self._interrupted:
@@ -191,12 +193,12 @@ class GroupSender:
 
     # ---- requests
 
-    def _ask(self, urls: Sequence[str], call: HTTPCall[ReplyBody]) -> dict[str, ReplyBody]:
+    def _ask(self, urls: Sequence[str], call: HTTPCall[R]) -> dict[str, R]:
         """Send a request to servers at once, and return the replies by URL."""
         futures = self._call(urls, call, self._timeout)
         return {url: future.result() for url, future in futures.items()}
 
-    def _call(self, urls: Sequence[str], call: HTTPCall[ReplyBody], seconds: float) -> dict[str, Future[ReplyBody]]:
+    def _call(self, urls: Sequence[str], call: HTTPCall[R], seconds: float) -> dict[str, Future[R]]:
         """Send a request to servers at once, and wait for the replies."""
         futures = {url: self._servers.call(url, call, seconds) for url in urls}
         wait(futures.values())

@@ -5,7 +5,8 @@ A request has exactly the fields of its class. A reply may have more. A field th
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,3 +38,65 @@ class OpenAPI(ReplyBody):
     """``GET /openapi.json``: the routes that a server offers."""
 
     paths: dict[str, object]
+
+
+class ServedCard(ReplyBody):
+    """``data[]`` of ``GET /v1/models``. An adapter has the model's name as ``parent``."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(ReplyBody):
+    """Reply of ``GET /v1/models``."""
+
+    data: list[ServedCard] = Field(min_length=1)
+
+
+class Tokenize(RequestBody):
+    """``POST /tokenize``."""
+
+    prompt: str
+    add_special_tokens: Literal[False] = False
+
+
+class Tokenized(ReplyBody):
+    """Reply of ``/tokenize``."""
+
+    tokens: list[TokenId]
+
+
+class LabelReply(ReplyBody):
+    """Label of a server's weights, ``"default"`` after a start."""
+
+    weight_version: str | None = None
+
+
+class SetLabel(RequestBody):
+    """``POST /update_weight_version``."""
+
+    new_version: str
+
+
+class LabelSpan(ReplyBody):
+    """``weight_versions[]``: tokens from ``start``, before ``end``, are of the weights with this label."""
+
+    version: str
+    start: int
+    end: int
+
+
+def labels_of(spans: Sequence[LabelSpan]) -> tuple[str, ...]:
+    """Return the label of each token.
+
+    Raises:
+        ValueError: the spans leave out a token, or overlap.
+    """
+    labels: list[str] = []
+    for span in spans:
+        if span.start != len(labels):
+            raise ValueError(f"weight_versions has no label for token {len(labels)}, or several")
+        labels += [span.version] * (span.end - span.start)
+    return tuple(labels)

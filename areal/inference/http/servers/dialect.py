@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from areal.inference.http.servers.base_schemas import ReplyBody
+from areal.inference.http.servers.base_schemas import LabelReply, ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.group_routes import GroupRoutes
-from areal.inference.protocol import FinishReason, Sampling
+from areal.inference.protocol import FinishReason, Sampling, TopTokens
 
 R = TypeVar("R", bound=ReplyBody, covariant=True)
 
@@ -23,6 +23,8 @@ class ReplyPart:
         logprobs: log-prob of each token, in nats; not finite if the weights are not.
         finish: why the request ended; ``"aborted"`` if a pause interrupted it.
         labels: the server's label of the weights, for each token; ``None`` if its replies have none.
+        top: the most likely tokens at each position; empty if they were not requested.
+        stop_string: True if the server ended the request at a stop string.
 
     Raises:
         ValueError: the lengths differ.
@@ -32,12 +34,16 @@ class ReplyPart:
     logprobs: tuple[float, ...]
     finish: FinishReason
     labels: tuple[str, ...] | None = None
+    top: tuple[TopTokens, ...] = ()
+    stop_string: bool = False
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} tokens came with {len(self.logprobs)} log-probs")
         if self.labels is not None and len(self.labels) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens came with weight versions of {len(self.labels)}")
+        if self.top and len(self.top) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens came with the most likely tokens of {len(self.top)} positions")
 
 
 class Ask(Protocol):
@@ -46,16 +52,76 @@ class Ask(Protocol):
     def __call__(self, call: HTTPCall[R], /) -> Awaitable[R | None]: ...
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """Description of a server's model by the server.
+
+    Attributes:
+        path: directory or hub name from which the server was started; ``None`` if unknown.
+        max_context: maximum number of tokens of prompt and answer; ``None`` if unknown.
+        adapter: name of a loaded adapter that answers requests, and that updates of the model would not replace; ``None`` for the model.
+    """
+
+    path: str | None = None
+    max_context: int | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class PauseRoutes:
+    """Requests that stop and start generation.
+
+    Attributes:
+        pause: stops generation for an update. Running requests return with their tokens so far, unless ``keeps_requests``.
+        interrupt: stops generation, and returns running requests with their tokens so far.
+        resume: starts generation again.
+        keeps_requests: requests go on by themselves after an update, and replies have a label for each token.
+    """
+
+    pause: HTTPCall[ReplyBody]
+    interrupt: HTTPCall[ReplyBody]
+    resume: HTTPCall[ReplyBody]
+    keeps_requests: bool = False
+
+
+@dataclass(frozen=True)
+class SleepRoutes:
+    """Requests that free the device memory of a paused server.
+
+    Attributes:
+        sleep: drops keys and values, and moves the weights to host memory.
+        wake: takes the memory back.
+        keeps_weights: the weights are the same afterwards; False if only an update brings them back.
+    """
+
+    sleep: HTTPCall[ReplyBody]
+    wake: HTTPCall[ReplyBody]
+    keeps_weights: bool = True
+
+
+@dataclass(frozen=True)
+class LabelRoutes:
+    """Requests for the label of a server's weights, which a restart resets.
+
+    Attributes:
+        read: returns the label.
+        give: returns the request that sets a label.
+    """
+
+    read: HTTPCall[LabelReply]
+    give: Callable[[str], HTTPCall[ReplyBody]]
+
+
 class Dialect(Protocol):
-    """Kind of server, with the options of the user. An adapter for another kind implements these members."""
+    """Kind of server, with the options of the user. An adapter for another kind implements these members and those of :class:`Routes`."""
 
     @property
     def adapter(self) -> str | None:
         """Name under which updates load an adapter alone; ``None`` if they load the whole model."""
 
     @property
-    def group(self) -> GroupRoutes:
-        """Requests with which the servers receive weights over a process group."""
+    def group(self) -> GroupRoutes | None:
+        """Requests with which the servers receive weights over a process group; ``None`` if they cannot."""
 
     def check(self, sampling: Sampling) -> None:
         """Raise unless the server's log-probs are those of the distribution from which it samples.
@@ -73,46 +139,23 @@ class Dialect(Protocol):
 
 
 class Routes(Protocol):
-    """Requests of one server.
-
-    ``read_reply`` and ``check_loaded`` raise a ``ValueError`` if a reply of the right form has impossible content.
-    """
+    """Requests of one server."""
 
     @property
-    def pause(self) -> HTTPCall[ReplyBody]:
-        """Request that stops generation for an update. Running requests return with their tokens so far, unless :attr:`keeps_requests`."""
+    def served(self) -> ServedModel:
+        """What the server tells of its model."""
 
     @property
-    def interrupt(self) -> HTTPCall[ReplyBody]:
-        """Request that stops generation, and returns running requests with their tokens so far."""
+    def pauses(self) -> PauseRoutes:
+        """Requests that stop and start generation."""
 
     @property
-    def resume(self) -> HTTPCall[ReplyBody]:
-        """Request that starts generation again."""
+    def labels(self) -> LabelRoutes | None:
+        """Requests for the label of the weights; ``None`` if the server has no labels."""
 
     @property
-    def keeps_requests(self) -> bool:
-        """True if requests go on by themselves after an update, and replies have a label for each token."""
-
-    @property
-    def sleep(self) -> HTTPCall[ReplyBody]:
-        """Request that frees the device memory of a paused server: it drops keys and values, and moves the weights to host memory."""
-
-    @property
-    def wake(self) -> HTTPCall[ReplyBody]:
-        """Request that takes the memory back."""
-
-    @property
-    def keeps_weights(self) -> bool:
-        """True if the weights are the same after :attr:`wake`; False if only an update brings them back."""
-
-    @property
-    def max_context(self) -> int | None:
-        """Maximum number of tokens of prompt and answer; ``None`` if unknown."""
-
-    @property
-    def serves(self) -> str | None:
-        """Name of a loaded adapter that answers requests, and that updates of the model would not replace; ``None`` for the model."""
+    def sleeps(self) -> SleepRoutes | None:
+        """Requests that free device memory; ``None`` if the server cannot."""
 
     def generate(
         self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
@@ -127,27 +170,15 @@ class Routes(Protocol):
             seed: seed of the answer.
         """
 
-    def read_reply(self, reply: ReplyBody) -> ReplyPart:
-        """Return the tokens of a reply to :meth:`generate`."""
+    def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:
+        """Return the tokens of a reply to :meth:`generate` with these sampling parameters.
 
-    def blames_weights(self, rejection: str) -> bool:
-        """Return whether a rejection of :meth:`generate` is due to the weights, not to the request: then no request can succeed."""
+        Raises:
+            ValueError: a reply of the right form has impossible content.
+        """
 
     def abort(self, name: str) -> HTTPCall[ReplyBody] | None:
         """Return the request that aborts another one; ``None`` if closing its connection does."""
 
-    def load(self, folder: str, label: str) -> HTTPCall[ReplyBody]:
-        """Return the request that loads weights from a directory."""
-
-    def check_loaded(self, reply: ReplyBody) -> None:
-        """Raise if a reply to :meth:`load` does not confirm that the weights were loaded."""
-
-    @property
-    def label(self) -> HTTPCall[ReplyBody] | None:
-        """Request for the label of the weights; ``None`` if the server has no labels."""
-
-    def read_label(self, reply: ReplyBody) -> str | None:
-        """Return the label in a reply to :attr:`label`."""
-
-    def set_label(self, label: str) -> HTTPCall[ReplyBody]:
-        """Return the request that sets the label. Only called if the server has labels."""
+    def load(self, folder: str, label: str) -> Sequence[HTTPCall[ReplyBody]]:
+        """Return the requests that load weights from a directory. Those before the last one make room for it, and may fail."""

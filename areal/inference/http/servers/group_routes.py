@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.inference.http.servers.base_schemas import ReplyBody
+from areal.inference.http.servers.base_schemas import LabelReply, ReplyBody
 from areal.inference.http.servers.call import HTTPCall
 
 INTERRUPTED = "interrupted"
@@ -32,11 +32,8 @@ class GroupRoutes(Protocol):
         """
 
     @property
-    def label(self) -> HTTPCall[ReplyBody]:
+    def label(self) -> HTTPCall[LabelReply]:
         """Request for the label of the server's weights, which a restart resets."""
-
-    def read_label(self, reply: ReplyBody) -> str | None:
-        """Return the label."""
 
     def join(
         self, where: Mapping[str, str | int], offset: int, size: int, packed_bytes: int | None

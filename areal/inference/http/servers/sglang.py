@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from areal.inference.http.servers.base_schemas import Anything, Empty, OpenAPI, ReplyBody
+from areal.inference.http.servers.base_schemas import Anything, Empty, LabelReply, ModelList, ReplyBody, labels_of
 from areal.inference.http.servers.call import HTTPCall, expect
-from areal.inference.http.servers.dialect import Ask, ReplyPart
+from areal.inference.http.servers.dialect import Ask, LabelRoutes, PauseRoutes, ReplyPart, ServedModel, SleepRoutes
 from areal.inference.http.servers.sglang_group import SGLangGroupRoutes
 from areal.inference.http.servers.sglang_schemas import (
     SGLangAbort,
     SGLangGenerate,
     SGLangGenerated,
-    SGLangLabel,
+    SGLangLoadAdapter,
     SGLangMemory,
-    SGLangModelInfo,
+    SGLangMeta,
     SGLangPause,
     SGLangSampling,
-    SGLangUpdated,
+    SGLangServerInfo,
+    SGLangSetLabel,
+    SGLangSuccess,
+    SGLangUnloadAdapter,
     SGLangUpdateFromDisk,
 )
-from areal.inference.protocol import FinishReason, Sampling
+from areal.inference.protocol import FinishReason, Sampling, TopTokens
+
+_OLDEST = (0, 5, 23)
+"""Oldest release that is supported. Releases before it do not name the weights of each token, or have other routes."""
+
+_ABORT = HTTPCall("/pause_generation", SGLangPause(mode="abort"), Anything)
+_RETRACT = HTTPCall("/pause_generation", SGLangPause(mode="retract"), Anything)
+_CONTINUE = HTTPCall("/continue_generation", Empty(), Anything)
 
 
 class SGLang:
-    """SGLang servers.
+    """SGLang servers of release 0.5.23 or newer, which must run without ``SGLANG_RETURN_ORIGINAL_LOGPROB``.
 
-    Their log-probs are computed after temperature but before ``top_p`` and ``top_k``, so both are refused. The server must run without
-    ``SGLANG_RETURN_ORIGINAL_LOGPROB``. It respects seeds only with ``--enable-deterministic-inference``.
+    They respect seeds only with ``--enable-deterministic-inference``. With ``top_p`` or ``top_k``, log-probs are those of the distribution
+    over the tokens that these leave. The server rejects an answer at a position where more than ``--sampling-mask-max-tokens`` are left.
+
+    An update of the model returns running requests to the queue, and they go on with the new weights. One of an adapter interrupts them.
 
     With ``stop_token_ids``, the model's end-of-sequence tokens end a request too. The client then continues the answer.
 
@@ -36,99 +49,158 @@ class SGLang:
     Args:
         weights_backup: the servers run with ``--enable-weights-cpu-backup``. Otherwise their weights do not survive a sleep, and the servers
             get no requests until the next update.
+        adapter: name under which updates load the engine's adapter, in place of the model's weights. Servers need ``--enable-lora``,
+            ``--max-lora-rank`` and ``--lora-target-modules``. Before the first update, the model answers.
     """
 
-    adapter = None
-    group = SGLangGroupRoutes()
-
-    def __init__(self, *, weights_backup: bool = False) -> None:
-        self._weights_backup = weights_backup
+    def __init__(self, *, weights_backup: bool = False, adapter: str | None = None) -> None:
+        self._weights_backup, self.adapter = weights_backup, adapter
+        self.group = SGLangGroupRoutes()
 
     def check(self, sampling: Sampling) -> None:
-        if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
-            raise ValueError(
-                f"Sampling.top_p = {sampling.top_p} and top_k = {sampling.top_k}: SGLang's log-probs are those before both, not of the "
-                "distribution that it draws from; leave them at 1 and 0"
-            )
+        # Everything can be drawn.
+        return None
 
     async def examine(self, ask: Ask) -> SGLangRoutes:
-        offered = await ask(HTTPCall.get("/openapi.json", OpenAPI))
-        paths = offered.paths if offered is not None else {}
-        labels = {"/model_info", "/update_weight_version"} <= set(paths)
-        return SGLangRoutes(weights_backup=self._weights_backup, labels=labels)
+        info = await ask(HTTPCall.get("/server_info", SGLangServerInfo))
+        release = () if info is None else tuple(int(each) for each in re.findall(r"\d+", info.version)[:3])
+        # Builds without a tag are 0.0.0.
+        if info is None or (release[:2] != (0, 0) and release < _OLDEST):
+            found = "a release without /server_info" if info is None else info.version
+            raise ValueError(f"SGLang {found}: install {'.'.join(map(str, _OLDEST))} or newer on the server")
+        if self.adapter is not None and not info.enable_lora:
+            raise ValueError(
+                f"SGLang.adapter = {self.adapter!r}: the server cannot load adapters; start it with --enable-lora, --max-lora-rank and "
+                "--lora-target-modules"
+            )
+        listed = await ask(HTTPCall.get("/v1/models", ModelList))
+        lengths = [card.max_model_len for card in listed.data if card.parent is None] if listed is not None else []
+        served = ServedModel(info.model_path, lengths[0] if lengths else None)
+        return SGLangRoutes(self.adapter, served, weights_backup=self._weights_backup)
 
 
 class SGLangRoutes:
     """Requests of one SGLang server; see :class:`~areal.inference.http.servers.dialect.Routes`.
 
     Args:
+        adapter: name under which updates load an adapter.
+        served: what the server tells of its model.
         weights_backup: its weights survive a sleep.
-        labels: it has the routes for labels.
     """
 
-    pause = interrupt = HTTPCall("/pause_generation", SGLangPause(), Anything)
-    resume = HTTPCall("/continue_generation", Empty(), Anything)
-    sleep = HTTPCall("/release_memory_occupation", SGLangMemory(), Anything)
-    wake = HTTPCall("/resume_memory_occupation", SGLangMemory(), Anything)
-    keeps_requests = False
-    max_context = serves = None
+    labels = LabelRoutes(
+        HTTPCall.get("/model_info", LabelReply),
+        lambda label: HTTPCall("/update_weight_version", SGLangSetLabel(new_version=label), Anything),
+    )
 
-    def __init__(self, *, weights_backup: bool, labels: bool) -> None:
-        self.keeps_weights = weights_backup
-        self.label = HTTPCall.get("/model_info", SGLangModelInfo) if labels else None
+    def __init__(self, adapter: str | None, served: ServedModel, *, weights_backup: bool) -> None:
+        self._adapter, self.served = adapter, served
+        self._loaded: str | None = None  # adapter that answers
+        # A request keeps its adapter to its end, and the next one cannot be loaded before.
+        keeps = adapter is None
+        self.pauses = PauseRoutes(_RETRACT if keeps else _ABORT, _ABORT, _CONTINUE, keeps_requests=keeps)
+        self.sleeps = SleepRoutes(
+            HTTPCall("/release_memory_occupation", SGLangMemory(), Anything),
+            HTTPCall("/resume_memory_occupation", SGLangMemory(), Anything),
+            keeps_weights=weights_backup,
+        )
 
     def generate(
         self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[SGLangGenerated]:
+        truncated = _is_truncated(sampling)
         drawn = SGLangSampling(
             max_new_tokens=sampling.max_new_tokens - generated,
             temperature=sampling.temperature,
-            top_p=1.0,
-            top_k=-1,
+            top_p=sampling.top_p if truncated else 1.0,
+            top_k=sampling.top_k if truncated and sampling.top_k else -1,
+            stop=list(sampling.stop) or None,
             stop_token_ids=list(sampling.stop_token_ids or ()),
             ignore_eos=sampling.stop_token_ids == (),  # it would disable stop_token_ids too
             sampling_seed=seed,  # the server combines it with the position
         )
-        body = SGLangGenerate(rid=name, input_ids=list(prompt), sampling_params=drawn)
+        body = SGLangGenerate(
+            rid=name,
+            input_ids=list(prompt),
+            sampling_params=drawn,
+            top_logprobs_num=None if truncated else sampling.top_logprobs or None,
+            return_sampling_mask=True if truncated else None,
+            sampling_logprobs_mode="support" if truncated and sampling.top_logprobs else None,
+            lora_path=self._loaded,
+        )
         return HTTPCall("/generate", body, SGLangGenerated)
 
-    def read_reply(self, reply: ReplyBody) -> ReplyPart:
+    def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:
         meta = expect(SGLangGenerated, reply).meta_info
         finish: FinishReason = "aborted" if meta.finish_reason.type == "abort" else meta.finish_reason.type
-        # An aborted request may lack the list; any other must have one entry per token.
         entries = meta.output_token_logprobs
-        if entries is None and finish != "aborted":
-            raise ValueError("meta_info.output_token_logprobs is missing")
-        if entries is not None and meta.completion_tokens not in (None, len(entries)):
+        truncated = _is_truncated(sampling)
+        # Only an aborted request may lack log-probs, and then its tokens cannot be used.
+        lacks = entries is None or (truncated and meta.output_token_sampling_logprobs is None)
+        if lacks and finish != "aborted":
+            name = "output_token_logprobs" if entries is None else "output_token_sampling_logprobs"
+            raise ValueError(f"meta_info.{name} is missing")
+        if entries is None or lacks:
+            return ReplyPart((), (), finish, ())
+        if meta.completion_tokens not in (None, len(entries)):
             raise ValueError(
                 f"meta_info.completion_tokens = {meta.completion_tokens}, and output_token_logprobs has {len(entries)} entries"
             )
-        # The label at the end of the request, which does not run across an update.
-        label = meta.weight_version
-        return ReplyPart(
-            tuple(token for _, token, _ in entries or ()),
-            tuple(logprob for logprob, _, _ in entries or ()),
-            finish,
-            None if label is None else (label,) * len(entries or ()),
-        )
-
-    def blames_weights(self, rejection: str) -> bool:
-        return False
+        tokens = tuple(token for _, token, _ in entries)
+        logprobs = tuple(logprob for logprob, _, _ in entries)
+        top: tuple[TopTokens, ...] = ()
+        if truncated:
+            logprobs, top = _of_support(tokens, meta, sampling.top_logprobs)
+        elif sampling.top_logprobs:
+            rows = meta.output_top_logprobs or []
+            top = tuple(TopTokens(tuple(t for _, t, _ in row), tuple(p for p, _, _ in row)) for row in rows)
+        stop_string = isinstance(meta.finish_reason.matched, str)
+        return ReplyPart(tokens, logprobs, finish, labels_of(meta.weight_versions), top, stop_string)
 
     def abort(self, name: str) -> HTTPCall[ReplyBody]:
         return HTTPCall("/abort_request", SGLangAbort(rid=name), Anything)
 
-    def load(self, folder: str, label: str) -> HTTPCall[SGLangUpdated]:
-        body = SGLangUpdateFromDisk(model_path=folder, weight_version=label)
-        return HTTPCall("/update_weights_from_disk", body, SGLangUpdated)
+    def load(self, folder: str, label: str) -> Sequence[HTTPCall[ReplyBody]]:
+        if self._adapter is None:
+            body = SGLangUpdateFromDisk(model_path=folder, weight_version=label)
+            return (HTTPCall("/update_weights_from_disk", body, SGLangSuccess),)
+        # A server whose load fails gets no requests.
+        self._loaded = self._adapter
+        return (
+            HTTPCall("/unload_lora_adapter", SGLangUnloadAdapter(lora_name=self._adapter), SGLangSuccess),
+            HTTPCall("/load_lora_adapter", SGLangLoadAdapter(lora_name=self._adapter, lora_path=folder), SGLangSuccess),
+        )
 
-    def check_loaded(self, reply: ReplyBody) -> None:
-        updated = expect(SGLangUpdated, reply)
-        if not updated.success:
-            raise ValueError(f"success is false: {updated.message}")
 
-    def read_label(self, reply: ReplyBody) -> str | None:
-        return expect(SGLangModelInfo, reply).weight_version
+def _is_truncated(sampling: Sampling) -> bool:
+    """Return whether ``top_p`` or ``top_k`` changes the distribution. A greedy answer has log-probs at temperature 1 over all tokens."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
 
-    def set_label(self, label: str) -> HTTPCall[ReplyBody]:
-        return HTTPCall("/update_weight_version", SGLangLabel(new_version=label), Anything)
+
+def _of_support(tokens: Sequence[int], meta: SGLangMeta, count: int) -> tuple[tuple[float, ...], tuple[TopTokens, ...]]:
+    """Return the log-probs of tokens under the distribution over the tokens that ``top_p`` and ``top_k`` leave, and the most likely ones.
+
+    Args:
+        tokens: sampled tokens.
+        meta: reply to a request for the tokens that are left, and their log-probs if ``count`` is not 0.
+        count: number of the most likely tokens.
+
+    Raises:
+        ValueError: a sampled token is not one of those that are left, or the lengths differ.
+    """
+    masks, values = meta.output_token_sampling_mask or [], meta.output_token_sampling_logprobs or []
+    if not len(masks) == len(values) == len(tokens):
+        raise ValueError(
+            f"{len(tokens)} tokens came with sampling masks of {len(masks)} and log-probs of {len(values)}"
+        )
+    logprobs: list[float] = []
+    top: list[TopTokens] = []
+    for token, mask, value in zip(tokens, masks, values, strict=True):
+        if token not in mask:
+            raise ValueError(f"token {token} is not in its sampling mask")
+        # One value is that of the sampled token.
+        row = value if isinstance(value, list) else [value if each == token else 0.0 for each in mask]
+        logprobs.append(row[mask.index(token)])
+        ordered = sorted(zip(mask, row, strict=True), key=lambda entry: -entry[1])[:count]
+        top += [TopTokens(tuple(t for t, _ in ordered), tuple(p for _, p in ordered))] if count else []
+    return tuple(logprobs), tuple(top)

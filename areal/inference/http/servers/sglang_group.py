@@ -1,8 +1,8 @@
 """Weights over a process group into SGLang. Read, not run.
 
-Sources: ``python/sglang/srt/entrypoints/http_server.py`` at ``0025436e`` (routes and replies), ``srt/managers/io_struct.py`` at
-``f11d231c`` (fields), ``srt/model_executor/model_runner_components/weight_updater.py`` at ``027814ef`` (group, and the order of the
-broadcasts).
+Sources, in the wheel of release 0.5.23: ``srt/entrypoints/http_server.py`` (routes and replies), ``srt/managers/io_struct.py`` (fields),
+``srt/managers/scheduler_components/weight_updater.py`` (sessions), ``srt/model_executor/model_runner_components/weight_updater.py`` (group,
+and the order of the broadcasts).
 """
 
 from __future__ import annotations
@@ -10,28 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field
-
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.inference.http.servers.base_schemas import Anything, Empty, ReplyBody, RequestBody
+from areal.inference.http.servers.base_schemas import Anything, Empty, LabelReply, ReplyBody, RequestBody
 from areal.inference.http.servers.call import HTTPCall, expect
 from areal.inference.http.servers.group_routes import INTERRUPTED
-from areal.inference.http.servers.sglang_schemas import SGLangLabel, SGLangModelInfo
-
-
-class SGLangServerInfo(ReplyBody):
-    """Reply of ``GET /get_server_info``: arguments of the server."""
-
-    tp_size: int = Field(ge=1)
-    pp_size: int = 1
-    dp_size: int = 1
-    enable_dp_attention: bool = False
-
-
-class SGLangSuccess(ReplyBody):
-    """Reply of the routes of the group. A failure has status 400."""
-
-    success: Literal[True]
+from areal.inference.http.servers.sglang_schemas import SGLangServerInfo, SGLangSetLabel, SGLangSuccess
 
 
 class SGLangInitGroup(RequestBody):
@@ -62,13 +45,17 @@ class SGLangUpdateFromGroup(RequestBody):
 
 
 class SGLangGroupRoutes:
-    """Routes of SGLang. Tensors are loaded in place. There is one group at a time, and its name is that of the last :meth:`join`."""
+    """Routes of SGLang. There is one group at a time, and its name is that of the last :meth:`join`.
+
+    Tensors are loaded in a session. Its start turns quantised weights into such as can be loaded, and its end packs them again.
+    """
 
     packs = False
 
-    workers = HTTPCall("/get_server_info", Empty(), SGLangServerInfo, method="GET")
-    label = HTTPCall("/model_info", Empty(), SGLangModelInfo, method="GET")
-    start: Sequence[HTTPCall[ReplyBody]] = ()
+    workers = HTTPCall.get("/server_info", SGLangServerInfo)
+    label = HTTPCall.get("/model_info", LabelReply)
+    start = (HTTPCall("/begin_weight_update", Empty(), SGLangSuccess),)
+    _end = HTTPCall("/end_weight_update", Empty(), SGLangSuccess)
 
     def __init__(self) -> None:
         self._group = ""
@@ -81,9 +68,6 @@ class SGLangGroupRoutes:
                 "only; use tensor parallelism alone, or with enable_dp_attention"
             )
         return info.tp_size
-
-    def read_label(self, reply: ReplyBody) -> str | None:
-        return expect(SGLangModelInfo, reply).weight_version
 
     def join(
         self, where: Mapping[str, str | int], offset: int, size: int, packed_bytes: int | None
@@ -111,8 +95,10 @@ class SGLangGroupRoutes:
     def finish(self, label: str) -> Sequence[HTTPCall[ReplyBody]]:
         # Keys and values of the old weights must not be used again. The reply is text.
         flush = HTTPCall("/flush_cache", Empty(), Anything)
-        return (flush, HTTPCall("/update_weight_version", SGLangLabel(new_version=label), SGLangSuccess))
+        return (self._end, flush, HTTPCall("/update_weight_version", SGLangSetLabel(new_version=label), SGLangSuccess))
 
     @property
     def recover(self) -> Sequence[HTTPCall[ReplyBody]]:
-        return (HTTPCall("/update_weight_version", SGLangLabel(new_version=INTERRUPTED), SGLangSuccess),)
+        # The end fails if no session is open.
+        label = SGLangSetLabel(new_version=INTERRUPTED)
+        return (HTTPCall("/update_weight_version", label, SGLangSuccess), self._end)

@@ -1,9 +1,8 @@
 """Requests and replies of SGLang servers.
 
-Taken from the project's public documentation and sources: main at ``067bfe93`` (``docs/advanced_features/sglang_for_rl.md``: updates from
-disk, pause, continue, release and resume of memory), ``001067ff`` (``managers/io_struct.py``: their fields and those of ``/generate``),
-``0a0dd359`` (``docs/basic_usage/sampling_params.md``), ``0025436e`` (``entrypoints/http_server.py``: replies of pause and continue,
-``/abort_request``), ``9c0549b7`` (the same file: ``/model_info``, ``/update_weight_version``).
+Taken from the wheel of release 0.5.23: ``srt/entrypoints/http_server.py`` (routes and replies), ``srt/managers/io_struct.py`` (fields),
+``srt/sampling/sampling_params.py``, ``srt/managers/tokenizer_manager.py`` and ``srt/utils/weight_versions.py`` (``meta_info``),
+``srt/layers/sampler.py`` (log-probs). Read, not run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from areal.inference.http.servers.base_schemas import LogProb, ReplyBody, RequestBody, TokenId
+from areal.inference.http.servers.base_schemas import LabelSpan, LogProb, ReplyBody, RequestBody, SetLabel, TokenId
 
 
 class SGLangSampling(RequestBody):
@@ -27,42 +26,58 @@ class SGLangSampling(RequestBody):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    stop: list[str] | None = None
     stop_token_ids: list[TokenId]
     ignore_eos: bool
     # Return every sampled token, including special and stop tokens.
-    skip_special_tokens: bool = False
-    no_stop_trim: bool = True
+    skip_special_tokens: Literal[False] = False
+    no_stop_trim: Literal[True] = True
     sampling_seed: int = Field(ge=0)
 
 
 class SGLangGenerate(RequestBody):
-    """``POST /generate``."""
+    """``POST /generate``.
+
+    ``return_sampling_mask`` requests the tokens that ``top_p`` and ``top_k`` leave, and log-probs under the distribution over these: of the
+    sampled token, or with ``sampling_logprobs_mode="support"`` of each. ``lora_path`` is the name of a loaded adapter.
+    """
 
     rid: str
     input_ids: list[TokenId] = Field(min_length=1)
     sampling_params: SGLangSampling
     # Log-probs of the sampled tokens only, not of the prompt.
     return_logprob: Literal[True] = True
-    logprob_start_len: int = -1
+    logprob_start_len: Literal[-1] = -1
+    top_logprobs_num: int | None = None
+    return_sampling_mask: Literal[True] | None = None
+    sampling_logprobs_mode: Literal["support"] | None = None
+    lora_path: str | None = None
     stream: Literal[False] = False
 
 
 class SGLangFinish(ReplyBody):
-    """``meta_info.finish_reason``. ``message``: reason of an abort."""
+    """``meta_info.finish_reason``. ``matched``: token or stop string that ended the request."""
 
     type: Literal["stop", "length", "abort"]
-    message: str | None = None
+    matched: int | str | None = None
+
+
+Entry = tuple[LogProb, TokenId, str | None]
+"""Log-prob, id and optional text of a token."""
 
 
 class SGLangMeta(ReplyBody):
-    """``meta_info``. ``output_token_logprobs`` has log-prob, id and optional text of each token; an aborted request may lack it.
-    ``weight_version`` is the label of the last update, ``"default"`` before the first.
+    """``meta_info``. The fields of log-probs have one entry for each token. A request that is aborted while it waits lacks those of
+    ``return_sampling_mask``, and may lack all. ``weight_versions`` may be missing if there is no token.
     """
 
     finish_reason: SGLangFinish
-    output_token_logprobs: list[tuple[LogProb, TokenId, str | None]] | None = None
     completion_tokens: int | None = None
-    weight_version: str | None = None
+    output_token_logprobs: list[Entry] | None = None
+    output_top_logprobs: list[list[Entry]] | None = None
+    output_token_sampling_mask: list[list[TokenId]] | None = None
+    output_token_sampling_logprobs: list[LogProb | list[LogProb]] | None = None
+    weight_versions: tuple[LabelSpan, ...] = ()
 
 
 class SGLangGenerated(ReplyBody):
@@ -72,9 +87,11 @@ class SGLangGenerated(ReplyBody):
 
 
 class SGLangPause(RequestBody):
-    """``POST /pause_generation``: ``"abort"`` returns running requests with their tokens so far."""
+    """``POST /pause_generation``: ``"abort"`` returns running requests with their tokens so far, and ``"retract"`` puts them back into the
+    queue without their keys and values. ``/continue_generation`` continues these.
+    """
 
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: Literal["abort", "retract"]
 
 
 class SGLangUpdateFromDisk(RequestBody):
@@ -83,15 +100,26 @@ class SGLangUpdateFromDisk(RequestBody):
     model_path: str
     weight_version: str
     # Keys and values of the old weights must not be reused.
-    flush_cache: bool = True
-    abort_all_requests: bool = False
+    flush_cache: Literal[True] = True
 
 
-class SGLangUpdated(ReplyBody):
-    """Reply of ``/update_weights_from_disk``, with status 400 on failure."""
+class SGLangSuccess(ReplyBody):
+    """Reply of the routes for weights and adapters. A failure has status 400."""
 
-    success: bool
-    message: str
+    success: Literal[True]
+
+
+class SGLangLoadAdapter(RequestBody):
+    """``POST /load_lora_adapter``. The name must be free."""
+
+    lora_name: str
+    lora_path: str
+
+
+class SGLangUnloadAdapter(RequestBody):
+    """``POST /unload_lora_adapter``. Waits for the end of the adapter's requests."""
+
+    lora_name: str
 
 
 class SGLangMemory(RequestBody):
@@ -104,17 +132,21 @@ class SGLangAbort(RequestBody):
     """``POST /abort_request``."""
 
     rid: str
-    abort_all: bool = False
 
 
-class SGLangModelInfo(ReplyBody):
-    """``GET /model_info``. ``weight_version`` is ``"default"`` before the first label."""
+class SGLangSetLabel(SetLabel):
+    """``POST /update_weight_version``, which aborts all requests by default."""
 
-    weight_version: str | None = None
-
-
-class SGLangLabel(RequestBody):
-    """``POST /update_weight_version``."""
-
-    new_version: str
     abort_all_requests: Literal[False] = False
+
+
+class SGLangServerInfo(ReplyBody):
+    """Reply of ``GET /server_info``: release, and arguments of the server."""
+
+    version: str
+    model_path: str
+    enable_lora: bool | None = None
+    tp_size: int = Field(ge=1)
+    pp_size: int = 1
+    dp_size: int = 1
+    enable_dp_attention: bool = False

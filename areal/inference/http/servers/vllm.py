@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal.inference.http.servers.base_schemas import Anything, Empty, OpenAPI, ReplyBody
+from areal.inference.http.servers.base_schemas import (
+    Anything,
+    Empty,
+    LabelReply,
+    ModelList,
+    OpenAPI,
+    ReplyBody,
+    SetLabel,
+    labels_of,
+)
 from areal.inference.http.servers.call import HTTPCall, expect
-from areal.inference.http.servers.dialect import Ask, ReplyPart
+from areal.inference.http.servers.dialect import Ask, LabelRoutes, PauseRoutes, ReplyPart, ServedModel, SleepRoutes
 from areal.inference.http.servers.vllm_group import VLLMGroupRoutes
 from areal.inference.http.servers.vllm_schemas import (
-    VLLMCard,
+    VLLMChoiceBase,
     VLLMCompleted,
     VLLMCompletion,
     VLLMGenerate,
     VLLMGenerated,
-    VLLMLabel,
     VLLMLoadAdapter,
-    VLLMModels,
     VLLMPaused,
     VLLMReload,
     VLLMReloadArguments,
@@ -26,9 +33,8 @@ from areal.inference.http.servers.vllm_schemas import (
     VLLMResumed,
     VLLMSampling,
     VLLMServerInfo,
-    VLLMWeightInfo,
 )
-from areal.inference.protocol import FinishReason, Sampling
+from areal.inference.protocol import FinishReason, Sampling, TopTokens
 from areal.utils.seeding import mixed
 
 _LOWEST_TEMPERATURE = 0.01
@@ -36,6 +42,17 @@ _LOWEST_TEMPERATURE = 0.01
 
 _NOTHING = -9999.0
 """Log-prob in vLLM's JSON of what is not finite."""
+
+_ID_PREFIX = "token_id:"
+"""Prefix of a token's id where vLLM names tokens by text."""
+
+_LABELS = LabelRoutes(
+    HTTPCall.get("/weight_info", LabelReply),
+    lambda label: HTTPCall("/update_weight_version", SetLabel(new_version=label), Anything),
+)
+_ABORT = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "abort"})
+_KEEP = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
+_RESUME = HTTPCall("/resume", Empty(), VLLMResumed)
 
 
 class VLLM:
@@ -91,13 +108,20 @@ class VLLM:
                 f"VLLM.adapter = {self.adapter!r}: the server cannot load adapters; start it with --enable-lora and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
-        listed = await ask(HTTPCall.get("/v1/models", VLLMModels)) if "/v1/models" in paths else None
+        listed = await ask(HTTPCall.get("/v1/models", ModelList)) if "/v1/models" in paths else None
         cards = {card.id: card for card in listed.data} if listed is not None else {}
         if self._model is not None and cards and self._model not in cards:
             raise ValueError(f"VLLM.model = {self._model!r}: the server has {', '.join(cards)}")
+        chosen = cards.get(self._model or "")
+        base = next((card for card in cards.values() if card.parent is None), None)
+        served = ServedModel(
+            path=None if base is None else base.root,
+            max_context=None if base is None else base.max_model_len,
+            adapter=None if chosen is None or chosen.parent is None else chosen.id,
+        )
         labels = {"/weight_info", "/update_weight_version"} <= paths
         kind = VLLMTokenRoutes if labels and "/inference/v1/generate" in paths else VLLMRoutes
-        return kind(self._model, self.adapter, cards, labels=labels)
+        return kind(self._model, self.adapter, served, labels=labels)
 
 
 class VLLMRoutes:
@@ -106,25 +130,18 @@ class VLLMRoutes:
     Args:
         model: name in requests; ``None`` for the default model.
         adapter: name under which updates load an adapter.
-        cards: models and adapters of the server, by name; empty if unknown.
+        served: what the server tells of its model.
         labels: it has the routes for labels.
     """
 
-    interrupt = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "abort"})
-    pause = interrupt
-    resume = HTTPCall("/resume", Empty(), VLLMResumed)
-    sleep = HTTPCall("/sleep", Empty(), Anything, {"level": "1"})
-    wake = HTTPCall("/wake_up", Empty(), Anything)
-    keeps_weights = True
-    keeps_requests = False
+    pauses = PauseRoutes(_ABORT, _ABORT, _RESUME)
+    sleeps: SleepRoutes | None = SleepRoutes(
+        HTTPCall("/sleep", Empty(), Anything, {"level": "1"}), HTTPCall("/wake_up", Empty(), Anything)
+    )
 
-    def __init__(self, model: str | None, adapter: str | None, cards: dict[str, VLLMCard], *, labels: bool) -> None:
-        self._adapter = adapter
-        # An adapter answers once it is loaded.
-        self._model = adapter if adapter in cards else model
-        self.serves = model if model in cards and cards[model].parent is not None else None
-        self.max_context = next((card.max_model_len for card in cards.values() if card.parent is None), None)
-        self.label = HTTPCall.get("/weight_info", VLLMWeightInfo) if labels else None
+    def __init__(self, model: str | None, adapter: str | None, served: ServedModel, *, labels: bool) -> None:
+        self._model, self._adapter, self.served = model, adapter, served
+        self.labels = _LABELS if labels else None
 
     def generate(
         self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
@@ -133,45 +150,37 @@ class VLLMRoutes:
             model=self._model,
             prompt=list(prompt),
             **_drawing(sampling, generated, seed),
+            return_tokens_as_token_ids=True if sampling.top_logprobs else None,
             request_id=name,
         )
         return HTTPCall("/v1/completions", body, VLLMCompleted)
 
-    def read_reply(self, reply: ReplyBody) -> ReplyPart:
+    def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:
         # Exactly one choice was requested; the schema checks it.
         choice = expect(VLLMCompleted, reply).choices[0]
         if choice.logprobs is None and choice.token_ids:
             raise ValueError("choices[0].logprobs is missing")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        return ReplyPart(tuple(choice.token_ids), tuple(logprobs), _finish(choice.finish_reason))
-
-    def blames_weights(self, rejection: str) -> bool:
-        # Log-probs are NaN, which its JSON cannot have.
-        return "Out of range float values" in rejection
+        top: tuple[TopTokens, ...] = ()
+        if sampling.top_logprobs and choice.logprobs is not None:
+            rows = [
+                {int(key.removeprefix(_ID_PREFIX)): value for key, value in row.items()}
+                for row in choice.logprobs.top_logprobs or ()
+            ]
+            top = tuple(_most_likely(row, sampling.top_logprobs) for row in rows)
+        return _part(choice, tuple(logprobs), top=top)
 
     def abort(self, name: str) -> None:
         return None
 
-    def load(self, folder: str, label: str) -> HTTPCall[ReplyBody]:
-        if self._adapter is not None:
-            body = VLLMLoadAdapter(lora_name=self._adapter, lora_path=folder, load_inplace=True)
-            return HTTPCall("/v1/load_lora_adapter", body, Anything)
-        reload = VLLMReload(kwargs=VLLMReloadArguments(weights_path=folder))
-        return HTTPCall("/collective_rpc", reload, VLLMReloaded)
-
-    def check_loaded(self, reply: ReplyBody) -> None:
-        if self._adapter is not None:
-            self._model = self._adapter
-            return
-        # One result per worker.
-        if not expect(VLLMReloaded, reply).results:
-            raise ValueError("results is empty: no worker loaded anything")
-
-    def read_label(self, reply: ReplyBody) -> str | None:
-        return expect(VLLMWeightInfo, reply).weight_version
-
-    def set_label(self, label: str) -> HTTPCall[ReplyBody]:
-        return HTTPCall("/update_weight_version", VLLMLabel(new_version=label), Anything)
+    def load(self, folder: str, label: str) -> Sequence[HTTPCall[ReplyBody]]:
+        if self._adapter is None:
+            reload = VLLMReload(kwargs=VLLMReloadArguments(weights_path=folder))
+            return (HTTPCall("/collective_rpc", reload, VLLMReloaded),)
+        # A server whose load fails gets no requests.
+        self._model = self._adapter
+        body = VLLMLoadAdapter(lora_name=self._adapter, lora_path=folder, load_inplace=True)
+        return (HTTPCall("/v1/load_lora_adapter", body, Anything),)
 
 
 class VLLMTokenRoutes(VLLMRoutes):
@@ -181,40 +190,49 @@ class VLLMTokenRoutes(VLLMRoutes):
     of the server, which is that of the next adapter.
     """
 
-    def __init__(self, model: str | None, adapter: str | None, cards: dict[str, VLLMCard], *, labels: bool) -> None:
-        super().__init__(model, adapter, cards, labels=labels)
-        self.keeps_requests = adapter is None
-        if self.keeps_requests:
-            self.pause = HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
+    def __init__(self, model: str | None, adapter: str | None, served: ServedModel, *, labels: bool) -> None:
+        super().__init__(model, adapter, served, labels=labels)
+        if adapter is None:
+            self.pauses = PauseRoutes(_KEEP, _ABORT, _RESUME, keeps_requests=True)
 
     def generate(
         self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
     ) -> HTTPCall[ReplyBody]:
-        drawn = VLLMSampling(
-            **_drawing(sampling, generated, seed),
-        )
+        # Stop strings need the text.
+        drawn = VLLMSampling(**_drawing(sampling, generated, seed), detokenize=bool(sampling.stop))
         body = VLLMGenerate(request_id=name, model=self._model, token_ids=list(prompt), sampling_params=drawn)
         return HTTPCall("/inference/v1/generate", body, VLLMGenerated)
 
-    def read_reply(self, reply: ReplyBody) -> ReplyPart:
+    def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:
         choice = expect(VLLMGenerated, reply).choices[0]
         drawn = choice.logprobs.content if choice.logprobs is not None else []
         if [each.token_id for each in drawn] != choice.token_ids:
             raise ValueError("choices[0].logprobs.content are not of choices[0].token_ids")
-        # Spans that leave out a token, or overlap, give another number of labels.
-        labels: list[str] = []
-        for span in choice.weight_versions:
-            if span.start != len(labels):
-                raise ValueError(f"choices[0].weight_versions has no label for token {len(labels)}")
-            labels += [span.version] * (span.end - span.start)
         logprobs = tuple(each.logprob if each.logprob > _NOTHING else -math.inf for each in drawn)
-        return ReplyPart(tuple(choice.token_ids), logprobs, _finish(choice.finish_reason), tuple(labels))
+        top: tuple[TopTokens, ...] = ()
+        if sampling.top_logprobs:
+            rows = [{entry.token_id: entry.logprob for entry in each.top_logprobs} for each in drawn]
+            top = tuple(_most_likely(row, sampling.top_logprobs) for row in rows)
+        return _part(choice, logprobs, labels_of(choice.weight_versions), top)
 
 
-def _finish(reason: str) -> FinishReason:
-    """Return the reason for which a request ended, in this package's words."""
+def _part(
+    choice: VLLMChoiceBase,
+    logprobs: tuple[float, ...],
+    labels: tuple[str, ...] | None = None,
+    top: tuple[TopTokens, ...] = (),
+) -> ReplyPart:
+    """Return the tokens of a reply."""
+    # Reasons in this package's words.
     finish: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-    return finish[reason]
+    stop_string = isinstance(choice.stop_reason, str)
+    return ReplyPart(tuple(choice.token_ids), logprobs, finish[choice.finish_reason], labels, top, stop_string)
+
+
+def _most_likely(row: Mapping[int, float], count: int) -> TopTokens:
+    """Return the ``count`` most likely tokens of one position. A row may have one more: the sampled token."""
+    ordered = sorted((entry for entry in row.items() if entry[1] > _NOTHING), key=lambda entry: -entry[1])[:count]
+    return TopTokens(tuple(token for token, _ in ordered), tuple(value for _, value in ordered))
 
 
 def _drawing(sampling: Sampling, generated: int, seed: int) -> dict[str, Any]:
@@ -224,8 +242,10 @@ def _drawing(sampling: Sampling, generated: int, seed: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "stop": list(sampling.stop) or None,
         "stop_token_ids": list(sampling.stop_token_ids or ()),
         "ignore_eos": sampling.stop_token_ids is not None,
+        "logprobs": sampling.top_logprobs,
         # The same seed would repeat the same random numbers.
         "seed": mixed(seed, generated) if generated else seed,
     }

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.inference.http.servers.base_schemas import Anything, Empty, ReplyBody, RequestBody
+from areal.inference.http.servers.base_schemas import Anything, Empty, LabelReply, ReplyBody, RequestBody
 from areal.inference.http.servers.call import HTTPCall, expect
 from areal.inference.http.servers.group_routes import INTERRUPTED
-from areal.inference.http.servers.vllm_schemas import VLLMWeightInfo
 
 
 class VLLMWorldSize(ReplyBody):
@@ -60,16 +59,13 @@ class VLLMGroupRoutes:
 
     packs = True
 
-    workers = HTTPCall("/get_world_size", Empty(), VLLMWorldSize, method="GET")
-    label = HTTPCall("/weight_info", Empty(), VLLMWeightInfo, method="GET")
+    workers = HTTPCall.get("/get_world_size", VLLMWorldSize)
+    label = HTTPCall.get("/weight_info", LabelReply)
     leave = (HTTPCall("/shutdown_weight_transfer_engine", Empty(), Anything),)
     start = (HTTPCall("/start_weight_update", Empty(), Anything),)
 
     def read_workers(self, reply: ReplyBody) -> int:
         return expect(VLLMWorldSize, reply).world_size
-
-    def read_label(self, reply: ReplyBody) -> str:
-        return expect(VLLMWeightInfo, reply).weight_version
 
     def join(
         self, where: Mapping[str, str | int], offset: int, size: int, packed_bytes: int | None

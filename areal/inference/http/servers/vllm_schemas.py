@@ -13,11 +13,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from areal.inference.http.servers.base_schemas import LogProb, ReplyBody, RequestBody, TokenId
+from areal.inference.http.servers.base_schemas import LabelSpan, LogProb, ReplyBody, RequestBody, TokenId
 
 
 class VLLMDrawing(RequestBody):
-    """Sampling parameters of one answer. Fields left out would be taken from the model's ``generation_config.json``."""
+    """Sampling parameters of one answer. Fields left out would be taken from the model's ``generation_config.json``.
+
+    ``logprobs``: number of the most likely tokens in the reply, in addition to the sampled one.
+    """
 
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0)
@@ -28,30 +31,30 @@ class VLLMDrawing(RequestBody):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    stop: list[str] | None = None
     stop_token_ids: list[TokenId]
     # True: only the stop tokens of the request end an answer.
     ignore_eos: bool
     seed: int = Field(ge=0, lt=2**63)
+    logprobs: int = Field(default=0, ge=0)
+    # Stop strings may have special tokens.
+    skip_special_tokens: Literal[False] = False
     n: Literal[1] = 1
 
 
 class VLLMCompletion(VLLMDrawing):
     """``POST /v1/completions`` with a prompt of token ids.
 
-    ``logprobs = 0`` requests those of the sampled tokens only. With ``return_tokens_as_token_ids``, the keys of ``top_logprobs`` are
-    ``token_id:7`` in place of text.
+    With ``return_tokens_as_token_ids``, the keys of ``top_logprobs`` are ``token_id:7`` in place of text.
     """
 
     model: str | None = None
     prompt: list[TokenId] = Field(min_length=1)
-    logprobs: int = Field(default=0, ge=0)
     prompt_logprobs: int | None = Field(default=None, ge=0)
-    stop: list[str] | None = None
     return_tokens_as_token_ids: Literal[True] | None = None
     # Ids instead of text, and no token added to the prompt.
     return_token_ids: Literal[True] = True
     add_special_tokens: Literal[False] = False
-    skip_special_tokens: bool = False
     request_id: str
 
 
@@ -68,11 +71,17 @@ class VLLMPromptLogProb(ReplyBody):
     logprob: LogProb
 
 
-class VLLMChoice(ReplyBody):
-    """``choices[]``. A request aborted before its first token may lack log-probs. The first of ``prompt_logprobs`` is ``None``."""
+class VLLMChoiceBase(ReplyBody):
+    """Fields of ``choices[]`` of both routes. ``stop_reason``: stop string or token that ended the request."""
 
     finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: str | int | None = None
     token_ids: list[TokenId]
+
+
+class VLLMChoice(VLLMChoiceBase):
+    """``choices[]``. A request aborted before its first token may lack log-probs. The first of ``prompt_logprobs`` is ``None``."""
+
     logprobs: VLLMLogProbs | None
     prompt_logprobs: list[dict[int, VLLMPromptLogProb] | None] | None = None
 
@@ -111,22 +120,7 @@ class VLLMReload(RequestBody):
 class VLLMReloaded(ReplyBody):
     """Reply of ``/collective_rpc``: return value of each worker, ``None`` for ``reload_weights``."""
 
-    results: list[None]
-
-
-class VLLMCard(ReplyBody):
-    """``data[]`` of ``GET /v1/models``. An adapter has the model's name as ``parent``."""
-
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class VLLMModels(ReplyBody):
-    """Reply of ``GET /v1/models``."""
-
-    data: list[VLLMCard] = Field(min_length=1)
+    results: list[None] = Field(min_length=1)
 
 
 class VLLMLoadAdapter(RequestBody):
@@ -146,8 +140,7 @@ class VLLMUnloadAdapter(RequestBody):
 class VLLMSampling(VLLMDrawing):
     """``sampling_params`` of ``/inference/v1/generate``."""
 
-    logprobs: Literal[0] = 0
-    detokenize: Literal[False] = False
+    detokenize: bool
 
 
 class VLLMGenerate(RequestBody):
@@ -160,51 +153,35 @@ class VLLMGenerate(RequestBody):
 
 
 class VLLMTokenLogProb(ReplyBody):
-    """``choices[].logprobs.content[]``: a sampled token."""
+    """A token and its log-prob."""
 
     token_id: TokenId
     logprob: LogProb
 
 
+class VLLMPosition(VLLMTokenLogProb):
+    """``choices[].logprobs.content[]``: a sampled token. ``top_logprobs`` has it, and then the most likely ones."""
+
+    top_logprobs: tuple[VLLMTokenLogProb, ...] = ()
+
+
 class VLLMTokenLogProbs(ReplyBody):
     """``choices[].logprobs``."""
 
-    content: list[VLLMTokenLogProb]
+    content: list[VLLMPosition]
 
 
-class VLLMSpan(ReplyBody):
-    """``choices[].weight_versions[]``: tokens from ``start``, before ``end``, are of the weights with this label."""
-
-    version: str
-    start: int
-    end: int
-
-
-class VLLMTokensChoice(ReplyBody):
+class VLLMTokensChoice(VLLMChoiceBase):
     """``choices[]`` of ``/inference/v1/generate``."""
 
-    finish_reason: Literal["stop", "length", "abort"]
-    token_ids: list[TokenId]
     logprobs: VLLMTokenLogProbs | None
-    weight_versions: list[VLLMSpan]
+    weight_versions: list[LabelSpan]
 
 
 class VLLMGenerated(ReplyBody):
     """Reply of ``/inference/v1/generate``."""
 
     choices: list[VLLMTokensChoice] = Field(min_length=1, max_length=1)
-
-
-class VLLMLabel(RequestBody):
-    """``POST /update_weight_version``."""
-
-    new_version: str
-
-
-class VLLMWeightInfo(ReplyBody):
-    """Reply of ``GET /weight_info``: label of the weights, ``"default"`` after a start."""
-
-    weight_version: str
 
 
 class VLLMModelConfig(ReplyBody):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ class Drawing(BaseModel):
     """One generation request, from either kind of route.
 
     Attributes:
-        by_position: the seed is combined with the position, as SGLang does.
+        by_position: the seed is combined with the position, and ``top_k`` and ``top_p`` refer to the same distribution, as in SGLang.
         raw: log-probs are those of the model, before temperature, ``top_p`` and ``top_k``.
         model: name of the served model or of an adapter.
     """
@@ -30,18 +30,35 @@ class Drawing(BaseModel):
     stop: list[int]
     seed: int
     by_position: bool
+    stop_strings: list[str] = []
     raw: bool = False
     model: str | None = None
 
 
 @dataclass
 class Drawn:
-    """Tokens of a request, with log-prob and label of the weights of each."""
+    """Tokens of a request, with log-prob and label of the weights of each.
+
+    Attributes:
+        plain: for each token, log-probs ``[V]`` after temperature.
+        drawn: those of the distribution that it was drawn from.
+        matched: token or string at which it stopped.
+        queued: aborted while it waited for the end of a pause.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
+    plain: list[Tensor] = field(default_factory=list)
+    drawn: list[Tensor] = field(default_factory=list)
     finish: str = "length"
+    matched: int | str | None = None
+    queued: bool = False
+
+    def first(self, count: int) -> Drawn:
+        """Return the first tokens only."""
+        lists = {name: getattr(self, name)[:count] for name in ("tokens", "logprobs", "labels", "plain", "drawn")}
+        return replace(self, **lists)
 
 
 def load(path: str) -> PreTrainedModel:
@@ -61,20 +78,32 @@ def merged(model: PreTrainedModel, tensors: dict[str, Tensor], config: dict[str,
 
 
 @torch.no_grad()
-def one(model: PreTrainedModel, text: list[int], asked: Drawing, generator: torch.Generator) -> tuple[int, float]:
+def one(model: PreTrainedModel, text: list[int], asked: Drawing, generator: torch.Generator, drawn: Drawn) -> None:
     """Draw one token. With weights that are not finite, token 0 has the log-prob NaN."""
     logits: Tensor = model(torch.tensor([text]), use_cache=False).logits[0, -1].float()
-    if not torch.isfinite(logits).all():
-        return 0, float("nan")
     raw = logits.log_softmax(-1)
-    if asked.temperature == 0:
+    greedy = asked.temperature == 0
+    plain = raw if greedy else (logits / asked.temperature).log_softmax(-1)
+    kept = raw if greedy else truncated(plain, asked)
+    if not torch.isfinite(logits).all():
+        token = 0
+    elif greedy:
         token = int(logits.argmax())
-        return token, float(raw[token])
-    logits = logits / asked.temperature
+    else:
+        token = int(torch.multinomial(kept.exp(), 1, generator=generator))
+    drawn.tokens.append(token)
+    drawn.logprobs.append(float((raw if asked.raw else kept)[token]))
+    drawn.plain.append(plain)
+    drawn.drawn.append(kept)
+
+
+def truncated(plain: Tensor, asked: Drawing) -> Tensor:
+    """Return log-probs after ``top_k`` and ``top_p``: of the rest after ``top_k``, or of all tokens as in SGLang."""
+    kept = plain.clone()
     if asked.top_k > 0:
-        logits = logits.masked_fill(logits < logits.topk(asked.top_k).values[-1], -torch.inf)
+        kept = kept.masked_fill(plain < plain.topk(asked.top_k).values[-1], -torch.inf)
     if asked.top_p < 1:
-        ordered, places = logits.softmax(-1).sort(descending=True)
-        logits[places[ordered.cumsum(-1) - ordered >= asked.top_p]] = -torch.inf
-    token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-    return token, float((raw if asked.raw else logits.log_softmax(-1))[token])
+        ordered, places = (plain if asked.by_position else kept).softmax(-1).sort(descending=True)
+        before = ordered.cumsum(-1) - ordered
+        kept[places[before > asked.top_p if asked.by_position else before >= asked.top_p]] = -torch.inf
+    return kept.log_softmax(-1)

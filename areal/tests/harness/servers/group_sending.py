@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from areal.api.control import Control
 from areal.api.weights import WeightUpdateMeta
+from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group import Carrier
 from areal.inference.http.group.process_group_transport import ProcessGroupTransport
@@ -46,9 +47,10 @@ class GroupSending:
         control = control or ControlPlane(alone=True)
         self._owner, self._loop = Owner(take_over=True), LoopThread("test-servers")
         here = urls if control.rank == 0 else []
-        self.servers = [Server(ServerConnection(url, {}), dialect, self._owner, 0) for url in here]
+        self.servers = [Server(ServerConnection(url, {}), dialect, self._owner, 0, ModelCheck(None)) for url in here]
         self._fleet = Fleet(self.servers, UpdateTimes(timeout, 1.0))
         members = Members(self._fleet, self._loop, self._owner) if here else None
+        assert dialect.group is not None
         options = {"timeout": timeout, **options}
         self._transport = ProcessGroupTransport(control, members, dialect.group, carrier, **options)
         self._loop.submit(self._fleet.open()).result()

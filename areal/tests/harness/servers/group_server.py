@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import GroupName, _new_process_group_hel
 
 SECONDS = 60.0
 """Time limit of a receive."""
-AT_ONCE = ("/get_world_size", "/weight_info", "/model_info", "/get_server_info", "/pause", "/resume")
+AT_ONCE = ("/get_world_size", "/weight_info", "/model_info", "/server_info", "/pause", "/resume")
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -176,8 +176,14 @@ class GroupServer:
                 return {"world_size": len(self.workers)}
             case "/weight_info" | "/model_info":
                 return {"weight_version": self.label}
-            case "/get_server_info":
-                return {"tp_size": len(self.workers), "pp_size": 1, "dp_size": 1, "model_path": "x"}
+            case "/server_info":
+                return {
+                    "tp_size": len(self.workers),
+                    "pp_size": 1,
+                    "dp_size": 1,
+                    "model_path": "x",
+                    "version": "0.5.23",
+                }
             case "/pause" | "/pause_generation":
                 self.paused = True
                 return {"status": "paused"}
@@ -218,7 +224,21 @@ class GroupServer:
                 group, worker.group = worker.group, None
                 dist.destroy_process_group(group)
                 return {"success": True, "message": "Succeeded to destroy custom process group."}
+            case "/begin_weight_update":
+                if worker.active:
+                    raise ValueError("a weight-update session is already open; call end_weight_update() first")
+                worker.active = True
+                return {"success": True, "message": "Success"}
+            case "/end_weight_update":
+                if not worker.active:
+                    raise ValueError("no weight-update session is open; call begin_weight_update() first")
+                worker.active = False
+                return {"success": True, "message": "Success"}
             case "/update_weights_from_distributed":
+                if not worker.active:
+                    raise ValueError(
+                        "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+                    )
                 worker.in_place = True
                 worker.receive(body["names"], body["dtypes"], body["shapes"], None)
                 return {"success": True, "message": "Succeeded to update parameter online."}

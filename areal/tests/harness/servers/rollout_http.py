@@ -162,9 +162,11 @@ def assert_drawn_from(model: PreTrainedModel, answer: Completion, temperature: f
     torch.testing.assert_close(torch.tensor(answer.logprobs)[start:], wanted[start:, 0], rtol=0, atol=1e-5)
 
 
-def sglang_reply(**changes: Any) -> dict[str, Any]:
-    entries = [[-1.0, 5, None], [-2.0, 6, None]]
-    return {"meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": entries, **changes}}
+def sglang_reply(label: str = "default", **changes: Any) -> dict[str, Any]:
+    entries = changes.get("output_token_logprobs", [[-1.0, 5, None], [-2.0, 6, None]])
+    spans = [{"version": label, "start": 0, "end": len(entries or ())}]
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": entries, "weight_versions": spans}
+    return {"meta_info": meta | changes}
 
 
 def vllm_reply(**changes: Any) -> dict[str, Any]:
@@ -183,6 +185,8 @@ BAD_REPLIES: dict[str, list[tuple[Any, str]]] = {
         (sglang_reply(output_token_logprobs=[[-1.0, 5.5, None]]), r"'meta_info.output_token_logprobs.0.1'"),
         (sglang_reply(completion_tokens=3), r"completion_tokens = 3"),
         (sglang_reply(output_token_logprobs=[[-1.0, 5, None]] * 4), r"4 tokens came"),
+        (sglang_reply(weight_versions=[]), r"weight versions of 0"),
+        (sglang_reply(weight_versions=[{"version": "1", "start": 1, "end": 2}]), r"no label for token 0"),
     ],
     "vllm": [
         ("no json", "no JSON"),

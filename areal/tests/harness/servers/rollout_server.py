@@ -1,7 +1,7 @@
-"""Test server with the routes of SGLang and of vLLM: plain transformers, one forward over the full text for each token.
+"""Test server with the routes of SGLang and of an older vLLM: plain transformers, one forward over the full text for each token.
 
 ``python -m areal.tests.harness.servers.rollout_server MODEL [PORT [modern]]`` prints its port. ``POST /test`` sets the faults to simulate.
-With ``modern``, it has the routes of a current vLLM as well, and behaves as one (``vllm_routes.py``).
+With ``modern``, it has the routes of a current vLLM in place of these, and behaves as one (``vllm_routes.py``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from urllib.parse import urlsplit
 import torch
 from pydantic import ValidationError
 
-from areal.inference.http.servers import sglang_schemas, vllm_schemas
+from areal.inference.http.servers import vllm_schemas
 from areal.tests.harness.servers.generation import Drawing
 from areal.tests.harness.servers.server_state import Dead, State
-from areal.tests.harness.servers.vllm_routes import VLLMRoutes
+from areal.tests.harness.servers.sglang_routes import SGLangRoutes
+from areal.tests.harness.servers.vllm_bodies import Completion
+from areal.tests.harness.servers.vllm_routes import VLLMRoutes, by_text
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -57,10 +59,11 @@ class Handler(BaseHTTPRequestHandler):
             if isinstance(content, str):
                 return self.raw(content.encode(), status)
             return self.answer(content, status)
-        if method == "GET":
-            return self.answer(*self.handle_get(url.path))
         try:
-            return self.answer(*self.handle_route(url.path, body))
+            answer = SGLangRoutes(state).handle(method, url.path, body)
+            if answer is None:
+                answer = ({}, 404) if method == "GET" else self.handle_route(url.path, body)
+            return self.answer(*answer)
         except Dead:
             return self.answer({"error": "the engine has died"}, 500)
         except ValidationError as error:
@@ -68,39 +71,14 @@ class Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError) as error:
             return self.answer({"success": False, "message": str(error)}, 400)
 
-    def handle_get(self, route: str) -> tuple[Any, int]:
-        """Answer as an older vLLM, and with ``labels`` as SGLang."""
-        answers = {"/health": {}}
-        if self.state.labels:
-            answers["/openapi.json"] = {"paths": {"/model_info": {}, "/update_weight_version": {}, "/generate": {}}}
-            answers["/model_info"] = {"model_path": self.state.path, "weight_version": self.state.label}
-        return (answers[route], 200) if route in answers else ({}, 404)
-
     def handle_route(self, route: str, body: dict[str, Any]) -> tuple[Any, int]:
+        """Answer as an older vLLM."""
         state = self.state
         match route:
-            case "/generate" | "/v1/completions":
+            case "/v1/completions":
                 with state.changed:
                     state.seen.append(body)
-                return (self.sglang(body) if route == "/generate" else self.vllm(body)), 200
-            case "/pause_generation":
-                sglang_schemas.SGLangPause.model_validate(body)
-                state.pause()
-                return {"message": "Generation paused successfully.", "status": "ok"}, 200
-            case "/continue_generation":
-                state.resume()
-                return {"message": "Generation continued successfully.", "status": "ok"}, 200
-            case "/update_weights_from_disk":
-                asked = sglang_schemas.SGLangUpdateFromDisk.model_validate(body)
-                state.load(asked.model_path)
-                state.label = asked.weight_version
-                return {"success": True, "message": "", "num_paused_requests": 0}, 200
-            case "/update_weight_version":
-                state.label = sglang_schemas.SGLangLabel.model_validate(body).new_version
-                return {"success": True, "message": "", "new_version": state.label}, 200
-            case "/abort_request":
-                state.aborted.add(sglang_schemas.SGLangAbort.model_validate(body).rid)
-                return {}, 200
+                return self.vllm(body), 200
             case "/pause":
                 if urlsplit(self.path).query != "mode=abort":
                     return {"error": "mode"}, 400
@@ -109,11 +87,7 @@ class Handler(BaseHTTPRequestHandler):
             case "/resume":
                 state.resume()
                 return {"status": "resumed"}, 200
-            case "/release_memory_occupation":
-                sglang_schemas.SGLangMemory.model_validate(body)
-                state.sleep(keep=state.backup)
-                return None, 200
-            case "/resume_memory_occupation" | "/wake_up":
+            case "/wake_up":
                 state.wake()
                 return None, 200
             case "/sleep":
@@ -126,33 +100,8 @@ class Handler(BaseHTTPRequestHandler):
                 return {"results": [None]}, 200
         return {"detail": "Not Found"}, 404
 
-    def sglang(self, body: dict[str, Any]) -> dict[str, Any]:
-        asked = sglang_schemas.SGLangGenerate.model_validate(body)
-        how = asked.sampling_params
-        stop = [] if how.ignore_eos else [*how.stop_token_ids, self.state.own_end]
-        drawing = Drawing(
-            name=asked.rid,
-            prompt=asked.input_ids,
-            length=how.max_new_tokens,
-            temperature=how.temperature,
-            stop=stop,
-            seed=how.sampling_seed,
-            by_position=True,
-        )
-        drawn = self.state.draw(drawing)
-        entries = zip(drawn.logprobs, drawn.tokens, strict=True)
-        meta = {
-            "id": asked.rid,
-            "finish_reason": {"type": drawn.finish},
-            "prompt_tokens": len(asked.input_ids),
-            "completion_tokens": len(drawn.tokens),
-            "weight_version": self.state.label,
-            "output_token_logprobs": [[logprob, token, None] for logprob, token in entries],
-        }
-        return {"text": "", "output_ids": drawn.tokens, "meta_info": meta}
-
     def vllm(self, body: dict[str, Any]) -> dict[str, Any]:
-        asked = vllm_schemas.VLLMCompletion.model_validate(body)
+        asked = Completion.model_validate(body)
         drawing = Drawing(
             name=asked.request_id,
             prompt=asked.prompt,
@@ -161,6 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             top_p=asked.top_p,
             top_k=asked.top_k,
             stop=[*asked.stop_token_ids, *([] if asked.ignore_eos else [self.state.own_end])],
+            stop_strings=asked.stop,
             seed=asked.seed,
             by_position=False,
         )
@@ -169,8 +119,9 @@ class Handler(BaseHTTPRequestHandler):
             "index": 0,
             "text": "",
             "finish_reason": drawn.finish,
+            "stop_reason": drawn.matched,
             "token_ids": drawn.tokens,
-            "logprobs": {"token_logprobs": drawn.logprobs, "tokens": [""] * len(drawn.tokens)},
+            "logprobs": {"token_logprobs": drawn.logprobs, "top_logprobs": by_text(drawn, asked)},
         }
         return {"id": asked.request_id, "object": "text_completion", "choices": [choice]}
 

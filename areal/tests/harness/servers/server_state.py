@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from areal.tests.harness.servers.generation import Drawing, Drawn, load, merged, one
 
@@ -39,12 +39,14 @@ class State:
         model: base model.
         label: name of the weights.
         adapters: folder, tensors and configuration by name.
-        labels: has the routes of SGLang for labels, if it is not modern.
+        root, served: path of the start that it tells, and name of its model.
+        tokenizer: tokenizer, read from a directory; ``None`` without one.
+        release, lora, mask_tokens: release of SGLang, and its arguments ``--enable-lora`` and ``--sampling-mask-max-tokens``.
         drawn: number of tokens.
         order: routes of the POST requests, in order.
         modern: behaves as a current vLLM. A failed load then leaves no weights, and the next forward ends the process.
         without: routes that a modern server lacks.
-        paused, kept: paused; and the pause keeps what is running.
+        paused, kept, retracted: paused; the pause keeps what is running; and has put it back into the queue.
     """
 
     def __init__(self, path: str, *, modern: bool = False) -> None:
@@ -63,7 +65,7 @@ class State:
             self.adapters: dict[str, Adapter] = {}
             self._loaded: list[Adapter] = []  # all of them, so that no two have the same id
             self._merged: dict[int, PreTrainedModel] = {}
-            self.paused, self.kept, self.epoch = False, False, 0
+            self.paused, self.kept, self.retracted, self.epoch = False, False, False, 0
             self.step_seconds, self.late_seconds, self.load_seconds = 0.0, 0.0, 0.0
             self.asleep, self.backup = False, False
             self.broken, self.leftover = "", ""
@@ -71,7 +73,9 @@ class State:
             self.modern, self.key = self.starts_modern, ""
             self.context, self.logprobs_mode = int(self.model.config.max_position_embeddings), "processed_logprobs"
             self.without: list[str] = []
-            self.labels = False
+            self.root = self.served = self.path
+            self.tokenizer: PreTrainedTokenizerBase | None = None
+            self.release, self.lora, self.mask_tokens = "0.5.23", True, 4096
             self.aborted: set[str] = set()
             self.canned: list[dict[str, Any]] = []
             self.calls.clear()
@@ -89,6 +93,7 @@ class State:
                 "keys": sorted(self.keys),
                 "order": list(self.order),
                 "drawn": self.drawn,
+                "label": self.label,
             }
 
     def misbehave(self, body: dict[str, Any]) -> None:
@@ -97,8 +102,10 @@ class State:
             self.reset()
         for name in ("step_seconds", "late_seconds", "load_seconds", "label", "backup", "modern", "key", "context"):
             setattr(self, name, body.pop(name, getattr(self, name)))
-        for name in ("logprobs_mode", "without", "labels"):
+        for name in ("logprobs_mode", "without", "root", "release", "lora", "mask_tokens"):
             setattr(self, name, body.pop(name, getattr(self, name)))
+        if "tokenizer" in body:
+            self.tokenizer = AutoTokenizer.from_pretrained(body.pop("tokenizer"))
         with self.changed:
             self.canned += [body] if body else []
 
@@ -154,7 +161,7 @@ class State:
                 return drawn
             with self.forward:
                 if self.epoch != epoch:
-                    drawn.finish = "abort"
+                    drawn.finish, drawn.queued = "abort", self.retracted
                     return drawn
                 if self.kept:
                     continue
@@ -163,13 +170,16 @@ class State:
                 text = [*asked.prompt, *drawn.tokens]
                 if asked.by_position:
                     generator.manual_seed((asked.seed * 1000003 + len(text)) % 2**63)
-                token, logprob = one(self.model if adapter is None else self._with(adapter), text, asked, generator)
+                one(self.model if adapter is None else self._with(adapter), text, asked, generator, drawn)
                 drawn.labels.append(self.label)
                 self.drawn += 1
-            drawn.tokens.append(token)
-            drawn.logprobs.append(logprob)
-            if token in asked.stop:
-                drawn.finish = "stop"
+            # As the servers: in the text of this request.
+            words = self.tokenizer.decode(drawn.tokens) if asked.stop_strings and self.tokenizer is not None else ""
+            ends = (
+                [drawn.tokens[-1]] if drawn.tokens[-1] in asked.stop else [x for x in asked.stop_strings if x in words]
+            )
+            if ends:
+                drawn.finish, drawn.matched = "stop", ends[0]
                 return drawn
         return drawn
 
@@ -196,7 +206,7 @@ class State:
 
     def resume(self) -> None:
         with self.changed:
-            self.paused = self.kept = False
+            self.paused = self.kept = self.retracted = False
             self.changed.notify_all()
 
     def sleep(self, *, keep: bool) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_LOGPROBS = 20
+"""``--max-logprobs``."""
 
 
 class Body(BaseModel):
@@ -25,12 +28,21 @@ class SamplingParams(Body):
     presence_penalty: Literal[0, 0.0] = 0
     repetition_penalty: Literal[1, 1.0] = 1
     seed: int = Field(ge=-(2**63), lt=2**63)
-    logprobs: Literal[0]
+    logprobs: int = Field(ge=0, le=MAX_LOGPROBS)
+    stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     n: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def stop_strings_need_text(self) -> SamplingParams:
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
+            )
+        return self
 
 
 class Generate(Body):
@@ -57,11 +69,21 @@ class Completion(Body):
     presence_penalty: Literal[0, 0.0] = 0
     repetition_penalty: Literal[1, 1.0] = 1
     seed: int = Field(ge=-(2**63), lt=2**63)
+    stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     n: Literal[1] = 1
-    logprobs: Literal[0]
+    logprobs: int = Field(ge=0, le=MAX_LOGPROBS)
     return_token_ids: Literal[True]
+    return_tokens_as_token_ids: bool = False
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     request_id: str = "none"
+
+
+class Tokenize(Body):
+    """``POST /tokenize``."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True

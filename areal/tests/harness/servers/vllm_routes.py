@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from areal.tests.harness.servers.generation import Drawing, Drawn
 from areal.tests.harness.servers.server_state import Dead, LoadError, State
-from areal.tests.harness.servers.vllm_bodies import Completion, Generate, SamplingParams
+from areal.tests.harness.servers.vllm_bodies import Completion, Generate, SamplingParams, Tokenize
 
 MAX_RANK = 8
 NOT_FINITE = "Out of range float values are not JSON compliant"
@@ -53,6 +53,7 @@ class VLLMRoutes:
             ("GET", "/get_world_size"): lambda *_: {"world_size": 1},
             ("GET", "/is_paused"): lambda *_: {"is_paused": state.paused},
             ("GET", "/is_sleeping"): lambda *_: {"is_sleeping": state.asleep},
+            ("POST", "/tokenize"): self._tokenize,
             ("POST", "/v1/completions"): self._completion,
             ("POST", "/inference/v1/generate"): self._generate,
             ("POST", "/update_weight_version"): self._set_label,
@@ -106,9 +107,16 @@ class VLLMRoutes:
         }
         return {"vllm_config": {"model_config": config}}
 
+    def _tokenize(self, _: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked = Tokenize.model_validate(body)
+        if self.state.tokenizer is None:
+            raise Refused(400, "the model has no tokenizer")
+        tokens = self.state.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+        return {"count": len(tokens), "max_model_len": self.state.context, "tokens": tokens, "token_strs": None}
+
     def _models(self, *_: Any) -> dict[str, Any]:
         base = self.state.path
-        served = [(base, base, None)] + [(name, each[0], base) for name, each in self.state.adapters.items()]
+        served = [(base, self.state.root, None)] + [(name, each[0], base) for name, each in self.state.adapters.items()]
         return {"object": "list", "data": [self._card(*each) for each in served]}
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:
@@ -147,14 +155,14 @@ class VLLMRoutes:
             "text_offset": [0] * len(drawn.tokens),
             "token_logprobs": drawn.logprobs,
             "tokens": [""] * len(drawn.tokens),
-            "top_logprobs": [{"": logprob} for logprob in drawn.logprobs],
+            "top_logprobs": by_text(drawn, asked),
         }
         choice = {
             "index": 0,
             "text": "",
             "logprobs": logprobs,
             "finish_reason": drawn.finish,
-            "stop_reason": drawn.tokens[-1] if drawn.finish == "stop" else None,
+            "stop_reason": drawn.matched,
             "token_ids": drawn.tokens,
             "prompt_logprobs": None,
             "prompt_token_ids": asked.prompt,
@@ -192,15 +200,17 @@ class VLLMRoutes:
             raise Refused(400, message)
         drawn = self._draw(asked.request_id, asked.token_ids, asked.sampling_params, asked.model)
         entries = []
-        for token, logprob in zip(drawn.tokens, drawn.logprobs, strict=True):
-            finite = math.isfinite(logprob)
+        for row in tops(drawn, asked.sampling_params.logprobs):
             # As the real server writes log-probs that are not finite.
-            entry = {"token_id": token, "logprob": logprob if finite else -9999.0, "rank": 1 if finite else None}
-            entries.append({**entry, "top_logprobs": [entry]})
+            top = [
+                {"token_id": token, "logprob": logprob, "rank": 1 if logprob > -9999.0 else None}
+                for token, logprob in row
+            ]
+            entries.append({**top[0], "top_logprobs": top})
         choice = {
             "index": 0,
             "finish_reason": drawn.finish,
-            "stop_reason": drawn.tokens[-1] if drawn.finish == "stop" else None,
+            "stop_reason": drawn.matched,
             "token_ids": drawn.tokens,
             "routed_experts": None,
             "sampling_mask": None,
@@ -247,6 +257,7 @@ class VLLMRoutes:
             top_p=asked.top_p,
             top_k=max(asked.top_k, 0),
             stop=[*asked.stop_token_ids, *([] if asked.ignore_eos else [self.state.own_end])],
+            stop_strings=asked.stop,
             seed=asked.seed,
             by_position=False,
             raw=self.state.logprobs_mode == "raw_logprobs",
@@ -334,6 +345,23 @@ def _of_worker(method: str, words: str) -> Refused:
     """Return the reply after an exception in a worker."""
     message = f"Call to {method} method failed: Worker failed with error '{words}', please check the stack trace above for the root cause"
     return Refused(500, message, "InternalServerError")
+
+
+def by_text(drawn: Drawn, asked: Completion) -> list[dict[str, float]]:
+    """Return ``top_logprobs`` of ``/v1/completions``."""
+    return [
+        {(f"token_id:{token}" if asked.return_tokens_as_token_ids else ""): logprob for token, logprob in row}
+        for row in tops(drawn, asked.logprobs)
+    ]
+
+
+def tops(drawn: Drawn, count: int) -> list[list[tuple[int, float]]]:
+    """Return for each position the sampled token, and then the most likely ones, with their log-probs."""
+    rows = []
+    for token, logprob, row in zip(drawn.tokens, drawn.logprobs, drawn.drawn, strict=True):
+        values = {token: logprob} | {each: float(row[each]) for each in row.topk(count).indices.tolist()}
+        rows.append([(each, value if math.isfinite(value) else -9999.0) for each, value in values.items()])
+    return rows
 
 
 def _usage(prompt: int, generated: int) -> dict[str, Any]:

@@ -199,14 +199,14 @@ def sleeping_servers_get_weights(right: Function) -> Function:
     return lambda self: None
 
 
-@mutant("areal.inference.http.server:Server.wake", f"{_SLEEP}sglang_without_a_backup_needs_an_update")
+@mutant("areal.inference.http.server_sleep:wake_server", f"{_SLEEP}sglang_without_a_backup_needs_an_update")
 def lost_weights_of_a_server_are_used(right: Function) -> Function:
     """A server whose weights did not survive its sleep generates."""
 
-    async def wrong(self: Any, seconds: float) -> str:
-        version = self.version
-        fault = await right(self, seconds)
-        self.enter(Serving(version))
+    async def wrong(server: Any, seconds: float) -> str:
+        version = server.version
+        fault = await right(server, seconds)
+        server.enter(Serving(version))
         return fault
 
     return wrong

@@ -7,9 +7,6 @@ from typing import Any
 
 from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_state import Serving
-from areal.inference.http.servers.base_schemas import Empty
-from areal.inference.http.servers.call import HTTPCall
-from areal.inference.http.servers.vllm_schemas import VLLMPaused
 from areal.tests.mutants.planting import Function, mutant
 
 OWNER = "unit/inference/http/test_owner.py::test_{}"
@@ -41,7 +38,7 @@ def weights_of_the_start_used_again(right: Function) -> Function:
     """A server that was started anew is used with the weights of its start."""
 
     async def wrong(server: Any, desired: Any, *_: Any) -> None:
-        await server._known_routes(1e18)
+        await server.known_routes(1e18)
         await server._label.give(server.routes, desired().version)
         server.enter(Serving(desired().version))
 
@@ -135,7 +132,7 @@ def label_set_without_a_look(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.inference.http.completeness:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
+@mutant("areal.inference.http.checks.completeness:Completeness.check", OWNER.format("directory_that_lacks_a_weight*"))
 def partial_weights_loaded(right: Function) -> Function:
     """A directory that lacks a weight is loaded."""
     return lambda self, folder: None
@@ -182,9 +179,9 @@ def model_updated_under_an_adapter(right: Function) -> Function:
 def adapter_changes_under_requests(right: Function) -> Function:
     """Requests run on across an update of an adapter, with the one before, under the label of the next one."""
 
-    def wrong(self: Any, model: Any, adapter: Any, cards: Any, *, labels: bool) -> None:
-        right(self, model, adapter, cards, labels=labels)
-        self.keeps_requests, self.pause = True, HTTPCall("/pause", Empty(), VLLMPaused, {"mode": "keep"})
+    def wrong(self: Any, model: Any, adapter: Any, served: Any, *, labels: bool) -> None:
+        right(self, model, None, served, labels=labels)
+        self._adapter = adapter
 
     return wrong
 

@@ -1,4 +1,4 @@
-"""Servers as vLLM 0.32, and rollouts on them."""
+"""Servers as vLLM 0.32 and SGLang 0.5.23, and rollouts on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal.inference.http import VLLM, HTTPRollout
+from areal.inference.http import VLLM, Dialect, HTTPRollout
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.servers.rollout_http import Process
 
@@ -44,12 +44,26 @@ def vllms(modern_processes: list[Process]) -> list[Process]:
     return modern_processes
 
 
+@pytest.fixture(scope="module")
+def older_process() -> Iterator[Process]:
+    """A server as SGLang 0.5.23, and as a vLLM without labels."""
+    one = Process()
+    yield one
+    one.kill()
+
+
+@pytest.fixture
+def sglang(older_process: Process) -> Process:
+    older_process.tell(reset=True)
+    return older_process
+
+
 @pytest.fixture
 def make_vllm(tmp_path: Path) -> Iterator[Make]:
     """Returns a function that makes a rollout on servers. All are closed at the end."""
     made: list[HTTPRollout] = []
 
-    def make(*servers: Process, dialect: VLLM | None = None, **options: Any) -> HTTPRollout:
+    def make(*servers: Process, dialect: Dialect | None = None, **options: Any) -> HTTPRollout:
         options = {
             "folder": tmp_path / "weights",
             "model": model_dir("qwen3"),

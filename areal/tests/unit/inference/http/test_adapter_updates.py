@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal import FinetuneSpec, LoRAConfig, OptimizerConfig, TrainEngine, TrainEngineConfig, create_engine
-from areal.inference.http import VLLM
+from areal.inference.http import VLLM, SGLang
 from areal.inference.protocol import Completion
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.limits import wait_until
@@ -59,6 +59,8 @@ def test_adapter_is_sent_alone_and_answers_under_its_name(
     assert (vllm.calls(LOAD_ADAPTER), vllm.calls(LOAD)) == (3, 0)
     folder = tmp_path / "weights" / "version-00000003"
     assert sorted(path.name for path in folder.parent.glob("version-*")) == ["version-00000002", folder.name]
+    # No merged weights are written.
+    assert {file.name for file in folder.glob("*.safetensors")} == {"adapter_model.safetensors"}
     sent = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     model = sum(x.nbytes for _, x in engine.named_tensors())
     assert sent < model / 5, f"{sent} bytes sent, and the model has {model}"
@@ -83,6 +85,31 @@ def test_request_under_way_goes_on_with_the_next_adapter(make_vllm: Make, vllm: 
     assert difference[later:].max() < 1e-4
     assert difference[:later].max() > 1e-4
     assert torch.isfinite(difference).all()
+
+
+def test_sglang_loads_the_adapter_alone(make_vllm: Make, sglang: Process, engine: TrainEngine) -> None:
+    """Under a name that must be free, and not while a request has it."""
+    rollout = make_vllm(sglang, dialect=SGLang(adapter="policy"))
+    (before,) = run(rollout.generate(PROMPT, endless(6, seed=1)))
+    assert error(engine, before) > 1e-3, "the model without the adapter"
+    rollout.sync(engine, 1)
+    (answer,) = run(rollout.generate(PROMPT, endless(6, seed=1)))
+    assert error(engine, answer) < 1e-4
+    engine.train_batch(global_batch(), loss)
+    sglang.tell(step_seconds=0.05)
+    background = Background(rollout.generate(PROMPT, endless(20, seed=1)))
+    wait_until(lambda: sglang.drawn() >= 14)
+    # A request whose reply is lost has its effect.
+    sglang.lose("/load_lora_adapter")
+    rollout.sync(engine, 2)
+    (answer,) = background.result()
+    assert set(answer.versions) == {1, 2}
+    sglang.tell(step_seconds=0)
+    (answer,) = run(rollout.generate(PROMPT, endless(6, seed=2)))
+    assert answer.versions == (2,) * 6
+    assert error(engine, answer) < 1e-4
+    assert (sglang.calls("/unload_lora_adapter"), sglang.calls("/load_lora_adapter")) == (3, 3)
+    assert sglang.calls("/update_weights_from_disk") == 0
 
 
 def test_update_of_the_model_under_an_adapter_is_refused(

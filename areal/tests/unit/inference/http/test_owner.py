@@ -6,11 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from areal.inference.http import SGLang
 from areal.tests.harness.limits import wait_until
 from areal.tests.harness.servers.rollout_http import (
     PROMPT,
@@ -187,31 +185,3 @@ def test_server_that_is_not_there_yet_is_examined_when_it_is(make_vllm: Make, vl
     vllm.restart()
     assert_drawn_from(replica(), background.result()[0])
     assert vllm.calls(LABEL) == 1
-
-
-# ---- SGLang
-
-
-@pytest.fixture(scope="module")
-def older_process() -> Iterator[Process]:
-    one = Process()
-    yield one
-    one.kill()
-
-
-def test_sglang_servers_have_an_owner_and_are_noticed_when_started_anew(
-    make_vllm: Make, older_process: Process
-) -> None:
-    server = older_process
-    server.tell(labels=True)
-    rollout = make_vllm(server, dialect=SGLang())
-    with pytest.raises(ValueError, match="it belongs to another HTTPRollout"):
-        make_vllm(server, dialect=SGLang())
-    rollout.update(weights(1), 4)
-    run(rollout.generate(PROMPT, endless(3)))
-    server.tell(label="default")  # as one that was started anew says
-    (answer,) = run(rollout.generate(PROMPT, endless(5)))
-    assert answer.versions == (4,) * 5
-    assert_drawn_from(replica(1), answer)
-    assert server.calls("/update_weights_from_disk") == 2
-    assert (rollout.counts["restarted"], rollout.counts["discarded"]) == (1, 1)

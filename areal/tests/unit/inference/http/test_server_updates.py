@@ -70,6 +70,17 @@ def test_requests_that_arrive_after_a_pause_do_not_hold_up_the_update(
     assert server.calls(COMPLETIONS) == 8
 
 
+def test_undrained_request_is_restarted_after_update(make: Callable[..., HTTPRollout], server: Process) -> None:
+    rollout = make(drain_seconds=0.3)
+    server.can(COMPLETIONS, body="late", delay=5)
+    background = Background(rollout.generate(PROMPT, endless(5, seed=1)))
+    wait_until(lambda: server.calls(COMPLETIONS) == 1)
+    rollout.update(weights(1), 1)
+    (answer,) = background.result()
+    assert answer.versions == (1,) * 5
+    assert_drawn_from(replica(1), answer)
+
+
 def test_load_that_cannot_succeed_ends_with_the_servers_words(
     make: Callable[..., HTTPRollout], server: Process
 ) -> None:

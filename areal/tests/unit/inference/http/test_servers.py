@@ -92,22 +92,29 @@ def test_logprobs_equal_plain_forward(make: Callable[..., HTTPRollout], server: 
     assert_drawn_from(replica(), first, temperature)
 
 
-def test_truncated_sampling_renormalizes_logprobs_or_raises(
-    make: Callable[..., HTTPRollout], server: Process, kind: str
+@pytest.mark.parametrize("top", [0, 2])
+def test_truncated_sampling_renormalizes_logprobs(make: Callable[..., HTTPRollout], server: Process, top: int) -> None:
+    sampling = endless(20, top_k=3, seed=1, top_logprobs=top)
+    (answer,) = run(make(server).generate(PROMPT, sampling))
+    kept = plain(replica(), PROMPT, answer.tokens).topk(3)
+    rank = (kept.indices == torch.tensor(answer.tokens)[:, None]).int().argmax(-1, keepdim=True)
+    wanted = kept.values.log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(answer.logprobs), wanted.gather(1, rank)[:, 0], rtol=0, atol=1e-5)
+    assert [each.ids for each in answer.top] == [tuple(row) for row in kept.indices[:, :top].tolist()] * bool(top)
+    if top:
+        found = torch.tensor([each.logprobs for each in answer.top])
+        torch.testing.assert_close(found, wanted[:, :top], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_most_likely_tokens_are_those_of_a_plain_forward(
+    make: Callable[..., HTTPRollout], server: Process, temperature: float
 ) -> None:
-    rollout, sampling = make(server), endless(20, top_k=3, seed=1)
-    if kind == "sglang":
-        for refused in (sampling, endless(top_p=0.9)):
-            with pytest.raises(ValueError, match=r"top_p.*top_k"):
-                run(rollout.generate(PROMPT, refused))
-        assert server.calls(GENERATE[kind]) == 0
-        return
-    (answer,) = run(rollout.generate(PROMPT, sampling))
-    top = plain(replica(), PROMPT, answer.tokens).topk(3)
-    rank = (top.indices == torch.tensor(answer.tokens)[:, None]).int().argmax(-1, keepdim=True)
-    torch.testing.assert_close(
-        torch.tensor(answer.logprobs), top.values.log_softmax(-1).gather(1, rank)[:, 0], rtol=0, atol=1e-5
-    )
+    (answer,) = run(make(server).generate(PROMPT, endless(12, temperature, seed=1, top_logprobs=4)))
+    best = plain(replica(), PROMPT, answer.tokens, temperature).topk(4)
+    assert [each.ids for each in answer.top] == [tuple(row) for row in best.indices.tolist()]
+    found = torch.tensor([each.logprobs for each in answer.top])
+    torch.testing.assert_close(found, best.values, rtol=0, atol=1e-5)
 
 
 def test_models_end_of_sequence_token_ends_a_completion_by_default(
@@ -134,7 +141,9 @@ def test_only_requested_stop_tokens_end_a_completion(
     assert answer.tokens == full.tokens[: full.tokens.index(stop) + 1]
     assert answer.finish_reason == "stop"
     # The server ends it at its end-of-sequence token.
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.5, full.tokens[0], None]]}
+    spans = [{"version": server.told()["label"], "start": 0, "end": 1}]
+    meta = {"finish_reason": {"type": "stop", "matched": 1}, "output_token_logprobs": [[-1.5, full.tokens[0], None]]}
+    meta |= {"weight_versions": spans}
     choice = {"finish_reason": "stop", "token_ids": [full.tokens[0]], "logprobs": {"token_logprobs": [-1.5]}}
     server.can(GENERATE[kind], body={"meta_info": meta} if kind == "sglang" else {"choices": [choice]})
     (answer,) = run(rollout.generate(PROMPT, endless(20, 0, stop_token_ids=(VOCAB - 1,))))
@@ -181,22 +190,9 @@ def test_generation_continues_across_an_update(
         torch.testing.assert_close(torch.tensor(answer.logprobs), wanted, rtol=0, atol=1e-5)
     seen = [body for server in servers for body in server.told()["seen"]]
     continued = [body for body in seen if len(body.get("input_ids") or body["prompt"]) > 1 + len(PROMPT)]
-    assert len(continued) == 4
-    seeds = {body["sampling_params"]["sampling_seed"] if kind == "sglang" else body["seed"] for body in continued}
-    assert bool(seeds & {0, 1, 2, 3}) == (kind == "sglang")  # of vLLM, the same seed draws the same numbers again
-
-
-def test_undrained_request_is_restarted_after_update(
-    make: Callable[..., HTTPRollout], server: Process, kind: str
-) -> None:
-    rollout = make(server, drain_seconds=0.3)
-    server.can(GENERATE[kind], body="late", delay=5)
-    background = Background(rollout.generate(PROMPT, endless(5, seed=1)))
-    wait_until(lambda: server.calls(GENERATE[kind]) == 1)
-    rollout.update(weights(1), 1)
-    (answer,) = background.result()
-    assert answer.versions == (1,) * 5
-    assert_drawn_from(replica(1), answer)
+    # SGLang continues them by itself. Of vLLM, the same seed draws the same numbers again.
+    assert len(continued) == (0 if kind == "sglang" else 4)
+    assert not {body["seed"] for body in continued} & {0, 1, 2, 3}
 
 
 def test_killed_server_raises_within_the_deadline(make: Callable[..., HTTPRollout], doomed: Process, kind: str) -> None:
@@ -287,7 +283,7 @@ def test_malformed_reply_raises(make: Callable[..., HTTPRollout], server: Proces
         server.can(GENERATE[kind], body=body)
         with pytest.raises(RuntimeError, match=rf"{server.url}{GENERATE[kind]}: .*{words}"):
             run(rollout.generate(PROMPT, endless(3)))
-    good = {**(sglang_reply() if kind == "sglang" else vllm_reply()), "unknown": {"more": 1}}
+    good = {**(sglang_reply(server.told()["label"]) if kind == "sglang" else vllm_reply()), "unknown": {"more": 1}}
     server.can(GENERATE[kind], body=good)
     (answer,) = run(rollout.generate(PROMPT, endless(3)))
     assert (answer.tokens, answer.logprobs) == ((5, 6), (-1.0, -2.0))
@@ -322,7 +318,7 @@ def test_no_server_with_known_weights_raises(make: Callable[..., HTTPRollout], s
     rollout = make(server)
     nothing = {"sglang": {"success": False, "message": "no"}, "vllm": {"results": []}}
     server.can(LOAD[kind], body=nothing[kind])
-    with pytest.raises(RuntimeError, match=r"success is false: no|no worker loaded"):
+    with pytest.raises(RuntimeError, match=r"the field '(success|results)' of the reply does not fit"):
         rollout.update(weights(1), 1)
     with pytest.raises(RuntimeError, match=rf"no server has known weights: {server.url}"):
         run(rollout.generate(PROMPT, endless(3)))
@@ -378,7 +374,8 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
     (answer,) = background.result()
     assert answer.finish_reason == "aborted"
     assert answer.versions == (0,) * len(answer.tokens)
-    assert answer.tokens
+    # The pause has returned some, unless the server keeps its requests.
+    assert answer.tokens or kind == "sglang"
     for work in (lambda: run(rollout.generate(PROMPT, endless(3))), lambda: rollout.update(weights(2), 2)):
         with pytest.raises(RuntimeError, match="closed"):
             work()
@@ -386,9 +383,6 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
 
 
 def test_invalid_arguments_raise(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
-    for option in ({"stop": ("x",)}, {"top_logprobs": 2}):
-        with pytest.raises(ValueError, match="servers are not asked for these"):
-            run(make(server).generate(PROMPT, endless(4, **option)))
     with pytest.raises(ValueError, match="prompt_ids is empty"):
         run(make(server).generate([], endless(3)))
     for servers, options, words in (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal.inference.local.stop_strings import StopStrings
 from areal.inference.protocol import Completion, Sampling
+from areal.inference.stop_strings import StopStrings
 from areal.tests.unit.inference.local.rollouts import (
     PROMPT,
     assert_logprobs,

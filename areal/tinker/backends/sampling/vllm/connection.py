@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from areal.inference.http.server_connection import RejectedCall, ServerConnection, StatusError, Unavailable
+from areal.inference.http.servers.base_schemas import ModelList, ServedCard
 from areal.inference.http.servers.call import HTTPCall
-from areal.inference.http.servers.vllm_schemas import VLLMCard, VLLMModels
 from areal.inference.protocol import Sampling
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest
@@ -41,7 +41,7 @@ def connect(settings: VLLMSamplerConfig, url: str) -> ServerConnection:
     return ServerConnection(url, headers)
 
 
-async def first_contact(settings: VLLMSamplerConfig, model: str) -> list[VLLMCard]:
+async def first_contact(settings: VLLMSamplerConfig, model: str) -> list[ServedCard]:
     """Return the description of the base model by each server.
 
     Raises:
@@ -50,10 +50,10 @@ async def first_contact(settings: VLLMSamplerConfig, model: str) -> list[VLLMCar
     return list(await asyncio.gather(*(_first_contact(settings, url, model) for url in settings.url)))
 
 
-async def _first_contact(settings: VLLMSamplerConfig, url: str, model: str) -> VLLMCard:
+async def _first_contact(settings: VLLMSamplerConfig, url: str, model: str) -> ServedCard:
     server = connect(settings, url)
     try:
-        listed = await server.send(HTTPCall.get("/v1/models", VLLMModels), _START_SECONDS)
+        listed = await server.send(HTTPCall.get("/v1/models", ModelList), _START_SECONDS)
         card = _base_card(listed, settings, url, model)
         # With one token left to draw, its log-prob is 0.
         call = completion_call(card.id, _PROBE, Sampling(1, top_k=1, stop_token_ids=()), scored=False)
@@ -72,7 +72,7 @@ async def _first_contact(settings: VLLMSamplerConfig, url: str, model: str) -> V
     return card
 
 
-def _base_card(listed: VLLMModels, settings: VLLMSamplerConfig, url: str, model: str) -> VLLMCard:
+def _base_card(listed: ModelList, settings: VLLMSamplerConfig, url: str, model: str) -> ServedCard:
     """Return the base model among those that a server lists."""
     cards = [card for card in listed.data if card.parent is None]
     if settings.served_name is not None:

@@ -29,7 +29,20 @@ class StopStrings:
         Args:
             tokens: the answer so far.
         """
-        text = self._tokenizer.decode(
-            list(tokens[-self._window :]), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self._is_in(tokens[-self._window :])
+
+    def find(self, tokens: Sequence[int], start: int) -> int | None:
+        """Return the number of tokens up to the one that completes a string; ``None`` if there is none.
+
+        Args:
+            tokens: the answer so far.
+            start: number of tokens that were searched before.
+        """
+        # One look at the text spares those after each token.
+        if not self._is_in(tokens[max(0, start - self._window) :]):
+            return None
+        return next((count for count in range(start + 1, len(tokens) + 1) if self.end(tokens[:count])), None)
+
+    def _is_in(self, tokens: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in text for string in self._strings)

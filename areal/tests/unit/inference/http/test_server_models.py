@@ -1,0 +1,84 @@
+"""Servers with another model or tokenizer are refused when they are opened. Paths do not count."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal.inference.http import SGLang
+from areal.inference.http.checks.model_check import ModelCheck
+from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.dialect import ServedModel
+from areal.tests.grid.models import model_dir
+from areal.tests.harness.servers.rollout_http import PROMPT, Process, run
+from areal.tests.harness.servers.tokenizers import with_tokenizer
+from areal.tests.unit.inference.http.conftest import Make
+from areal.tests.unit.inference.local.rollouts import endless
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_model_of_another_shape_is_refused(make_vllm: Make, vllm: Process, sglang: Process, kind: str) -> None:
+    server, options = (vllm, {}) if kind == "vllm" else (sglang, {"dialect": SGLang()})
+    other = model_dir("qwen3", intermediate_size=64)
+    server.tell(root=other)
+    words = rf"{server.url}: it has the model '{other}', and HTTPRollout.model has '{model_dir('qwen3')}': intermediate_size = 64 and 48: "
+    with pytest.raises(ValueError, match=words + "start the server with that model, or give the server's by model="):
+        make_vllm(server, **options)
+    assert server.calls("/resume") == server.calls("/continue_generation") == 0
+
+
+def test_copy_of_the_model_is_accepted(make_vllm: Make, vllm: Process, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model_dir("qwen3"), copy)
+    vllm.tell(root=str(copy))
+    make_vllm(vllm)
+    # What cannot be read from here is not compared.
+    vllm.tell(root="/elsewhere/of/the/server", label="default")
+    make_vllm(vllm, take_over=True)
+
+
+def test_weights_of_the_start_are_those_of_the_model(make_vllm: Make, vllm: Process) -> None:
+    """Only as version 0: a later version may be that of any directory."""
+    other = model_dir("qwen3", seed=5)
+    vllm.tell(root=other)
+    with pytest.raises(ValueError, match=rf"'{other}', and .*: their weights differ, such as lm_head.weight: start"):
+        make_vllm(vllm)
+    rollout = make_vllm(vllm, version=7)
+    assert run(rollout.generate(PROMPT, endless(3)))[0].versions == (7,) * 3
+    # A server that has had an update is without the weights of its start.
+    rollout.close()
+    make_vllm(vllm)
+
+
+@pytest.mark.parametrize("options", [{}, {"dialect": SGLang()}], ids=["vllm", "sglang"])
+def test_other_tokenizer_is_refused(
+    make_vllm: Make, vllm: Process, sglang: Process, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    server = sglang if options else vllm
+    model = with_tokenizer(tmp_path / "model")
+    server.tell(tokenizer=with_tokenizer(tmp_path / "other", reversed_ids=True))
+    with pytest.raises(ValueError, match=rf"{server.url}: it has the model .*: their tokenizers give different tokens"):
+        make_vllm(server, model=model, **options)
+    server.tell(tokenizer=model)
+    make_vllm(server, model=model, **options)
+
+
+def test_servers_of_one_owner_are_equal() -> None:
+    """Without ``model=``, they are compared with each other."""
+    check = ModelCheck(None)
+
+    async def ask(call: HTTPCall[Any]) -> None:
+        return None
+
+    def first_contact(url: str, path: str) -> None:
+        asyncio.run(check.check(url, ServedModel(path), ask, start=True))
+
+    first_contact("http://a", model_dir("qwen3"))
+    # Any model of this shape.
+    first_contact("http://b", model_dir("qwen3", seed=5))
+    with pytest.raises(ValueError, match=r"it has the model .*, and http://a has .*: intermediate_size = 64 and 48"):
+        first_contact("http://c", model_dir("qwen3", intermediate_size=64))
