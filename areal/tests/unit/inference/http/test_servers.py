@@ -72,7 +72,9 @@ def make(kind: str, tmp_path: Path) -> Iterator[Callable[..., HTTPRollout]]:
     made: list[HTTPRollout] = []
 
     def make_one(*servers: Process, **options: Any) -> HTTPRollout:
-        options = {"model": model_dir("qwen3"), "timeout": 30, "deadline": 30, "update_seconds": 20, **options}
+        # Some tests make another rollout while the first one lives.
+        options = {"timeout": 30, "deadline": 30, "update_seconds": 20, "take_over": True, **options}
+        options = {"model": model_dir("qwen3"), **options}
         made.append(HTTPRollout([s.url for s in servers], DIALECTS[kind](), folder=tmp_path / "weights", **options))
         return made[-1]
 
