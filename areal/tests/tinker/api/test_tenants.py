@@ -313,6 +313,7 @@ def test_quota_of_queued_tokens(tmp_path: Path) -> None:
         for submitted in waiting:
             await ann.post("retrieve_future", request_id=submitted["request_id"])
         await ann.done("forward_backward", **request(4))
+        await ann.done("asample", **prompt)
         # One that can never run is refused for good.
         error = await ann.failed("forward_backward", **request(5, count=3))
         assert (error["category"], "the request has 9 tokens" in error["error"]) == ("user", True)
