@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from areal.api.parallel import ParallelDims
 from areal.engine.checkpoint.huggingface import VALUE_HEAD
@@ -80,7 +80,7 @@ def stored_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     )
 
 
-def ways(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+def ways(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
     """Return into how many parts a dimension over these axes is divided."""
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
