@@ -7,6 +7,7 @@ on one run of segments of equal size at a time, so that neither a ``T x T`` mask
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ except ImportError:
     flash_attn_varlen_func = None
 
 _FLASH_HEAD_DIM = 256  # largest head dim of the variable-length kernels
+_VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 _BLOCK = 512
 """Queries in a block if a mask must be materialized. Bounds the mask to ``_BLOCK`` rows."""
 
@@ -239,8 +241,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Attent
             deterministic=deterministic,
         )
     else:
-        grouped = k.shape[1] != q.shape[1]
-        out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0), enable_gqa=grouped)
+        grouped: dict[str, Any] = {}
+        if _VARLEN_TAKES_GROUPS:
+            grouped["enable_gqa"] = k.shape[1] != q.shape[1]
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out = varlen_attn(q, k, v, *ends, scale=options.scale, window_size=(left, 0), **grouped)
     return out[..., :head_dim]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -162,7 +163,10 @@ def model_dir(family: str, *, seed: int = 0, value_head: bool = False, **changes
         if not path.exists():
             partial = Path(f"{path}.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            config = (FAMILIES | OUTSIDE_THE_GRID)[family](**changes)
+            try:
+                config = (FAMILIES | OUTSIDE_THE_GRID)[family](**changes)
+            except KeyError as error:
+                pytest.skip(f"this release of transformers has no model type {error}")
             model = tiny_model(config, seed)
             # In a process group, save_pretrained writes on rank 0 only and the other ranks get an empty directory.
             with mock.patch.object(torch.distributed, "is_initialized", return_value=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal.api import IGNORE_INDEX, ParallelDims
 from areal.engine.model import heads
@@ -89,6 +89,8 @@ def test_own_head_restores_the_decoder(electra: PreTrainedModel) -> None:
 
 
 def test_vocabulary_of_own_head_is_that_of_its_logits() -> None:
+    if "inkling_text" not in CONFIG_MAPPING:
+        pytest.skip("this release of transformers has no model type inkling_text")
     fields = shrink(config("inkling_text"))
     fields.unpadded_vocab_size = VOCABULARY - 7
     model = AutoModelForCausalLM.from_config(fields)

@@ -119,7 +119,7 @@ def test_forward_backward_over_http(tmp_path: Path) -> None:
 
     with walking() as walk:
         asyncio.run(main())
-    check(walk, 78)
+    check(walk, 83)
 
 
 def test_answer_of_a_server(tmp_path: Path) -> None:
@@ -134,4 +134,4 @@ def test_answer_of_a_server(tmp_path: Path) -> None:
     finally:
         server.kill()
     assert len(answer.tokens) == 3
-    check(walk, 12)
+    check(walk, 13)

@@ -201,7 +201,7 @@ def end_of_sequence_ignored(right: Function) -> Function:
 
 
 @mutant(
-    "areal.inference.local.stop_strings:StopStrings.end",
+    "areal.inference.stop_strings:StopStrings.end",
     "unit/inference/local/test_stop.py::test_window_finds_what_the_whole_text_has[0]",
 )
 def stop_strings_within_one_token(right: Function) -> Function:

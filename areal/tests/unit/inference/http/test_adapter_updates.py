@@ -101,7 +101,10 @@ def test_sglang_loads_the_adapter_alone(make_vllm: Make, sglang: Process, engine
     wait_until(lambda: sglang.drawn() >= 14)
     # A request whose reply is lost has its effect.
     sglang.lose("/load_lora_adapter")
-    rollout.sync(engine, 2)
+    try:
+        rollout.sync(engine, 2)
+    except RuntimeError as failed:
+        raise AssertionError("the name was not free") from failed
     (answer,) = background.result()
     assert set(answer.versions) == {1, 2}
     sglang.tell(step_seconds=0)

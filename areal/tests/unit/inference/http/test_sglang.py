@@ -51,6 +51,7 @@ def test_server_that_an_ended_owner_left_paused_is_resumed(make_vllm: Make, sgla
     sglang.tell(label=f"areal/{socket.gethostname()}/{ended.pid}/12ab/7")
     sglang.post("/pause_generation", mode="retract")
     rollout = make_vllm(sglang, dialect=SGLang(), version=7, deadline=5)
+    assert sglang.calls("/continue_generation") == 1
     assert run(rollout.generate(PROMPT, endless(3)))[0].versions == (7,) * 3
 
 

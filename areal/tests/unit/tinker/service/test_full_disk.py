@@ -88,7 +88,10 @@ def test_on_a_full_disk_only_saves_fail(tmp_path: Path, monkeypatch: pytest.Monk
             assert service.parts.trouble() is None
             disk.fill(tmp_path)
             # The reserve is used by the first write that finds no room.
-            await done(service, train(model, 2))
+            try:
+                await done(service, train(model, 2))
+            except DiskFullError as error:
+                raise AssertionError("the reserve was not used") from error
             assert "disk is full" in (service.parts.trouble() or "")
             assert not (await service.status())["healthy"]
             for seq, request in (
