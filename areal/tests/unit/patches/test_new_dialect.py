@@ -33,8 +33,7 @@ from collections.abc import Sequence
 
 from areal.inference.http.servers.base_schemas import Anything, Empty, LogProb, ReplyBody, RequestBody, TokenId
 from areal.inference.http.servers.call import HTTPCall, expect
-from areal.inference.http.servers.dialect import Ask, ReplyPart
-from areal.inference.http.servers.group_routes import GroupRoutes
+from areal.inference.http.servers.dialect import Ask, PauseRoutes, ReplyPart, ServedModel
 from areal.inference.protocol import Sampling
 
 
@@ -62,11 +61,7 @@ class PlainLoad(RequestBody):
 class Plain:
     """Plain servers. They draw at temperature 1."""
 
-    adapter = None
-
-    @property
-    def group(self) -> GroupRoutes:
-        raise ValueError("carrier = ...: plain servers read weights from a folder; leave it out")
+    adapter = group = None
 
     def check(self, sampling: Sampling) -> None:
         if sampling.temperature != 1:
@@ -79,11 +74,9 @@ class Plain:
 class PlainRoutes:
     """Requests of one plain server."""
 
-    pause = interrupt = HTTPCall("/pause", Empty(), Anything)
-    resume = HTTPCall("/resume", Empty(), Anything)
-    sleep = wake = HTTPCall("/sleep", Empty(), Anything)
-    keeps_requests = keeps_weights = False
-    max_context = serves = label = None
+    served = ServedModel()
+    pauses = PauseRoutes(*(HTTPCall(route, Empty(), Anything) for route in ("/pause", "/pause", "/resume")))
+    labels = sleeps = None
 
     def generate(
         self, name: str, prompt: Sequence[int], generated: int, sampling: Sampling, seed: int
@@ -91,27 +84,15 @@ class PlainRoutes:
         body = PlainRequest(tokens=list(prompt), length=sampling.max_new_tokens - generated, seed=seed)
         return HTTPCall("/generate", body, PlainReply)
 
-    def read_reply(self, reply: ReplyBody) -> ReplyPart:
+    def read_reply(self, reply: ReplyBody, sampling: Sampling) -> ReplyPart:
         drawn = expect(PlainReply, reply)
         return ReplyPart(tuple(drawn.tokens), tuple(drawn.logprobs), "length")
-
-    def blames_weights(self, rejection: str) -> bool:
-        return False
 
     def abort(self, name: str) -> None:
         return None
 
-    def load(self, folder: str, label: str) -> HTTPCall[ReplyBody]:
-        return HTTPCall("/load", PlainLoad(folder=folder), Anything)
-
-    def check_loaded(self, reply: ReplyBody) -> None:
-        pass
-
-    def read_label(self, reply: ReplyBody) -> str | None:
-        return None
-
-    def set_label(self, label: str) -> HTTPCall[ReplyBody]:
-        raise NotImplementedError("plain servers have no labels")
+    def load(self, folder: str, label: str) -> Sequence[HTTPCall[ReplyBody]]:
+        return [HTTPCall("/load", PlainLoad(folder=folder), Anything)]
 ''',
         LIST: {
             "from areal.inference.http.rollout import HTTPRollout": (
@@ -137,11 +118,11 @@ class PlainServer(BaseHTTPRequestHandler):
         if self.path == "/generate":
             new = list(range(asked["tokens"][-1] + 1, asked["tokens"][-1] + 1 + asked["length"]))
             return self.answer({"tokens": new, "logprobs": [-0.5] * len(new)})
-        return self.answer({})
+        return self.answer({}, 200 if self.path in ("/pause", "/resume", "/load") else 404)
 
-    def answer(self, content: dict[str, Any]) -> None:
+    def answer(self, content: dict[str, Any], status: int = 200) -> None:
         data = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -119,7 +119,7 @@ def test_forward_backward_over_http(tmp_path: Path) -> None:
 
     with walking() as walk:
         asyncio.run(main())
-    check(walk, 83)
+    check(walk, 84)
 
 
 def test_answer_of_a_server(tmp_path: Path) -> None:
