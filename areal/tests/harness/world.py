@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -92,3 +95,13 @@ def cached(kind: str, key: Any, make: Callable[[], Any]) -> Any:
 def digest(key: Any) -> str:
     """A short name for ``repr(key)``."""
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Context of tests that start engines of one rank in pytest itself: skipped under torchrun, and no process group remains."""
+    if "WORLD_SIZE" in os.environ:
+        pytest.skip("starts an engine of one rank")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -118,9 +118,15 @@ class ModelCheck:
             # The first one that answers.
             self._first = self._first or theirs
             return self._first
-        tokenizer = self.tokenizer if theirs.tokens is not None else None
-        tokens = None if tokenizer is None else tuple(tokenizer.encode(_TEXT, add_special_tokens=False))
-        return _Model("HTTPRollout.model", self._model, _shape_of(self._model), tokens)
+        return _Model("HTTPRollout.model", self._model, self._shape, None if theirs.tokens is None else self._tokens)
+
+    @functools.cached_property
+    def _shape(self) -> Mapping[str, object]:
+        return _shape_of(self._model)
+
+    @functools.cached_property
+    def _tokens(self) -> tuple[int, ...] | None:
+        return None if self.tokenizer is None else tuple(self.tokenizer.encode(_TEXT, add_special_tokens=False))
 
 
 async def _tokens_of(ask: Ask) -> tuple[int, ...] | None:

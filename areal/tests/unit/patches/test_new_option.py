@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from areal.api import FinetuneSpec, TrainEngineConfig
 from areal.engine.registry import create_engine
 from areal.tests.dist.option_rows import differ, leaves, naming_the_declaration, no_effect, rows_to_edit
 from areal.tests.grid.models import model_dir
+from areal.tests.harness.world import one_rank
 from areal.tests.unit.patches.patching import Patch
 
 CONFIG, ENGINE = "areal/api/config.py", "areal/engine/fsdp/engine.py"
@@ -38,11 +37,8 @@ PATCH = Patch(
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    if "WORLD_SIZE" in os.environ:
-        pytest.skip("starts an engine of one rank")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 def weights(**fsdp: Any) -> list[Any]:

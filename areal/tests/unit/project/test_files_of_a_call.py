@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import areal
 from areal.api import FinetuneSpec, OptimizerConfig, TrainEngineConfig
@@ -22,6 +20,7 @@ from areal.inference import VLLM, HTTPRollout
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.servers.rollout_http import PROMPT, Process
 from areal.tests.harness.tiny import global_batch
+from areal.tests.harness.world import one_rank
 from areal.tests.tinker.api.bodies import cross_entropy_json
 from areal.tests.tinker.api.stand_in import client_of
 from areal.tests.unit.inference.local.rollouts import endless
@@ -77,11 +76,8 @@ def walking() -> Iterator[Walk]:
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    if "WORLD_SIZE" in os.environ:
-        pytest.skip("starts an engine of one rank")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 def check(walk: Walk, budget: int) -> None:

@@ -26,17 +26,10 @@ from areal.tests.unit.inference.local.rollouts import endless
 COMPLETIONS, LOAD = "/v1/completions", "/collective_rpc"
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    one = Process()
-    yield one
-    one.kill()
-
-
 @pytest.fixture
-def server(process: Process) -> Process:
-    process.tell(reset=True)
-    return process
+def server(sglang: Process) -> Process:
+    """Asked here as a vLLM without labels."""
+    return sglang
 
 
 @pytest.fixture
