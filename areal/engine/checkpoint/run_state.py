@@ -70,5 +70,6 @@ def read_state(file: Path) -> Any:
     """
     try:
         return from_bytes(file.read_bytes())
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    # A damaged pickle may be any program: it fails in any way, also for lack of memory.
+    except Exception as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error

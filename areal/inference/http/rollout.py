@@ -133,10 +133,10 @@ class HTTPRollout:
         self._loop = LoopThread("rollout-http")
         path = None if folder is None else Path(folder).resolve()
         self._updates = WeightUpdates(self._control, self._fleet, self._loop, dialect, path, model, cast)
-        if carrier is not None:
-            members = Members(self._fleet, self._loop, self._owner)
-            self._updates.send_by(carrier, members, cast, min(update_seconds, _GROUP_SECONDS))
         try:
+            if carrier is not None:
+                members = Members(self._fleet, self._loop, self._owner)
+                self._updates.send_by(carrier, members, cast, min(update_seconds, _GROUP_SECONDS))
             self._control.attempt(lambda: self._run(self._fleet.open()))
         except BaseException:
             self.close()

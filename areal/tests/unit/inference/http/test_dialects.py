@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def test_labels_sleep_and_groups_are_optional(sglang: Process, tmp_path: Path) -
         with pytest.raises(RuntimeError, match=f"{sglang.url}: servers of this kind cannot sleep"):
             rollout.sleep()
         assert len(run(rollout.generate(PROMPT, endless(4)))[0].tokens) == 4
+    threads = threading.active_count()
     with pytest.raises(
         ValueError, match=r"carrier = .*: servers of this kind get weights by files only: leave it None"
     ):
         HTTPRollout(sglang.url, Bare(), carrier=GlooCarrier())
+    assert threading.active_count() == threads

@@ -365,6 +365,7 @@ def test_cancelled_task_aborts_its_request(make: Callable[..., HTTPRollout], ser
 
 
 def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:
+    before = set(threading.enumerate())
     rollout = make(server)
     server.tell(step_seconds=0.05)
     background = Background(rollout.generate(PROMPT, endless(100)))
@@ -380,7 +381,7 @@ def test_close_aborts_running_requests(make: Callable[..., HTTPRollout], server:
     for work in (lambda: run(rollout.generate(PROMPT, endless(3))), lambda: rollout.update(weights(2), 2)):
         with pytest.raises(RuntimeError, match="closed"):
             work()
-    assert "rollout-http" not in {thread.name for thread in threading.enumerate()}
+    assert "rollout-http" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_invalid_arguments_raise(make: Callable[..., HTTPRollout], server: Process, kind: str) -> None:

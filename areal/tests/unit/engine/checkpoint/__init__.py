@@ -1,0 +1,1 @@
+"""Files of checkpoints: directories that appear whole, and what is damaged."""
