@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from areal.api import LossObjective, NamedTensor, Pending, TrainEngineConfig
 from areal.api.engine import BatchInput, Outputs
-from areal.dispatch.executor import Executor, Handle, Work
-from areal.dispatch.pending_call import PendingCall
+from areal.dispatch.executor import Executor, Handle, PendingCall, Work
 from areal.dispatch.rank_calls import (
     Argument,
     Drop,

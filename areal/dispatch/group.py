@@ -26,15 +26,13 @@ from areal.api import (
 )
 from areal.api.engine import BatchInput
 from areal.dispatch.calls import Calls, rank_0
-from areal.dispatch.executor import Executor
-from areal.dispatch.in_process import InProcess
+from areal.dispatch.executor import Executor, InProcess
 from areal.dispatch.rank_calls import CarriedState, Destroy, Initialize, Load, MakeTransport, RankLayout
 from areal.dispatch.remote.remote_adapters import GroupAdapters
 from areal.dispatch.remote.remote_transport import GroupTransport
 from areal.dispatch.shared_devices.place import Place
 from areal.dispatch.shared_devices.uses import Use
-from areal.dispatch.table import TABLE, Returned
-from areal.dispatch.verbs import DispatchedVerbs
+from areal.dispatch.table import TABLE, DispatchedVerbs, Returned
 from areal.engine.options import engine_config
 from areal.engine.registry import engine_class
 from areal.utils.distributed import ControlPlane

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.api import FinetuneSpec, MicroBatchList, NamedTensor, SaveLoadMeta, TrainEngineConfig
-from areal.dispatch.executor import Handle
-from areal.dispatch.in_process import LocalHandle
-from areal.dispatch.rank_objects import RankObjects
+from areal.dispatch.executor import Handle, LocalHandle, RankObjects
 from areal.dispatch.table import Returned
 from areal.engine.batch_rules import BatchRules, rules_of
 from areal.engine.registry import create_engine, engine_class

@@ -14,8 +14,7 @@ import ray
 from ray import cloudpickle
 from torch.distributed import TCPStore
 
-from areal.dispatch.executor import Handle, Work
-from areal.dispatch.rank_objects import RankObjects, Reply, reply_to
+from areal.dispatch.executor import Handle, RankObjects, Reply, Work, reply_to
 from areal.dispatch.ray.results import seal
 from areal.dispatch.wire import Packed
 from areal.utils.distributed import enter_world, leave_world

@@ -19,9 +19,7 @@ from ray import ObjectRef, cloudpickle
 from ray.exceptions import RayError, RayTaskError
 
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.executor import Work
-from areal.dispatch.pending_call import error_of
-from areal.dispatch.rank_objects import Reply
+from areal.dispatch.executor import Reply, Work, error_of
 from areal.dispatch.ray.actor import StackPosition, last_lines
 from areal.dispatch.ray.processes import Processes
 from areal.dispatch.ray.results import unseal

@@ -15,8 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.executor import Handle, Work
-from areal.dispatch.rank_objects import Reply
+from areal.dispatch.executor import Handle, Reply, Work
 from areal.dispatch.ray.actor import ProcessInfo
 from areal.dispatch.ray.cluster import Demand, check_bundles, default_resources
 from areal.dispatch.ray.processes import Processes, Start, start_processes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from areal.inference.http.answer import Answer
 from areal.inference.http.folder_update import restore_server, update_server
@@ -17,6 +19,8 @@ from areal.inference.http.server_connection import Unavailable
 from areal.inference.http.server_sleep import sleep_server, wake_server
 from areal.inference.http.server_state import Away, Lost, ServerWeights, Serving, Taken, Updating
 from areal.inference.http.update_times import UpdateTimes
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +35,14 @@ _SLACK = 4
 
 
 class Fleet:
-    """Servers that an owner uses together. All methods run on one event loop.
+    """Servers that an owner uses together, and the thread whose event loop runs all coroutines here, until :meth:`stop`.
 
     A server that cannot be reached gets no requests until it answers again. One that was started anew gets the current weights first.
 
     Args:
         servers: the servers.
         times: time limits of an update.
+        name: name of the thread.
 
     Attributes:
         servers: the servers.
@@ -45,7 +50,7 @@ class Fleet:
         desired: weights of the last update that reached a server; ``None`` before the first.
     """
 
-    def __init__(self, servers: Sequence[Server], times: UpdateTimes) -> None:
+    def __init__(self, servers: Sequence[Server], times: UpdateTimes, name: str) -> None:
         self.servers = list(servers)
         self.counts = Counter(dict.fromkeys(("failed", "discarded", "away"), 0))
         self.desired: ServerWeights | None = None
@@ -53,6 +58,19 @@ class Fleet:
         self._affinity = Affinity()
         self._changed = asyncio.Condition()  # notified when a server may be asked again
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the event loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def stop(self) -> None:
+        """End the thread, after :meth:`close`."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     async def open(self) -> None:
         """Make the first contact with the servers that can be reached.

@@ -7,11 +7,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from areal.inference.http.fleet import Fleet
-from areal.inference.http.loop_thread import LoopThread
-from areal.inference.http.owner import Owner
+from areal.inference.http.label import Owner
 from areal.inference.http.server import Server
-from areal.inference.http.servers.base_schemas import ReplyBody
-from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 
 R = TypeVar("R", bound=ReplyBody)
 
@@ -23,12 +21,11 @@ class Members:
 
     Args:
         fleet: the servers.
-        loop: event loop of the fleet.
         owner: whose labels the servers get.
     """
 
-    def __init__(self, fleet: Fleet, loop: LoopThread, owner: Owner) -> None:
-        self._fleet, self._loop, self._owner = fleet, loop, owner
+    def __init__(self, fleet: Fleet, owner: Owner) -> None:
+        self._fleet, self._owner = fleet, owner
         self._members: dict[str, Server] = {}
 
     def members(self) -> Mapping[str, int]:
@@ -37,13 +34,13 @@ class Members:
         Raises:
             RuntimeError: no server is left.
         """
-        self._members = {server.url: server for server in self._loop.submit(self._fleet.reachable()).result()}
+        self._members = {server.url: server for server in self._fleet.submit(self._fleet.reachable()).result()}
         return {url: server.restarts for url, server in self._members.items()}
 
     def lost(self) -> tuple[list[str], int]:
         """Return the members of the last update that do not answer any more, and the number of servers that do."""
         try:
-            reachable = {server.url for server in self._loop.submit(self._fleet.reachable()).result()}
+            reachable = {server.url for server in self._fleet.submit(self._fleet.reachable()).result()}
         except RuntimeError:
             reachable = set()
         return [url for url in self._members if url not in reachable], len(reachable)
@@ -54,8 +51,7 @@ class Members:
         The future raises :class:`~areal.inference.http.server_connection.Unavailable`, another ``RuntimeError`` or a ``ValueError`` that
         names the server.
         """
-        future: Future[R] = self._loop.submit(self._members[url].connection.send(call, seconds))
-        return future
+        return self._fleet.submit(self._members[url].connection.send(call, seconds))
 
     def label(self, version: int) -> str:
         """Return the name that the servers give the weights of a version."""
@@ -63,11 +59,11 @@ class Members:
 
     def hold(self) -> None:
         """Stop generation on all members, until :meth:`release`; see :meth:`Fleet.hold`."""
-        self._loop.submit(self._fleet.hold(self._list())).result()
+        self._fleet.submit(self._fleet.hold(self._list())).result()
 
     def release(self, version: int | None, faults: Mapping[str, str]) -> None:
         """Continue generation on all members. Called once after each :meth:`hold`, also if that failed; see :meth:`Fleet.release`."""
-        self._loop.submit(self._fleet.release(self._list(), version, faults)).result()
+        self._fleet.submit(self._fleet.release(self._list(), version, faults)).result()
 
     def _list(self) -> list[Server]:
         return list(self._members.values())

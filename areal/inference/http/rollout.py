@@ -22,9 +22,8 @@ from areal.inference.http.answer import Answer
 from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
-from areal.inference.http.loop_thread import LoopThread
+from areal.inference.http.label import Owner
 from areal.inference.http.members import Members
-from areal.inference.http.owner import Owner
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection, Unavailable
 from areal.inference.http.server_state import Outdated
@@ -125,17 +124,16 @@ class HTTPRollout:
         servers = [
             Server(ServerConnection(url, headers), dialect, self._owner, version, self._model) for url in urls_here
         ]
-        self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds))
+        self._fleet = Fleet(servers, UpdateTimes(update_seconds, drain_seconds), "rollout-http")
         self._version = version
         self._updating = threading.RLock()
         self._closed = self._asleep = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._loop = LoopThread("rollout-http")
         path = None if folder is None else Path(folder).resolve()
-        self._updates = WeightUpdates(self._control, self._fleet, self._loop, dialect, path, model, cast)
+        self._updates = WeightUpdates(self._control, self._fleet, dialect, path, model, cast)
         try:
             if carrier is not None:
-                members = Members(self._fleet, self._loop, self._owner)
+                members = Members(self._fleet, self._owner)
                 self._updates.send_by(carrier, members, cast, min(update_seconds, _GROUP_SECONDS))
             self._control.attempt(lambda: self._run(self._fleet.open()))
         except BaseException:
@@ -276,7 +274,7 @@ class HTTPRollout:
             self._updates.close()
             self._run(self._close())
             self._owner.retire()
-            self._loop.close()
+            self._fleet.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -298,14 +296,14 @@ class HTTPRollout:
     # ---- run by the engine's event loop
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Start a coroutine on the engine's event loop, from any thread."""
+        """Start a coroutine on the event loop of the servers, from any thread."""
         if self._closed:
             work.close()
             raise RuntimeError("the rollout was closed: make another one")
-        return self._loop.submit(work)
+        return self._fleet.submit(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the engine's event loop and wait for its result."""
+        """Run a coroutine on the event loop of the servers and wait for its result."""
         result: T = self._submit(work).result()
         return result
 

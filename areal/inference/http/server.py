@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 
 from areal.inference.http.answer import Answer
 from areal.inference.http.checks.model_check import ModelCheck
-from areal.inference.http.label import LABEL_SECONDS, ServerLabel, WrongLabel
-from areal.inference.http.owner import Owner
+from areal.inference.http.label import LABEL_SECONDS, Owner, ServerLabel, WrongLabel
 from areal.inference.http.server_connection import HEALTH, ServerConnection, StatusError, Unavailable, UnexpectedStatus
 from areal.inference.http.server_state import Away, Lost, Outdated, ServerState, ServerWeights, Serving, Taken, Updating
-from areal.inference.http.servers.base_schemas import ReplyBody
-from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.dialect import Dialect, ReplyPart, Routes
 from areal.inference.http.servers.group_routes import INTERRUPTED
+from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 from areal.inference.http.update_times import UpdateTimes
 
 R = TypeVar("R", bound=ReplyBody)

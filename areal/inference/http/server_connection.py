@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import httpx2
 from pydantic import ValidationError
 
-from areal.inference.http.servers.base_schemas import Anything, ReplyBody
-from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.http_call import Anything, HTTPCall, ReplyBody
 
 R = TypeVar("R", bound=ReplyBody)
 Trace = Callable[[str, Any], Awaitable[None]]

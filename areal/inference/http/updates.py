@@ -17,7 +17,6 @@ from areal.inference.http.fleet import Fleet
 from areal.inference.http.group.carrier import Carrier
 from areal.inference.http.group.chunk import PACKED_BYTES
 from areal.inference.http.group.process_group_transport import ProcessGroupTransport
-from areal.inference.http.loop_thread import LoopThread
 from areal.inference.http.members import Members
 from areal.inference.http.server_state import Away
 from areal.inference.http.servers.dialect import Dialect
@@ -38,7 +37,6 @@ class WeightUpdates:
     Args:
         control: control plane over the ranks of the trainer.
         fleet: the servers, on the rank that owns them; empty on others.
-        loop: their event loop.
         dialect: kind of server.
         folder: directory for weights; ``None`` if a carrier sends them.
         model: directory or hub name of the model, whose configuration is written with the weights.
@@ -49,13 +47,12 @@ class WeightUpdates:
         self,
         control: Control,
         fleet: Fleet,
-        loop: LoopThread,
         dialect: Dialect,
         folder: Path | None,
         model: str | None,
         cast: torch.dtype | None,
     ) -> None:
-        self._control, self._fleet, self._loop, self._dialect = control, fleet, loop, dialect
+        self._control, self._fleet, self._dialect = control, fleet, dialect
         self._folder, self._complete = folder, Completeness(model)
         self._transport: Transport | None = None
         self._members: Members | None = None
@@ -155,7 +152,7 @@ class WeightUpdates:
             return
         if self._dialect.adapter is None:
             self._complete.check(Path(folder))
-        faults = self._loop.submit(self._fleet.load(folder, version)).result()
+        faults = self._fleet.submit(self._fleet.load(folder, version)).result()
         # All servers had their attempt; report what each one serves now.
         refused = [
             fault for fault, server in zip(faults, servers, strict=True) if fault and not isinstance(server.state, Away)

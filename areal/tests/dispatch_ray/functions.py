@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal.dispatch.pending_call import PendingCall
-from areal.dispatch.rank_objects import RankObjects
+from areal.dispatch.executor import PendingCall, RankObjects
 from areal.tests.harness.programs import compile_once_in_a_world
 from areal.utils.distributed import init_default_group
 

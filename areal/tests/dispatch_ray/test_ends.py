@@ -18,7 +18,7 @@ import pytest
 from areal.api import FinetuneSpec, SaveLoadMeta, TrainEngine
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.rank_objects import RankObjects
+from areal.dispatch.executor import RankObjects
 from areal.dispatch.ray import RayWorkers
 from areal.tests.dispatch_ray import functions
 from areal.tests.dispatch_ray.functions import run, wait_until_ended

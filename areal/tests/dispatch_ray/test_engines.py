@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areal.api import Batch, FinetuneSpec, LoRAConfig, SaveLoadMeta, TokenOutputs
 from areal.dispatch import WorkerGroup
-from areal.dispatch.rank_objects import RankObjects
+from areal.dispatch.executor import RankObjects
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.shards import plan_shards
 from areal.engine.registry import create_engine

@@ -16,8 +16,7 @@ import torch
 from areal.api import FinetuneSpec, TrainEngine
 from areal.dispatch import SharedDevices, WorkerGroup
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.executor import Work
-from areal.dispatch.rank_objects import RankObjects, Reply
+from areal.dispatch.executor import RankObjects, Reply, Work
 from areal.dispatch.ray import RayWorkers
 from areal.dispatch.shared_devices import Kind, Part, devices
 from areal.tests.dist.dispatch.shared import KINDS, OneByOne, numbers

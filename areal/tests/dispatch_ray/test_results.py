@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.rank_objects import Reply
+from areal.dispatch.executor import Reply
 from areal.dispatch.ray.results import seal, seal_batch, unseal
 from areal.dispatch.ray.watch import Limits
 

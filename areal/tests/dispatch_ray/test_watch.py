@@ -14,7 +14,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.rank_objects import Reply
+from areal.dispatch.executor import Reply
 from areal.dispatch.ray import watch as module
 from areal.dispatch.ray.actor import ProcessInfo, StackPosition
 from areal.dispatch.ray.results import seal

@@ -5,18 +5,15 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from areal.tinker.api.auth import ApiKeys, Authentication, LinkSigner
-from areal.tinker.api.bodies import BodyLimits
-from areal.tinker.api.context import ApiContext
+from areal.tinker.api.context import ApiContext, LinkSigner
 from areal.tinker.api.error_replies import add_error_handlers
 from areal.tinker.api.http_settings import ApiSettings
-from areal.tinker.api.metrics import RequestLog, ServerMetrics
+from areal.tinker.api.metrics import ServerMetrics
+from areal.tinker.api.middleware import ApiKeys, Authentication, BodyLimits, RequestLog
 from areal.tinker.api.routes.checkpoints import checkpoint_routes, download_routes
-from areal.tinker.api.routes.futures import future_routes
 from areal.tinker.api.routes.pages import page_routes
-from areal.tinker.api.routes.sampling import sampling_routes
+from areal.tinker.api.routes.queued import LARGE_PATHS, future_routes, sampling_routes, training_routes
 from areal.tinker.api.routes.sessions import session_routes
-from areal.tinker.api.routes.training import LARGE_PATHS, training_routes
 from areal.tinker.service.service import Service
 
 DESCRIPTION = """Training and sampling for clients of the `tinker` SDK. Most requests are answered with the id of a future, whose

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Query, Request
 from fastapi import Path as PathParameter
 
-from areal.tinker.api.auth import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
 from areal.tinker.service.service import Service
 from areal.tinker.service.tenants.caller_service import CallerService
+
+
+class LinkSigner:
+    """Signs download links, which are valid for a limited time and until the server restarts."""
+
+    def __init__(self, lifetime_s: int) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._lifetime_s = lifetime_s
+
+    def sign(self, *parts: str) -> dict[str, str]:
+        """Return the query parameters of a link to the resource that ``parts`` name."""
+        expires = str(int(time.time()) + self._lifetime_s)
+        return {"expires": expires, "signature": self._signature(expires, *parts)}
+
+    def accepts(self, expires: str, signature: str, *parts: str) -> bool:
+        """Return whether the signature belongs to ``parts`` and is not expired."""
+        genuine = hmac.compare_digest(self._signature(expires, *parts).encode(), signature.encode())
+        return genuine and int(expires) >= time.time()
+
+    def _signature(self, *parts: str) -> str:
+        return hmac.new(self._secret, "\0".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass

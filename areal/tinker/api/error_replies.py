@@ -73,7 +73,7 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer the errors that a route may raise. Others reach :class:`~areal.tinker.api.metrics.RequestLog`."""
+    """Answer the errors that a route may raise. Others reach :class:`~areal.tinker.api.middleware.RequestLog`."""
     for kind in STATUS:
         app.add_exception_handler(kind, _service_error)
     app.add_exception_handler(BodyError, _body_error)

@@ -20,7 +20,7 @@ from areal.tinker.service.params import check_integer, check_metadata
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import CheckpointFiles, CheckpointPath, check_name, parse_path
 from areal.tinker.service.store.tables import checkpoints, runs_of
-from areal.tinker.service.tenants.quotas import QuotaChecks
+from areal.tinker.service.tenants.caller import QuotaChecks
 
 _TEN_YEARS = 10 * 366 * 24 * 3600
 

@@ -18,7 +18,7 @@ from areal.tinker.service.runs import Runs
 from areal.tinker.service.sessions import Sessions
 from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.futures import Category, Futures, Key
-from areal.tinker.service.tenants.quotas import QuotaChecks
+from areal.tinker.service.tenants.caller import QuotaChecks
 from areal.tinker.service.training import Training
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.optimizer import check_optimizer

@@ -18,10 +18,9 @@ from areal.tinker.service.settings import ServiceSettings
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.files import CheckpointFiles
 from areal.tinker.service.store.futures import Futures
-from areal.tinker.service.tenants.caller import Caller
+from areal.tinker.service.tenants.caller import Caller, QuotaChecks
 from areal.tinker.service.tenants.caller_service import CallerService, ServiceParts
 from areal.tinker.service.tenants.owners import Owners
-from areal.tinker.service.tenants.quotas import QuotaChecks
 from areal.tinker.service.training import Training
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from areal.engine.checkpoint.safetensors import TensorFiles
 from areal.inference.http.server_connection import StatusError, Unavailable
-from areal.inference.http.servers.base_schemas import Tokenize, Tokenized
-from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.dialect import Ask, ServedModel
+from areal.inference.http.servers.http_call import HTTPCall, Tokenize, Tokenized
 
 _SHAPE = (
     "model_type",

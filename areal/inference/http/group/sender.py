@@ -12,9 +12,8 @@ from areal.inference.http.group.chunk import Chunk, ChunkMemory, cut_chunks
 from areal.inference.http.group.round import Round, is_gone
 from areal.inference.http.members import Members
 from areal.inference.http.server_connection import Unavailable
-from areal.inference.http.servers.base_schemas import ReplyBody
-from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.group_routes import GroupRoutes
+from areal.inference.http.servers.http_call import HTTPCall, ReplyBody
 from areal.weight_sync.transport import OutgoingTensors, ignore_errors
 
 R = TypeVar("R", bound=ReplyBody)

@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from areal.inference.http.servers.base_schemas import LabelReply, ReplyBody
-from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.group_routes import GroupRoutes
+from areal.inference.http.servers.http_call import HTTPCall, LabelReply, ReplyBody
 from areal.inference.protocol import FinishReason, Sampling, TopTokens
 
 R = TypeVar("R", bound=ReplyBody, covariant=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.inference.http.servers.base_schemas import LabelReply, ReplyBody
-from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.http_call import HTTPCall, LabelReply, ReplyBody
 
 INTERRUPTED = "interrupted"
 """Label of the weights during an update over a process group, and after one that did not end."""

@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from areal.inference.http.servers.base_schemas import Anything, Empty, LabelReply, ModelList, ReplyBody, labels_of
-from areal.inference.http.servers.call import HTTPCall, expect
 from areal.inference.http.servers.dialect import Ask, LabelRoutes, PauseRoutes, ReplyPart, ServedModel, SleepRoutes
+from areal.inference.http.servers.http_call import (
+    Anything,
+    Empty,
+    HTTPCall,
+    LabelReply,
+    ModelList,
+    ReplyBody,
+    expect,
+    labels_of,
+)
 from areal.inference.http.servers.sglang_group import SGLangGroupRoutes
 from areal.inference.http.servers.sglang_schemas import (
     SGLangAbort,

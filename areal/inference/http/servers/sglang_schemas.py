@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from areal.inference.http.servers.base_schemas import LabelSpan, LogProb, ReplyBody, RequestBody, SetLabel, TokenId
+from areal.inference.http.servers.http_call import LabelSpan, LogProb, ReplyBody, RequestBody, SetLabel, TokenId
 
 
 class SGLangSampling(RequestBody):

@@ -6,18 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal.inference.http.servers.base_schemas import (
+from areal.inference.http.servers.dialect import Ask, LabelRoutes, PauseRoutes, ReplyPart, ServedModel, SleepRoutes
+from areal.inference.http.servers.http_call import (
     Anything,
     Empty,
+    HTTPCall,
     LabelReply,
     ModelList,
     OpenAPI,
     ReplyBody,
     SetLabel,
+    expect,
     labels_of,
 )
-from areal.inference.http.servers.call import HTTPCall, expect
-from areal.inference.http.servers.dialect import Ask, LabelRoutes, PauseRoutes, ReplyPart, ServedModel, SleepRoutes
 from areal.inference.http.servers.vllm_group import VLLMGroupRoutes
 from areal.inference.http.servers.vllm_schemas import (
     VLLMChoiceBase,

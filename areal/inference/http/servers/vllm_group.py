@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from areal.engine.checkpoint.safetensors import TensorSpec
-from areal.inference.http.servers.base_schemas import Anything, Empty, LabelReply, ReplyBody, RequestBody
-from areal.inference.http.servers.call import HTTPCall, expect
 from areal.inference.http.servers.group_routes import INTERRUPTED
+from areal.inference.http.servers.http_call import Anything, Empty, HTTPCall, LabelReply, ReplyBody, RequestBody, expect
 
 
 class VLLMWorldSize(ReplyBody):

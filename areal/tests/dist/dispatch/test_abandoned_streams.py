@@ -14,9 +14,7 @@ import pytest
 
 from areal.api import FinetuneSpec
 from areal.dispatch import WorkerGroup
-from areal.dispatch.executor import Work
-from areal.dispatch.in_process import InProcess
-from areal.dispatch.rank_objects import Reply
+from areal.dispatch.executor import InProcess, Reply, Work
 from areal.tests.harness.limits import promptly, wait_until
 from areal.tests.harness.tiny import config
 

@@ -11,9 +11,8 @@ import torch
 
 from areal.api import FinetuneSpec, MicroBatchSpec, TopK, TrainEngine
 from areal.dispatch import InProcess, WorkerGroup
-from areal.dispatch.executor import Work
+from areal.dispatch.executor import Reply, Work
 from areal.dispatch.rank_calls import Initialize, RankLayout
-from areal.dispatch.rank_objects import Reply
 from areal.engine.batch_rules import BatchRules, rules_of
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.tiny import BATCH_VERBS, global_batch, loss, started

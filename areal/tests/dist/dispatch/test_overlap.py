@@ -11,8 +11,7 @@ import pytest
 
 from areal.api import FinetuneSpec, TrainEngine
 from areal.dispatch import InProcess, WorkerGroup
-from areal.dispatch.executor import Work
-from areal.dispatch.rank_objects import Reply
+from areal.dispatch.executor import Reply, Work
 from areal.engine.registry import create_engine
 from areal.tests.dist.dispatch.overlap import check_overlap
 from areal.tests.harness.tiny import config, global_batch, loss

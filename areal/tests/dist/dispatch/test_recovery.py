@@ -14,9 +14,8 @@ import areal.dispatch.calls as calls
 from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.dispatch import WorkerGroup
 from areal.dispatch.errors import WorkerLostError
-from areal.dispatch.in_process import InProcess
+from areal.dispatch.executor import InProcess, Reply
 from areal.dispatch.rank_calls import RankLayout
-from areal.dispatch.rank_objects import Reply
 from areal.tests.dist.dispatch.results import same, untimed
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.rl import Curve, played

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.api import FinetuneSpec, OptimizerConfig, TrainEngine
 from areal.dispatch import InProcess, SharedDevices, WorkerGroup
-from areal.dispatch.executor import Work
-from areal.dispatch.rank_objects import Reply
+from areal.dispatch.executor import Reply, Work
 from areal.dispatch.shared_devices import Part, devices
 from areal.inference.local.rollout import LocalRollout
 from areal.inference.protocol import Sampling

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api import FinetuneSpec, SaveLoadMeta
+from areal.dispatch.executor import RankObjects
 from areal.dispatch.rank_calls import Initialize, Load
-from areal.dispatch.rank_objects import RankObjects
 from areal.tests.harness.processes import needs_own_world, succeed
 from areal.tests.harness.tiny import NEEDS_JAX, config, global_batch, local_batch, loss, same_bits, weights_of
 from areal.utils.distributed import EngineLostError, enter_world, leave_world

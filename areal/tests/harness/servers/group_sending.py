@@ -12,9 +12,8 @@ from areal.inference.http.checks.model_check import ModelCheck
 from areal.inference.http.fleet import Fleet
 from areal.inference.http.group import Carrier
 from areal.inference.http.group.process_group_transport import ProcessGroupTransport
-from areal.inference.http.loop_thread import LoopThread
+from areal.inference.http.label import Owner
 from areal.inference.http.members import Members
-from areal.inference.http.owner import Owner
 from areal.inference.http.server import Server
 from areal.inference.http.server_connection import ServerConnection
 from areal.inference.http.servers.dialect import Dialect
@@ -45,15 +44,15 @@ class GroupSending:
         **options: Any,
     ) -> None:
         control = control or ControlPlane(alone=True)
-        self._owner, self._loop = Owner(take_over=True), LoopThread("test-servers")
+        self._owner = Owner(take_over=True)
         here = urls if control.rank == 0 else []
         self.servers = [Server(ServerConnection(url, {}), dialect, self._owner, 0, ModelCheck(None)) for url in here]
-        self._fleet = Fleet(self.servers, UpdateTimes(timeout, 1.0))
-        members = Members(self._fleet, self._loop, self._owner) if here else None
+        self._fleet = Fleet(self.servers, UpdateTimes(timeout, 1.0), "test-servers")
+        members = Members(self._fleet, self._owner) if here else None
         assert dialect.group is not None
         options = {"timeout": timeout, **options}
         self._transport = ProcessGroupTransport(control, members, dialect.group, carrier, **options)
-        self._loop.submit(self._fleet.open()).result()
+        self._fleet.submit(self._fleet.open()).result()
 
     def send(self, source: Any, version: int, **options: Any) -> WeightUpdateMeta:
         return self._transport.send(source, version, **options)
@@ -65,9 +64,9 @@ class GroupSending:
 
     def close(self) -> None:
         self._transport.close()
-        self._loop.submit(self._fleet.close()).result()
+        self._fleet.submit(self._fleet.close()).result()
         self._owner.retire()
-        self._loop.close()
+        self._fleet.stop()
 
     def __enter__(self) -> Self:
         return self

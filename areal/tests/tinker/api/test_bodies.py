@@ -12,8 +12,8 @@ import zstandard
 
 from areal.tests.tinker.api.bodies import PROTOBUF, cross_entropy_request
 from areal.tests.tinker.api.stand_in import StandInService, client_of
-from areal.tinker.api.bodies import decompress
 from areal.tinker.api.error_replies import BodyError
+from areal.tinker.api.middleware import decompress
 
 BODY = cross_entropy_request().SerializeToString()
 ZSTD = {**PROTOBUF, "Content-Encoding": "zstd"}

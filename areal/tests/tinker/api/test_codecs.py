@@ -11,12 +11,14 @@ import pytest
 
 from areal.tests.tinker.api.bodies import cross_entropy_json, cross_entropy_request, tensor
 from areal.tinker.api import wire_pb2
-from areal.tinker.api.decoding import (
+from areal.tinker.api.codec import (
+    MISSING_LOGPROB,
     forward_backward_from_protobuf,
     pass_from_json,
     sample_from_json,
+    to_json,
+    to_protobuf,
 )
-from areal.tinker.api.encoding import MISSING_LOGPROB, to_json, to_protobuf
 from areal.tinker.api.error_replies import BodyError
 from areal.tinker.api.schemas import OptimStepBody, SampleBody
 from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs

@@ -24,7 +24,7 @@ from areal.tinker.api import schemas
 from areal.tinker.api.app import create_app
 from areal.tinker.api.context import ServiceDependency
 from areal.tinker.api.http_settings import ApiSettings
-from areal.tinker.api.routes.training import InTurnRoute, submit_in_turn
+from areal.tinker.api.routes.queued import InTurnRoute, submit_in_turn
 from areal.tinker.backends.backend import TrainingBackend
 from areal.tinker.backends.errors import UserError
 from areal.tinker.backends.training.engine_backend import EngineBackend
@@ -79,7 +79,7 @@ class ScaleGradientsBody(schemas.SequencedBody):
         return {"factor": self.factor}
 
 
-# ---- 3. in areal/tinker/api/routes/training.py
+# ---- 3. in areal/tinker/api/routes/queued.py
 
 router = APIRouter(prefix="/api/v1", route_class=InTurnRoute)
 
@@ -212,7 +212,7 @@ def without_route(app: FastAPI, expected: Sequence[type[TrainingRequest]]) -> li
     """Return a line for each verb whose kind is not a route."""
     paths = app.openapi()["paths"]
     kinds = [verb.kind for verb in expected if verb is not RefusedRequest and f"/api/v1/{verb.kind}" not in paths]
-    return [f"{kind}: declare its route in areal/tinker/api/routes/training.py" for kind in kinds]
+    return [f"{kind}: declare its route in areal/tinker/api/routes/queued.py" for kind in kinds]
 
 
 def test_each_verb_has_a_route() -> None:
@@ -220,7 +220,7 @@ def test_each_verb_has_a_route() -> None:
     assert len(server_verbs()) > 8
     assert without_route(app, server_verbs()) == []
     forgotten = without_route(app, [ForwardBackward, ScaleGradients])
-    assert forgotten == ["scale_gradients: declare its route in areal/tinker/api/routes/training.py"]
+    assert forgotten == ["scale_gradients: declare its route in areal/tinker/api/routes/queued.py"]
 
 
 def missing_methods(interface: type, backend: type) -> Iterator[str]:

@@ -17,9 +17,9 @@ from areal.tests.tinker.api.bodies import JSON_BODIES, PROTOBUF, cross_entropy_r
 from areal.tests.tinker.api.stand_in import StandInService, client_of
 from areal.tests.tinker.api.tenants import user
 from areal.tinker.api import wire_pb2
-from areal.tinker.api.auth import LinkSigner
+from areal.tinker.api.context import LinkSigner
 from areal.tinker.api.http_settings import ApiSettings
-from areal.tinker.api.routes.futures import INLINE_RESULT_BYTES
+from areal.tinker.api.routes.queued import INLINE_RESULT_BYTES
 from areal.tinker.service.requests import Outcome
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.verb import RefusedRequest

@@ -31,8 +31,8 @@ PATCH = Patch(
 
 from collections.abc import Sequence
 
-from areal.inference.http.servers.base_schemas import Anything, Empty, LogProb, ReplyBody, RequestBody, TokenId
-from areal.inference.http.servers.call import HTTPCall, expect
+from areal.inference.http.servers.http_call import Anything, Empty, LogProb, ReplyBody, RequestBody, TokenId
+from areal.inference.http.servers.http_call import HTTPCall, expect
 from areal.inference.http.servers.dialect import Ask, PauseRoutes, ReplyPart, ServedModel
 from areal.inference.protocol import Sampling
 

@@ -115,7 +115,7 @@ def test_forward_backward_over_http(tmp_path: Path) -> None:
 
     with walking() as walk:
         asyncio.run(main())
-    check(walk, 84)
+    check(walk, 75)
 
 
 def test_answer_of_a_server(tmp_path: Path) -> None:
@@ -130,4 +130,4 @@ def test_answer_of_a_server(tmp_path: Path) -> None:
     finally:
         server.kill()
     assert len(answer.tokens) == 3
-    check(walk, 13)
+    check(walk, 10)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from sqlalchemy import Connection, and_, delete, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from areal.tinker.backends.prepared import decode_result, encode_result
 from areal.tinker.service.errors import ConflictError, NotFoundError
 from areal.tinker.service.requests import FutureState, Outcome
-from areal.tinker.service.store.codec import decode_result, encode_result
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.tables import futures, sessions
 

@@ -83,7 +83,7 @@ def pause_of_an_ended_owner_kept(right: Function) -> Function:
     return lambda self, routes, found, *rest: right(self, routes, "default", *rest)
 
 
-@mutant("areal.inference.http.owner:Owner.check", OWNER.format("two_owners_of_one_server_are_refused[tokens]"))
+@mutant("areal.inference.http.label:Owner.check", OWNER.format("two_owners_of_one_server_are_refused[tokens]"))
 def second_owner_accepted(right: Function) -> Function:
     """An owner takes a server whose owner lives."""
     return lambda self, label: None

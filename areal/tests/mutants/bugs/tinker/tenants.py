@@ -38,7 +38,7 @@ def private_checkpoint_read_by_all(right: Function) -> Function:
     return wrong
 
 
-@mutant("areal.tinker.service.tenants.quotas:stored_bytes", TENANTS + "test_quota_of_stored_bytes")
+@mutant("areal.tinker.service.tenants.caller:stored_bytes", TENANTS + "test_quota_of_stored_bytes")
 def replaced_checkpoint_counted(right: Function) -> Function:
     """An overwrite needs room for both checkpoints."""
     return lambda connection, owner, replaced=None: right(connection, owner, None)

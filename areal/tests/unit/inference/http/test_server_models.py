@@ -11,8 +11,8 @@ import pytest
 
 from areal.inference.http import SGLang
 from areal.inference.http.checks.model_check import ModelCheck
-from areal.inference.http.servers.call import HTTPCall
 from areal.inference.http.servers.dialect import ServedModel
+from areal.inference.http.servers.http_call import HTTPCall
 from areal.tests.grid.models import model_dir
 from areal.tests.harness.servers.rollout_http import PROMPT, Process, run
 from areal.tests.harness.servers.tokenizers import with_tokenizer

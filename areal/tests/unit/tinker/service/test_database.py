@@ -30,9 +30,15 @@ from areal.tests.unit.tinker.service.fakes import (
     step,
     train,
 )
-from areal.tinker.backends.prepared import PassResult, SampledAnswer, SamplingResult, TopLogprobs
+from areal.tinker.backends.prepared import (
+    PassResult,
+    SampledAnswer,
+    SamplingResult,
+    TopLogprobs,
+    decode_result,
+    encode_result,
+)
 from areal.tinker.service.service import Service
-from areal.tinker.service.store.codec import decode_result, encode_result
 from areal.tinker.service.store.database import Database
 from areal.tinker.service.store.tables import metadata
 from areal.tinker.service.verbs.weights import SaveForSampler, SaveWeights

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.http_call import HTTPCall
 from areal.inference.http.servers.vllm_schemas import VLLMChoice, VLLMCompleted, VLLMCompletion
 from areal.inference.protocol import Sampling
 from areal.tinker.backends.prepared import SampledAnswer, SamplingRequest, TopLogprobs

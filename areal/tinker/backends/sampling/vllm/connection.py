@@ -10,8 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from areal.inference.http.server_connection import RejectedCall, ServerConnection, StatusError, Unavailable
-from areal.inference.http.servers.base_schemas import ModelList, ServedCard
-from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.http_call import HTTPCall, ModelList, ServedCard
 from areal.inference.protocol import Sampling
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.prepared import SamplingRequest

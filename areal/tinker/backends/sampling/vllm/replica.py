@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal.inference.http.server_connection import RejectedCall, StatusError, Unavailable
-from areal.inference.http.servers.base_schemas import Anything, ReplyBody
-from areal.inference.http.servers.call import HTTPCall
+from areal.inference.http.servers.http_call import Anything, HTTPCall, ReplyBody
 from areal.inference.http.servers.vllm_schemas import VLLMLoadAdapter, VLLMUnloadAdapter
 from areal.tinker.backends.errors import ServerError, UserError
 from areal.tinker.backends.sampling.sampler_config import VLLMSamplerConfig

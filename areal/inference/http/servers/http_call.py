@@ -1,12 +1,13 @@
-"""Bases of the requests and replies of inference servers.
+"""Requests to inference servers and their replies: the bases of both, and one request with the type of its reply.
 
 A request has exactly the fields of its class. A reply may have more. A field that is missing or of another type is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,6 +33,35 @@ class Empty(RequestBody):
 
 class Anything(ReplyBody):
     """A reply whose content is not used."""
+
+
+R = TypeVar("R", bound=ReplyBody, covariant=True)
+
+
+@dataclass(frozen=True)
+class HTTPCall(Generic[R]):
+    """One request: its route, its body, and the type of its reply. The body of a GET request is not sent."""
+
+    route: str
+    body: RequestBody
+    reply: type[R]
+    query: Mapping[str, str] = field(default_factory=dict)
+    method: Literal["GET", "POST"] = "POST"
+
+    @classmethod
+    def get(cls, route: str, reply: type[R], query: Mapping[str, str] | None = None) -> HTTPCall[R]:
+        """Return a GET request."""
+        return cls(route, Empty(), reply, query or {}, "GET")
+
+
+S = TypeVar("S", bound=ReplyBody)
+
+
+def expect(kind: type[S], reply: Any) -> S:
+    """Return ``reply``, checked to be of type ``kind``."""
+    if not isinstance(reply, kind):
+        raise TypeError(f"a {type(reply).__name__} came where a {kind.__name__} was asked for")
+    return reply
 
 
 class OpenAPI(ReplyBody):

@@ -1,4 +1,4 @@
-"""Routes that train: their answers name a future."""
+"""Routes of requests that are queued, to train and to sample, and of their results, which are futures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from areal.tinker.api import decoding, schemas
-from areal.tinker.api.context import ServiceDependency, service_of
-from areal.tinker.api.error_replies import field_errors
-from areal.tinker.service.requests import Submitted
+from areal.tinker.api import codec, schemas
+from areal.tinker.api.context import ApiContext, Context, Identifier, ServiceDependency, service_of
+from areal.tinker.api.error_replies import BodyError, error_response, field_errors
+from areal.tinker.api.http_settings import MIB
+from areal.tinker.backends.prepared import PassResult, SamplingResult
+from areal.tinker.service.requests import Outcome, Submitted
 from areal.tinker.service.tenants.caller_service import CallerService
 from areal.tinker.service.verbs.forward_backward import Forward, ForwardBackward
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel, UnloadModel
@@ -33,7 +35,7 @@ class InTurnRoute(APIRoute):
             try:
                 return await handle(request)
             except RequestValidationError as error:
-                refused = decoding.refused_request(error.body, field_errors(error.errors()))
+                refused = codec.refused_request(error.body, field_errors(error.errors()))
                 if refused is None:
                     raise
                 return JSONResponse(submitted_json(await service_of(request).submit(refused)))
@@ -42,6 +44,8 @@ class InTurnRoute(APIRoute):
 
 
 training_routes = APIRouter(prefix="/api/v1", tags=["training"], route_class=InTurnRoute)
+sampling_routes = APIRouter(prefix="/api/v1", tags=["sampling"])
+future_routes = APIRouter(prefix="/api/v1", tags=["futures"])
 
 PROTOBUF = "application/x-protobuf"
 THREAD_BYTES = 128 * 1024
@@ -49,6 +53,9 @@ THREAD_BYTES = 128 * 1024
 
 LARGE_PATHS = ("/api/v1/forward", "/api/v1/forward_backward")
 """Paths of routes with batches of training data. The bodies of others have a smaller limit."""
+
+INLINE_RESULT_BYTES = MIB
+"""Size above which a result is announced to the client before it is sent."""
 
 T = TypeVar("T")
 
@@ -76,7 +83,7 @@ async def submit_in_turn(
     shared: dict[str, Any] = {
         "model_id": body.model_id,
         "seq_id": body.seq_id or None,
-        "digest": decoding.body_digest(body),
+        "digest": codec.body_digest(body),
     }
     if (refusal := body.refusal()) is not None:
         return submitted_json(await service.submit(RefusedRequest(**shared, message=refusal)))
@@ -92,7 +99,7 @@ async def create_model(body: schemas.CreateModelBody, service: ServiceDependency
     request = CreateModel(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
-        digest=decoding.body_digest(body),
+        digest=codec.body_digest(body),
         base_model=body.base_model,
         lora_config=body.lora_config,
         optimizer_config=body.optimizer_config,
@@ -119,9 +126,9 @@ async def unload_model(body: schemas.SequencedBody, service: ServiceDependency) 
 async def _pass(request: Request, service: CallerService, verb: type[ForwardBackward]) -> dict[str, Any]:
     body = await request.body()
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == PROTOBUF:
-        decoded: ModelRequest = await _decode(decoding.forward_backward_from_protobuf, body)
+        decoded: ModelRequest = await _decode(codec.forward_backward_from_protobuf, body)
     else:
-        decoded = await _decode(decoding.pass_from_json, body, verb)
+        decoded = await _decode(codec.pass_from_json, body, verb)
     return submitted_json(await service.submit(decoded))
 
 
@@ -187,7 +194,7 @@ async def load_weights(body: schemas.LoadWeightsBody, service: ServiceDependency
     request = CreateFromCheckpoint(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
-        digest=decoding.body_digest(body),
+        digest=codec.body_digest(body),
         base_model=body.base_model,
         optimizer_config=body.optimizer_config,
         user_metadata=schemas.text_values(body.user_metadata),
@@ -195,3 +202,83 @@ async def load_weights(body: schemas.LoadWeightsBody, service: ServiceDependency
         optimizer=body.optimizer,
     )
     return submitted_json(await service.submit(request))
+
+
+# ---- sampling
+
+
+@sampling_routes.post("/create_sampling_session")
+async def create_sampling_session(body: schemas.SamplingSessionBody, service: ServiceDependency) -> dict[str, Any]:
+    """Start to sample from the base model, or from a checkpoint."""
+    sampling_session_id = await service.create_sampling_session(
+        body.session_id, body.sampling_session_seq_id, base_model=body.base_model, model_path=body.model_path
+    )
+    return {"type": "create_sampling_session", "sampling_session_id": sampling_session_id}
+
+
+@sampling_routes.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: Identifier, service: ServiceDependency) -> dict[str, Any]:
+    """Describe a sampling session."""
+    return await service.sampler(sampler_id)
+
+
+@sampling_routes.post("/asample", responses={429: {"description": "The queue is full: try again later."}})
+async def asample(body: schemas.SampleBody, service: ServiceDependency) -> dict[str, Any]:
+    """Sample answers to a prompt."""
+    if (refusal := body.refusal()) is not None:
+        raise BodyError(422, refusal)
+    try:
+        request = codec.sample_from_json(body)
+    except ValueError as error:
+        raise BodyError(422, str(error)) from None
+    return submitted_json(await service.submit(request))
+
+
+# ---- results
+
+
+async def _wait(context: ApiContext, service: CallerService, request_id: str) -> Outcome:
+    """Wait for a result as long as a request may be held, or until the server stops."""
+    waiting = asyncio.ensure_future(service.retrieve(request_id, timeout_s=context.settings.hold_s))
+    stopping = asyncio.ensure_future(context.stopping.wait())
+    try:
+        await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return await waiting if waiting.done() else Outcome(state="pending", kind="")
+    finally:
+        waiting.cancel()
+        stopping.cancel()
+
+
+@future_routes.post("/retrieve_future", responses={410: {"description": "The result is lost: send the request again."}})
+async def retrieve_future(
+    body: schemas.RetrieveBody, request: Request, context: Context, service: ServiceDependency
+) -> Any:
+    """Return the result of a request. Waits for it, and answers ``try_again`` after some time."""
+    outcome = await _wait(context, service, body.request_id)
+    if outcome.state == "pending":
+        return {"type": "try_again", "request_id": body.request_id, "queue_state": outcome.queue_state}
+    if outcome.state == "gone":
+        return error_response(
+            410, outcome.error or "The result was lost with an earlier server: send the request again."
+        )
+    if outcome.state == "failed":
+        # Status 200: the client would repeat the request after most others.
+        return {"error": outcome.error or "The request failed.", "category": outcome.category or "unknown"}
+    if body.allow_metadata_only and outcome.result_bytes > INLINE_RESULT_BYTES:
+        return {"status": "complete_metadata", "response_payload_size": outcome.result_bytes}
+    return await _result(outcome, PROTOBUF in request.headers.get("accept", ""))
+
+
+async def _result(outcome: Outcome, accepts_protobuf: bool) -> Response:
+    has_message = isinstance(outcome.result, PassResult | SamplingResult)
+    encode = codec.to_protobuf if has_message and accepts_protobuf else codec.to_json
+    # A large result is encoded in a thread: other requests go on in the meantime.
+    large = outcome.result_bytes > THREAD_BYTES
+    content = await asyncio.to_thread(encode, outcome.result) if large else encode(outcome.result)
+    return Response(content, media_type=PROTOBUF if encode is codec.to_protobuf else "application/json")
+
+
+@future_routes.post("/cancel_future")
+async def cancel_future(body: schemas.CancelBody, service: ServiceDependency) -> None:
+    """Stop a sampling request whose result is no longer wanted."""
+    await service.cancel(body.request_id)
