@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from areal.engine.step_sync import AgreedPlan
 from areal.tests.mutants.planting import Function, mutant
 from areal.utils.data.padding import NO_SAMPLES
 
@@ -52,14 +53,14 @@ def filler_has_a_gradient(right: Function) -> Function:
 def empty_global_batch_runs_fillers(right: Function) -> Function:
     """A global batch without samples runs fillers on all ranks instead of raising."""
 
-    def wrong(self: Any, plan_here: Any, schedule: Any) -> Any:
+    def wrong(self: Any, plan_here: Any, schedule: Any, *, with_loss: bool) -> Any:
         try:
-            return right(self, plan_here, schedule)
+            return right(self, plan_here, schedule, with_loss=with_loss)
         except ValueError as error:
             if "empty batch" not in str(error):
                 raise
             plan = plan_here()
-            return plan, 1, plan.padded_length
+            return AgreedPlan(plan, 1, plan.padded_length, 1)
 
     return wrong
 

@@ -26,6 +26,8 @@ OTHERS = (
     "areal.engine.torch",
     "torch.distributed.fsdp",
     "areal.engine.schedule:SequentialSchedule",
+    "areal.engine.optimizer:global_norm",  # Megatron has its own
+    "areal.engine.optimizer:_shard_groups",
     "areal.engine.lora",
     "areal.utils.collectives",  # Megatron-Core has its own
     "areal.utils.dtensor:local_part",

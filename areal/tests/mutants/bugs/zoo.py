@@ -61,7 +61,7 @@ def shared_layers_sharded(right: Function) -> Function:
     return lambda layers, model: layers
 
 
-@mutant("areal.engine.fsdp.gradients:_gather_unused", ZOO.format("gemma3"))
+@mutant("areal.engine.fsdp.gradients:_gather_unused", ZOO.format("git"))
 def unused_layers_not_gathered(right: Function) -> Function:
     """Layers that no forward runs are not gathered before the backward."""
     return lambda modules: None

@@ -115,7 +115,8 @@ def waiting_groups_lost_by_a_new_owner(right: Function) -> Function:
 
     def wrong(self: Any, trained: int, played: Any) -> Any:
         state = right(self, trained, played)
-        return state | {"consumed": state["consumed"] + len(state["waiting"]), "waiting": []}
+        lost = len(state["waiting"])
+        return state | {"consumed": state["consumed"] + lost, "rejected": lost, "waiting": []}
 
     return wrong
 
