@@ -23,12 +23,13 @@ from areal.tests.grid.cell_engine import ZERO_LR
 from areal.tests.grid.layouts import LORA
 from areal.tests.grid.models import VOCAB, model_dir
 from areal.tests.harness.tiny import Sample, config, local_batch, loss, started
+from areal.utils.releases import installed_release
 
 LAYERS = 9
 """More than the graphs that dynamo keeps per function: with one graph per layer, dynamo would stop compiling."""
 
-MOST = 2
-"""Graphs that 6 random lengths may add, after two lengths have been seen."""
+MOST = 2 if installed_release("torch") >= (2, 13) else 8
+"""Graphs that 6 random lengths may add, after two lengths have been seen. An older torch traces a layer again for a third and a fifth."""
 
 
 @contextmanager

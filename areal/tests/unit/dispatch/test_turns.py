@@ -199,7 +199,7 @@ def test_threads_never_exceed_the_budget_and_all_end() -> None:
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
-        for _ in range(40):
+        for _ in range(15):
             name = draw.choice("abc")
             with device.using(name, draw.choice([Use.FORWARD, Use.STEP, Use.SYNC, Use.CHANGE])):
                 if draw.random() < 0.3:

@@ -24,7 +24,10 @@ class SeenDtypes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.seen |= {
-            leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            leaf.dtype
+            for leaf in tree_leaves(out)
+            # Before torch 2.13, recomputation makes an empty tensor of its own.
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
         }
         return out
 
