@@ -171,7 +171,10 @@ def _succeeded(ref: ray.ObjectRef) -> bool:
 
 
 def _end(actors: Any, group: PlacementGroup | None) -> None:
-    """End processes, also where Ray itself does not reply any more."""
+    """End processes, also where Ray itself does not reply any more. Without Ray they have ended."""
+    # Ray starts another cluster for a call after its end, which knows none of them: old releases abort the process then.
+    if not ray.is_initialized():
+        return
     for actor in actors:
         with suppress(Exception):
             ray.kill(actor)

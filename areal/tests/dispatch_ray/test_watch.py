@@ -17,6 +17,7 @@ from areal.dispatch.errors import WorkerLostError
 from areal.dispatch.executor import Reply
 from areal.dispatch.ray import watch as module
 from areal.dispatch.ray.actor import ProcessInfo, StackPosition
+from areal.dispatch.ray.processes import Processes
 from areal.dispatch.ray.results import seal
 from areal.dispatch.ray.watch import Limits, Watch
 from areal.tests.harness.limits import PROMPTLY, promptly, wait_until
@@ -211,3 +212,13 @@ def test_work_is_pickled_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         watch.submit("large", bytes(2**20), [0] * 4)
         assert len(stored) == 1
         assert all(rank.works[1][0] == bytes(2**20) for rank in ranks)
+
+
+def test_end_without_ray_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group may be collected after ray.shutdown()."""
+    calls: list[Any] = []
+    monkeypatch.setattr(ray, "kill", calls.append)
+    for there in (False, True):
+        monkeypatch.setattr(ray, "is_initialized", lambda there=there: there)
+        Processes(("actor",), (), None).end()
+        assert calls == (["actor"] if there else [])

@@ -114,11 +114,14 @@ def test_weights_gradients_and_files_equal_those_of_transformers(backend: str, f
 def test_files_may_divide_a_tensor_in_other_sizes(tmp_path: Path) -> None:
     """transformers writes the convolutions of queries, keys and values in equal sizes, but reads the sizes of the model."""
     path, folder, sizes = model_dir("olmo_hybrid"), tmp_path / "model", (24, 24, 48)
+    tensors = files_of(path)
+    keys = [f"model.layers.0.linear_attn.{x}_conv1d.weight" for x in "qkv"]
+    lengths = tuple(len(tensors[key]) for key in keys)
+    if lengths == sizes:
+        pytest.skip("this release of transformers writes the sizes of the model")
+    assert lengths == (32, 32, 32)
     if world().rank == 0:
         shutil.copytree(path, folder)
-        tensors = files_of(path)
-        keys = [f"model.layers.0.linear_attn.{x}_conv1d.weight" for x in "qkv"]
-        assert [len(tensors[key]) for key in keys] == [32, 32, 32]
         parts = torch.cat([tensors[key] for key in keys]).split(sizes)
         tensors |= {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import areal.engine.attention.context_parallel as imports
 import areal.engine.attention.gather_kv as defines
@@ -21,6 +22,7 @@ from areal.tests.mutants.passed import add_passed, passed_tests
 from areal.tests.mutants.planting import Mutant, find_target, plant, traces
 from areal.tests.mutants.plugin import PlantedBug, planted_bugs
 from areal.tests.mutants.registry import MUTANTS
+from areal.tests.zoo import table
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,9 @@ def test_mutants_have_a_description_a_target_and_existing_tests(collected: list[
         assert callable(planted.mutate(getattr(owner, attribute))), name
         # Raises, naming the test, if pytest does not collect it.
         for test in planted.tests:
-            find_test(test, collected)
+            # Another release of transformers may lack a family.
+            if not (isinstance(test, str) and test.startswith("zoo/")) or table.read()[0] == transformers.__version__:
+                find_test(test, collected)
 
 
 def test_plant_replaces_every_import_and_can_be_undone() -> None:
