@@ -38,7 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-vllm test-zoo lint docs test-mutants bench bench-overhead bench-gpu bench-servers bench-peers protos setup clean
+.PHONY: help demo demo-seeds demo-sft demo-short demo-layouts test test-all test-lowest test-newest test-resolve test-cookbook test-vllm test-tpu test-zoo lint docs test-mutants bench bench-jax bench-overhead bench-gpu bench-servers bench-peers protos setup clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -100,12 +100,18 @@ test-vllm: $(VENV)/.test $(VENV)-vllm/.ready ## Run the tests that need a real v
 	test -x $(VENV)-vllm/bin/python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA areal/tests/vllm $(PYTEST_ARGS)
 
+test-tpu: $(VENV)/.test $(VENV)-libtpu/.ready ## Compile the programs of the JAX engine with the compiler of TPUs; no TPU is needed.
+	OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(VENV)-libtpu $(BIN)/python -m pytest -q -rA areal/tests/tpu $(PYTEST_ARGS)
+
 test-zoo: $(VENV)/.test ## Compare every model type of transformers with transformers, and write the table of docs/model-zoo.md.
 	OMP_NUM_THREADS=1 $(BIN)/python -m areal.tests.zoo
 
 bench: $(VENV)/.test ## Measure a training step and a forward, and compare them with plain loops.
 	$(BENCH) --workload ragged --ranks 1 2 --rounds 5 $(BENCH_ARGS)
 	$(BENCH) --workload rl --prompts $(BENCH_PROMPTS) --ranks 1 2 --rounds 3 $(BENCH_ARGS)
+
+bench-jax: $(VENV)/.test ## Measure the JAX engine next to FSDP, and write the table of docs/jax.md.
+	$(BENCH) --workload ragged --rows 'areal fsdp' 'areal jax' --rounds 7 --docs docs/jax.md $(BENCH_ARGS)
 
 bench-overhead: $(VENV)/.test ## Measure the engine's own overhead, on one rank and on two.
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
@@ -176,6 +182,11 @@ $(VENV)-vllm/.ready:
 	.ci/venv $(PYTHON) $(VENV)-vllm
 	.ci/pip $(VLLM) || .ci/pip $(VLLM) --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VENV)-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec triton
+	touch $@
+
+# The wheel alone: it is the compiler, and jax finds it on the path.
+$(VENV)-libtpu/.ready: | $(VENV)/.test
+	$(BIN)/uv pip install --python $(VENV) --target $(VENV)-libtpu libtpu==0.0.42.1
 	touch $@
 
 # This release generates modules for protobuf 6.31, which later releases of the runtime accept too.

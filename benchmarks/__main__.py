@@ -6,13 +6,14 @@ python -m benchmarks --workload rl --prompts 2 --rows areal 'head where trained'
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import tyro
 
 from benchmarks.driver import measure
 from benchmarks.model import Size, write_model
-from benchmarks.report import write
+from benchmarks.report import put_into, summary, write
 from benchmarks.rows import DType, Task, choose
 from benchmarks.workloads import MAKERS, load
 
@@ -37,6 +38,8 @@ class Settings:
     """Dtype of the compute."""
     output: Path = Path("runs/bench")
     """Output directory for tables, JSON, pictures, and the output of the rows."""
+    docs: Path | None = None
+    """Page of the docs whose table of the workload is replaced: see `benchmarks.report.put_into`."""
     hidden: int = 256
     """Width of the model."""
     layers: int = 4
@@ -66,6 +69,8 @@ def main(settings: Settings) -> None:
             settings.output,
         )
         write(run, stem)
+        if settings.docs is not None:
+            put_into(settings.docs, Path(name).stem, summary(run, date.today()))
 
 
 if __name__ == "__main__":

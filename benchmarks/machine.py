@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import platform
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,15 @@ def give_back() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def cpu_name() -> str:
+    """Return the name that the CPU has for the system, with its widest vectors, such as ``AMD EPYC (AVX2)``."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def gemm_rate(dtype: torch.dtype, n: int = 1024, times: int = 5) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from benchmarks.driver import Run
+from benchmarks.machine import cpu_name
 from benchmarks.reference import LOGPROBS, LOSSES, NORMS
 from benchmarks.table import Entry, entries
 
 COLUMNS = ["row", "ranks", "ratio", "tokens/CPU-s", "GEMM share", "peak MB", "rise MB", "wall against 1 rank"]
+SUMMARY_COLUMNS = ["row", "training step", "peak MB", "log-probs"]
 NUMBERS_COLUMNS = ["row", "ranks", "loss of steps 1 to 3", "gradient norm of steps 1 to 3", ""]
 
 
@@ -91,11 +95,44 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def summary(run: Run, day: date) -> str:
+    """Return the table for a page of the docs, in Markdown: where and what was measured, and the ratios without wrong rows."""
+    forward = {(entry.row, entry.ranks): entry for entry in entries(run, "forward")}
+    rows = [
+        [entry.row, str(entry.ratio), f"{entry.peak_mb:,.0f}", _ratio(forward.get((entry.row, entry.ranks)))]
+        for entry in entries(run, "train")
+        if entry.ratio and entry.wrong is None
+    ]
+    where = f"On {day.isoformat()}, on {cpu_name()}, one thread per rank; {heading(run)}."
+    return f"{where}\n\n{_markdown(SUMMARY_COLUMNS, rows)}"
+
+
+def _ratio(entry: Entry | None) -> str:
+    return str(entry.ratio) if entry is not None and entry.ratio and entry.wrong is None else ""
+
+
+def put_into(page: Path, name: str, table: str) -> None:
+    """Replace the table of a workload in a page of the docs: what is between ``<!-- benchmark NAME -->`` and ``<!-- end -->``.
+
+    Raises:
+        ValueError: the page does not have these lines.
+    """
+    before, after = f"<!-- benchmark {name} -->\n", "\n<!-- end -->"
+    pattern = re.compile(f"({re.escape(before)}).*?({re.escape(after)})", re.DOTALL)
+    found = page.read_text()
+    if not pattern.search(found):
+        raise ValueError(
+            f"docs = {page}: add the lines {before.strip()} and {after.strip()}, between which the table belongs"
+        )
+    page.write_text(pattern.sub(lambda match: f"{match[1]}{table}{match[2]}", found))
+
+
 def as_json(run: Run) -> dict[str, Any]:
     """Return all measurements and the tables computed from them."""
     return {
         "heading": heading(run),
         "task": asdict(run.task),
+        "cpu": cpu_name(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

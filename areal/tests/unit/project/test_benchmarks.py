@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from benchmarks.engine_row import EngineRow
 from benchmarks.gpu import __main__ as gpu_command
 from benchmarks.gpu.device import idle
 from benchmarks.loops import LOOPS, Loop, PlainRow
+from benchmarks.machine import cpu_name
 from benchmarks.model import Size, write_model
 from benchmarks.reference import STEPS, Reference, reference
+from benchmarks.report import SUMMARY_COLUMNS, put_into
 from benchmarks.rows import CEILING, Task, build, choose
 from benchmarks.shapes import SHAPES, Shape
 
@@ -157,7 +160,9 @@ def test_benchmark_runs_end_to_end(
         output=tmp_path,
         hidden=32,
         layers=2,
+        docs=tmp_path / "page.md",
     )
+    (tmp_path / "page.md").write_text("Before.\n\n<!-- benchmark rl -->\nold\n<!-- end -->\n\nAfter.\n")
     command.main(settings)
     written = json.loads((tmp_path / "rl-peers-float32.json").read_text())
     *right, missing = written["train"]
@@ -171,6 +176,22 @@ def test_benchmark_runs_end_to_end(
     assert all(len(turns["steps"]) == STEPS + 2 and len(turns["forwards"]) == 1 + 2 for turns in written["turns"][:2])
     assert "| right" in capsys.readouterr().out
     assert (tmp_path / "rl-peers-float32.png").stat().st_size > 5000
+    before, table, after = re.split(r"<!-- .* -->\n?", (tmp_path / "page.md").read_text())
+    assert (before, after) == ("Before.\n\n", "\nAfter.\n")
+    assert cpu_name() in table
+    assert [line.split(" |")[0].strip("| ") for line in table.strip().splitlines()[4:]] == [e["row"] for e in right]
+
+
+def test_table_of_a_page_is_one_of_the_benchmark(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "jax.md").read_text()
+    (table,) = re.findall(r"<!-- benchmark ragged -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    heading, _, columns, _, *rows = table.splitlines()
+    assert re.match(r"On \d{4}-\d\d-\d\d, on .+ \((AVX2|AVX512|DEFAULT)\), one thread per rank; ragged: ", heading)
+    assert [column.strip() for column in columns.strip("|").split("|")] == SUMMARY_COLUMNS
+    assert any("areal jax:d1" in row for row in rows)
+    (tmp_path / "page.md").write_text("no table")
+    with pytest.raises(ValueError, match=r"page\.md: add the lines <!-- benchmark ragged --> and <!-- end -->"):
+        put_into(tmp_path / "page.md", "ragged", table)
 
 
 def test_invalid_benchmark_options_raise() -> None:
