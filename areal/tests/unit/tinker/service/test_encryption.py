@@ -25,6 +25,14 @@ def ssh_keys(folder: Path) -> tuple[str, Any]:
     return file.with_suffix(".pub").read_text().strip(), pyrage.ssh.Identity.from_buffer(file.read_bytes())
 
 
+def decrypted(content: bytes, identity: Any) -> bytes | None:
+    """Return what an identity can read, or ``None`` if it cannot."""
+    try:
+        return pyrage.decrypt(content, [identity])
+    except pyrage.DecryptError:
+        return None
+
+
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
 def test_every_file_is_encrypted_to_every_recipient(tmp_path: Path) -> None:
     native, stranger = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
@@ -41,10 +49,8 @@ def test_every_file_is_encrypted_to_every_recipient(tmp_path: Path) -> None:
             assert [file.name for file in folder.iterdir()] == ["state.json.age"]
             content = (folder / "state.json.age").read_bytes()
             expected = (other / "state.json").read_bytes()
-            for identity in (native, of_ssh):
-                assert pyrage.decrypt(content, [identity]) == expected
-            with pytest.raises(pyrage.DecryptError):
-                pyrage.decrypt(content, [stranger])
+            for identity, readable in ((native, expected), (of_ssh, expected), (stranger, None)):
+                assert decrypted(content, identity) == readable
             # Nothing is left without encryption.
             folders = {each.name for each in folder.parent.iterdir() if each.is_dir()}
             assert folders == {folder.name, other.name}
