@@ -1,4 +1,4 @@
-"""Copy of a model whose output head is a weight of its own, for adapters of the head that are merged."""
+"""Copy of a model with tied embeddings in which embedding and output head are separate weights, to merge adapters of the head into."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def parse_recipients(keys: Sequence[str]) -> list[Any]:
         keys: native public keys of age (``age1…``) or SSH public keys, at most :data:`MAX_RECIPIENTS`.
 
     Raises:
-        UserError: there are too many keys, one cannot be used (named), or the server has no package that encrypts.
+        UserError: there are too many keys, one cannot be used (named), or the package that encrypts is missing.
     """
     if len(keys) > MAX_RECIPIENTS:
         raise UserError(f"{_FIELD} has {len(keys)} keys: at most {MAX_RECIPIENTS} are supported")
@@ -70,6 +70,6 @@ def _pyrage() -> Any:
         return importlib.import_module("pyrage")
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{_FIELD}: the server has no package pyrage: its operator can run pip install 'areal[tinker]'; without encryption, leave the "
-            "field out"
+            f"{_FIELD}: the package pyrage is missing on the server: its operator can run pip install 'areal[tinker]'; leave the field out for "
+            "an export without encryption"
         ) from error

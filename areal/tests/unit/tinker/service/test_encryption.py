@@ -100,5 +100,5 @@ def test_missing_package_is_named_only_where_it_is_needed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(importlib, "import_module", missing)
     assert parse_recipients([]) == []
-    with pytest.raises(UserError, match=r"no package pyrage: .* pip install 'areal\[tinker\]'"):
+    with pytest.raises(UserError, match=r"package pyrage is missing on the server: .* pip install 'areal\[tinker\]'"):
         parse_recipients(["age1abc"])
