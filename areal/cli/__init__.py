@@ -29,6 +29,9 @@ COMMANDS = {
         "areal",
     ),
     "serve": Command("areal.cli.serve:run_serve", "serve a model to clients of the tinker SDK", "areal[tinker]"),
+    "untie": Command(
+        "areal.cli.untie:run_untie", "copy a model so that an adapter of its output head can be merged", "areal"
+    ),
 }
 
 

@@ -31,7 +31,8 @@ from areal.engine.lora.adapter_plan import (
     head_name,
     layer_kind,
 )
-from areal.engine.model.hub import model_folder
+from areal.engine.lora.service_names import SERVICE_HEAD, has_service_names, rename_head, service_head
+from areal.engine.model.hub import model_folder, read_config
 from areal.utils.dtensor import full_box
 
 logger = logging.getLogger(__name__)
@@ -81,10 +82,33 @@ def encode_files(plan: AdapterPlan, weights: Mapping[str, Tensor], base: str) ->
     }
 
 
+def service_files(folder: Path, base: str) -> dict[str, bytes]:
+    """Return the files of an adapter by name, with the names of the hosted Tinker service for its weights.
+
+    Args:
+        folder: directory of the adapter in peft's format.
+        base: directory or hub name of the base model.
+
+    Raises:
+        ValueError: the model cannot be read.
+    """
+    model = _meta_model(read_config(base))
+    config, weights = json.loads((folder / CONFIG_NAME).read_bytes()), load_file(folder / SAFETENSORS_WEIGHTS_NAME)
+    old, new = head_name(model), service_head(model)
+    if old is not None and new is not None:
+        config, weights = rename_head(config, weights, old, new)
+    return {
+        CONFIG_NAME: json.dumps(config, indent=2, sort_keys=True).encode(),
+        SAFETENSORS_WEIGHTS_NAME: save(weights, {"format": "pt"}),
+    }
+
+
 def read_folder(
     folder: Path, hf: PretrainedConfig, base: str | None, plans: MutableMapping[str, AdapterPlan] | None = None
 ) -> tuple[AdapterPlan, dict[str, Tensor]]:
     """Read an adapter from a directory in peft's format: its plan, and its full weights by peft's names.
+
+    The head may have the name that the hosted Tinker service gives it.
 
     Args:
         folder: directory of the adapter.
@@ -112,6 +136,9 @@ def read_folder(
         logger.warning(
             "%s: lora_dropout = %s is left out: nothing is dropped", folder / CONFIG_NAME, config.lora_dropout
         )
+    if has_service_names(weights) and (head := head_name(_meta_model(hf))) is not None:
+        renamed, weights = rename_head({"target_modules": config.target_modules}, weights, SERVICE_HEAD, head)
+        config.target_modules = renamed["target_modules"]
     plans = {} if plans is None else plans
     written = json.dumps(_plain_values(config.to_dict()), sort_keys=True, default=str)
     if written not in plans:

@@ -39,6 +39,7 @@ HOMES = {
     "google": "tinker/api",
     "zstandard": "tinker/api",
     "prometheus_client": "tinker/api",
+    "pyrage": "tinker/service/store/encryption.py",
     "tyro": "cli",
     "accelerate": None,
     "rich": None,

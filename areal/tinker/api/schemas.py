@@ -165,12 +165,13 @@ class SaveForSamplerBody(SaveWeightsBody):
 
 
 class SaveExternalBody(SaveWeightsBody):
-    """``save_weights_external``: an adapter in peft's format, for download."""
+    """``save_weights_external``: an adapter for download, encrypted if there are recipients."""
 
     path: Text
+    age_encryption_recipients: list[Text] | None = None
 
     def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "external": True}
+        return {**super().fields(), "age_encryption_recipients": tuple(self.age_encryption_recipients or ())}
 
 
 class LoadWeightsBody(SequencedBody):

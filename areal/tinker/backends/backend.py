@@ -79,6 +79,10 @@ class TrainingBackend(Protocol):
     def save_for_sampler(self, model_id: str, folder: Path) -> None:
         """Write the adapter for :class:`SamplingBackend`, in peft's format."""
 
+    def save_external(self, model_id: str, folder: Path) -> None:
+        """Write the adapter for download to a new folder, which appears complete or not at all: ``adapter_config.json`` and
+        ``adapter_model.safetensors``, with the names that the cookbook's ``build_hf_model`` merges."""
+
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
         """Create or replace the adapter of a model from a folder that :meth:`save` wrote, and return its description.
 

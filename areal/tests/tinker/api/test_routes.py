@@ -23,7 +23,7 @@ from areal.tinker.api.routes.queued import INLINE_RESULT_BYTES
 from areal.tinker.service.requests import Outcome
 from areal.tinker.service.verbs.models import CreateModel
 from areal.tinker.service.verbs.verb import RefusedRequest
-from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler
+from areal.tinker.service.verbs.weights import LoadWeights, SaveExternal
 
 Run = Callable[[httpx2.AsyncClient], Awaitable[Any]]
 ACCEPT = {"Accept": "application/x-protobuf, application/json"}
@@ -114,6 +114,7 @@ def test_an_unknown_field_is_refused_in_its_turn_unless_it_is_off() -> None:
     assert (answer.status_code, "prompt_alt_tokens_k" in answer.json()["error"]) == (422, True)
 
 
+RECIPIENTS = {"age_encryption_recipients": ["age1a", "ssh-rsa b"]}
 WRONG_FIELDS = {
     "save_weights": {"path": "a\0b"},
     "save_weights_for_sampler": {"ttl_seconds": 10**30},
@@ -138,11 +139,14 @@ def test_a_wrong_field_fails_in_its_turn(route: str) -> None:
     assert posted(route, {"model_id": "s:train:0", **WRONG_FIELDS[route]}).status_code == 422
 
 
-def test_external_weights_are_a_kind_of_sampler_weights() -> None:
+def test_an_export_names_its_recipients() -> None:
     service = StandInService()
-    posted("save_weights_external", JSON_BODIES["save_weights_external"], service)
-    assert isinstance(service.submitted[0], SaveForSampler)
-    assert service.submitted[0].external
+    body = JSON_BODIES["save_weights_external"]
+    for given, keys in (({}, ()), ({"age_encryption_recipients": None}, ()), (RECIPIENTS, ("age1a", "ssh-rsa b"))):
+        posted("save_weights_external", {**body, **given}, service)
+        request = service.submitted.pop()
+        assert isinstance(request, SaveExternal)
+        assert request.age_encryption_recipients == keys
 
 
 def test_a_repeated_request_has_the_same_digest() -> None:

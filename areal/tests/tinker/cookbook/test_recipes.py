@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from areal.tests.tinker.sdk.server import KEY, ROOT, ServerProcess
+from areal.tests.tinker.cookbook.environment import PYTHON, output_of
+from areal.tests.tinker.sdk.server import ROOT, ServerProcess
 
-PYTHON = ROOT / ".venv-tinker-cookbook" / "bin" / "python"
 MODEL = ROOT / "runs" / "SmolLM2-135M-Instruct"
 EXAMPLES = ROOT / "examples" / "tinker"
 
@@ -35,28 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process = ServerProcess(tmp_path_factory.mktemp("server"), str(MODEL), name=str(MODEL), threads=os.cpu_count() or 1)
     yield process
     assert process.stop() == 0, process.text
-
-
-def output_of(server: ServerProcess, *command: str) -> str:
-    """Run a command in the environment of the recipes, and return what it prints."""
-    environment = {
-        **os.environ,
-        "TINKER_BASE_URL": server.url,
-        "TINKER_API_KEY": KEY,
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": "",
-    }
-    done = subprocess.run(
-        [str(PYTHON), "-W", "ignore", *command],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-        env=environment,
-    )
-    print(done.stdout[-1500:])
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}\n{server.text[-4000:]}"
-    return done.stdout
 
 
 def run(server: ServerProcess, log: Path, *command: str, **options: Any) -> list[dict[str, float]]:

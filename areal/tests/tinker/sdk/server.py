@@ -40,9 +40,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
-def model_with_tokenizer(folder: Path) -> str:
-    """Write a tiny Qwen3 with a tokenizer to a folder, and return it."""
-    shutil.copytree(model_dir("qwen3"), folder)
+def model_with_tokenizer(folder: Path, family: str = "qwen3") -> str:
+    """Write a tiny model with a tokenizer to a folder, and return it."""
+    shutil.copytree(model_dir(family), folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 

@@ -22,7 +22,7 @@ from areal.tinker.service.verbs.forward_backward import Forward, ForwardBackward
 from areal.tinker.service.verbs.models import CreateFromCheckpoint, CreateModel, UnloadModel
 from areal.tinker.service.verbs.optimizer import OptimStep
 from areal.tinker.service.verbs.verb import ModelRequest, RefusedRequest
-from areal.tinker.service.verbs.weights import LoadWeights, SaveForSampler, SaveWeights
+from areal.tinker.service.verbs.weights import LoadWeights, SaveExternal, SaveForSampler, SaveWeights
 
 
 class InTurnRoute(APIRoute):
@@ -182,8 +182,8 @@ async def save_weights_for_sampler(body: schemas.SaveForSamplerBody, service: Se
 
 @training_routes.post("/save_weights_external")
 async def save_weights_external(body: schemas.SaveExternalBody, service: ServiceDependency) -> dict[str, Any]:
-    """Save an adapter in peft's format, for download by ``external_weights_urls``."""
-    return await submit_in_turn(service, body, SaveForSampler)
+    """Save an adapter for download by ``external_weights_urls``."""
+    return await submit_in_turn(service, body, SaveExternal)
 
 
 @training_routes.post("/load_weights")

@@ -27,6 +27,7 @@ from areal.tinker.backends.training.adapter_memory import RankMemory, rank_memor
 from areal.tinker.backends.training.base_model import find_base_model
 from areal.tinker.backends.training.engine_config import EngineBackendConfig
 from areal.tinker.backends.training.engine_errors import lost_error, protocol_errors
+from areal.tinker.backends.training.export import export_adapter
 from areal.tinker.backends.training.passes import (
     SHORT,
     Pass,
@@ -308,6 +309,12 @@ class EngineBackend:
 
     def save_for_sampler(self, model_id: str, folder: Path) -> None:
         self._save(model_id, folder, with_optim=False)
+
+    def save_external(self, model_id: str, folder: Path) -> None:
+        source = folder.with_name(f"{folder.name}.peft")
+        self._save(model_id, source, with_optim=False)
+        with self._errors():
+            export_adapter(source, folder, self._base.name)
 
     def _save(self, model_id: str, folder: Path, *, with_optim: bool) -> None:
         slot = self._slot(model_id)

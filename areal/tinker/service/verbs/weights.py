@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal.tinker.backends.errors import UserError
-from areal.tinker.service.verbs.verb import ModelRequest, RequestTurn
+from areal.tinker.service.model import TrainedModel
+from areal.tinker.service.store.encryption import encrypt_folder, parse_recipients
+from areal.tinker.service.verbs.verb import Capabilities, ModelRequest, RequestTurn
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,15 @@ class SaveWeights(ModelRequest, kind="save_weights"):
 
 @dataclass(frozen=True)
 class SaveForSampler(SaveWeights, kind="save_weights_for_sampler"):
-    """save_weights_for_sampler. Without ``path`` the snapshot is ephemeral: it belongs to a new sampling session.
-
-    ``external`` marks save_weights_external: the same files under ``tinker://{model_id}/external_weights/{path}``, for download only.
-    """
+    """save_weights_for_sampler. Without ``path`` the snapshot is ephemeral: it belongs to a new sampling session."""
 
     sampling_session_seq_id: int | None = None
-    external: bool = False
 
     async def run(self, turn: RequestTurn) -> dict[str, Any]:
         if self.path is None:
             return {"type": "save_weights_for_sampler", "sampling_session_id": await self._save_ephemeral(turn)}
-        path = await self._save(turn, "external" if self.external else "sampler", turn.backend.save_for_sampler)
-        return {"type": "save_weights_external" if self.external else "save_weights_for_sampler", "path": path}
+        path = await self._save(turn, "sampler", turn.backend.save_for_sampler)
+        return {"type": "save_weights_for_sampler", "path": path}
 
     async def _save_ephemeral(self, turn: RequestTurn) -> str:
         """Write a snapshot, and create the sampling session that owns it. Returns the id of the session."""
@@ -75,6 +74,35 @@ class SaveForSampler(SaveWeights, kind="save_weights_for_sampler"):
             await turn.samplers.end(session)
             raise UserError(model.closed)
         return session
+
+
+@dataclass(frozen=True)
+class SaveExternal(SaveWeights, kind="save_weights_external"):
+    """save_weights_external: an adapter for download only, under ``tinker://{model_id}/external_weights/{path}``.
+
+    With ``age_encryption_recipients`` (public keys), every file is encrypted to them.
+    """
+
+    age_encryption_recipients: Sequence[str] = ()
+
+    def check(self, model: TrainedModel, server: Capabilities) -> list[Any]:
+        return parse_recipients(self.age_encryption_recipients)
+
+    async def run(self, turn: RequestTurn) -> dict[str, Any]:
+        recipients: list[Any] = turn.prepared
+
+        def write(model_id: str, folder: Path) -> None:
+            if not recipients:
+                turn.backend.save_external(model_id, folder)
+                return
+            plain = folder.with_name(f"{folder.name}.plain")
+            try:
+                turn.backend.save_external(model_id, plain)
+                encrypt_folder(plain, folder, recipients)
+            finally:
+                shutil.rmtree(plain, ignore_errors=True)
+
+        return {"type": "save_weights_external", "path": await self._save(turn, "external", write)}
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,10 @@ class FakeTraining:
         self._enter("save_for_sampler", model_id, folder)
         self._write(model_id, folder)
 
+    def save_external(self, model_id: str, folder: Path) -> None:
+        self._enter("save_external", model_id, folder)
+        self._write(model_id, folder)
+
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> AdapterSpec:
         self._enter("load", model_id, with_optimizer)
         state = json.loads((folder / "state.json").read_text())
