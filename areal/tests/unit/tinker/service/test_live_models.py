@@ -78,14 +78,18 @@ def journal(root: Path) -> int:
     return int(count)
 
 
-@pytest.mark.parametrize("changes", [{}, {"recovery_steps": 2, "recovery_fraction": 1.0}, EACH_STEP])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"recovery_steps": 2, "recovery_fraction": 1.0}, EACH_STEP],
+    ids=["the journal only", "a snapshot of two steps", "a snapshot of each step"],
+)
 def test_killed_servers_change_no_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
     async def main() -> None:
         expected = FakeTraining()
         async with serving(tmp_path / "whole", expected) as service:
             model = await new_model(service)
             losses = await steps(service, model, 1, 10)
-            weight = expected.models[model]["weight"]
+            state = expected.models[model]
         root, found, seq = tmp_path / "killed", [], 1
         async with killed(root, FakeTraining(), **changes) as service:
             session = await service.create_session([])
@@ -107,7 +111,7 @@ def test_killed_servers_change_no_bit(tmp_path: Path, changes: dict[str, Any]) -
             assert not (await service.training_run(model))["corrupted"]
             found += await steps(service, model, seq, 1)
             assert found == losses
-            assert last.models[model]["weight"] == weight
+            assert last.models[model] == state
 
     asyncio.run(main())
 
